@@ -9,6 +9,9 @@ ARGS ?=
 # Number of processes that `make test` runs tests in; each of them may start a dozen more, which wait much of the time.
 TEST_PROCESSES ?= 3
 
+# File that `make test-times` writes: CPU seconds, wall seconds and name of each test, the dearest first.
+TIMES ?= runs/test-times.tsv
+
 # One BLAS thread per process: there are many workers and few cores.
 export OMP_NUM_THREADS ?= 1
 # Hundreds of test processes import the same modules: their bytecode is cached.
@@ -31,7 +34,7 @@ TEMPLATES := $(VENV)/.installed-templates
 TEST_PACKAGES := slurm-wlm munge shellcheck iproute2 bubblewrap
 
 .DEFAULT_GOAL := help
-.PHONY: setup setup-gpu packages-gpu setup-test-tools demo test coverage test-slow test-gpu lint format format-check types imports docs check bench clean help
+.PHONY: setup setup-gpu packages-gpu setup-test-tools demo test test-times mutants coverage test-slow test-gpu lint format format-check types imports measures docs check bench clean help
 
 setup: $(INSTALLED) ## Create .venv with pinned packages; does nothing if it is up to date
 
@@ -114,6 +117,12 @@ coverage: setup $(INTERPRETER) $(TEMPLATES) ## Run the tests and report the line
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
+test-times: setup $(INTERPRETER) $(TEMPLATES) ## Run the tests and write the CPU and wall seconds of each to TIMES
+	$(BIN)/python -m $(PYTEST_PARALLEL) -p tests.maintenance.durations --durations-to $(TIMES) $(ARGS)
+
+mutants: setup $(INTERPRETER) ## Seed thirty faults one by one, and check that tests fail for each of them
+	$(BIN)/python -m tests.maintenance.mutants $(ARGS)
+
 test-slow: setup ## Run the tests that take minutes
 	$(BIN)/pytest -m slow $(ARGS)
 
@@ -138,6 +147,9 @@ types: setup ## Check types with mypy
 imports: setup ## Check the import layers
 	$(BIN)/lint-imports
 
+measures: setup ## Measure the source tree: sizes of packages and functions, names, docstrings, excepts, words
+	$(BIN)/python -m tests.maintenance.tree_measures
+
 INSTALLED_DOCS := $(VENV)/.installed-docs
 
 $(INSTALLED_DOCS): $(INSTALLED) requirements/docs.txt
@@ -149,7 +161,7 @@ docs: $(INSTALLED_DOCS) ## Build the documentation site into site/; fails on bro
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "built site/index.html"
 
-CHECKS := format-check lint types imports docs test
+CHECKS := format-check lint types imports measures docs test
 
 check: setup ## Run all checks of CI, and print how long each of them took
 	@times=""; for name in $(CHECKS); do \

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.distribution import position, scope
+from tests.maintenance.repeat_failed import EXIT_STATUS
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
@@ -24,8 +25,8 @@ CLUSTER_SLOTS = 6
 # before the first lookup, and inherited by all processes
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# no time limit for an example: processes share the cores with others
-settings.register_profile("megarl", deadline=None)
+# no time limit for an example, or for making one: processes share the cores with others
+settings.register_profile("megarl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("megarl")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -103,6 +104,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if GPU_MARKS.fullmatch(config.option.markexpr) and not any(outcomes.get(o) for o in ("passed", "failed", "error")):
         skipped = len(outcomes.get("skipped", ()))
         terminalreporter.write_line(f"no test of GPUs has run: {skipped} skipped", yellow=True)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Note in pytest's cache how the run has ended, for `tests/maintenance/repeat_failed.py`."""
+    if not hasattr(session.config, "workerinput") and hasattr(session.config, "cache"):
+        session.config.cache.set(EXIT_STATUS, int(exitstatus))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

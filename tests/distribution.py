@@ -9,22 +9,32 @@ from __future__ import annotations
 from fnmatch import fnmatch
 
 SHARED_FIXTURES = {
-    "fifty_steps": ("tests/end_to_end/test_train.py", "tests/end_to_end/test_resume.py"),
+    "undisturbed": (
+        "tests/end_to_end/test_repeat.py",
+        "tests/end_to_end/test_resume.py",
+        "tests/end_to_end/test_train.py",
+    ),
     "cluster": (
         "tests/benchmarks/test_controller.py",
         "tests/end_to_end/test_boxes.py",
         "tests/end_to_end/test_components.py",
+        "tests/end_to_end/test_convert.py",
         "tests/end_to_end/test_disaggregated.py",
+        "tests/end_to_end/test_eval.py",
+        "tests/end_to_end/test_families.py",
         "tests/end_to_end/test_lost_engines.py",
         "tests/end_to_end/test_multi_node_engine.py",
+        "tests/end_to_end/test_multi_turn.py",
         "tests/end_to_end/test_preferences.py",
+        "tests/end_to_end/test_schedules.py",
+        "tests/end_to_end/test_score.py",
         "tests/groups/test_auxiliary_models.py",
         "tests/placement/test_pool.py",
         "tests/preflight/cluster/test_cluster_probe.py",
         "tests/workers/test_group.py",
     ),
     "slurm": ("tests/launch/slurm/test_*.py",),
-    "make_hosts": ("tests/launch/test_*hosts*.py",),
+    "hosts": ("tests/launch/test_*hosts*.py",),
     "engine": (
         "tests/rollout/sglang/test_continuation.py",
         "tests/rollout/sglang/test_cpu_determinism.py",

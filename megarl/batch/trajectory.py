@@ -15,7 +15,7 @@ class Trajectory:
     """One sequence of T tokens of an episode: prompt, sampled tokens and tool output, in order.
 
     An episode is one trajectory, as long as each prompt continues the tokens before it. Where the next prompt does not,
-    as with a chat template that rewrites earlier turns, the episode goes on in a further trajectory: its next segment.
+    as with a chat template that rewrites earlier turns, the episode continues in another trajectory, its next segment.
     Rewards are those of the episode, the same in all of its segments.
 
     Arrays rather than lists, so that they are transferred between processes through shared memory without a copy.

@@ -35,6 +35,9 @@ MAX_PARALLEL_READS = 8
 PER_PROCESS_SECONDS = 10.0
 MAX_ATTEMPTS = 3
 """Attempts of py-spy, which fails if a running process changes the memory that it reads."""
+OWN_DUMP_SECONDS = 2.0
+"""Time in which a process dumps its own stacks."""
+
 POLL_SECONDS = 0.05
 
 
@@ -166,7 +169,7 @@ def _run_py_spy(pid: int, seconds: float) -> tuple[str | None, str]:
 
 def _request_own_dump(pid: int, dump_fd: int, seconds: float) -> str | None:
     """Send SIGNAL and return what the process dumps; None if it does not."""
-    deadline = time.monotonic() + min(seconds, 2.0)
+    deadline = time.monotonic() + min(seconds, OWN_DUMP_SECONDS)
     try:
         if not _has_handler(pid):
             return None

@@ -76,7 +76,7 @@ class ForkServer:
         return session
 
     def close(self) -> None:
-        """End the fork server; sandboxes that it has started go on until their sessions are closed."""
+        """End the fork server; sandboxes that it has started live until their sessions are closed."""
         with self._lock:
             self._stop()
 

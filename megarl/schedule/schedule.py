@@ -10,8 +10,8 @@ Two rules, with L = `lookahead`, eta = `max_staleness` and B groups per step:
 - Deadline: a group admitted at version a is trained by step a + eta + 1. A step takes the B finished groups with the
   earliest deadlines if, for every later step x, the other groups due by x fit into the steps up to x; else it waits.
 
-By the second rule no trained token is more than eta versions old. By the first one, and L <= eta, a step that waits can
-go on once its groups finish.
+By the second rule no trained token is more than eta versions old. By the first one, and L <= eta, a step that waits
+continues once its groups finish.
 
 With `adapt_lookahead`, finished groups count twice in the gate, but for B of them, those of a leased batch first: fewer
 groups are admitted while training is slower than generation. A batch is then finished already, and the groups that it

@@ -28,7 +28,7 @@ from megarl.groups.group_stream import FinishedGroup
 from megarl.groups.sync_update import PushReport
 from megarl.megatron.requests import ForwardRequest, TrainRequest, TrainStats
 from megarl.reshard.planning.strategy import SyncStats
-from megarl.rollout.engine import EngineMemory, Sampling
+from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob
 from megarl.run.events import EventLog, MessageEvent
 from megarl.run.rl_run import RLRun
@@ -40,13 +40,13 @@ from tests.groups.estimates import estimate_here
 from tests.run.finished_groups import completion, finished_group, run_config
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """A recorded call of a fake object."""
 
     target: str
     method: str
-    argument: Any
+    argument: Any = None
 
 
 def token_values(key: SampleKey, num_tokens: int, offset: float) -> np.ndarray:
@@ -77,29 +77,26 @@ class FakeModel:
         return OffloadConfig(optimizer=self.offloads, gradients=self.offloads, weights=self.offloads)
 
     def offload(self) -> Any:
-        self.log.append(Call(target=self.name, method="offload", argument=None))
+        self.log.append(Call(self.name, "offload"))
         return SimpleNamespace(device_bytes=1, host_bytes=1)
 
     def onload(self) -> None:
-        self.log.append(Call(target=self.name, method="onload", argument=None))
+        self.log.append(Call(self.name, "onload"))
 
     def logprobs(self, request: ForwardRequest) -> Any:
-        return self._tokens("logprobs", request)
-
-    def values(self, request: ForwardRequest) -> Any:
-        return self._tokens("values", request)
+        return self.values(request, "logprobs")
 
     def scores(self, request: ForwardRequest) -> dict[SampleKey, float]:
-        self.log.append(Call(target=self.name, method="scores", argument=request))
+        self.log.append(Call(self.name, "scores", request))
         return {sample.key: self.score(self.value_key(sample)) for sample in request.samples}
 
-    def _tokens(self, method: str, request: ForwardRequest) -> Any:
-        self.log.append(Call(target=self.name, method=method, argument=request))
+    def values(self, request: ForwardRequest, method: str = "values") -> Any:
+        self.log.append(Call(self.name, method, request))
         values = {s.key: token_values(self.value_key(s), s.num_tokens, self.offset) for s in request.samples}
         return LocalPayload([values])
 
     def train_step(self, request: TrainRequest) -> TrainStats:
-        self.log.append(Call(target=self.name, method="train", argument=request))
+        self.log.append(Call(self.name, "train", request))
         loss = self.losses[min(self._steps, len(self.losses) - 1)]
         self._steps += 1
         return TrainStats(metrics={"loss": loss, **self.metrics(request)}, num_tokens=1)
@@ -121,7 +118,7 @@ class FakeCheckpointer:
 
     def begin(self, step: int) -> dict[str, float]:
         self.last_step = step
-        self.log.append(Call(target="checkpoint", method="begin", argument=step))
+        self.log.append(Call("checkpoint", "begin", step))
         return {}
 
     def add_state(self, state: Callable[[], RunState]) -> None:
@@ -172,7 +169,7 @@ class FakeRolloutGroup:
     ) -> list[FinishedGroup]:
         names = tuple(prompt.prompt_id for prompt in prompts)
         call = SampleCall(label=label, prompts=names, num_samples=num_samples, sampling=sampling, seed=seed)
-        self.log.append(Call(target="engines", method="sample", argument=call))
+        self.log.append(Call("engines", "sample", call))
         groups = [
             [self._sample(label, number, sample) for sample in range(num_samples)] for number in range(len(prompts))
         ]
@@ -188,7 +185,7 @@ class FakeRolloutGroup:
         self, prompt: Prompt, *, sampling: Sampling, label: str, seed: tuple[int, ...]
     ) -> list[FinishedGroup]:
         """Return the probe of one engine, with log-probabilities of the fake policy plus `mismatch`."""
-        self.log.append(Call(target="engines", method="probe", argument=label))
+        self.log.append(Call("engines", "probe", label))
         probe = completion([0] + [1] * 8)
         sample: Any = SimpleNamespace(key=(0, 0), payload=0, num_tokens=probe.num_tokens)
         values = token_values(self.policy.value_key(sample), probe.num_tokens, self.policy.offset)
@@ -196,10 +193,10 @@ class FakeRolloutGroup:
         return [finished_group([replace(probe, logprobs=logprobs)])]
 
     def pause_clocks(self) -> None:
-        self.log.append(Call(target="clocks", method="pause", argument=None))
+        self.log.append(Call("clocks", "pause"))
 
     def resume_clocks(self) -> None:
-        self.log.append(Call(target="clocks", method="resume", argument=None))
+        self.log.append(Call("clocks", "resume"))
 
     def sample_job(self, job: GroupJob, first_version: int) -> FinishedGroup:
         """Return the group that `collect` returns for the same prompt in a synchronous run.
@@ -246,7 +243,7 @@ class FakeGroupStream:
 
     def submit(self, *jobs: GroupJob) -> None:
         for job in jobs:
-            self.rollout.log.append(Call(target="engines", method="sample", argument=job))
+            self.rollout.log.append(Call("engines", "sample", job))
             self.jobs.append((job, self.rollout.weights.policy_version))
 
     def wait(self, label: str) -> list[tuple[GroupJob, FinishedGroup]]:
@@ -264,24 +261,18 @@ class FakeGroupStream:
         self.is_closed = True
 
 
-@dataclass
 class FakeEngines:
     """Fake engines that release their memory."""
 
-    log: list[Call]
-
-    def release(self, memory: Sequence[EngineMemory]) -> None:
-        self.log.append(Call(target="engines", method="release", argument=tuple(memory)))
-
-    def resume(self, memory: Sequence[EngineMemory]) -> None:
-        self.log.append(Call(target="engines", method="resume", argument=tuple(memory)))
+    def __init__(self, log: list[Call]) -> None:
+        self.release = lambda memory: log.append(Call("engines", "release", tuple(memory)))
+        self.resume = lambda memory: log.append(Call("engines", "resume", tuple(memory)))
 
 
 @dataclass
 class FakeWeightSync:
     log: list[Call]
     policy_version: int = -1
-
     selected: str | None = None
 
     def select(self, model: str | None) -> bool:
@@ -293,7 +284,7 @@ class FakeWeightSync:
 
     def push(self, policy_version: int) -> PushReport:
         self.policy_version = policy_version
-        self.log.append(Call(target="weights", method=f"push {self.selected or ''}".strip(), argument=policy_version))
+        self.log.append(Call("weights", f"push {self.selected or ''}".strip(), policy_version))
         stats = SyncStats(bytes_sent=1, bytes_received=1, bytes_delivered=0, buckets=1, peak_extra_bytes=0)
         return PushReport(stats=stats, seconds={}, bytes_moved=1)
 
@@ -332,14 +323,11 @@ def run_script(
     steps: int = 1,
     models: dict[str, dict[str, Any]] | None = None,
     dedicated: frozenset[str] = frozenset(),
-    lengths: Callable[[int], int] = lambda sample: 3 + sample,
     events: EventLog | None = None,
     resumed: RunState | None = None,
     saves_checkpoints: bool = False,
-    omits_dropped: bool = False,
-    truncated: Callable[[str, int, int], bool] = lambda label, number, sample: False,
     releases_memory: bool = False,
-    mismatch: float = 0.0,
+    rollout_fields: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
     **sections: Any,
@@ -351,11 +339,9 @@ def run_script(
         events: event log of the run, for scripts that request a stop.
         resumed: state to resume from.
         saves_checkpoints: give the run a checkpointer.
-        omits_dropped: leave dropped samples out, as if they had not been sampled.
-        truncated: which samples are truncated, by the arguments of `script`; default: none.
         releases_memory: the engines release their memory while the trainer needs it.
-        mismatch: what the engine's log-probabilities are off by, in probes.
         trainer, data: further keys of these sections.
+        rollout_fields: fields of `FakeRolloutGroup` that differ from the defaults.
     """
     config = run_config(
         {"prompts_per_step": 2, "group_size": 3, **algorithm},
@@ -366,15 +352,13 @@ def run_script(
         **sections,
     )
     log: list[Call] = []
-    fakes = {r.name: FakeModel(r.name, log, **(models or {}).get(r.name, {})) for r in config.auxiliary_models}
-    frozen = {auxiliary.name for auxiliary in config.auxiliary_models if auxiliary.optimizer is None}
-    models_of_run: Any = AuxiliaryModels(
-        trained={name: model for name, model in fakes.items() if name not in frozen},
-        frozen={name: model for name, model in fakes.items() if name in frozen},
-        dedicated=dedicated,
-    )
+    trained, frozen = dict[str, Any](), dict[str, Any]()
+    for each in config.auxiliary_models:
+        fake = FakeModel(each.name, log, **(models or {}).get(each.name, {}))
+        (frozen if each.optimizer is None else trained)[each.name] = fake
+    models_of_run = AuxiliaryModels(trained=trained, frozen=frozen, dedicated=dedicated)
     policy = FakeModel("policy", log, **(models or {}).get("policy", {}))
-    rollout = FakeRolloutGroup(script, log, lengths, omits_dropped, truncated, mismatch)
+    rollout = FakeRolloutGroup(script, log, **(rollout_fields or {}))
     rollout.other_rules = [name for name in config.reward.rules if name != "match"]
     checkpoints = FakeCheckpointer(log) if saves_checkpoints else None
     engines = FakeEngines(log) if releases_memory else None

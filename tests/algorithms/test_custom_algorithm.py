@@ -1,8 +1,8 @@
-"""Algorithms outside the package: the example's configuration, losses, training loop, and refusals."""
+"""Algorithms outside the package: the examples' configuration, losses and training loops, and refusals."""
 
 from __future__ import annotations
 
-import subprocess
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ import torch
 from ray import cloudpickle
 
 from megarl.algorithms.registry import BUILT_IN, find_algorithm
-from megarl.batch.pack import pack
-from megarl.batch.trajectory import Trajectory
+from megarl.batch.pack import PackedBatch, pack
 from megarl.config import RunConfig, dump_config, load_config
 from megarl.config.algorithms.algorithm import AlgorithmConfig
 from megarl.config.load import make_config
@@ -22,8 +21,9 @@ from megarl.errors import ConfigError
 from megarl.functional import Denominators, Sequences
 from megarl.megatron.losses.loss import LossBatch, TokenScores
 from megarl.megatron.requests import TrainRequest
-from tests.algorithms.scripted_run import run_script
-from tests.time_limits import HANG_SECONDS
+from tests.algorithms.scripted_run import FinishedRun, run_script
+from tests.algorithms.test_dropped_completions import columns_of
+from tests.run.finished_groups import completion
 
 EXAMPLE = Path(__file__).parents[2] / "examples/custom-algorithm"
 SOFT_CLIP: dict[str, Any] = {"type": "my_algorithm:SoftClip", "steepness": 2.0, "anchor_coefficient": 0.5}
@@ -39,12 +39,6 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def make_run(**sections: Any) -> RunConfig:
     return make_config(RunConfig, {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}} | sections)
-
-
-def error_message(**sections: Any) -> str:
-    with pytest.raises(ConfigError) as error:
-        make_run(**sections)
-    return str(error.value)
 
 
 def test_the_recipe_loads_with_the_examples_own_section(example: Any) -> None:
@@ -81,44 +75,37 @@ def test_options_of_the_package_apply_to_the_section(example: Any) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"steepness": -1}, "algorithm.steepness: Input should be greater than 0, got -1"),
-        ({"clip_ratio_low": 0.1, "group_size": 4}, "algorithm: clip_ratio_low: the loss of my_algorithm:SoftClip has"),
-        ({"unknown": 1}, "algorithm.unknown: unknown key"),
-        ({"anchor": {"folder": "x"}}, "algorithm.anchor.folder: unknown key"),
-        ({"group_size": 1}, "algorithm: group_size needs to be at least 2, got 1: my_algorithm:SoftClip compares"),
-        ({"preset": "paper"}, "algorithm: preset: my_algorithm:SoftClip has the presets default, got 'paper'"),
+        *(
+            ({"algorithm": SOFT_CLIP | fields}, message)
+            for fields, message in (
+                ({"steepness": -1}, "algorithm.steepness: Input should be greater than 0, got -1"),
+                ({"clip_ratio_low": 0.1, "group_size": 4}, "algorithm: clip_ratio_low: the loss of my_algorithm:Soft"),
+                ({"unknown": 1}, "algorithm.unknown: unknown key"),
+                ({"anchor": {"folder": "x"}}, "algorithm.anchor.folder: unknown key"),
+                ({"group_size": 1}, "group_size needs to be at least 2, got 1: my_algorithm:SoftClip compares"),
+                ({"preset": "paper"}, "preset: my_algorithm:SoftClip has the presets default, got 'paper'"),
+            )
+        ),
+        *(
+            ({"algorithm": {"type": path}}, message)
+            for path, message in (
+                ("no_such_module:X", "algorithm.type: cannot import no_such_module"),
+                ("my_algorithm:Nothing", "algorithm.type: module my_algorithm"),
+                (
+                    "my_algorithm:median_advantages",
+                    "algorithm.type needs a class with a method train(run, config), got",
+                ),
+                (f"{__name__}:WithoutConfig", "WithoutConfig.Config needs to be a subclass of PolicyConfig, got None"),
+                (":X", "algorithm.type needs package.module:Class, got ':X'"),
+                ("grpox", "algorithm.type: needs one of 'grpo', 'dr_grpo', "),
+            )
+        ),
+        ({"placement": {"pools": {"b": {}}, "models": {"other": {"pool": "b"}}}}, "the run has no such model"),
     ],
 )
-def test_invalid_fields_are_named(example: Any, sections: dict[str, Any], message: str) -> None:
-    assert message in error_message(algorithm=SOFT_CLIP | sections)
-
-
-def test_a_pool_of_an_unknown_model_is_refused(example: Any) -> None:
-    placement = {"pools": {"b": {}}, "models": {"other": {"pool": "b"}}}
-    message = error_message(algorithm=SOFT_CLIP, placement=placement)
-    assert "placement.models.other.pool is 'b', but the run has no such model" in message
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("no_such_module:X", "algorithm.type: cannot import no_such_module"),
-        ("my_algorithm:Nothing", "algorithm.type: module my_algorithm"),
-        (
-            "my_algorithm:median_advantages",
-            "algorithm.type needs a class with a method train(run, config), got my_algorithm:median_advantages",
-        ),
-        (
-            "tests.algorithms.test_custom_algorithm:WithoutConfig",
-            "algorithm.type: tests.algorithms.test_custom_algorithm:WithoutConfig.Config needs to be a subclass of "
-            "PolicyConfig, got None",
-        ),
-        (":X", "algorithm.type needs package.module:Class, got ':X'"),
-        ("grpox", "algorithm.type: needs one of 'grpo', 'dr_grpo', "),
-    ],
-)
-def test_wrong_import_paths_are_named(example: Any, path: str, message: str) -> None:
-    assert message in error_message(algorithm={"type": path})
+def test_invalid_fields_and_import_paths_are_named(example: Any, sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_run(**{"algorithm": SOFT_CLIP, **sections})
 
 
 class WithoutConfig:
@@ -149,45 +136,26 @@ def test_the_loop_trains_on_median_advantages_with_the_anchors_logprobs(example:
 
 def test_the_token_loss_matches_a_loop(example: Any) -> None:
     rng = np.random.default_rng(0)
-    trajectory = Trajectory(
-        prompt_id="p",
-        group_id=0,
-        token_ids=rng.integers(2, 9, 7).astype(np.int32),
-        loss_mask=np.array([False, False, True, True, True, False, True]),
-        logprobs=np.zeros(7, np.float32),
-        policy_versions=np.zeros(7, np.int32),
-    )
+    mask = [0, 0, 1, 1, 1, 0, 1]
     columns = {name: rng.normal(size=7).astype(np.float32) for name in ("old_logprobs", "anchor_logprobs")}
-    packed = pack([trajectory], {**{name: [values] for name, values in columns.items()}, "advantages": [0.7]})
-    logprobs_T = torch.tensor(rng.normal(size=7), dtype=torch.float64, requires_grad=True)
-    loss = example.SoftClipLoss(2.0, 0.5)
-    output = loss(
-        TokenScores(logprobs_T=logprobs_T, entropy_T=torch.zeros(7)),
-        LossBatch(
-            pack=packed,
-            denominators=Denominators(num_tokens=4, num_sequences=1),
-            sequences=Sequences.of(packed.cu_seqlens_S),
-        ),
-    )
+    packed = pack([completion(mask)], {**{name: [values] for name, values in columns.items()}, "advantages": [0.7]})
+    denominators = Denominators(num_tokens=4, num_sequences=1)
+
+    def loss_of(logprobs_T: torch.Tensor, given: PackedBatch) -> Any:
+        batch = LossBatch(pack=given, denominators=denominators, sequences=Sequences.of(given.cu_seqlens_S))
+        return example.SoftClipLoss(2.0, 0.5)(TokenScores(logprobs_T=logprobs_T, entropy_T=logprobs_T), batch)
+
+    logprobs_T = torch.tensor(rng.normal(size=7))
+    output = loss_of(logprobs_T, packed)
     for t in np.flatnonzero(packed.mask_T.numpy()):
         new = logprobs_T[t].item()
         ratio, d = np.exp(new - columns["old_logprobs"][t + 1]), new - columns["anchor_logprobs"][t + 1]
         want = -0.7 * (4 / 2.0) / (1 + np.exp(-2.0 * (ratio - 1))) + 0.5 * (np.exp(-d) - 1 + d)
         assert float(output.loss_T[t]) == pytest.approx(want, rel=1e-5)
         assert float(output.ratio_T[t]) == pytest.approx(ratio, rel=1e-5)
-    (gradient,) = torch.autograd.grad(
-        loss(
-            TokenScores(
-                logprobs_T=(at := torch.from_numpy(columns["old_logprobs"]).roll(-1).requires_grad_()), entropy_T=at
-            ),
-            LossBatch(
-                pack=packed.with_column("anchor_logprobs", at.detach()),
-                denominators=Denominators(num_tokens=4, num_sequences=1),
-                sequences=Sequences.of(packed.cu_seqlens_S),
-            ),
-        ).loss_T.sum(),
-        at,
-    )
+    at_T = torch.from_numpy(columns["old_logprobs"]).roll(-1).requires_grad_()
+    at_anchor = packed.with_column("anchor_logprobs", at_T.detach())
+    (gradient,) = torch.autograd.grad(loss_of(at_T, at_anchor).loss_T.sum(), at_T)
     # at ratio 1 and at the anchor the slope is that of the policy gradient, -A
     assert gradient[packed.mask_T].tolist() == pytest.approx([-0.7] * 4, rel=1e-5)
 
@@ -198,13 +166,40 @@ def test_the_algorithm_is_short_and_uses_no_private_names() -> None:
     assert not any("._" in line for line in lines)
 
 
-def test_check_finds_the_module_in_the_working_directory(tmp_path: Path) -> None:
+def test_the_module_is_found_in_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A console script does not have the working directory on its path."""
-    code = (
-        "import sys; sys.path[:] = [p for p in sys.path if p]; from megarl.config import RunConfig, load_config; "
-        f"print(type(load_config(RunConfig, {str(EXAMPLE / 'demo.yaml')!r}).algorithm).__name__)"
+    monkeypatch.chdir(EXAMPLE)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder and Path(folder) != EXAMPLE])
+    monkeypatch.delitem(sys.modules, "my_algorithm", raising=False)
+    assert type(load_config(RunConfig, EXAMPLE / "demo.yaml").algorithm).__name__ == "SoftClipConfig"
+
+
+def reward(label: str, number: int, sample: int) -> float:
+    """Greedy completions have 2 and 3, the samples of a prompt 0, 1 and 2."""
+    return 2.0 + number if "greedy" in label else float(sample)
+
+
+def trained_advantages(finished: FinishedRun) -> dict[Any, Any]:
+    """Return the advantages of the training request of the policy, by sample."""
+    (request,) = finished.arguments("policy", "train")
+    return columns_of(request)["advantages"]
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_the_nested_algorithm_has_advantages_of_ppo_for_rewards_minus_those_of_greedy_completions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent / "nested-algorithm"))
+    options: dict[str, Any] = {"kl_reward": None, "whiten": False}
+    sections = {"schedule": {"type": schedule, "lookahead": 0, "max_staleness": 0}} if schedule == "async" else {}
+    nested = run_script(tmp_path / "a", {"type": "nested:Nested", **options}, reward, **sections)
+    shifted = run_script(
+        tmp_path / "b", {"type": "ppo", **options}, lambda label, number, sample: sample - 2.0 - number
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], cwd=EXAMPLE, capture_output=True, text=True, timeout=HANG_SECONDS
-    )
-    assert done.stdout.strip() == "SoftClipConfig", done.stderr
+    found, expected = map(trained_advantages, (nested, shifted))
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        np.testing.assert_allclose(found[key], values, atol=1e-6)
+    plain = run_script(tmp_path / "c", {"type": "ppo", **options}, lambda label, number, sample: float(sample))
+    other = trained_advantages(plain)
+    assert any(np.abs(other[key] - found[key]).max() > 1 for key in found)

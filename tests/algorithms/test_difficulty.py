@@ -33,16 +33,18 @@ def test_solved_groups_are_replaced_by_further_batches(tmp_path: Path, algorithm
     assert finished.metrics[-1]["difficulty/kept"] == 0.5
 
 
-def test_a_step_trains_on_fewer_groups_after_the_last_batch(tmp_path: Path) -> None:
-    difficulty = {"min_pass_rate": 0.2, "max_pass_rate": 0.9, "max_batches": 1}
+@pytest.mark.parametrize(
+    ("difficulty", "expected"),
+    [
+        ({"min_pass_rate": 0.2, "max_pass_rate": 0.9, "max_batches": 1}, [1, 1]),
+        ({"min_pass_rate": 0.5, "max_pass_rate": 0.6, "max_batches": 2}, []),
+    ],
+)
+def test_a_step_trains_on_fewer_groups_after_the_last_batch_or_skips_the_update(
+    tmp_path: Path, difficulty: dict[str, float], expected: list[int]
+) -> None:
     finished = run_script(tmp_path, {"type": "grpo"}, first_is_solved, steps=2, data={"difficulty": difficulty})
-    assert num_trained(finished) == [1, 1]
-
-
-def test_a_step_without_such_groups_skips_the_update(tmp_path: Path) -> None:
-    difficulty = {"min_pass_rate": 0.5, "max_pass_rate": 0.6, "max_batches": 2}
-    finished = run_script(tmp_path, {"type": "grpo"}, first_is_solved, steps=2, data={"difficulty": difficulty})
-    assert num_trained(finished) == []
+    assert num_trained(finished) == expected
     assert len(finished.metrics) == 2
 
 
@@ -84,12 +86,7 @@ def test_a_run_without_prompts_ends(tmp_path: Path) -> None:
     ("algorithm", "difficulty", "sections", "message"),
     [
         ("grpo", {"min_pass_rate": 0.9, "max_pass_rate": 0.5}, {}, "min_pass_rate needs to be at most max_pass_rate"),
-        (
-            "grpo",
-            {"term": "taste"},
-            {},
-            "data.difficulty.term needs the name of a rule of reward.terms, ['match'], got",
-        ),
+        ("grpo", {"term": "taste"}, {}, "term needs the name of a rule of reward.terms, ['match'], got"),
         ("grpo", {"retire_after": 1}, {"schedule": {"type": "async"}}, "retire_after needs schedule.type: sync"),
         ("remax", {}, {}, "data.difficulty: with schedule.type: sync, remax samples the greedy completions"),
     ],

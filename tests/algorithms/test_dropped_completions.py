@@ -1,4 +1,8 @@
-"""Completions whose reward failed (`on_error: drop`): every algorithm behaves as if they had not been sampled."""
+"""Completions that leave the loss.
+
+Those whose reward failed (`on_error: drop`): every algorithm behaves as if they had not been sampled. Truncated ones,
+with `mask_truncated_completions`: they count in baselines and metrics, not in the policy's loss.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import pytest
 
 from megarl.batch.sample_table import SampleKey, SampleRef
 from megarl.errors import LimitError
+from megarl.megatron.requests import TrainRequest
 from tests.algorithms.scripted_run import FinishedRun, run_script
 
 MODEL_ROLES = ("policy", "reference", "critic", "cost_critic", "reward_model", "teacher", "reward cost")
@@ -68,36 +73,29 @@ def run(folder: Path, algorithm: dict[str, Any], script: Any, *, steps: int = 2,
     return run_script(folder, tree, script, steps=steps, models=models(), **{**sections, **options})
 
 
+def columns_of(request: TrainRequest) -> dict[str, dict[SampleKey, Any]]:
+    """Return the values per token by name of the column and key of the sample."""
+    payloads: dict[str, Any] = dict(request.columns)
+    return {
+        name: {key: values for part in payload.fetch() for key, values in part.items()}
+        for name, payload in payloads.items()
+    }
+
+
 def trained_on(run: FinishedRun) -> list[Any]:
     """Return all that each model was trained on, without the indices of the samples."""
-    return [
-        (
-            call.target,
-            call.argument.loss,
-            [
-                (
-                    batch.denominators,
-                    [
-                        (
-                            value_key(s),
-                            dict(s.scalars),
-                            [(name, values[name][s.key].tolist()) for name in sorted(values)],
-                        )
-                        for s in batch.samples
-                    ],
-                )
-                for batch in call.argument.mini_batches
-            ],
-        )
-        for call in run.log
-        if call.method == "train"
-        for values in [
-            {
-                name: {key: column for part in payload.fetch() for key, column in part.items()}
-                for name, payload in call.argument.columns.items()
-            }
-        ]
-    ]
+    found = []
+    for call in run.log:
+        if call.method != "train":
+            continue
+        columns = columns_of(call.argument)
+        for batch in call.argument.mini_batches:
+            samples = [
+                (value_key(s), dict(s.scalars), [(name, columns[name][s.key].tolist()) for name in sorted(columns)])
+                for s in batch.samples
+            ]
+            found.append((call.target, call.argument.loss, batch.denominators, samples))
+    return found
 
 
 def comparable_metrics(run: FinishedRun) -> list[dict[str, float]]:
@@ -116,7 +114,7 @@ def comparable_metrics(run: FinishedRun) -> list[dict[str, float]]:
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda tree: "-".join(tree))
 def test_training_equals_that_without_the_dropped_completions(tmp_path: Path, algorithm: dict[str, Any]) -> None:
     dropped = run(tmp_path / "dropped", algorithm, some_fail)
-    brute_force = run(tmp_path / "brute-force", algorithm, some_fail, omits_dropped=True)
+    brute_force = run(tmp_path / "brute-force", algorithm, some_fail, rollout_fields={"omits_dropped": True})
     assert trained_on(dropped) == trained_on(brute_force)
     assert len(trained_on(dropped)) >= 2
     assert comparable_metrics(dropped) == comparable_metrics(brute_force)
@@ -145,10 +143,8 @@ def test_a_step_without_rewards_leaves_the_policy_as_it_is(tmp_path: Path, algor
 def test_a_reward_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(LimitError) as caught:
         run(tmp_path, {"type": "grpo", "kl_loss": None}, lambda *_: None, steps=9)
-    assert str(caught.value) == (
-        "step 4: all completions were dropped, because rewards failed (on_error: drop); 4 steps in a row did not "
-        "update the policy, which exceeds limits.max_skips_in_a_row = 3"
-    )
+    assert "step 4: all completions were dropped, because rewards failed" in str(caught.value)
+    assert "4 steps in a row did not update the policy" in str(caught.value)
 
 
 def one_left(label: str, number: int, sample: int) -> float | None:
@@ -182,7 +178,73 @@ def test_prompts_whose_greedy_completion_was_dropped_have_no_baseline(tmp_path: 
     assert finished.metrics[0]["remax/greedy_reward"] == pytest.approx(0.1)
     assert finished.metrics[0]["reward/mean"] == pytest.approx(2.0)
     (request,) = finished.arguments("policy", "train")
-    (part,) = request.columns["advantages"].fetch()
-    assert {key: float(values[-1]) for key, values in part.items()} == {
+    assert {key: float(values[-1]) for key, values in columns_of(request)["advantages"].items()} == {
         (g, i): pytest.approx(reward) for g, reward in enumerate((1.0, 2.8)) for i in range(5)
     }
+
+
+MASKABLE: list[dict[str, Any]] = [
+    {"type": "grpo", "kl_loss": None},
+    {"type": "reinforce_pp", "kl_reward": None},
+    {"type": "ppo", "kl_reward": None},
+    {"type": "pf_ppo", "kl_reward": None},
+]
+MASKED = {"mask_truncated_completions": True}
+
+
+def half_pass(label: str, number: int, sample: int) -> float:
+    return float((number + sample) % 2)
+
+
+def second_is_truncated(label: str, number: int, sample: int) -> bool:
+    return sample == 1
+
+
+def trained_samples(request: TrainRequest) -> list[tuple[SampleKey, float, list[float]]]:
+    """Return key and advantages of each sample, per sequence and per token."""
+    columns = columns_of(request)
+    (batch,) = request.mini_batches
+    return [
+        (s.key, s.scalars.get("advantages", 0.0), columns["advantages"][s.key].tolist() if columns else [])
+        for s in batch.samples
+    ]
+
+
+@pytest.mark.parametrize("algorithm", MASKABLE, ids=lambda tree: tree["type"])
+def test_truncated_completions_count_in_baselines_but_not_in_the_loss(
+    algorithm: dict[str, Any], tmp_path: Path
+) -> None:
+    masked, unmasked = (
+        run_script(
+            tmp_path / str(len(fields)),
+            algorithm | fields,
+            half_pass,
+            rollout_fields={"truncated": second_is_truncated},
+        )
+        for fields in (MASKED, {})
+    )
+    (got,), (want,) = (run.arguments("policy", "train") for run in (masked, unmasked))
+    assert trained_samples(got) == [sample for sample in trained_samples(want) if sample[0][1] != 1]
+    assert 0 < len(trained_samples(got)) < len(trained_samples(want))
+    # sample i has 3 + i sampled tokens
+    (batch,) = got.mini_batches
+    assert batch.denominators.num_sequences == len(batch.samples)
+    assert batch.denominators.num_tokens == sum(3 + s.index for s in batch.samples)
+    for name in ("response/truncated", "reward/mean", "response/length"):
+        assert masked.metrics[0][name] == unmasked.metrics[0][name]
+    assert masked.metrics[0]["response/truncated"] == pytest.approx(1 / 3)
+    if "ppo" in algorithm["type"]:
+        (of_masked,), (of_unmasked,) = (run.arguments("critic", "train")[0].mini_batches for run in (masked, unmasked))
+        assert [sample.key for sample in of_masked.samples] == [sample.key for sample in of_unmasked.samples]
+
+
+def test_a_step_of_truncated_completions_has_no_update(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": 2, "limits": {"max_skips_in_a_row": 1}}
+    tree = {"type": "grpo", "kl_loss": None, **MASKED}
+    first: dict[str, Any] = {"truncated": lambda label, *_: label == "step-1"}
+    run = run_script(tmp_path / "one", tree, half_pass, rollout_fields=first, **options)
+    assert len(run.arguments("policy", "train")) == 1
+    assert run.messages == ["step 1: all completions were truncated (algorithm.mask_truncated_completions)"]
+    assert run.pushed_versions == [0, 2]
+    with pytest.raises(LimitError, match="2 steps in a row did not update the policy"):
+        run_script(tmp_path / "all", tree, half_pass, rollout_fields={"truncated": lambda *_: True}, **options)

@@ -45,10 +45,6 @@ def token_batch(*, penalty: bool = False) -> TokenBatch:
     )
 
 
-def algorithm(kind: str, preset: str, **given: Any) -> Any:
-    return TypeAdapter[Any](AlgorithmConfig).validate_python({"type": kind, "preset": preset, **given})
-
-
 def assert_equal(got: Tensor, name: str) -> None:
     np.testing.assert_allclose(got.numpy(), packed(name).numpy(), rtol=2e-5, atol=2e-6)
 
@@ -62,35 +58,33 @@ def whitened(out: EstimatorOutput) -> Tensor:
 
 
 PENALTY = {"kl_reward": {"kind": "k1", "coefficient": 1.0}}
+REWARD_TO_GO = {"gamma": PEER["gamma"], "lam": PEER["lam"]}
+BASELINE = "verl.compute_reinforce_plus_plus_baseline_outcome_advantage"
 
 
-def test_ppo_of_verl() -> None:
-    config = algorithm("ppo", "compat:verl", gamma=PEER["gamma"], lam=PEER["lam"], **PENALTY)
-    out = ppo_estimates(token_batch(penalty=True), config, 1.0)
-    assert_equal(whitened(out), "verl.compute_gae_advantage_return")
-
-
-def test_reinforce_pp_of_verl() -> None:
-    config = algorithm("reinforce_pp", "compat:verl", **PENALTY)
-    out = reinforce_estimates(token_batch(penalty=True), config, 1.0)
-    assert_equal(whitened(out), "verl.compute_reinforce_plus_plus_outcome_advantage")
-
-
-@pytest.mark.parametrize("preset", ["compat:verl", "compat:slime"])
-def test_reinforce_pp_baseline(preset: str) -> None:
-    out = reinforce_estimates(token_batch(), algorithm("reinforce_pp_baseline", preset), 0.0)
-    assert_equal(whitened(out), "verl.compute_reinforce_plus_plus_baseline_outcome_advantage")
+@pytest.mark.parametrize(
+    ("estimator", "preset", "section", "expected"),
+    [
+        (ppo_estimates, "compat:verl", {"type": "ppo"} | REWARD_TO_GO | PENALTY, "verl.compute_gae_advantage_return"),
+        (
+            *(reinforce_estimates, "compat:verl", {"type": "reinforce_pp", **PENALTY}),
+            "verl.compute_reinforce_plus_plus_outcome_advantage",
+        ),
+        (reinforce_estimates, "compat:verl", {"type": "reinforce_pp_baseline"}, BASELINE),
+        (reinforce_estimates, "compat:slime", {"type": "reinforce_pp_baseline"}, BASELINE),
+        (prime_estimates, "paper", {"type": "prime"}, "verl.prime.compute_rloo_advantage_return"),
+        (prime_estimates, "paper", {"type": "prime", "whiten": False}, "verl.prime.returns"),
+    ],
+)
+def test_advantages_of_presets(estimator: Any, preset: str, section: dict[str, Any], expected: str) -> None:
+    config = TypeAdapter[Any](AlgorithmConfig).validate_python({"preset": preset, **section})
+    has_penalty = "kl_reward" in section
+    coefficient = () if estimator is prime_estimates else (float(has_penalty),)
+    out = estimator(token_batch(penalty=has_penalty), config, *coefficient)
+    assert_equal(whitened(out) if section.get("whiten", True) else out.columns["advantages"], expected)
 
 
 def test_whitening_of_slime() -> None:
     values_T = packed("values")
-    assert_equal(
-        whiten(values_T, torch.ones(len(values_T), dtype=torch.bool), unbiased=True), "slime.distributed_masked_whiten"
-    )
-
-
-def test_prime_of_its_authors() -> None:
-    out = prime_estimates(token_batch(), algorithm("prime", "paper"))
-    assert_equal(whitened(out), "verl.prime.compute_rloo_advantage_return")
-    raw = prime_estimates(token_batch(), algorithm("prime", "paper", whiten=False))
-    assert_equal(raw.columns["advantages"], "verl.prime.returns")
+    got = whiten(values_T, torch.ones(len(values_T), dtype=torch.bool), unbiased=True)
+    assert_equal(got, "slime.distributed_masked_whiten")

@@ -78,8 +78,9 @@ def test_engines_are_probed_where_a_batch_has_no_token_of_the_last_version(tmp_p
     finished = run(tmp_path / "healthy", tree, informative, steps=6, schedule={"type": "one_step_off"})
     assert finished.arguments("engines", "probe") == [f"probe-{step}" for step in range(2, 7)]
     assert finished.metrics[1]["train_infer_mismatch/logprob_abs_max"] == pytest.approx(0.0, abs=1e-6)
+    wrong: dict[str, Any] = {"schedule": {"type": "one_step_off"}, "rollout_fields": {"mismatch": 0.5}}
     with pytest.raises(LimitError, match=r"step 2: .*train_infer_mismatch/kl"):
-        run(tmp_path / "corrupt", tree, informative, steps=6, schedule={"type": "one_step_off"}, mismatch=0.5)
+        run(tmp_path / "corrupt", tree, informative, steps=6, **wrong)
     sync = run(tmp_path / "sync", tree, informative, steps=3)
     assert sync.arguments("engines", "probe") == []
 
@@ -89,9 +90,8 @@ def test_tokens_above_the_cap_leave_the_loss(tmp_path: Path) -> None:
     masking = {"type": "async", "lookahead": 1, "max_staleness": 1, "late": "mask"}
     finished = run(tmp_path, {"type": "grpo", "kl_loss": None}, informative, steps=6, schedule=masking)
     requests = finished.arguments("policy", "train")
-    assert [(request.versions.oldest, request.versions.current) for request in requests] == [
-        (step - 2, step - 1) for step in range(1, 7)
-    ]
+    versions = [(request.versions.oldest, request.versions.current) for request in requests]
+    assert versions == [(step - 2, step - 1) for step in range(1, 7)]
     masked = [row["staleness/masked"] for row in finished.metrics]
     assert max(masked) > 0
     num_tokens = 3 * sum(3 + sample for sample in range(5))  # sampled tokens of 3 groups

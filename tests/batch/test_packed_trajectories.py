@@ -79,6 +79,10 @@ def test_groups_are_unpacked_as_they_were(seed: int) -> None:
     assert_same(packed, group)
     assert_same(transferred(packed), group)
     assert PackedTrajectories.of(packed) is packed
+    assert_same(packed[1:], group[1:])
+    assert_same([packed[-1]] if group else [], group[-1:])
+    with pytest.raises(IndexError):
+        packed[len(group)]
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -114,14 +118,6 @@ def test_groups_that_are_stored_together_are_joined_with_others_in_any_order(see
     assert len(joined.details) <= sum(len(each.packed.details) for each in packed)
 
 
-def test_sequences_of_which_nothing_is_taken_leave_the_others_their_details() -> None:
-    random = Random(0)
-    groups = [random_group(random, number) for number in range(60)]
-    members = [range(len(group)) if number % 3 else range(0) for number, group in enumerate(groups)]
-    joined = PackedTrajectories.join(list(zip(groups, members, strict=True)))
-    assert_same(joined, [group[i] for group, own in zip(groups, members, strict=True) for i in own])
-
-
 def test_tokens_are_slices_of_the_block() -> None:
     packed = transferred(PackedTrajectories.of(random_group(Random(1), 0)))
     for trajectory in packed:
@@ -138,12 +134,3 @@ def test_a_token_takes_eight_bytes() -> None:
     versions = np.where(mask, np.arange(n) // 5000, -1).astype(np.int32)
     trajectory = Trajectory(prompt_id="a", group_id=0, policy_versions=versions, **arrays)  # type: ignore[arg-type]
     assert PackedTrajectories.of([trajectory] * 8).data.nbytes == 8 * (8 * n + 16 + 3 * 9)
-
-
-def test_indices_are_those_of_a_list() -> None:
-    group = random_group(Random(3), 0)
-    packed = PackedTrajectories.of(group)
-    assert_same(packed[1:], group[1:])
-    assert values_of(packed[-1]) == values_of(group[-1])
-    with pytest.raises(IndexError):
-        packed[len(group)]

@@ -61,13 +61,11 @@ def test_rounds_are_balanced_where_ranks_exchange_tokens() -> None:
 
 def test_groups_are_split_where_whole_ones_cannot_be_balanced() -> None:
     """One sequence that costs more than a rank's share, and groups as few as the ranks."""
-    lengths_N = np.array([200_000, *[100] * 1023], np.int64)
-    groups_N = np.repeat(np.arange(128), 8)
-    assert plan_whole_groups(lengths_N, groups_N, dp=DP, max_tokens=MAX_TOKENS, exchanges=False) is None
-    equal_N = np.full(1024, 100)
+    equal_N, groups_N = np.full(1024, 100), np.repeat(np.arange(128), 8)
     few_N = np.repeat(np.arange(DP), 1024 // DP)
-    assert plan_whole_groups(equal_N, few_N, dp=DP, max_tokens=MAX_TOKENS, exchanges=False) is None
-    assert plan_whole_groups(equal_N[:256], groups_N[:256], dp=DP, max_tokens=MAX_TOKENS, exchanges=False) is None
+    long_N = np.array([200_000, *[100] * 1023], np.int64)
+    for lengths_N, own_N in ((long_N, groups_N), (equal_N, few_N), (equal_N[:256], groups_N[:256])):
+        assert plan_whole_groups(lengths_N, own_N, dp=DP, max_tokens=MAX_TOKENS, exchanges=False) is None
 
 
 def fill_by_scan(

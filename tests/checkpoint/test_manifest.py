@@ -24,9 +24,8 @@ CONFIG = {
 
 
 def test_dtype_path_and_version_do_not_change_the_identity() -> None:
-    same = ModelIdentity.from_config(
-        CONFIG | {"dtype": "bfloat16", "transformers_version": "4.0", "_name_or_path": "moved"}
-    )
+    others = {"dtype": "bfloat16", "transformers_version": "4.0", "_name_or_path": "moved"}
+    same = ModelIdentity.from_config(CONFIG | others)
     assert same == ModelIdentity.from_config(CONFIG)
     assert same.config_sha256 == ModelIdentity.from_config(dict(reversed(CONFIG.items()))).config_sha256
     require_same_model(same, ModelIdentity.from_config(CONFIG), "step-000020")
@@ -50,11 +49,6 @@ def test_metadata_lists_the_trained_models(tmp_path: Path) -> None:
     overrides += ["placement.pools={c: {slots_per_node: 2}}", "placement.critic.pool=c", "algorithm.critic.parallel={}"]
     metadata = CheckpointMetadata.from_config(make_config(RunConfig, tree, overrides))
     assert metadata.model == ModelIdentity.from_config(CONFIG)
-    sizes = {
-        name: {key: layout[key] for key in ("tp", "pp", "cp", "ep", "world")}
-        for name, layout in metadata.layout.items()
-    }
-    assert sizes == {
-        "policy": {"tp": 2, "pp": 1, "cp": 1, "ep": 1, "world": 4},
-        "critic": {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "world": 2},
-    }
+    keys = ("tp", "pp", "cp", "ep", "world")
+    sizes = {name: tuple(layout[key] for key in keys) for name, layout in metadata.layout.items()}
+    assert sizes == {"policy": (2, 1, 1, 1, 4), "critic": (1, 1, 1, 1, 2)}

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ import pytest
 from megarl.checkpoint import run_lock
 from megarl.checkpoint.run_lock import (
     HEARTBEAT,
-    LOCK_TIMEOUT_SECONDS,
+    LockClaim,
     RunLock,
     adopt_claim,
     find_claim,
@@ -33,7 +34,15 @@ from tests.checkpoint.run_folder import take_over
 from tests.time_limits import HANG_SECONDS
 
 RACERS = 8
+TIMEOUT = 10 * HANG_SECONDS
+ALIVE, DEAD = TIMEOUT - 2 * HANG_SECONDS, TIMEOUT + 10
+"""Seconds since a lock of another host was touched."""
 FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(autouse=True)
+def _long_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "LOCK_TIMEOUT_SECONDS", TIMEOUT)
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
@@ -70,7 +79,7 @@ def start_holder(run_dir: Path) -> subprocess.Popen[str]:
     """Start a process that holds the lock."""
     code = (
         "import sys, time; from megarl.checkpoint.run_lock import RunLock\n"
-        "with RunLock(sys.argv[1]): print('held', flush=True); time.sleep(600)"
+        "with RunLock(sys.argv[1]): print('held', flush=True); time.sleep(6000)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(run_dir)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -93,13 +102,22 @@ def write_lock_of_another_host(run_dir: Path, age: float) -> None:
     os.utime(run_dir / "lock", (time.time() - age,) * 2)
 
 
-def test_one_of_many_processes_acquires_a_free_lock(tmp_path: Path) -> None:
-    for trial in range(5):
-        assert count_winners(tmp_path / str(trial)) == 1
+def wait_for_touch(path: Path) -> None:
+    deadline = time.monotonic() + HANG_SECONDS
+    while path.stat().st_mtime == 0:
+        assert time.monotonic() < deadline, "nobody touches the lock"
+        time.sleep(0.01)
 
 
-def test_one_of_many_processes_takes_over_from_a_dead_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The winners of the previous round are dead. Each process waits a moment between the check and the takeover."""
+@pytest.mark.parametrize("trials", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("free", [True, False])
+def test_one_of_many_processes_acquires_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: bool, trials: int
+) -> None:
+    """Each lock is free, or held by the dead winner of the round before.
+
+    Processes that take over wait a moment between the check and the takeover.
+    """
     check = RunLock._require_free
 
     def check_and_wait(lock: RunLock, now: float) -> bytes | None:
@@ -107,10 +125,12 @@ def test_one_of_many_processes_takes_over_from_a_dead_holder(tmp_path: Path, mon
         time.sleep(random.Random(os.getpid()).random() * 0.02)
         return dead
 
-    monkeypatch.setattr(RunLock, "_require_free", check_and_wait)
-    for trial in range(10):
-        assert count_winners(tmp_path) == 1, trial
-        assert listing(tmp_path).keys() == {"lock"}
+    if not free:
+        monkeypatch.setattr(RunLock, "_require_free", check_and_wait)
+    for trial in range(trials):
+        run_dir = tmp_path / (str(trial) if free else "all")
+        assert count_winners(run_dir) == 1, trial
+        assert listing(run_dir).keys() == {"lock"}
 
 
 def test_a_live_holder_is_reported_and_the_folder_is_unchanged(tmp_path: Path) -> None:
@@ -134,20 +154,16 @@ def test_a_live_holder_is_reported_and_the_folder_is_unchanged(tmp_path: Path) -
     assert list(run_dir.iterdir()) == []
 
 
-def test_a_zombie_holder_counts_as_dead(tmp_path: Path) -> None:
-    holder = start_holder(tmp_path)
-    holder.send_signal(signal.SIGKILL)
-    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # ended but not reaped
-    with RunLock(tmp_path) as lock:
-        assert lock.is_held()
-    holder.wait()
-
-
-def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["zombie", "reused pid"])
+def test_a_holder_that_has_ended_is_dead(tmp_path: Path, how: str) -> None:
     holder = start_holder(tmp_path)
     try:
-        content = json.loads((tmp_path / "lock").read_bytes())
-        (tmp_path / "lock").write_text(json.dumps(content | {"started": content["started"] - 1}))
+        if how == "zombie":
+            holder.send_signal(signal.SIGKILL)
+            os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # ended but not reaped
+        else:
+            content = json.loads((tmp_path / "lock").read_bytes())
+            (tmp_path / "lock").write_text(json.dumps(content | {"started": content["started"] - 1}))
         with RunLock(tmp_path) as lock:
             assert lock.is_held()
     finally:
@@ -161,17 +177,17 @@ def test_a_process_cannot_acquire_the_same_lock_twice(tmp_path: Path) -> None:
 
 
 def test_a_holder_on_another_host_is_alive_while_it_touches_lock_or_heartbeat(tmp_path: Path) -> None:
-    write_lock_of_another_host(tmp_path, age=LOCK_TIMEOUT_SECONDS - 10)
+    write_lock_of_another_host(tmp_path, age=ALIVE)
     message = "in use by pid 123 on host n2 since 2026-01-02"
     with pytest.raises(ConfigError, match=message):
         RunLock(tmp_path).acquire()
-    write_lock_of_another_host(tmp_path / "b", age=LOCK_TIMEOUT_SECONDS + 10)
+    write_lock_of_another_host(tmp_path / "b", age=DEAD)
     (tmp_path / "b" / HEARTBEAT).write_text("{}")
     before = listing(tmp_path / "b")
     with pytest.raises(ConfigError, match=message):
         RunLock(tmp_path / "b").acquire()
     assert listing(tmp_path / "b") == before
-    os.utime(tmp_path / "b" / HEARTBEAT, (time.time() - LOCK_TIMEOUT_SECONDS - 1,) * 2)
+    os.utime(tmp_path / "b" / HEARTBEAT, (time.time() - DEAD,) * 2)
     with RunLock(tmp_path / "b") as lock:
         assert lock.is_held()
 
@@ -179,7 +195,7 @@ def test_a_holder_on_another_host_is_alive_while_it_touches_lock_or_heartbeat(tm
 def test_age_is_measured_by_the_file_system_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lock_of_another_host(tmp_path, age=10)
     now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 1000)  # local clock ahead of the file system
+    monkeypatch.setattr(time, "time", lambda: now + 2 * TIMEOUT)  # local clock ahead of the file system
     with pytest.raises(ConfigError, match="in use by pid 123 on host n2"):
         RunLock(tmp_path).acquire()
     assert listing(tmp_path).keys() == {"lock"}
@@ -189,7 +205,7 @@ def test_a_malformed_lock_is_respected_until_the_timeout(tmp_path: Path) -> None
     (tmp_path / "lock").write_text("")
     with pytest.raises(ConfigError, match="in use by another process: "):
         RunLock(tmp_path).acquire()
-    os.utime(tmp_path / "lock", (time.time() - LOCK_TIMEOUT_SECONDS - 1,) * 2)
+    os.utime(tmp_path / "lock", (time.time() - DEAD,) * 2)
     with RunLock(tmp_path) as lock:
         assert lock.is_held()
 
@@ -198,23 +214,22 @@ def test_the_holder_touches_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(run_lock, "TOUCH_SECONDS", 0.01)
     with RunLock(tmp_path):
         os.utime(tmp_path / "lock", (0, 0))
-        deadline = time.monotonic() + HANG_SECONDS
-        while (tmp_path / "lock").stat().st_mtime == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert time.time() - (tmp_path / "lock").stat().st_mtime < HANG_SECONDS
+        wait_for_touch(tmp_path / "lock")
 
 
 def test_a_holder_that_lost_the_lock_neither_touches_nor_removes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lock, "TOUCH_SECONDS", 0.01)
-    lock = RunLock(tmp_path)
+    lock, others = RunLock(tmp_path), set(threading.enumerate())
     lock.acquire()
+    (toucher,) = set(threading.enumerate()) - others
     other_lock = json.loads((tmp_path / "lock").read_bytes()) | {"host": "n2", "token": "another"}
     (tmp_path / "new").write_text(json.dumps(other_lock))
     os.utime(tmp_path / "new", (0, 0))
     (tmp_path / "new").replace(tmp_path / "lock")
-    time.sleep(0.1)
+    toucher.join(HANG_SECONDS)
+    assert not toucher.is_alive()
     assert not lock.is_held()
     lock.release()
     assert (tmp_path / "lock").stat().st_mtime == 0
@@ -253,17 +268,6 @@ def test_a_process_that_writes_for_the_holder_adopts_its_claim(tmp_path: Path, m
             require_lock(tmp_path)
 
 
-def test_a_lock_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
-    with RunLock(tmp_path):
-        content = (tmp_path / "lock").read_bytes()
-        (tmp_path / "lock").unlink()
-        (tmp_path / "lock").mkdir()
-        with pytest.raises(DataError, match="lock cannot be read: Is a directory"):
-            require_lock(tmp_path)
-        (tmp_path / "lock").rmdir()
-        (tmp_path / "lock").write_bytes(content)
-
-
 def test_a_folder_that_cannot_be_locked_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file cannot be locked: Not a directory"):
@@ -291,10 +295,8 @@ def test_touching_continues_after_file_system_errors(tmp_path: Path, monkeypatch
         os.utime(tmp_path / "lock", (0, 0))
         with monkeypatch.context() as patch:
             patch.setattr(os, "utime", utime)
-            deadline = time.monotonic() + HANG_SECONDS
-            while (tmp_path / "lock").stat().st_mtime == 0 and time.monotonic() < deadline:
-                time.sleep(0.01)
-        assert (tmp_path / "lock").stat().st_mtime > 0
+            wait_for_touch(tmp_path / "lock")
+        assert next(outages, None) is None
 
 
 def test_a_folder_named_lock_is_reported(tmp_path: Path) -> None:
@@ -304,3 +306,6 @@ def test_a_folder_named_lock_is_reported(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"cannot be locked: Is a directory$"):
             action()
     assert listing(tmp_path).keys() == {"lock"}
+    adopt_claim(LockClaim(run_dir=str(tmp_path), token="mine"))
+    with pytest.raises(DataError, match="lock cannot be read: Is a directory"):
+        require_lock(tmp_path)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -42,6 +43,11 @@ def steps(store: CheckpointStore) -> list[int]:
     return [entry.step for entry in store.entries()]
 
 
+def newest_step(store: CheckpointStore, notify: Callable[[str], None], *, deep: bool = False) -> int | None:
+    newest = store.latest_valid(notify, deep=deep)
+    return None if newest is None else newest.step
+
+
 def folder_names(store: CheckpointStore) -> list[str]:
     return sorted(path.name for path in store.folder.iterdir())
 
@@ -56,7 +62,9 @@ def test_the_manifest_lists_all_files(store: CheckpointStore) -> None:
         name: (len(content), sha256(content).hexdigest()) for name, content in expected.items()
     }
     assert (manifest.step, manifest.layout, manifest.model) == (20, METADATA.layout, METADATA.model)
-    assert store.verify(folder) == []
+    reported: list[int] = []
+    assert store.verify(folder, advance=reported.append) == []
+    assert sum(reported) == manifest.num_bytes == 100 + 60 + 11
 
 
 def test_an_uncommitted_checkpoint_is_not_listed_and_discard_removes_it(store: CheckpointStore) -> None:
@@ -70,47 +78,34 @@ def test_an_uncommitted_checkpoint_is_not_listed_and_discard_removes_it(store: C
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    ("file", "num_bytes", "message"),
     [
-        ({FILE: FileRecord(bytes=101, sha256="")}, "__0_0.distcp has 100 bytes, needs 101"),
-        (
-            {"policy/__1_0.distcp": FileRecord(bytes=1, sha256="")},
-            "lacks policy/__1_0.distcp, which its writer reported as written",
-        ),
+        (FILE, 101, "__0_0.distcp has 100 bytes, needs 101"),
+        ("policy/__1_0.distcp", 1, "lacks policy/__1_0.distcp, which its writer reported as written"),
     ],
 )
 def test_commit_refuses_files_that_differ_from_their_records(
-    store: CheckpointStore, files: dict[str, FileRecord], message: str
+    store: CheckpointStore, file: str, num_bytes: int, message: str
 ) -> None:
     save_checkpoint(store, 20)
     pending = store.begin(40)
     write_files(pending)
     with pytest.raises(DataError, match=message):
-        pending.commit(METADATA, files)
+        pending.commit(METADATA, {file: FileRecord(bytes=num_bytes, sha256="")})
     assert steps(store) == [20]
 
 
-def test_a_run_that_lost_its_folder_commits_no_checkpoint(store: CheckpointStore) -> None:
-    run_dir = store.folder.parent
-    with RunLock(run_dir):
+def test_a_run_that_lost_its_folder_neither_commits_nor_removes_checkpoints(store: CheckpointStore) -> None:
+    with RunLock(store.folder.parent):
         save_checkpoint(store, 20)
         pending = store.begin(40)
         write_files(pending)
-        take_over(run_dir)
+        take_over(store.folder.parent)
         with pytest.raises(LostLockError, match="pid 123 on host n2"):
             pending.commit(METADATA, {})
-    assert steps(store) == [20]
-
-
-def test_a_run_that_lost_its_folder_does_not_remove_the_checkpoint_that_its_new_owner_writes(
-    store: CheckpointStore,
-) -> None:
-    with RunLock(store.folder.parent):
-        of_new_owner = store.begin(20)
-        take_over(store.folder.parent)
         with pytest.raises(LostLockError):
-            store.begin(20)
-    assert folder_names(store) == [of_new_owner.folder.name]
+            store.begin(40)  # its new owner writes it
+    assert folder_names(store) == [pending.folder.name, "step-000020"]
 
 
 class KilledError(BaseException):
@@ -153,10 +148,9 @@ def test_a_save_killed_at_any_file_operation_leaves_a_valid_checkpoint(
     for at in count():
         run_dir = tmp_path / str(at)
         save_checkpoint(CheckpointStore(run_dir), 20, byte=b"a")
-        was_killed = run_killed_at(
-            monkeypatch, at, lambda run_dir=run_dir: save_checkpoint(CheckpointStore(run_dir), step, byte=b"b")
-        )
         store = CheckpointStore(run_dir)
+        save = partial(save_checkpoint, CheckpointStore(run_dir), step, byte=b"b")
+        was_killed = run_killed_at(monkeypatch, at, save)
         assert all(store.verify(entry.folder) == [] for entry in store.entries())
         store.remove_partial()
         newest = store.latest_valid(fail_on_message, deep=True)
@@ -221,6 +215,10 @@ def flip_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+def edit(path: Path) -> None:
+    path.write_text(path.read_text().replace("100", "101"))
+
+
 def replace_with(folder: Path, other: Path) -> None:
     shutil.rmtree(folder)
     shutil.copytree(other, folder)
@@ -235,14 +233,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "binary": (lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is not valid JSON: "),
     "list": (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json needs a JSON object, got list"),
     "empty": (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json needs an integer of at least 1 under f"),
-    "edited": (
-        lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text().replace("100", "101")),
-        "manifest.json has sha256 ",
-    ),
-    "other": (
-        lambda f: shutil.copytree(f.parent / "step-000020", f, dirs_exist_ok=True),
-        "manifest.json belongs to step 20",
-    ),
+    "edited": (lambda f: edit(f / "manifest.json"), "manifest.json has sha256 "),
+    "other": (lambda f: replace_with(f, f.parent / "step-000020"), "manifest.json belongs to step 20"),
 }
 
 
@@ -254,9 +246,7 @@ def test_a_damaged_checkpoint_is_never_selected(store: CheckpointStore, kind: st
     do(folder)
     assert store.verify(folder)[0].startswith(message)
     messages: list[str] = []
-    newest = store.latest_valid(messages.append)
-    assert newest is not None
-    assert newest.step == 20
+    assert newest_step(store, messages.append) == 20
     assert len(messages) == 1
     assert messages[0].startswith(f"checkpoint step-000040 is damaged: {message}")
     assert messages[0].endswith("; step-000020 is used instead")
@@ -274,9 +264,7 @@ def test_a_flipped_bit_is_found_by_checksums(store: CheckpointStore) -> None:
     assert store.verify(folder) == [f"{FILE} has sha256 {got}, needs {needed}"]
     assert store.verify(folder, deep=False) == []
     messages: list[str] = []
-    newest = store.latest_valid(messages.append, deep=True)
-    assert newest is not None
-    assert newest.step == 20
+    assert newest_step(store, messages.append, deep=True) == 20
     assert "has sha256" in messages[0]
 
 
@@ -284,18 +272,8 @@ def test_verify_reports_files_that_are_not_in_the_manifest(store: CheckpointStor
     folder = save_checkpoint(store, 20)
     (folder / FILE).rename(folder / "policy" / "__0_1.distcp")
     (folder / "notes.txt").write_text("mine")
-    assert store.verify(folder) == [
-        f"{FILE} is missing, needs 100 bytes",
-        "notes.txt is not in the manifest",
-        "policy/__0_1.distcp is not in the manifest",
-    ]
-
-
-def test_every_byte_read_is_reported_to_advance(store: CheckpointStore) -> None:
-    folder = save_checkpoint(store, 20)
-    reported: list[int] = []
-    store.verify(folder, advance=reported.append)
-    assert sum(reported) == read_manifest(folder).num_bytes == 100 + 60 + 11
+    unknown = [f"{name} is not in the manifest" for name in ("notes.txt", "policy/__0_1.distcp")]
+    assert store.verify(folder) == [f"{FILE} is missing, needs 100 bytes", *unknown]
 
 
 def test_all_checkpoints_damaged(store: CheckpointStore) -> None:
@@ -303,40 +281,28 @@ def test_all_checkpoints_damaged(store: CheckpointStore) -> None:
         (save_checkpoint(store, step) / FILE).unlink()
     messages: list[str] = []
     assert store.latest_valid(messages.append) is None
-    assert [text.partition(" is damaged")[0] for text in messages] == [
-        "checkpoint step-000040",
-        "checkpoint step-000020",
-    ]
+    assert [text.partition(" is damaged")[0] for text in messages] == [f"checkpoint step-0000{n}" for n in (40, 20)]
     assert messages[0].endswith("; there is no valid one")
     with pytest.raises(DataError, match=r"has no valid checkpoint; .* has checkpoints of steps 20, 40"):
         store.find("auto", messages.append)
 
 
-def test_a_newer_format_is_refused_and_not_skipped(store: CheckpointStore) -> None:
+@pytest.mark.parametrize(
+    ("version", "kind", "message"),
+    [
+        (1, OlderFormatError, "has format 1, but this version of megarl reads format 2: start a new run, or resume"),
+        (3, NewerFormatError, "has format 3, but this version of megarl reads format 2: use the newer version"),
+    ],
+)
+def test_other_formats_are_refused_and_not_skipped(
+    store: CheckpointStore, version: int, kind: type[DataError], message: str
+) -> None:
     save_checkpoint(store, 20)
     folder = save_checkpoint(store, 40)
-    manifest = folder / "manifest.json"
-    manifest.write_text(json.dumps({"format_version": 3, "shards": []}))
-    message = (
-        r"step-000040 has format 3, but this version of megarl reads format 2: use the newer version that wrote the "
-        r"checkpoint$"
-    )
-    with pytest.raises(NewerFormatError, match=message):
-        store.latest_valid(fail_on_message)
-    with pytest.raises(DataError, match=message):
-        store.find("40", fail_on_message)
-    assert store.find("20", fail_on_message).step == 20
-    assert store.prune(keep_last=1, keep_every=0) == []
-
-
-def test_an_older_format_is_refused_and_not_skipped(store: CheckpointStore) -> None:
-    save_checkpoint(store, 20)
-    folder = save_checkpoint(store, 40)
-    write_format_1_manifest(folder, 40)
-    message = (
-        f"checkpoint {folder} has format 1, but this version of megarl reads format 2: start a new run, or resume "
-        "with the version that wrote the checkpoint"
-    )
+    if version == 1:
+        write_format_1_manifest(folder, 40)
+    else:
+        (folder / "manifest.json").write_text(json.dumps({"format_version": version, "shards": []}))
     reads: tuple[Callable[[], object], ...] = (
         lambda: store.latest_valid(fail_on_message),
         lambda: store.latest_valid(fail_on_message, deep=True),
@@ -344,13 +310,13 @@ def test_an_older_format_is_refused_and_not_skipped(store: CheckpointStore) -> N
         *(lambda which=which: store.find(which, fail_on_message) for which in ("auto", "40", folder.name, str(folder))),
     )
     for read in reads:
-        with pytest.raises(OlderFormatError) as error:
+        with pytest.raises(kind, match=f"^checkpoint {folder} {message}") as error:
             read()
-        assert str(error.value) == message
-    assert error.value.exit_code == DataError.exit_code
+        assert error.value.exit_code == DataError.exit_code
     assert store.find("20", fail_on_message).step == 20
-    kept = store.retention(keep_last=1, keep_every=0)
-    assert {entry.step: kept_by for entry, kept_by in kept.items()} == {20: "keep_last", 40: "older format"}
+    if version == 1:
+        kept = store.retention(keep_last=1, keep_every=0)
+        assert {entry.step: kept_by for entry, kept_by in kept.items()} == {20: "keep_last", 40: "older format"}
     assert store.prune(keep_last=1, keep_every=0) == []
 
 
@@ -360,12 +326,8 @@ def test_find_accepts_auto_a_step_a_name_or_a_folder(store: CheckpointStore, tmp
     for step in (20, 40):
         save_checkpoint(store, step)
     other = save_checkpoint(CheckpointStore(tmp_path / "other"), 7)
-    assert [store.find(which, fail_on_message).step for which in ("auto", "20", "step-000020", str(other))] == [
-        40,
-        20,
-        20,
-        7,
-    ]
+    for which, step in {"auto": 40, "20": 20, "step-000020": 20, str(other): 7}.items():
+        assert store.find(which, fail_on_message).step == step
     copied = other.rename(tmp_path / "best")
     assert (store.find(str(copied), fail_on_message).step, store.find(str(copied), fail_on_message).name) == (7, "best")
     with pytest.raises(DataError, match=r"there is no checkpoint of step 30; .* has checkpoints of steps 20, 40"):
@@ -414,8 +376,10 @@ def test_a_full_disk_is_reported_before_and_during_a_save(
 ) -> None:
     save_checkpoint(store, 20)
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=3 * 2**28))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=3 * 2**28) if Path(path).exists() else None)
     store.require_disk_space(2**29, step=40)
+    CheckpointStore(store.folder / "not" / "there").require_disk_space(2**29, step=40)  # of the nearest parent
+    assert not (store.folder / "not").exists()
     with pytest.raises(DataError, match=r"needs 1.26 GiB for the checkpoint of step 40, has 0.75 GiB free"):
         store.require_disk_space(int(1.2 * 2**30), step=40)
 
@@ -431,11 +395,6 @@ def test_a_full_disk_is_reported_before_and_during_a_save(
     assert folder_names(store) == ["step-000020"]
 
 
-def test_disk_space_is_checked_on_the_nearest_existing_parent(tmp_path: Path) -> None:
-    CheckpointStore(tmp_path / "not" / "there").require_disk_space(1, step=20)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_checkpoint_with_a_flipped_bit_does_not_displace_a_valid_one(store: CheckpointStore) -> None:
     for step in (20, 40, 60):
         save_checkpoint(store, step)
@@ -446,31 +405,33 @@ def test_a_checkpoint_with_a_flipped_bit_does_not_displace_a_valid_one(store: Ch
     assert steps(store) == [20, 60]
 
 
+def deny(patch: pytest.MonkeyPatch, condition: Callable[[Path], bool]) -> None:
+    """Refuse what tells about some files, as to another user."""
+    real = Path.stat
+
+    def stat(path: Path, **options: Any) -> os.stat_result:
+        if condition(path):
+            raise PermissionError(13, "Permission denied")
+        return real(path, **options)
+
+    patch.setattr(Path, "stat", stat)
+
+
 def test_unreadable_checkpoints_and_folders_are_reported(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(store, 20)
     folder = save_checkpoint(store, 40)
-    real = Path.stat
-
-    def stat(path: Path, **options: Any) -> os.stat_result:
-        if path.parent == folder or folder / "policy" in path.parents:
-            raise PermissionError(13, "Permission denied")
-        return real(path, **options)
 
     def listing(path: Path) -> Any:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "stat", stat)
+        deny(patch, lambda path: path.parent == folder or folder / "policy" in path.parents)
         messages: list[str] = []
-        newest = store.latest_valid(messages.append, deep=True)
-        assert newest is not None
-        assert newest.step == 20
-        assert messages == [
-            "checkpoint step-000040 is damaged: manifest.json cannot be read: Permission denied; "
-            "step-000020 is used instead"
-        ]
+        assert newest_step(store, messages.append, deep=True) == 20
+        (message,) = messages
+        assert message.startswith("checkpoint step-000040 is damaged: manifest.json cannot be read: Permission denied;")
         with pytest.raises(DataError, match=r"^checkpoint .*step-000040 cannot be read: Permission denied$"):
             store.find(str(folder), fail_on_message)
         patch.setattr(Path, "iterdir", listing)
@@ -479,18 +440,7 @@ def test_unreadable_checkpoints_and_folders_are_reported(
                 read()
     with pytest.raises(DataError, match=r"^checkpoint a+ cannot be read: File name too long$"):
         store.find("a" * 300, fail_on_message)
-
-
-def test_verify_reports_files_that_cannot_be_read(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save_checkpoint(store, 20)
-    real = Path.stat
-
-    def stat(path: Path, **options: Any) -> os.stat_result:
-        if path.name == "__0_0.distcp":
-            raise PermissionError(13, "Permission denied")
-        return real(path, **options)
-
-    monkeypatch.setattr(Path, "stat", stat)
+    deny(monkeypatch, lambda path: path.name == "__0_0.distcp")
     assert store.verify(folder) == [f"{FILE} cannot be read: Permission denied"]
 
 

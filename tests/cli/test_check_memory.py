@@ -1,7 +1,5 @@
 """`megarl check --gpu`: tables of GPU memory by phase, and configurations that cannot fit."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -10,7 +8,6 @@ import numpy as np
 import pytest
 
 from benchmarks.reshard.published import QWEN3_8B
-from megarl.cli.main import main
 from megarl.config import RunConfig, load_config
 from megarl.device_memory.gpus import GIB, gpu_memory
 from megarl.megatron.families.load_architecture import load_architecture
@@ -19,7 +16,7 @@ from tests.cli.tiny_run import ROWS, write_config, write_rows, write_tiny_run
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+def recipe(tmp_path_factory) -> str:
     """A run whose model folder has the sizes of Qwen3-8B, in files without data."""
     folder = tmp_path_factory.mktemp("memory")
     tree = write_tiny_run(folder)
@@ -44,17 +41,19 @@ def _write_sparse_weights(path: Path) -> None:
     encoded = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        file.truncate(8 + len(encoded) + end)
+        try:
+            file.truncate(8 + len(encoded) + end)
+        except OSError as error:
+            pytest.skip(f"needs a file without data of {end / 1e9:.0f} GB: {error}")
 
 
 JOB = ["--nodes", "1", "--gpus-per-node", "8"]
 FULL = "trainer.recompute.granularity=full"
 
 
-def test_prints_phases_owners_and_totals(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", recipe, *JOB, "--gpu", "h100-80", "--set", FULL]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
+def test_prints_phases_owners_and_totals(run, recipe):
+    code, out, err = run("check", recipe, *JOB, "--gpu", "h100-80", "--set", FULL)
+    assert (code, err) == (0, "")
     lines = [line.removeprefix("# ") for line in out.splitlines() if line.startswith("# ")]
     start = next(i for i, line in enumerate(lines) if line.startswith("memory of GPU 0 of pool main"))
     assert "which needs most of 8: h100-80, 79.6 GiB" in lines[start]
@@ -76,9 +75,9 @@ def test_prints_phases_owners_and_totals(recipe: str, capsys: pytest.CaptureFixt
     assert lines[-1] == "ok: no problems found for megarl train"
 
 
-def test_refuses_what_cannot_fit_with_the_arithmetic(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", recipe, *JOB, "--gpu", "h100-80"]) == 2
-    out, err = capsys.readouterr()
+def test_refuses_what_cannot_fit_with_the_arithmetic(run, output, recipe):
+    code, out, err = run("check", recipe, *JOB, "--gpu", "h100-80")
+    assert code == 2
     assert "# memory of GPU 0 of pool main" in out
     (problem,) = [line for line in err.splitlines() if "training does not fit h100-80" in line]
     parts = re.findall(r"(?:trainer|engine) [a-zA-Z ]+ ([\d.]+)", problem)
@@ -86,27 +85,22 @@ def test_refuses_what_cannot_fit_with_the_arithmetic(recipe: str, capsys: pytest
     assert sum(map(float, parts)) == pytest.approx(float(total), abs=0.3)
     assert float(total) > float(capacity) == 79.6
     assert "trainer policy gradients 30.5 + trainer policy activations" in problem
-    assert "change one of trainer.parallel, trainer.optimizer.distributed" in problem
-    assert "trainer.recompute" in problem
-    assert main(["check", recipe, *JOB, "--gpu", "h200-141"]) == 0
+    assert re.search(r"change one of trainer.parallel, trainer.optimizer.distributed.*trainer.recompute", problem)
+    assert output("check", recipe, *JOB, "--gpu", "h200-141")
 
 
-def test_an_unknown_gpu_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", recipe, *JOB, "--gpu", "h100"]) == 2
-    assert "--gpu: needs one of a10-24, " in capsys.readouterr().err
+def test_an_unknown_gpu_is_refused(refusal, recipe):
+    assert "--gpu: needs one of a10-24, " in refusal("check", recipe, *JOB, "--gpu", "h100")
 
 
-def test_refuses_a_cache_that_holds_no_sequence(recipe: str) -> None:
+def test_refuses_a_cache_that_holds_no_sequence(recipe):
     config = load_config(RunConfig, recipe, [FULL, "rollout.engine.mem_fraction=0.25"])
     (problem,) = find_memory_problems(config, report_memory(config, "h100-80"))
-    assert re.search(
-        r"--gpu: sampling does not fit h100-80: on GPU 0 of pool main [\d.]+ GiB are left for the KV cache, one "
-        r"sequence needs 5,120 tokens \* 147,456 bytes = 0.70 GiB; change one of rollout.tp, ",
-        problem,
-    )
+    assert "--gpu: sampling does not fit h100-80: on GPU 0 of pool main " in problem
+    assert "one sequence needs 5,120 tokens * 147,456 bytes = 0.70 GiB; change one of rollout.tp, " in problem
 
 
-def test_pools_have_tables_of_their_own(recipe: str) -> None:
+def test_pools_have_tables_of_their_own(recipe):
     disaggregated = "placement={slots_per_node: 8, pools: {b: {slots_per_node: 8}}, rollout: {pool: b}}"
     config = load_config(RunConfig, recipe, [disaggregated, FULL])
     trainer, engines = report_memory(config, "h100-80")

@@ -1,9 +1,8 @@
 """`megarl checkpoint ls | verify | prune` on a run folder with small files."""
 
-from __future__ import annotations
-
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,19 @@ import pytest
 from megarl.checkpoint.run_lock import RunLock
 from megarl.checkpoint.store import CheckpointStore
 from megarl.checkpoint.verify import hash_file
-from megarl.cli.main import main
 from megarl.config import RunConfig, dump_config
 from megarl.config.load import make_config
 from tests.checkpoint.run_folder import METADATA, write_files
+from tests.time_limits import HANG_SECONDS
 
 FILE = "policy/__0_0.distcp"
 
-Captured = pytest.CaptureFixture[str]
-
 
 @pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_dir(tmp_path, monkeypatch) -> Path:
     """Relative path of a run folder with checkpoints of steps 20 to 80; the run keeps the latest and every 40th."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megarl.checkpoint.verify.REPORT_SECONDS", HANG_SECONDS)
     folder = Path("runs/demo")
     tree: dict[str, Any] = {"run_dir": str(folder), "model": {"path": "m"}, "data": {"path": "d.jsonl"}}
     config = dump_config(make_config(RunConfig, tree, ["checkpoint.keep_last=1", "checkpoint.keep_every=40"]))
@@ -38,37 +36,46 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def list_rows(run_dir: Path, capsys: Captured) -> dict[int, dict[str, Any]]:
-    assert main(["checkpoint", "ls", str(run_dir), "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    return {row.pop("step"): row for row in rows}
+@pytest.fixture
+def rows(output, run_dir: Path) -> Callable[[], dict[int, dict[str, Any]]]:
+    """Function that returns step -> what `ls --json` prints."""
+
+    def list_rows() -> dict[int, dict[str, Any]]:
+        found = [json.loads(line) for line in output("checkpoint", "ls", run_dir, "--json").splitlines()]
+        return {row.pop("step"): row for row in found}
+
+    return list_rows
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:06d}"
 
 
-def test_ls_json(run_dir: Path, capsys: Captured) -> None:
+def corrupt(run_dir: Path, *steps: int) -> None:
+    for step in steps:
+        (checkpoint_folder(run_dir, step) / FILE).write_bytes(b"v" * 100)
+
+
+def test_ls_json(run_dir, rows):
     (checkpoint_folder(run_dir, 60) / FILE).unlink()
-    rows = list_rows(run_dir, capsys)
-    assert {step: (row["whole"], row["kept_by"]) for step, row in rows.items()} == {
+    found = rows()
+    assert {step: (row["whole"], row["kept_by"]) for step, row in found.items()} == {
         20: (True, None),
         40: (True, "keep_every"),
         60: (False, None),
         80: (True, "keep_last"),
     }
-    assert rows[60]["problems"] == [f"{FILE} is missing, needs 100 bytes"]
-    assert rows[40]["layout"] == {"policy": {"tp": 2, "pp": 1, "world": 4}}
-    assert rows[40]["created"].endswith("+00:00")
+    assert found[60]["problems"] == [f"{FILE} is missing, needs 100 bytes"]
+    assert found[40]["layout"] == {"policy": {"tp": 2, "pp": 1, "world": 4}}
+    assert found[40]["created"].endswith("+00:00")
     on_disk = sum(path.stat().st_size for path in checkpoint_folder(run_dir, 40).rglob("*") if path.is_file())
-    assert rows[40]["bytes"] == on_disk
+    assert found[40]["bytes"] == on_disk
 
 
-def test_ls_table(run_dir: Path, capsys: Captured) -> None:
+def test_ls_table(run_dir, output):
     (checkpoint_folder(run_dir, 60) / "manifest.json").unlink()
     with RunLock(run_dir):
-        assert main(["checkpoint", "ls", str(run_dir)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+        lines = output("checkpoint", "ls", run_dir).splitlines()
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
     assert cells[0] == ["step", "created", "size", "layout", "valid", "kept by"]
     assert [(row[0], *row[3:]) for row in cells[1:5]] == [
@@ -83,10 +90,9 @@ def test_ls_table(run_dir: Path, capsys: Captured) -> None:
     assert lines[6].startswith("in use by pid ")
 
 
-def test_ls_of_a_run_without_checkpoints(tmp_path: Path, capsys: Captured) -> None:
-    assert main(["checkpoint", "ls", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}/checkpoints has no checkpoints\n"
-    assert list_rows(tmp_path, capsys) == {}
+def test_ls_of_a_run_without_checkpoints(tmp_path, output):
+    assert output("checkpoint", "ls", tmp_path) == f"{tmp_path}/checkpoints has no checkpoints\n"
+    assert output("checkpoint", "ls", tmp_path, "--json") == ""
 
 
 @pytest.mark.parametrize(
@@ -96,68 +102,58 @@ def test_ls_of_a_run_without_checkpoints(tmp_path: Path, capsys: Captured) -> No
         (3, "newer", "use the newer version that wrote the checkpoint"),
     ],
 )
-def test_a_checkpoint_in_another_format_is_reported_and_kept(
-    run_dir: Path, capsys: Captured, version: int, age: str, remedy: str
-) -> None:
+def test_a_checkpoint_in_another_format_is_reported_and_kept(run_dir, rows, run, version, age, remedy):
     folder = checkpoint_folder(run_dir, 80)
     (folder / "manifest.json").write_text(json.dumps({"format_version": version}))
     message = f"checkpoint {folder} has format {version}, but this version of megarl reads format 2: {remedy}"
-    rows = list_rows(run_dir, capsys)
-    assert (rows[80]["whole"], rows[80]["kept_by"]) == (False, f"{age} format")
-    assert rows[80]["problems"] == [message]
-    assert main(["checkpoint", "verify", str(run_dir), "80"]) == 1
-    answer = capsys.readouterr()
-    assert answer.out.split()[:2] == ["step-000080", age]
-    assert f"error: step-000080: {message}" in answer.err
-    assert main(["checkpoint", "prune", str(run_dir), "--keep-last", "1", "--keep-every", "0"]) == 0
-    answer = capsys.readouterr()
-    assert f"error: step-000080: {message}" in answer.err
-    assert f"({age} format)" in answer.out
+    row = rows()[80]
+    assert (row["whole"], row["kept_by"], row["problems"]) == (False, f"{age} format", [message])
+    code, out, err = run("checkpoint", "verify", run_dir, "80")
+    assert (code, out.split()[:2]) == (1, ["step-000080", age])
+    assert f"error: step-000080: {message}" in err
+    code, out, err = run("checkpoint", "prune", run_dir, "--keep-last", "1", "--keep-every", "0")
+    assert code == 0
+    assert f"error: step-000080: {message}" in err
+    assert f"({age} format)" in out
     assert sorted(path.name for path in folder.parent.iterdir()) == ["step-000060", "step-000080"]
 
 
-def test_verify_reports_the_file_and_the_failed_check(run_dir: Path, capsys: Captured) -> None:
-    assert main(["checkpoint", "verify", str(run_dir)]) == 0
-    answer = capsys.readouterr()
-    assert [line.split()[:4] for line in answer.out.splitlines()] == [
-        [f"step-0000{step}", "valid", "5", "files"] for step in (20, 40, 60, 80)
-    ]
-    assert answer.err == "".join(f"reading step-0000{step}\n" for step in (20, 40, 60, 80))
-    (checkpoint_folder(run_dir, 40) / FILE).write_bytes(b"v" * 100)
-    assert main(["checkpoint", "verify", str(run_dir)]) == 1
-    answer = capsys.readouterr()
-    assert [line.split()[1] for line in answer.out.splitlines()] == ["valid", "damaged", "valid", "valid"]
-    assert f"error: step-000040: {FILE} has sha256 " in answer.err
-    assert main(["checkpoint", "verify", str(run_dir), "20"]) == 0
-    assert main(["checkpoint", "verify", str(run_dir), "40"]) == 1
+def test_verify_reports_the_file_and_the_failed_check(run_dir, run):
+    steps = (20, 40, 60, 80)
+    code, out, err = run("checkpoint", "verify", run_dir)
+    found = [line.split()[:4] for line in out.splitlines()]
+    assert (code, found) == (0, [[f"step-0000{step}", "valid", "5", "files"] for step in steps])
+    assert err == "".join(f"reading step-0000{step}\n" for step in steps)
+    corrupt(run_dir, 40)
+    code, out, err = run("checkpoint", "verify", run_dir)
+    assert (code, [line.split()[1] for line in out.splitlines()]) == (1, ["valid", "damaged", "valid", "valid"])
+    assert f"error: step-000040: {FILE} has sha256 " in err
+    assert [run("checkpoint", "verify", run_dir, step)[0] for step in ("20", "40")] == [0, 1]
 
 
-def test_prune_follows_the_retention_rules_of_the_run(run_dir: Path, capsys: Captured) -> None:
+def test_prune_follows_the_retention_rules_of_the_run(run_dir, rows, output):
     draft = CheckpointStore(run_dir).begin(100)
-    assert main(["checkpoint", "prune", str(run_dir), "--dry-run"]) == 0
-    printed = [" ".join(line.split()[:-2]) for line in capsys.readouterr().out.splitlines() if "remove" in line]
+    out = output("checkpoint", "prune", run_dir, "--dry-run")
+    printed = [" ".join(line.split()[:-2]) for line in out.splitlines() if "remove" in line]
     assert printed == ["would remove step-000020", "would remove step-000060"]
     assert draft.folder.exists()
-    assert len(list_rows(run_dir, capsys)) == 4
-    assert main(["checkpoint", "prune", str(run_dir)]) == 0
-    out = capsys.readouterr().out
+    assert len(rows()) == 4
+    out = output("checkpoint", "prune", run_dir)
     assert f"removed  {draft.folder.name}, which is incomplete" in out
     assert "keeping       step-000080" in out
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-000040", "step-000080"]
     assert [path.name for path in run_dir.iterdir()] == ["checkpoints"]
 
 
-def test_prune_options_override_the_retention_rules(run_dir: Path, capsys: Captured) -> None:
-    assert main(["checkpoint", "prune", str(run_dir), "--keep-last", "2", "--keep-every", "0"]) == 0
-    capsys.readouterr()
-    assert set(list_rows(run_dir, capsys)) == {60, 80}
+def test_prune_options_override_the_retention_rules(run_dir, rows, output):
+    output("checkpoint", "prune", run_dir, "--keep-last", "2", "--keep-every", "0")
+    assert set(rows()) == {60, 80}
 
 
-def test_prune_rejects_a_run_in_use(run_dir: Path, capsys: Captured) -> None:
+def test_prune_rejects_a_run_in_use(run_dir, rows, refusal):
     with RunLock(run_dir):
-        assert main(["checkpoint", "prune", str(run_dir)]) == 2
-    assert capsys.readouterr().err.startswith("error: run_dir runs/demo is in use by pid ")
-    assert len(list_rows(run_dir, capsys)) == 4
+        assert refusal("checkpoint", "prune", run_dir).startswith("error: run_dir runs/demo is in use by pid ")
+    assert len(rows()) == 4
 
 
 @pytest.mark.parametrize(
@@ -171,56 +167,43 @@ def test_prune_rejects_a_run_in_use(run_dir: Path, capsys: Captured) -> None:
     ],
 )
 @pytest.mark.usefixtures("run_dir")
-def test_invalid_arguments_are_rejected(command: list[str], message: str, capsys: Captured) -> None:
-    assert main(["checkpoint", *command]) == 2
-    assert message in capsys.readouterr().err
-
-
-def corrupt(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[0] ^= 1
-    path.write_bytes(content)
+def test_invalid_arguments_are_rejected(command, message, refusal):
+    assert message in refusal("checkpoint", *command)
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_prune_verifies_the_checkpoint_that_it_keeps(dry: list[str], run_dir: Path, capsys: Captured) -> None:
-    corrupt(checkpoint_folder(run_dir, 80) / FILE)
-    assert main(["checkpoint", "prune", str(run_dir), "--keep-every", "0", *dry]) == 0
-    answer = capsys.readouterr()
-    assert f"error: step-000080: {FILE} has sha256 " in answer.err
-    printed = [line.split() for line in answer.out.splitlines()]
+def test_prune_verifies_the_checkpoint_that_it_keeps(dry, run_dir, rows, run):
+    corrupt(run_dir, 80)
+    code, out, err = run("checkpoint", "prune", run_dir, "--keep-every", "0", *dry)
+    assert code == 0
+    assert f"error: step-000080: {FILE} has sha256 " in err
+    printed = [line.split() for line in out.splitlines()]
     assert [(row[-4 if row[0] == "keeping" else -3], row[0]) for row in printed] == [
         ("step-000020", "would" if dry else "removing"),
         ("step-000040", "would" if dry else "removing"),
         ("step-000060", "keeping"),
         ("step-000080", "keeping"),
     ]
-    assert set(list_rows(run_dir, capsys)) == ({20, 40, 60, 80} if dry else {60, 80})
+    assert set(rows()) == ({20, 40, 60, 80} if dry else {60, 80})
 
 
-def test_prune_removes_nothing_if_no_checkpoint_is_valid(run_dir: Path, capsys: Captured) -> None:
-    for step in (20, 40, 60, 80):
-        corrupt(checkpoint_folder(run_dir, step) / FILE)
-    assert main(["checkpoint", "prune", str(run_dir)]) == 0
-    assert capsys.readouterr().out.count("(none is valid)") == 2
-    assert len(list_rows(run_dir, capsys)) == 4
+def test_prune_removes_nothing_if_no_checkpoint_is_valid(run_dir, rows, output):
+    corrupt(run_dir, 20, 40, 60, 80)
+    assert output("checkpoint", "prune", run_dir).count("(none is valid)") == 2
+    assert len(rows()) == 4
 
 
-def test_unknown_keys_of_another_version_are_ignored(run_dir: Path, capsys: Captured) -> None:
-    store = CheckpointStore(run_dir)
-    config = (
-        (checkpoint_folder(run_dir, 80) / "config.yaml").read_text().replace("checkpoint:\n", "checkpoint:\n  new: 1\n")
-    )
-    draft = store.begin(100)
-    (draft.folder / "config.yaml").write_text(f"novel: 1\n{config}")
+def test_unknown_keys_of_another_version_are_ignored(run_dir, rows):
+    config = (checkpoint_folder(run_dir, 80) / "config.yaml").read_text()
+    draft = CheckpointStore(run_dir).begin(100)
+    changed = config.replace("checkpoint:\n", "checkpoint:\n  new: 1\n")
+    (draft.folder / "config.yaml").write_text(f"novel: 1\n{changed}")
     draft.commit(METADATA, {})
-    kept = {step: row["kept_by"] for step, row in list_rows(run_dir, capsys).items()}
+    kept = {step: row["kept_by"] for step, row in rows().items()}
     assert kept == {20: None, 40: "keep_every", 60: None, 80: "keep_every", 100: "keep_last"}
 
 
-def test_a_checkpoint_removed_during_verify_is_not_reported_as_damaged(
-    run_dir: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_removed_during_verify_is_not_reported_as_damaged(run_dir, run, monkeypatch):
     verify = CheckpointStore.verify
 
     def verify_after_removal(store: CheckpointStore, folder: Path, **options: Any) -> list[str]:
@@ -229,14 +212,13 @@ def test_a_checkpoint_removed_during_verify_is_not_reported_as_damaged(
         return verify(store, folder, **options)
 
     monkeypatch.setattr(CheckpointStore, "verify", verify_after_removal)
-    assert main(["checkpoint", "verify", str(run_dir)]) == 0
-    answer = capsys.readouterr()
-    assert answer.out.splitlines()[0] == "step-000020  removed while it was read"
-    assert "error" not in answer.err
+    code, out, err = run("checkpoint", "verify", run_dir)
+    assert (code, out.splitlines()[0]) == (0, "step-000020  removed while it was read")
+    assert "error" not in err
 
 
-def test_verify_prints_progress(run_dir: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_prints_progress(run_dir, run, monkeypatch):
     monkeypatch.setattr("megarl.checkpoint.verify.REPORT_SECONDS", 0.0)
-    assert main(["checkpoint", "verify", str(run_dir), "20"]) == 0
+    code, _, err = run("checkpoint", "verify", run_dir, "20")
     printed = "comparing step-000020 with its checksums: 0.0 GiB read"
-    assert capsys.readouterr().err.splitlines() == ["reading step-000020", *[printed] * 4]
+    assert (code, err.splitlines()) == (0, ["reading step-000020", *[printed] * 4])

@@ -1,14 +1,11 @@
 """`megarl schema --markdown`: every key of a configuration has an entry with its default, and every link a target."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from megarl.cli.main import main
 from megarl.config import STAGES
 from megarl.offline.config_reference import make_reference
 
@@ -42,8 +39,12 @@ def equivalents(page: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("command", STAGES)
-def test_every_key_of_a_resolved_configuration_has_an_entry(command: str) -> None:
+def test_every_key_of_a_resolved_configuration_has_an_entry_and_every_link_a_target(command):
     page = make_reference(command)
+    targets, links = re.findall(r"\{ #(\S+) \}", page), set(re.findall(r"\]\(#([^)]+)\)", page))
+    assert len(targets) == len(set(targets))
+    assert len(links) > 5
+    assert links <= set(targets)
     listed, same = entries(page), equivalents(page)
     sections = set(re.findall(r"^#+ .*\{ #(\S+) \}$", page, re.MULTILINE)) | same.keys()
     paths = dict(keys_below(STAGES[command].model_validate(MINIMAL).model_dump()))
@@ -63,33 +64,22 @@ def test_every_key_of_a_resolved_configuration_has_an_entry(command: str) -> Non
             assert f"default `{str(value).lower()}`" in found[0], path
 
 
-@pytest.mark.parametrize("command", STAGES)
-def test_every_link_has_a_target(command: str) -> None:
-    page = make_reference(command)
-    targets = re.findall(r"\{ #(\S+) \}", page)
-    assert len(targets) == len(set(targets))
-    links = set(re.findall(r"\]\(#([^)]+)\)", page))
-    assert len(links) > 5
-    assert links <= set(targets)
-
-
-def test_entries_state_type_bounds_and_default() -> None:
-    listed = entries(make_reference("train"))
-    assert listed["run_dir"].endswith("string, required")
-    assert listed["trainer.steps"].endswith("integer ≥ 1, default `100`")
-    assert listed["trainer.optimizer.beta1"].endswith("number ≥ 0 and < 1, default `0.9`")
-    assert listed["checkpoint.verify"].endswith("one of `checksums`, `sizes`, default `checksums`")
-    assert listed["limits.kl"].endswith("[section](#limits.logprob_kl) or number or null, default `null`")
-    assert listed["algorithm.ppo.gamma"].endswith("number > 0 and ≤ 1, default `1.0`")
-    assert listed["reward.terms.NAME.format.type"].endswith("`format`, required")
-
-
-def test_defaults_that_depend_on_the_type_are_listed() -> None:
+def test_entries_state_type_bounds_and_default():
     page = make_reference("train")
+    listed = entries(page)
+    for key, end in {
+        "run_dir": "string, required",
+        "trainer.steps": "integer ≥ 1, default `100`",
+        "trainer.optimizer.beta1": "number ≥ 0 and < 1, default `0.9`",
+        "checkpoint.verify": "one of `checksums`, `sizes`, default `checksums`",
+        "limits.kl": "[section](#limits.logprob_kl) or number or null, default `null`",
+        "algorithm.ppo.gamma": "number > 0 and ≤ 1, default `1.0`",
+        "reward.terms.NAME.format.type": "`format`, required",
+    }.items():
+        assert listed[key].endswith(end)
     entry = page[page.index("{ #algorithm.group_size }") :].partition("\n\n`")[0]
     assert "Other defaults: `1` for `distillation`." in entry
 
 
-def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema", "sft", "--markdown"]) == 0
-    assert capsys.readouterr().out == make_reference("sft") + "\n"
+def test_the_command_prints_it(output):
+    assert output("schema", "sft", "--markdown") == make_reference("sft") + "\n"

@@ -1,19 +1,14 @@
 """`megarl demo`: the data, the stages with their configurations, and the summary; the stages themselves do not run."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from megarl.cli import main
 from megarl.config import RunConfig, SftConfig
 from megarl.controller import run_stage as driver
 
 
-def test_data_only_writes_the_problems_and_rotates_an_earlier_folder(tmp_path: Path) -> None:
+def test_data_only_writes_the_problems_and_rotates_an_earlier_folder(tmp_path):
     out = tmp_path / "demo"
     for _ in range(2):
         assert main.main(["demo", "--data-only", "--out", str(out)]) == 0
@@ -23,9 +18,7 @@ def test_data_only_writes_the_problems_and_rotates_an_earlier_folder(tmp_path: P
     assert (out / "data/train.jsonl").read_bytes() == (tmp_path / "demo.1/data/train.jsonl").read_bytes()
 
 
-def test_fine_tuning_is_followed_by_grpo_on_its_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fine_tuning_is_followed_by_grpo_on_its_model(tmp_path, monkeypatch, capsys):
     out, stages = tmp_path / "demo", []
 
     def run_stage(config: SftConfig | RunConfig, *_: Any, **__: Any) -> None:

@@ -1,7 +1,5 @@
 """`megarl doctor`: report and exit code for simulated machines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 
@@ -9,11 +7,10 @@ import pytest
 
 from megarl.cli import doctor
 from megarl.cli.doctor import OPTIONAL, REQUIRED, diagnose
-from megarl.cli.main import main
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def machine(monkeypatch) -> Callable[..., None]:
     """Function that simulates GPUs, shared memory and packages (`None`: not installed) on a machine with a compiler."""
 
     def pretend(gpus: tuple[str, ...] = (), shared: int | None = 2**33, **packages: str | None) -> None:
@@ -33,86 +30,93 @@ def uses() -> dict[str, str]:
     return {choice.what: choice.uses for choice in diagnose().choices}
 
 
-def test_a_ready_machine(machine: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ready_machine(machine, output):
     machine()
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
+    out = output("doctor")
     assert "ready: try `megarl demo`" in out
-    for name in (*REQUIRED, *OPTIONAL):
-        assert name in out
+    assert all(name in out for name in (*REQUIRED, *OPTIONAL))
 
 
-def test_json_output(machine: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output(machine, output):
     machine(torch="9.9.9")
-    assert main(["doctor", "--json"]) == 0
-    tree = json.loads(capsys.readouterr().out)
+    tree = json.loads(output("doctor", "--json"))
     assert set(tree) == {"machine", "packages", "choices", "missing"}
     assert tree["packages"]["torch"] == "9.9.9"
     assert tree["machine"]["GPUs"] == "none"
 
 
-def test_a_missing_package(machine: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_package(machine, run):
     machine(sglang=None, ray=None)
-    assert main(["doctor"]) == 1
-    out = capsys.readouterr().out
+    code, out, _ = run("doctor")
+    assert code == 1
     assert "packages sglang, ray: run `make setup`" in out
     assert "not ready" in out
 
 
-@pytest.mark.parametrize("shared", [None, 64 * 2**20])
-def test_not_enough_shared_memory(machine: Callable[..., None], shared: int | None) -> None:
+@pytest.mark.parametrize(
+    ("shared", "compiler", "lacks"),
+    [
+        (None, "/usr/bin/cc", "512 MiB of shared memory in /dev/shm, got 0"),
+        (64 * 2**20, "/usr/bin/cc", "512 MiB of shared memory in /dev/shm, got 64"),
+        (2**33, None, "a C compiler: install gcc or clang"),
+    ],
+)
+def test_what_a_machine_lacks(shared, compiler, lacks, machine, monkeypatch):
     machine(shared=shared)
+    monkeypatch.setattr(doctor, "_find_compiler", lambda: compiler)
     (problem,) = diagnose().missing
-    assert problem.startswith("512 MiB of shared memory in /dev/shm, got ")
+    assert problem.startswith(lacks)
 
 
-def test_missing_compiler(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    machine()
-    monkeypatch.setattr(doctor, "_find_compiler", lambda: None)
-    assert diagnose().missing == ("a C compiler: install gcc or clang, or name one in CC",)
+GPU_PACKAGES = {"transformer_engine": "2.0", "triton": "3.0", "sglang_kernel": "1.0"}
+ON_CPU = {
+    "attention and layers": "megarl's torch layers",
+    "optimizer": "torch's AdamW",
+    "collectives": "gloo",
+    "rollout engine": "SGLang's CPU engine, stand-ins for its GPU packages",
+    "kernels": "torch",
+    "sandbox for programs": "launcher",
+}
+ON_GPU = {
+    "attention and layers": "Transformer Engine",
+    "optimizer": "Transformer Engine's FusedAdam",
+    "collectives": "nccl",
+    "rollout engine": "SGLang on CUDA",
+    "kernels": "Triton",
+    "sandbox for programs": "launcher",
+}
 
 
-def test_choices_without_a_gpu(machine: Callable[..., None]) -> None:
-    # A GPU package on a machine without a GPU changes nothing.
-    machine(transformer_engine="2.0", triton="3.0", sglang_kernel="1.0")
-    assert uses() == {
-        "attention and layers": "megarl's torch layers",
-        "optimizer": "torch's AdamW",
-        "collectives": "gloo",
-        "rollout engine": "SGLang's CPU engine, stand-ins for its GPU packages",
-        "kernels": "torch",
-        "sandbox for programs": "launcher",
-    }
+@pytest.mark.parametrize(
+    ("gpus", "packages", "chosen"),
+    [
+        ((), {}, ON_CPU),
+        (("H200",), {}, ON_GPU),
+        (("H200",), {"transformer_engine": None, "apex": "0.1"}, {"optimizer": "apex's FusedAdam"}),
+        (("H200",), {"transformer_engine": None}, {"attention and layers": "megarl's torch layers"}),
+        (("H200",), {"triton": None}, {"kernels": "torch"}),
+        (("H200",), {"sglang_kernel": None}, {"rollout engine": "SGLang on CUDA, but sglang-kernel is missing"}),
+    ],
+    ids=["CPU", "GPU", "no Transformer Engine, apex", "no Transformer Engine", "no Triton", "no sglang-kernel"],
+)
+def test_choices_follow_gpus_and_packages(machine, gpus, packages, chosen):
+    """Packages for GPUs change nothing on a machine without one."""
+    machine(gpus=gpus, **(GPU_PACKAGES | packages))
+    found = uses()
+    assert {what: found[what].partition(";")[0] for what in chosen} == chosen
+    assert found.keys() == ON_CPU.keys()
 
 
-def test_choices_with_a_gpu(machine: Callable[..., None]) -> None:
-    machine(gpus=("H200",), transformer_engine="2.0", triton="3.0", sglang_kernel="1.0")
-    assert uses() == {
-        "attention and layers": "Transformer Engine",
-        "optimizer": "Transformer Engine's FusedAdam",
-        "collectives": "nccl",
-        "rollout engine": "SGLang on CUDA",
-        "kernels": "Triton",
-        "sandbox for programs": "launcher",
-    }
-    machine(gpus=("H200",), transformer_engine=None, apex="0.1")
-    assert uses()["optimizer"] == "apex's FusedAdam"
-    assert uses()["attention and layers"] == "megarl's torch layers"
-    machine(gpus=("H200",), triton=None)
-    assert uses()["kernels"] == "torch"
-    machine(gpus=("H200",), sglang_kernel=None)
-    assert uses()["rollout engine"].startswith("SGLang on CUDA, but sglang-kernel is missing")
-
-
-def test_option_cluster_needs_ray_address(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--cluster"],
+            "--cluster needs the address of a Ray cluster in RAY_ADDRESS; `megarl launch doctor --cluster`",
+        ),
+        (["--config", "x.yaml"], "--config and --set need --cluster"),
+    ],
+)
+def test_options_that_need_others_are_refused(words, message, refusal, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert main(["doctor", "--cluster"]) == 2
-    assert capsys.readouterr().err == (
-        "error: --cluster needs the address of a Ray cluster in RAY_ADDRESS; `megarl launch doctor --cluster` starts "
-        "one on the nodes of a job\n"
-    )
-
-
-def test_option_config_needs_option_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--config", "x.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("error: --config and --set need --cluster")
+    assert refusal("doctor", *words).startswith(f"error: {message}")

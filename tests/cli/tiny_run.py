@@ -1,7 +1,5 @@
 """A run that passes preflight: a tiny model, a few rows, a configuration."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

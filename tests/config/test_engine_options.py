@@ -20,7 +20,7 @@ from megarl.config.engine_options import (
     find_option_problems,
     find_variable_problems,
 )
-from tests.config.test_contradictions import error_message, make_run
+from tests.config.runs import error_message, has_parts, make_run
 
 
 def read_options() -> set[str]:
@@ -52,26 +52,12 @@ def test_tables_name_nothing_else() -> None:
 
 
 CANNOT_WORK = {
-    "speculative_algorithm": "EAGLE",
-    "pp_size": 2,
-    "dp_size": 2,
-    "enable_dp_attention": True,
-    "quantization": "fp8",
-    "nnodes": 2,
-    "node_rank": 1,
-    "enable_lora": True,
-    "lora_paths": ["a"],
-    "enable_eplb": True,
-    "moe_a2a_backend": "deepep",
-    "cpu_offload_gb": 8,
-    "enable_hierarchical_cache": True,
-    "hicache_storage_backend": "file",
-    "enable_memory_saver": True,
-    "weight_cache_mode": "daemon",
-    "load_format": "dummy",
-    "moe_runner_backend": "flashinfer_trtllm",
-    "tp_size": 2,
-}
+    "speculative_algorithm": "EAGLE", "pp_size": 2, "dp_size": 2, "enable_dp_attention": True, "quantization": "fp8",
+    "nnodes": 2, "node_rank": 1, "enable_lora": True, "lora_paths": ["a"], "enable_eplb": True,
+    "moe_a2a_backend": "deepep", "cpu_offload_gb": 8, "enable_hierarchical_cache": True,
+    "hicache_storage_backend": "file", "enable_memory_saver": True, "weight_cache_mode": "daemon",
+    "load_format": "dummy", "moe_runner_backend": "flashinfer_trtllm", "tp_size": 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CANNOT_WORK)
@@ -90,22 +76,18 @@ def test_options_that_cannot_work_are_refused_when_the_configuration_is_loaded(n
         ({"tp_size": 2}, "tp_size: megarl sets this argument itself, from rollout.tp"),
         ({"nnodes": 2}, "nnodes: megarl sets this argument itself, from rollout.tp"),
         ({"ep_size": 0}, "ep_size: needs a size of at least 1, got 0"),
-        (
-            {"load_format": "dummy"},
-            "load_format: needs to be one of auto, safetensors, got dummy: the engine serves the weights of model.path "
-            "until the first sync, and other formats change their layout",
-        ),
+        ({"load_format": "dummy"}, "load_format: needs to be one of auto, safetensors, got dummy: ... layout"),
     ],
 )
 def test_message(extra_args: dict[str, Any], message: str) -> None:
-    assert list(find_option_problems(extra_args)) == [message]
+    (found,) = find_option_problems(extra_args)
+    assert has_parts(found, message)
 
 
 def test_all_problems_are_reported_in_one_line() -> None:
     message = error_message(rollout={"engine": {"extra_args": {"pp_size": 2, "node_rank": 1}}})
-    assert message == (
-        "rollout.engine.extra_args: pp_size: a weight sync reaches the tensor-parallel ranks of one pipeline stage "
-        "only; raise rollout.tp instead; node_rank: megarl sets this argument itself, from placement"
+    assert has_parts(
+        message, "rollout.engine.extra_args: pp_size: ... raise rollout.tp instead; node_rank: megarl sets"
     )
 
 

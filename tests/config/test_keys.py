@@ -14,24 +14,11 @@ from megarl.config import RunConfig, dump_config, load_config
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "yaml").glob("**/*.yaml"))
 
-KEYS = [
-    "model.path",
-    "data.path",
-    "algorithm.type",
-    "algorithm.group_size",
-    "trainer.parallel.tp",
-    "trainer.parallel.pp",
-    "trainer.parallel.cp",
-    "trainer.parallel.ep",
-    "trainer.parallel.vpp",
-    "trainer.optimizer.lr",
-    "rollout.tp",
-    "rollout.replicas",
-    "rollout.max_new_tokens",
-    "weight_sync.strategy",
-    "placement",
-    "seed",
-]
+KEYS = (
+    "model.path", "data.path", "algorithm.type", "algorithm.group_size", "trainer.parallel.tp", "trainer.parallel.pp",
+    "trainer.parallel.cp", "trainer.parallel.ep", "trainer.parallel.vpp", "trainer.optimizer.lr", "rollout.tp",
+    "rollout.replicas", "rollout.max_new_tokens", "weight_sync.strategy", "placement", "seed",
+)  # fmt: skip
 
 
 def sections(annotation: Any) -> list[type[BaseModel]]:

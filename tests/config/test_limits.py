@@ -9,13 +9,11 @@ import pytest
 
 from megarl.config import RunConfig, dump_config, load_config
 from megarl.config.limits import AUTO_LIMITS, LimitConfig, LimitsConfig
-from megarl.config.load import make_config
-from megarl.errors import ConfigError
+from tests.config.runs import error_message, has_parts, make_run
 
 
 def limits(given: dict[str, Any] | None = None, *overrides: str) -> LimitsConfig:
-    tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}, "limits": given or {}}
-    return make_config(RunConfig, tree, overrides).limits
+    return make_run(*overrides, limits=given or {}).limits
 
 
 def test_defaults_limit_the_mismatch_and_values_that_are_not_finite() -> None:
@@ -40,8 +38,7 @@ def test_a_plain_number_is_a_maximum_with_action_stop() -> None:
 
 
 def test_limits_survive_the_round_trip(tmp_path: Any) -> None:
-    given = {"kl": 0.5, "reward": {"min": -2, "action": "warn"}, "not_finite": "skip"}
-    config = make_config(RunConfig, {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}, "limits": given})
+    config = make_run(limits={"kl": 0.5, "reward": {"min": -2, "action": "warn"}, "not_finite": "skip"})
     text = dump_config(config)
     assert "  kl:\n    max: 0.5\n    min: null\n    action: stop\n" in text
     (tmp_path / "run.yaml").write_text(text)
@@ -58,27 +55,19 @@ def test_limits_survive_the_round_trip(tmp_path: Any) -> None:
         ({"grad_norm": {"max": -1}}, "limits: grad_norm.max needs to be above 0, got -1"),
         ({"kl": True}, "limits.kl: needs a mapping, got True"),
         ({"kl": math.nan}, "limits.kl.max: Input should be a finite number, got nan"),
-        (
-            {"kl": {"max": 1, "action": "halt"}},
-            "limits.kl.action: Input should be 'warn', 'skip' or 'stop', got 'halt'",
-        ),
+        ({"kl": {"max": 1, "action": "halt"}}, "limits.kl.action: ... 'warn', 'skip' or 'stop', got 'halt'"),
         ({"kl": {"maximum": 1}}, "limits.kl.maximum: unknown key"),
         ({"not_finite": "warn"}, "limits.not_finite: Input should be 'skip' or 'stop', got 'warn'"),
         ({"max_skips_in_a_row": -1}, "limits.max_skips_in_a_row: Input should be greater than or equal to 0, got -1"),
     ],
 )
 def test_invalid_limits_are_rejected(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        limits(given)
-    assert str(error.value) == message
+    assert has_parts(error_message(limits=given), message)
 
 
 def test_limit_of_kl_needs_a_kl_penalty() -> None:
-    with pytest.raises(ConfigError) as error:
-        limits({"kl": 1}, "algorithm.kl_loss=null")
-    assert str(error.value) == (
-        "RunConfig: limits.kl needs algorithm.kl_loss or algorithm.kl_reward, which measure it, got null"
-    )
+    message = error_message(limits={"kl": 1}, algorithm={"kl_loss": None})
+    assert has_parts(message, "RunConfig: limits.kl needs algorithm.kl_loss or algorithm.kl_reward ... got null")
     assert limits({"kl": 1}, "algorithm={kl_loss: null, kl_reward: {}}").kl == LimitConfig(max=1)
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.config import RunConfig, SftConfig, dump_config, load_config
 from megarl.config.reward import NumericRewardConfig
 from megarl.errors import ConfigError
+from tests.config.runs import make_run
 
 MINIMAL = "run_dir: runs/x\nmodel: {path: m}\ndata: {path: d.jsonl}\n"
 
@@ -69,14 +70,11 @@ def test_override_sets_a_value_with_its_type(write: Write, override: str, value:
 
 
 def test_overrides_apply_in_order(write: Write) -> None:
-    path = write(MINIMAL + "seed: 1\n")
-    assert load_config(RunConfig, path, ["seed=2", "seed=3"]).seed == 3
-    config = load_config(RunConfig, path, ["rollout={tp: 2, max_new_tokens: 9}", "rollout.tp=1"])
+    path = write(MINIMAL + "seed: 1\ntrainer:\n")
+    config = load_config(RunConfig, path, ["seed=2", "seed=3", "trainer.steps=3"])
+    assert (config.seed, config.trainer.steps) == (3, 3)
+    config = load_config(RunConfig, write(MINIMAL), ["rollout={tp: 2, max_new_tokens: 9}", "rollout.tp=1"])
     assert (config.rollout.tp, config.rollout.max_new_tokens) == (1, 9)
-
-
-def test_override_in_a_section_that_is_empty_in_the_file(write: Write) -> None:
-    assert load_config(RunConfig, write(MINIMAL + "trainer:\n"), ["trainer.steps=3"]).trainer.steps == 3
 
 
 @pytest.mark.parametrize(
@@ -114,9 +112,8 @@ def test_paths_in_errors_do_not_contain_union_tags(write: Write) -> None:
     assert sorted(problems(write(MINIMAL + terms))) == [
         "reward.terms.a.bogus: unknown key",
         "reward.terms.b.path: this key is required",
-        "reward.terms.d.type: needs one of 'numeric', 'format', 'python', 'environment', 'code', 'http', "
-        "'judge', 'model', got "
-        "'nope'",
+        "reward.terms.d.type: needs one of 'numeric', 'format', 'python', 'environment', 'code', 'http', 'judge', "
+        "'model', got 'nope'",
     ]
 
 
@@ -138,12 +135,8 @@ def test_invalid_yaml_is_rejected(write: Write, content: str | bytes, message: s
     assert f"{path}: {line}".startswith(f"{path}{message}") or line.startswith(f"{path}{message}")
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    (line,) = problems(tmp_path / "none.yaml")
-    assert line == "cannot read the configuration: No such file or directory"
-
-
-def test_empty_file_lacks_the_required_keys(write: Write) -> None:
+def test_missing_and_empty_files(write: Write, tmp_path: Path) -> None:
+    assert problems(tmp_path / "none.yaml") == ["cannot read the configuration: No such file or directory"]
     assert problems(write("")) == [f"{key}: this key is required" for key in ("run_dir", "model", "data")]
 
 
@@ -180,37 +173,31 @@ def test_a_union_without_type_uses_the_default_type(write: Write) -> None:
     assert config.reward.terms == {"a": NumericRewardConfig(strict=True)}
 
 
-def test_sft_has_no_section_rollout(write: Write) -> None:
-    assert problems(write(MINIMAL + "rollout: {tp: 1}\n"), kind=SftConfig) == ["rollout: unknown key"]
+TERMS = "reward: {terms: {f: {type: format, pattern: '^\\d: #'}, p: {type: python, path: 'a:b', weight: 1e-2}}}\n"
 
 
-@pytest.mark.parametrize("kind", [RunConfig, SftConfig])
-@pytest.mark.parametrize("extra", ["", "placement: {slots_per_node: 4}\ntrainer: {parallel: {tp: 2, pp: 2}}\n"])
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        (RunConfig, ""),
+        (SftConfig, "placement: {slots_per_node: 4}\ntrainer: {parallel: {tp: 2, pp: 2}}\n"),
+        (RunConfig, TERMS),
+    ],
+)
 def test_dump_and_load_round_trip(write: Write, kind: type[RunConfig] | type[SftConfig], extra: str) -> None:
     config = load_config(kind, write(MINIMAL + extra))
     assert load_config(kind, write(dump_config(config))) == config
 
 
-def test_dump_and_load_round_trip_of_unions(write: Write) -> None:
-    terms = "reward: {terms: {f: {type: format, pattern: '^\\d: #'}, p: {type: python, path: 'a:b', weight: 1e-2}}}\n"
-    config = load_config(RunConfig, write(MINIMAL + terms))
-    assert load_config(RunConfig, write(dump_config(config))) == config
-
-
 @example(lr=1.0, template="0E0")
+@settings(max_examples=40)
 @given(lr=st.floats(min_value=1e-300, max_value=1e300), template=st.text(st.characters(codec="utf-8")))
 def test_dump_and_load_round_trip_of_any_value(
     tmp_path_factory: pytest.TempPathFactory, lr: float, template: str
 ) -> None:
-    config = RunConfig.model_validate(
-        {
-            "run_dir": "runs/x",
-            "model": {"path": "m"},
-            "data": {"path": "d", "prompt_template": template},
-            "trainer": {"optimizer": {"lr": lr}},
-        }
-    )
-    path = tmp_path_factory.mktemp("round") / "run.yaml"
+    sections = {"data": {"path": "d", "prompt_template": template}, "trainer": {"optimizer": {"lr": lr}}}
+    config = make_run(**sections)
+    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     assert load_config(RunConfig, path) == config
 
@@ -221,12 +208,12 @@ def test_a_configuration_is_frozen(write: Write) -> None:
         config.seed = 1  # type: ignore[misc]
 
 
-def test_sft_rejects_offload(write: Write) -> None:
+def test_sft_has_neither_rollout_nor_offload(write: Write) -> None:
+    assert problems(write(MINIMAL + "rollout: {tp: 1}\n"), kind=SftConfig) == ["rollout: unknown key"]
     with pytest.raises(ConfigError, match=r"trainer\.offload: only train has engines that need the memory"):
         load_config(SftConfig, write(MINIMAL), ["trainer.offload.optimizer=true"])
-    assert (
-        load_config(SftConfig, write(MINIMAL), ["trainer.offload.optimizer=false"]).trainer.offload.optimizer is False
-    )
+    allowed = load_config(SftConfig, write(MINIMAL), ["trainer.offload.optimizer=false"])
+    assert allowed.trainer.offload.optimizer is False
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from megarl.config.megatron_fields import (
     REFUSED,
     classify,
 )
-from tests.config.test_contradictions import error_message, make_run
+from tests.config.runs import error_message, has_parts, make_run
 
 SOURCES = {
     "model": {
@@ -97,64 +97,44 @@ def test_fields_that_need_transformer_engine_are_allowed() -> None:
         (
             "model",
             {"overlap_grad_reduce": True},
-            "overlap_grad_reduce: megatron-core's TransformerConfig has no such field; DistributedDataParallelConfig "
-            "has one, set in trainer.megatron.ddp",
+            "overlap_grad_reduce: ... DistributedDataParallelConfig has one, set in trainer.megatron.ddp",
         ),
-        (
-            "model",
-            {"hidden_size": 64},
-            "hidden_size: it follows from the model's config.json, which the engines read too",
-        ),
+        ("model", {"hidden_size": 64}, "hidden_size: it follows from the model's config.json"),
         ("model", {"sequence_parallel": True}, "sequence_parallel: megarl sets it from trainer.parallel"),
-        (
-            "model",
-            {"tp_comm_overlap": True},
-            "tp_comm_overlap: its communication buffers and graphs hold micro-batches of one length, and packs "
-            "differ in length",
-        ),
+        ("model", {"tp_comm_overlap": True}, "tp_comm_overlap: ... packs differ in length"),
         ("model", {"apply_rope_fusion": 1}, "apply_rope_fusion: needs bool, got 1"),
         ("model", {"moe_z_loss_coeff": "1"}, "moe_z_loss_coeff: needs float, null, got '1'"),
         ("model", {"moe_router_dtype": "fp16"}, "moe_router_dtype: needs fp32, fp64, got 'fp16'"),
         ("ddp", {"bucket_size": True}, "bucket_size: needs int, null, got True"),
-        ("ddp", {"use_megatron_fsdp": True}, None),
+        ("ddp", {"use_megatron_fsdp": True}, "use_megatron_fsdp: "),
         ("optimizer", {"lr": 1e-5}, "lr: megarl sets it from trainer.optimizer"),
         ("optimizer", {"optimizer": "muon"}, "optimizer: checkpoints hold the two moments of Adam"),
     ],
 )
-def test_message(part: Any, fields: dict[str, Any], message: str | None) -> None:
+def test_message(part: Any, fields: dict[str, Any], message: str) -> None:
     (got,) = find_field_problems(part, fields)
-    assert message is None or got == message
+    assert has_parts(got, message)
 
 
 def test_all_problems_are_reported_with_their_key() -> None:
     message = error_message(trainer={"megatron": {"model": {"hidden_sise": 1, "fp16": True}}})
-    assert message == (
-        "trainer.megatron.model: hidden_sise: megatron-core's TransformerConfig has no such field; did you mean "
-        "hidden_size?; fp16: megarl sets it from model.dtype"
+    assert has_parts(
+        message, "trainer.megatron.model: hidden_sise: ... hidden_size?; fp16: megarl sets it from model.dtype"
     )
 
 
+NOT_DISTRIBUTED = {"optimizer": {"distributed": False}}
+OVERLAP = {"overlap_param_gather": True, "overlap_grad_reduce": True}
+BF16_GRADS = {"main_grads_dtype": "bfloat16", "use_precision_aware_optimizer": True}
 COMBINATIONS = [
     ({"ddp": {"overlap_param_gather": True}}, {}, "needs ddp.overlap_grad_reduce"),
     ({"model": {"fp8": "hybrid"}}, {}, "model.fp8 and model.fp8_recipe need each other"),
     ({"model": {"moe_router_dtype": "fp64", "moe_router_fusion": True}}, {}, "needs moe_router_dtype: fp32"),
     ({"optimizer": {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": False}}, {}, "needs use_precision"),
     ({"optimizer": {"exp_avg_dtype": "bfloat16"}}, {}, "needs use_precision_aware_optimizer"),
-    (
-        {"optimizer": {"main_grads_dtype": "bfloat16", "use_precision_aware_optimizer": True}},
-        {},
-        "needs ddp.grad_reduce_in_fp32: false",
-    ),
-    (
-        {"ddp": {"overlap_param_gather": True, "overlap_grad_reduce": True}},
-        {"optimizer": {"distributed": False}},
-        "needs optimizer.distributed: true",
-    ),
-    (
-        {"optimizer": {"optimizer_cpu_offload": True}},
-        {"optimizer": {"distributed": False}},
-        "needs optimizer.distributed",
-    ),
+    ({"optimizer": BF16_GRADS}, {}, "needs ddp.grad_reduce_in_fp32: false"),
+    ({"ddp": OVERLAP}, NOT_DISTRIBUTED, "needs optimizer.distributed: true"),
+    ({"optimizer": {"optimizer_cpu_offload": True}}, NOT_DISTRIBUTED, "needs optimizer.distributed"),
     ({"model": {"cp_comm_type": "a2a"}}, {}, "needs parallel.cp > 1"),
     ({"model": {"moe_token_dispatcher_type": "flex"}}, {}, "needs parallel.etp * parallel.ep > 1"),
     (
@@ -167,9 +147,7 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize(("megatron", "trainer", "message"), COMBINATIONS, ids=[c[2] for c in COMBINATIONS])
-def test_combinations_that_cannot_work_are_refused(
-    megatron: dict[str, Any], trainer: dict[str, Any], message: str
-) -> None:
+def test_combinations_that_cannot_work_are_refused(megatron: Any, trainer: Any, message: str) -> None:
     assert message in error_message(trainer={"megatron": megatron, **trainer})
 
 

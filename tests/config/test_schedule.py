@@ -48,15 +48,9 @@ def test_async_settings(given: dict[str, int], expected: tuple[int, int]) -> Non
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            {"type": "async", "lookahead": 4, "max_staleness": 2},
-            "lookahead needs to be at most max_staleness, got 4 > 2",
-        ),
+        ({"type": "async", "lookahead": 4, "max_staleness": 2}, "lookahead .* at most max_staleness, got 4 > 2"),
         ({"lookahead": 2}, "lookahead needs to be 0 with type: sync, got 2; type: async takes other values"),
-        (
-            {"type": "one_step_off", "update": "retract"},
-            "update needs to be drain with type: one_step_off, got retract",
-        ),
+        ({"type": "one_step_off", "update": "retract"}, "update .* drain with type: one_step_off, got retract"),
         ({"adapt_lookahead": True}, "adapt_lookahead needs to be false with type: sync, got true"),
         ({"type": "async", "lookahead": -1}, "greater than or equal to 0"),
     ],
@@ -71,9 +65,7 @@ def test_in_place_refuses_arguments_that_contradict_those_it_sets() -> None:
     assert not list(schedule.engine_problems(SglangConfig()))
     wrong = {"disable_overlap_schedule": False, "disable_radix_cache": True, "chunked_prefill_size": 2048}
     overlap, chunked = schedule.engine_problems(SglangConfig(extra_args=wrong))
-    assert overlap.startswith(
-        "schedule.update: in_place sets rollout.engine.extra_args.disable_overlap_schedule, which needs to be true, "
-        "got false: "
-    )
+    assert overlap.startswith("schedule.update: in_place sets rollout.engine.extra_args.disable_overlap_schedule, ")
+    assert "which needs to be true, got false: " in overlap
     assert "chunked_prefill_size, which needs to be -1, got 2048: " in chunked
     assert not list(ScheduleConfig(type="async").engine_problems(SglangConfig(extra_args=wrong)))

@@ -13,6 +13,7 @@ from megarl.controller.assembly import RunAssembly
 from megarl.errors import ConfigError, LostNodeError, WorkerError
 from megarl.placement.pool import Slot, SlotPool
 from tests.run.finished_groups import run_config
+from tests.time_limits import HANG_SECONDS
 
 DISAGGREGATED = {"pools": {"engines": {"nodes": 2}}, "rollout": {"pool": "engines"}}
 
@@ -59,24 +60,20 @@ def aborts(
     return False
 
 
-def test_a_lost_node_with_only_engine_slots_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not aborts(set(), monkeypatch, DISAGGREGATED)
-    assert not aborts({"b"}, monkeypatch, DISAGGREGATED)
-    assert not aborts({"c"}, monkeypatch, DISAGGREGATED)
-
-
-@pytest.mark.parametrize("lost", [{"a"}, {"a", "b"}, {"b", "c"}])
-def test_a_lost_node_with_model_slots_or_the_last_engine_is_waited_for(
-    lost: set[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lost", "is_waited_for"),
+    [("", False), ("b", False), ("c", False), ("a", True), ("ab", True), ("bc", True)],
+)
+def test_a_lost_node_is_waited_for_if_it_had_model_slots_or_the_last_engine(
+    lost: str, is_waited_for: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert aborts(lost, monkeypatch, DISAGGREGATED)
+    assert aborts(set(lost), monkeypatch, DISAGGREGATED) == is_waited_for
 
 
-def test_engines_that_have_not_started_need_all_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_of_engines_that_have_not_started_or_share_them_with_the_trainer_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert aborts({"b"}, monkeypatch, DISAGGREGATED, is_up=False)
-
-
-def test_nodes_shared_by_engines_and_trainer_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert aborts({"b"}, monkeypatch, {"nodes": 3})
 
 
@@ -91,5 +88,5 @@ def test_a_replacement_node_lost_before_its_slots_are_reserved_is_waited_for(mon
             raise failures.pop(0)
         return {"main": SlotPool(None, (Slot(0, 1.0, 0.0, "b", None),), "cpu")}
 
-    assert not aborts({"a"}, monkeypatch, {"nodes": 3}, reserve=reserve, wait_seconds=60.0)
+    assert not aborts({"a"}, monkeypatch, {"nodes": 3}, reserve=reserve, wait_seconds=2 * HANG_SECONDS)
     assert devices == ["cpu"] * 4

@@ -6,40 +6,40 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 HEAVY = ("torch", "torch._inductor.compile_fx", "transformers", "megatron.core", "sglang", "scipy", "tensorboard")
 """Modules that take from 0.1 to 5 seconds of CPU time to import."""
 
 
-def heavy_modules(statements: str) -> set[str]:
-    """Return the modules of `HEAVY` that a new interpreter has imported after it has run the statements."""
-    code = f"{statements}\nimport json, sys\nprint(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+def heavy_modules(*statements: str) -> list[set[str]]:
+    """Return the modules of `HEAVY` that a new interpreter has imported after each of the statements."""
+    look = f"\nprint(json.dumps([name for name in {HEAVY} if name in sys.modules]))\n"
+    code = "import json, sys\n" + look.join((*statements, ""))
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return [set(json.loads(line)) for line in done.stdout.splitlines() if line.startswith("[")]
 
 
-@pytest.mark.parametrize(
-    ("process", "modules", "expected"),
-    [
-        ("driver until its checks", "megarl.controller.run_stage", set()),
+def test_heavy_modules_are_imported_late() -> None:
+    light = (
+        "import megarl.controller.run_stage",  # the driver, until its checks
         # it imports torch once all other processes are requested, and transformers to read the prompts
-        ("controller until it requests processes", "megarl.controller.recovery", set()),
-        # torch only for the estimates, which follow the first completions
-        ("rollout worker until it loads the tokenizer", "megarl.groups.rollout_actor", set()),
-        ("trainer rank until it is built", "megarl.workers.worker_host, megarl.megatron.trainer_worker", set()),
-        ("engine host until it launches", "megarl.rollout.sglang.sglang_engine", {"torch"}),
-    ],
-)
-def test_heavy_modules_are_imported_late(process: str, modules: str, expected: set[str]) -> None:
-    assert heavy_modules(f"import {modules}") <= expected, process
+        "import megarl.controller.recovery",
+        # a rollout worker until it loads the tokenizer; torch only for the estimates, after the first completions
+        "import megarl.groups.rollout_actor",
+        "import megarl.workers.worker_host, megarl.megatron.trainer_worker",  # a trainer rank until it is built
+    )
+    engine_host = "import megarl.rollout.sglang.sglang_engine"
+    *before, of_engine_host = heavy_modules(*light, engine_host)
+    assert {statement: found for statement, found in zip(light, before, strict=True) if found} == {}
+    assert of_engine_host <= {"torch"}
 
 
 def test_trainer_rank_on_cpu_imports_neither_compiler_nor_transformers() -> None:
     build = "from megarl.megatron.runtime import platform\nplatform.prepare()\nimport megarl.megatron.training.trainer"
-    assert heavy_modules(build) <= {"torch", "megatron.core", "tensorboard"}
+    (found,) = heavy_modules(build)
+    assert found <= {"torch", "megatron.core", "tensorboard"}
 
 
 def test_torch_compile_works_after_megatron_was_imported_without_it() -> None:
     check = "import torch\nbefore = torch.compile\nplatform.prepare()\nassert torch.compile is before"
-    assert "torch" in heavy_modules(f"from megarl.megatron.runtime import platform\n{check}")
+    (found,) = heavy_modules(f"from megarl.megatron.runtime import platform\n{check}")
+    assert "torch" in found

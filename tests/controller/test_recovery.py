@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,22 +92,34 @@ class World:
             train_with_recovery(self.config, events, closing, Startup(0.0), resume=resume, restarted=restarted)
         return [event.text for event in events.since(0)[0] if isinstance(event, MessageEvent)]
 
+    def assert_fails(self, error: MegarlError) -> None:
+        """Check that the error ends the run without a restart."""
+        with pytest.raises(type(error), match=f"^{error}$"):
+            self.run()
+        assert self.log == [(None, False)]
+
+
+MakeWorld = Callable[[dict[int, list[MegarlError]]], World]
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeWorld:
+    return partial(World, tmp_path, monkeypatch)
+
 
 def lost_worker(what: str = "rank 1 died") -> WorkerError:
     return LostWorkerError(what)
 
 
-def test_a_lost_trainer_restarts_from_the_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(tmp_path, monkeypatch, {1: [lost_worker()], 3: [lost_worker("rank 0 died")]})
+def test_a_lost_trainer_restarts_from_the_newest_checkpoint(make_world: MakeWorld) -> None:
+    world = make_world({1: [lost_worker()], 3: [lost_worker("rank 0 died")]})
     messages = world.run()
     assert world.log == [(None, False), "ended", (None, True), "ended", ("step-2", True)]
     assert [text.partition(" was lost")[0] for text in messages] == ["the trainer", "the trainer"]
 
 
-def test_a_restarted_controller_resumes_from_the_newest_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(tmp_path, monkeypatch, {})
+def test_a_restarted_controller_resumes_from_the_newest_checkpoint(make_world: MakeWorld) -> None:
+    world = make_world({})
     world.saved = Path("step-2")
     world.run(Path("step-1"), restarted=True)
     assert world.log == [("step-2", True)]
@@ -114,23 +128,21 @@ def test_a_restarted_controller_resumes_from_the_newest_checkpoint(
     assert world.log == [("of-another-run", True)]
 
 
-def test_processes_that_die_during_startup_are_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_die_during_startup_are_restarted(make_world: MakeWorld) -> None:
     # the second time, a rank that lost contact with a peer reports first
-    world = World(tmp_path, monkeypatch, {0: [lost_worker(), WorkerError("connection closed by peer")]})
+    world = make_world({0: [lost_worker(), WorkerError("connection closed by peer")]})
     world.dead = lost_worker()
     world.run()
     assert world.log == [(None, False), "ended", (None, True), "ended", (None, True)]
 
 
-def test_an_assembly_error_is_raised_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(tmp_path, monkeypatch, {0: [WorkerError("out of memory")]})
-    with pytest.raises(WorkerError, match=r"^out of memory$"):
-        world.run()
-    assert world.log == [(None, False)]
+def test_an_assembly_error_is_raised_without_a_restart(make_world: MakeWorld) -> None:
+    error = WorkerError("out of memory")
+    make_world({0: [error]}).assert_fails(error)
 
 
-def test_three_identical_failures_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(tmp_path, monkeypatch, {2: [lost_worker(f"rank 1 died (pid {n})") for n in range(3)]})
+def test_three_identical_failures_end_the_run(make_world: MakeWorld) -> None:
+    world = make_world({2: [lost_worker(f"rank 1 died (pid {n})") for n in range(3)]})
     with pytest.raises(
         RestartLimitError, match=r"lost 3 times for the same reason.*recovery\.max_identical_failures: 3.*rank 1 died"
     ):
@@ -146,22 +158,16 @@ def test_three_identical_failures_end_the_run(tmp_path: Path, monkeypatch: pytes
         HungWorkerError("train of step 2 took longer than 3600 s; no answer from trainer rank 1"),
     ],
 )
-def test_a_loss_that_no_death_explains_restarts_the_run(
-    error: MegarlError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(tmp_path, monkeypatch, {2: [error]})
+def test_a_loss_that_no_death_explains_restarts_the_run(error: MegarlError, make_world: MakeWorld) -> None:
+    world = make_world({2: [error]})
     world.run()
     assert world.log == [(None, False), "ended", ("step-1", True)]
 
 
 @pytest.mark.parametrize("error", [HungWorkerError("start: no answer"), LostRankError("NCCL error")])
-def test_a_first_start_without_a_death_is_not_repeated(
-    error: MegarlError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(tmp_path, monkeypatch, {0: [error]})
-    with pytest.raises(type(error), match=str(error)):
-        world.run()
-    assert world.log == [(None, False)]
+def test_a_first_start_without_a_death_is_not_repeated(error: MegarlError, make_world: MakeWorld) -> None:
+    world = make_world({0: [error]})
+    world.assert_fails(error)
     world.failures[0] = [error]
     world.dead = lost_worker()
     world.run()
@@ -177,13 +183,11 @@ def test_a_first_start_without_a_death_is_not_repeated(
     ],
 )
 def test_an_error_restarts_the_run_only_if_a_trainer_process_has_died(
-    error: MegarlError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: MegarlError, make_world: MakeWorld
 ) -> None:
-    world = World(tmp_path, monkeypatch, {2: [error]})
-    with pytest.raises(type(error), match=str(error)):
-        world.run()
-    assert world.log == [(None, False)]
-    world = World(tmp_path, monkeypatch, {2: [error]})
+    world = make_world({2: [error]})
+    world.assert_fails(error)
+    world = make_world({2: [error]})
     world.dead = lost_worker()
     messages = world.run()
     assert world.log == [(None, False), "ended", ("step-1", True)]
@@ -191,10 +195,5 @@ def test_an_error_restarts_the_run_only_if_a_trainer_process_has_died(
 
 
 @pytest.mark.parametrize("error", [LimitError("passed"), RestartLimitError("engine 0 was lost 3 times")])
-def test_errors_that_restarts_cannot_fix_end_the_run(
-    error: MegarlError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(tmp_path, monkeypatch, {2: [error]})
-    with pytest.raises(type(error), match=str(error)):
-        world.run()
-    assert world.log == [(None, False)]
+def test_errors_that_restarts_cannot_fix_end_the_run(error: MegarlError, make_world: MakeWorld) -> None:
+    make_world({2: [error]}).assert_fails(error)

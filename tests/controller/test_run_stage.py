@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from megarl.checkpoint.run_lock import RunLock, require_lock
 from megarl.config import SftConfig
 from megarl.config.load import make_config
 from megarl.controller import actor, run_stage
-from megarl.controller.run_stage import _start_controller, follow
+from megarl.controller.run_stage import _start_controller, begin_run, follow
 from megarl.errors import LostLockError
 from megarl.run.events import EventLog, MessageEvent
 from megarl.tracking.startup import Startup
@@ -34,6 +35,10 @@ class Controller:
         return self.left == 0
 
 
+def sft_config(folder: Path) -> SftConfig:
+    return make_config(SftConfig, {"run_dir": str(folder), "model": {"path": "m"}, "data": {"path": "d"}})
+
+
 def test_all_events_until_the_end_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_stage, "ray", SimpleNamespace(get=lambda answer: answer))
     controller, messages = Controller(4), list[str]()
@@ -52,12 +57,21 @@ def test_the_controller_checks_the_lock_that_its_driver_holds(tmp_path: Path, mo
     node = SimpleNamespace(get_node_id=lambda: "0" * 56)
     fake = SimpleNamespace(get_runtime_context=lambda: node, remote=lambda _: hosted)
     monkeypatch.setattr(run_stage, "ray", fake)
-    tree = {"run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"path": "d"}}
     with RunLock(tmp_path):
-        _start_controller(make_config(SftConfig, tree), Startup(0.0))
+        _start_controller(sft_config(tmp_path), Startup(0.0))
         monkeypatch.setattr(run_lock, "_tokens", {})  # as in another process
         actor.Controller(*created[0])
         require_lock(tmp_path)
         take_over(tmp_path)
         with pytest.raises(LostLockError, match="pid 123 on host n2"):
             require_lock(tmp_path)
+
+
+def test_a_new_run_renames_the_artifacts_of_earlier_ones(tmp_path: Path) -> None:
+    for number in range(3):
+        with ExitStack() as closing:
+            assert begin_run(sft_config(tmp_path), "sft", None, closing) is None
+        (tmp_path / "metrics.jsonl").write_text(f"{number}")
+    written = {path.name: path.read_text() for path in tmp_path.glob("metrics*")}
+    assert written == {"metrics.jsonl": "2", "metrics.jsonl.1": "0", "metrics.jsonl.2": "1"}
+    assert (tmp_path / "sft.yaml").exists()

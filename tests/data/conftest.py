@@ -14,6 +14,9 @@ from megarl.data.demo_arithmetic import write_arithmetic
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.data.tokenizer import load_tokenizer
 
+Jsonl = Callable[..., Path]
+Tokenizer = PreTrainedTokenizerBase
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -37,19 +40,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, arithmetic: Path) -> Pa
 
 
 @pytest.fixture
-def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+def tokenizer(tiny_model: Path) -> Tokenizer:
     return load_tokenizer(tiny_model)
 
 
 @pytest.fixture
-def chat_tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+def chat_tokenizer(tiny_model: Path) -> Tokenizer:
     tokenizer = load_tokenizer(tiny_model)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
 @pytest.fixture
-def jsonl(tmp_path: Path) -> Callable[..., Path]:
+def jsonl(tmp_path: Path) -> Jsonl:
     """Return a function that writes rows (objects, or raw text for malformed ones) to a file."""
 
     def write(*rows: Any, name: str = "rows.jsonl") -> Path:

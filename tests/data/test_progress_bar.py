@@ -18,6 +18,7 @@ def test_long_work_shows_the_row_count_on_a_terminal(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
     assert list(track([[1, 2], [3]], "counting", quiet_seconds=0.0)) == [[1, 2], [3]]
     assert "3 rows" in capsys.readouterr().err
 

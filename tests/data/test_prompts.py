@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
+from megarl.batch.trajectory import Prompt
 from megarl.config.data import DataConfig
 from megarl.data import prompts
 from megarl.data.prompts import load_prompts
 from megarl.errors import ConfigError, DataError
+from tests.data.conftest import Jsonl, Tokenizer
 from tests.gsm8k import GSM8K_FOLDERS
 
 
-def test_prompts_of_the_demo(arithmetic: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    path = str(arithmetic / "train.jsonl")
-    got = load_prompts(DataConfig(path=path).resolved_sources[0], tokenizer, path=path, max_prompt_tokens=64)
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+def load(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int = 64, **config: object) -> Sequence[Prompt]:
+    source = DataConfig(path=str(path), **config).resolved_sources[0]
+    return load_prompts(source, tokenizer, path=str(path), max_prompt_tokens=max_prompt_tokens)
+
+
+def test_prompts_of_the_demo(arithmetic: Path, tokenizer: Tokenizer) -> None:
+    got = load(arithmetic / "train.jsonl", tokenizer)
+    rows = [json.loads(line) for line in (arithmetic / "train.jsonl").read_text().splitlines()]
     assert len(got) == 6000
     for i in (0, 1023, 1024, 5999):
         prompt = got[i]
@@ -31,106 +36,66 @@ def test_prompts_of_the_demo(arithmetic: Path, tokenizer: PreTrainedTokenizerBas
         assert list(prompt.token_ids) == tokenizer(prompt.text)["input_ids"]
 
 
-def test_prompt_template_replaces_only_its_placeholder(
-    jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    path = str(jsonl({"q": "How {many}?"}))
-    config = DataConfig(path=path, fields={"prompt": "q"}, prompt_template=r"{prompt} Answer in \boxed{}.")
-    (prompt,) = load_prompts(config.resolved_sources[0], tokenizer, path=path, max_prompt_tokens=64)
+def test_prompt_template_replaces_only_its_placeholder(jsonl: Jsonl, tokenizer: Tokenizer) -> None:
+    template = r"{prompt} Answer in \boxed{}."
+    (prompt,) = load(jsonl({"q": "How {many}?"}), tokenizer, fields={"prompt": "q"}, prompt_template=template)
     assert prompt.text == r"How {many}? Answer in \boxed{}."
     assert prompt.answer is None
 
 
-def test_chat_template_is_applied_by_default(
-    jsonl: Callable[..., Path], chat_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    path = str(
-        jsonl({"prompt": "Hi"}, {"prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "T"}]})
-    )
-    first, second = load_prompts(
-        DataConfig(path=path).resolved_sources[0], chat_tokenizer, path=path, max_prompt_tokens=64
-    )
+def test_chat_template_is_applied_by_default(jsonl: Jsonl, chat_tokenizer: Tokenizer) -> None:
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "T"}]
+    first, second = load(jsonl({"prompt": "Hi"}, {"prompt": messages}), chat_tokenizer)
     assert first.text == "<user>Hi<eos><assistant>"
     assert second.text == "<system>S<eos><user>T<eos><assistant>"
     assert first.token_ids.count(chat_tokenizer.eos_token_id) == 1
 
 
-def test_system_prompt_and_chat_template_never(
-    jsonl: Callable[..., Path], chat_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    path = str(jsonl({"prompt": "Hi"}))
-    (prompt,) = load_prompts(
-        DataConfig(path=path, system_prompt="Be brief.").resolved_sources[0],
-        chat_tokenizer,
-        path=path,
-        max_prompt_tokens=64,
-    )
+def test_system_prompt_and_chat_template_never(jsonl: Jsonl, chat_tokenizer: Tokenizer) -> None:
+    path = jsonl({"prompt": "Hi"})
+    (prompt,) = load(path, chat_tokenizer, system_prompt="Be brief.")
     assert prompt.text == "<system>Be brief.<eos><user>Hi<eos><assistant>"
-    (prompt,) = load_prompts(
-        DataConfig(path=path, chat_template="never").resolved_sources[0],
-        chat_tokenizer,
-        path=path,
-        max_prompt_tokens=64,
-    )
+    (prompt,) = load(path, chat_tokenizer, chat_template="never")
     assert prompt.text == "Hi"
 
 
-def test_bos_is_added_to_plain_prompts_only(
-    jsonl: Callable[..., Path], chat_tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_bos_is_added_to_plain_prompts_only(jsonl: Jsonl, chat_tokenizer: Tokenizer) -> None:
     from tokenizers.processors import TemplateProcessing
 
-    chat_tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<pad> $A", special_tokens=[("<pad>", chat_tokenizer.pad_token_id)]
-    )
-    bos, path = chat_tokenizer.pad_token_id, str(jsonl({"prompt": "Hi"}))
-    (plain,) = load_prompts(
-        DataConfig(path=path, chat_template="never").resolved_sources[0],
-        chat_tokenizer,
-        path=path,
-        max_prompt_tokens=64,
-    )
-    (chat,) = load_prompts(DataConfig(path=path).resolved_sources[0], chat_tokenizer, path=path, max_prompt_tokens=64)
+    bos, path = chat_tokenizer.pad_token_id, jsonl({"prompt": "Hi"})
+    with_bos = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", bos)])
+    chat_tokenizer.backend_tokenizer.post_processor = with_bos
+    (plain,) = load(path, chat_tokenizer, chat_template="never")
+    (chat,) = load(path, chat_tokenizer)
     assert plain.token_ids[0] == bos
     assert bos not in chat.token_ids
 
 
-@pytest.mark.parametrize(
-    ("value", "answer"), [("#### 72", "#### 72"), (72, "72"), (0.5, "0.5"), (None, None), ([1], None)]
-)
-def test_reference_answers(
-    jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, value: object, answer: str | None
-) -> None:
-    path = str(jsonl({"prompt": "a", "answer": value}))
-    (prompt,) = load_prompts(DataConfig(path=path).resolved_sources[0], tokenizer, path=path, max_prompt_tokens=64)
-    assert prompt.answer == answer
-    assert prompt.row["answer"] == value
+def test_reference_answers(jsonl: Jsonl, tokenizer: Tokenizer) -> None:
+    values = ["#### 72", 72, 0.5, None, [1]]
+    got = load(jsonl(*({"prompt": "a", "answer": value} for value in values)), tokenizer)
+    assert [prompt.answer for prompt in got] == ["#### 72", "72", "0.5", None, None]
+    assert [prompt.row["answer"] for prompt in got] == values
 
 
-def test_overlong_prompt_is_an_error_that_shows_the_numbers(
-    jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    path = str(jsonl({"prompt": "1"}, {"prompt": "123456"}))
-    with pytest.raises(
-        DataError, match=r"rows.jsonl:2: the prompt has 6 tokens, 1 more than data.max_prompt_tokens = 5; .*drop"
-    ):
-        load_prompts(DataConfig(path=path).resolved_sources[0], tokenizer, path=path, max_prompt_tokens=5)
-    assert len(load_prompts(DataConfig(path=path).resolved_sources[0], tokenizer, path=path, max_prompt_tokens=6)) == 2
+def test_overlong_prompt_is_an_error_that_shows_the_numbers(jsonl: Jsonl, tokenizer: Tokenizer) -> None:
+    path = jsonl({"prompt": "1"}, {"prompt": "123456"})
+    message = r"rows.jsonl:2: the prompt has 6 tokens, 1 more than data.max_prompt_tokens = 5; .*drop"
+    with pytest.raises(DataError, match=message):
+        load(path, tokenizer, 5)
+    assert len(load(path, tokenizer, 6)) == 2
 
 
 def test_dropped_prompts_are_counted_in_the_log(
-    jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+    jsonl: Jsonl, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = str(jsonl({"prompt": "1"}, {"prompt": "123456"}, {"prompt": "12"}))
-    config = DataConfig(path=path, overlong_prompts="drop")
+    path = jsonl({"prompt": "1"}, {"prompt": "123456"}, {"prompt": "12"})
     with caplog.at_level(logging.WARNING, logger=prompts.__name__):
-        got = load_prompts(config.resolved_sources[0], tokenizer, path=path, max_prompt_tokens=5)
+        got = load(path, tokenizer, 5, overlong_prompts="drop")
     assert [p.prompt_id for p in got] == ["rows.jsonl:1", "rows.jsonl:3"]
     assert "rows.jsonl: dropped 1 of 3 rows" in caplog.text
     with pytest.raises(DataError, match=r"rows.jsonl: no row is left: all 3 prompts"):
-        load_prompts(
-            config.resolved_sources[0], tokenizer, path=str(jsonl(*[{"prompt": "123456"}] * 3)), max_prompt_tokens=5
-        )
+        load(jsonl(*[{"prompt": "123456"}] * 3), tokenizer, 5, overlong_prompts="drop")
 
 
 @pytest.mark.parametrize(
@@ -144,43 +109,33 @@ def test_dropped_prompts_are_counted_in_the_log(
         ({"prompt": [{"role": "user", "content": "a"}]}, r"rows.jsonl:1: .* need a chat template"),
     ],
 )
-def test_bad_rows_are_reported(
-    jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, row: object, message: str
-) -> None:
-    path = str(jsonl(row))
+def test_bad_rows_are_reported(jsonl: Jsonl, tokenizer: Tokenizer, row: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        load_prompts(DataConfig(path=path).resolved_sources[0], tokenizer, path=path, max_prompt_tokens=64)
+        load(jsonl(row), tokenizer)
 
 
-def test_bad_configurations_are_reported(
-    jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, chat_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    path = str(jsonl({"prompt": [{"role": "system", "content": "a"}]}))
-
-    def load(tok: PreTrainedTokenizerBase, **config: object) -> object:
-        return load_prompts(DataConfig(path=path, **config).resolved_sources[0], tok, path=path, max_prompt_tokens=64)
-
+def test_bad_configurations_are_reported(jsonl: Jsonl, tokenizer: Tokenizer, chat_tokenizer: Tokenizer) -> None:
+    path = jsonl({"prompt": [{"role": "system", "content": "a"}]})
     with pytest.raises(ConfigError, match=r"data.prompt_template needs \{prompt\}"):
-        load(tokenizer, prompt_template="none")
+        load(path, tokenizer, prompt_template="none")
     with pytest.raises(ConfigError, match=r"data.system_prompt needs a chat template, got data.chat_template: never"):
-        load(chat_tokenizer, system_prompt="S", chat_template="never")
+        load(path, chat_tokenizer, system_prompt="S", chat_template="never")
     with pytest.raises(DataError, match=r"data.chat_template: always needs a tokenizer with a chat template"):
-        load(tokenizer, chat_template="always")
+        load(path, tokenizer, chat_template="always")
     with pytest.raises(DataError, match=r"data.system_prompt needs a tokenizer with a chat template"):
-        load(tokenizer, system_prompt="S")
+        load(path, tokenizer, system_prompt="S")
     with pytest.raises(DataError, match=r"rows.jsonl:1: data.system_prompt would be the row's second"):
-        load(chat_tokenizer, system_prompt="S")
+        load(path, chat_tokenizer, system_prompt="S")
     chat_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"rows.jsonl:1: the tokenizer's chat template refuses .*roles must alternate"):
-        load(chat_tokenizer)
+        load(path, chat_tokenizer)
 
 
 @pytest.mark.parametrize("source", GSM8K_FOLDERS)
-def test_gsm8k_as_published(source: tuple[Path, int], tokenizer: PreTrainedTokenizerBase) -> None:
+def test_gsm8k_as_published(source: tuple[Path, int], tokenizer: Tokenizer) -> None:
     folder, num_rows = source
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    config = DataConfig(path=str(folder / "train.jsonl"), fields={"prompt": "question", "answer": "answer"})
-    got = load_prompts(config.resolved_sources[0], tokenizer, path=config.path, max_prompt_tokens=2000)
+    got = load(folder / "train.jsonl", tokenizer, 2000, fields={"prompt": "question", "answer": "answer"})
     assert len(got) == num_rows
     assert [(p.text, p.answer) for p in got] == [(row["question"], row["answer"]) for row in rows]
     assert all(p.answer is not None and "#### " in p.answer for p in got)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,25 +11,26 @@ import pytest
 from megarl.data import rows as rows_module
 from megarl.data.rows import read_rows
 from megarl.errors import DataError
+from tests.data.conftest import Jsonl
 
 
-def test_jsonl_rows_keep_their_line_numbers(jsonl: Callable[..., Path]) -> None:
+def test_jsonl_rows_keep_their_line_numbers(jsonl: Jsonl) -> None:
     path = jsonl({"prompt": "a"}, "", {"prompt": "b\u2028c"})
     rows = list(read_rows(path))
     assert [(r.line, r.fields) for r in rows] == [(1, {"prompt": "a"}), (3, {"prompt": "b\u2028c"})]
     assert [r.prompt_id for r in rows] == ["rows.jsonl:1", "rows.jsonl:3"]
 
 
-def test_unescaped_line_separator_does_not_end_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a\u2028b"}\n', encoding="utf-8")
-    assert [r.fields["prompt"] for r in read_rows(path)] == ["a\u2028b"]
-
-
-def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
-    assert [r.fields for r in read_rows(path)] == [{"prompt": "a"}]
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ('{"prompt": "a\u2028b"}\n'.encode(), "a\u2028b"),  # no end of a line
+        (b'\xef\xbb\xbf{"prompt": "a"}\n', "a"),  # a byte order mark
+    ],
+)
+def test_unusual_characters(tmp_path: Path, content: bytes, text: str) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    assert [dict(row.fields) for row in read_rows(tmp_path / "rows.jsonl")] == [{"prompt": text}]
 
 
 def test_parquet_rows_equal_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_parquet_rows_equal_what_was_written(tmp_path: Path, monkeypatch: pytest
         ("[" * 100_000, "rows.jsonl:2: not valid JSON"),
     ],
 )
-def test_a_bad_line_is_reported(jsonl: Callable[..., Path], bad: str, message: str) -> None:
+def test_a_bad_line_is_reported(jsonl: Jsonl, bad: str, message: str) -> None:
     path = jsonl({"prompt": "a"}, bad, {"prompt": "b"})
     with pytest.raises(DataError, match=message):
         list(read_rows(path))
@@ -64,7 +64,7 @@ def test_a_bad_encoding_is_reported(tmp_path: Path) -> None:
         list(read_rows(path))
 
 
-def test_a_missing_field_is_reported_with_the_fields_of_the_row(jsonl: Callable[..., Path]) -> None:
+def test_a_missing_field_is_reported_with_the_fields_of_the_row(jsonl: Jsonl) -> None:
     row = next(read_rows(jsonl({"question": "a", "answer": "b"})))
     with pytest.raises(
         DataError, match=r"rows.jsonl:1: field 'prompt' \(data.fields.prompt\) is missing; .* 'question'"
@@ -74,20 +74,26 @@ def test_a_missing_field_is_reported_with_the_fields_of_the_row(jsonl: Callable[
         next(read_rows(jsonl({"n": 3}))).text("n", "data.fields.prompt")
 
 
-def test_unusable_files_are_reported(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none.jsonl: no such data file"):
-        read_rows(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match=r"rows.csv: .* \.jsonl or \.parquet, got \.csv"):
-        read_rows(tmp_path / "rows.csv")
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.jsonl", None, "none.jsonl: no such data file"),
+        ("rows.csv", None, r"rows.csv: .* \.jsonl or \.parquet, got \.csv"),
+        ("empty.jsonl", b"\n\n", "empty.jsonl: the data file has no rows"),
+        ("bad.parquet", b"not parquet at all", "bad.parquet:1: not readable as Parquet"),
+    ],
+)
+def test_unusable_files_are_reported(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        list(read_rows(tmp_path / name))
+
+
+def test_folders_and_empty_tables_are_reported(tmp_path: Path) -> None:
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(DataError, match=r"folder.jsonl: needs a file, got a folder"):
         read_rows(tmp_path / "folder.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match=r"empty.jsonl: the data file has no rows"):
-        list(read_rows(tmp_path / "empty.jsonl"))
-    (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
-    with pytest.raises(DataError, match=r"bad.parquet:1: not readable as Parquet"):
-        list(read_rows(tmp_path / "bad.parquet"))
     pq.write_table(pa.Table.from_pylist([{"prompt": "a"}]).slice(0, 0), tmp_path / "empty.parquet")
     with pytest.raises(DataError, match=r"empty.parquet: the data file has no rows"):
         list(read_rows(tmp_path / "empty.parquet"))

@@ -37,19 +37,15 @@ def test_a_restored_sampler_resumes_exactly(num_rows: int, before: int, after: i
     assert other.state() == one.state()
 
 
-@given(
-    num_rows=st.integers(1, 40),
-    seed=st.integers(0, 2**40),
-    shuffle=st.booleans(),
-    ordinals=st.lists(st.integers(0, 400), max_size=20),
-)
+@given(num_rows=st.integers(1, 40), seed=st.integers(0, 2**40), shuffle=st.booleans(), data=st.data())
 def test_the_row_of_an_ordinal_is_that_of_the_sequence(
-    num_rows: int, seed: int, shuffle: bool, ordinals: list[int]
+    num_rows: int, seed: int, shuffle: bool, data: st.DataObject
 ) -> None:
     """In any order of access, epochs back and forth."""
-    sequence = PromptSampler(PromptOrder(num_rows, seed, shuffle)).take(401)
+    sequence = PromptSampler(PromptOrder(num_rows, seed, shuffle)).take(201)
     order = PromptOrder(num_rows, seed, shuffle)
-    assert [order.row_at(ordinal) for ordinal in ordinals] == [sequence[ordinal] for ordinal in ordinals]
+    for ordinal in data.draw(st.lists(st.integers(0, 200), max_size=20)):
+        assert order.row_at(ordinal) == sequence[ordinal]
 
 
 def test_state_counts_prompts() -> None:

@@ -51,9 +51,6 @@ def test_sizes_are_arguments(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
     assert [config[k] for k in sizes] == [32, 4, 8, 4, 8]
-
-
-def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"256 \+ 2 = 258, got 200"):
         write_tiny_model(tmp_path, ["text"], 0, vocab_size=200)
     with pytest.raises(DataError, match=r"needs texts"):

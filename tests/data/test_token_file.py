@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,15 +35,8 @@ def make_line(n: int, **other_keys: Any) -> TokenSequence:
     ("row", "message"),
     [
         ('{"token_ids": [1, 2', "not valid JSON at column 20: Expecting ',' delimiter"),
-        (
-            "[" * 100_000,
-            "not valid JSON: maximum recursion depth exceeded while decoding a JSON array from a unicode string",
-        ),
-        (
-            "1" * 5000,
-            "not valid JSON: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits; "
-            "use sys.set_int_max_str_digits() to increase the limit",
-        ),
+        ("[" * 100_000, "not valid JSON: maximum recursion depth exceeded"),
+        ("1" * 5000, "not valid JSON: Exceeds the limit (4300 digits)"),
         ("[1, 2]", "needs a JSON object, got list"),
         ({"id": 7, "ids": [1]}, "needs a list of integers under token_ids, the line has 'id', 'ids'"),
         ({}, "needs a list of integers under token_ids, the line has no keys"),
@@ -60,12 +54,9 @@ def make_line(n: int, **other_keys: Any) -> TokenSequence:
 )
 def test_bad_lines_are_reported(jsonl: Write, row: Any, message: str) -> None:
     path = jsonl({"token_ids": [1]}, row, name="tokens.jsonl")
-    with pytest.raises(DataError) as error:
-        token_file(path).check()
-    assert str(error.value) == f"{path}:2: {message}"
-    with pytest.raises(DataError) as error:  # the file may change after the check
-        read_chunks(path)
-    assert str(error.value) == f"{path}:2: {message}"
+    for read in (lambda: token_file(path).check(), lambda: read_chunks(path)):  # the file may change after the check
+        with pytest.raises(DataError, match="^" + re.escape(f"{path}:2: {message}")):
+            read()
 
 
 def test_invalid_utf8_is_reported_with_its_line(tmp_path: Path) -> None:
@@ -86,14 +77,14 @@ def test_all_bad_lines_are_reported_at_once(jsonl: Write) -> None:
 
 
 def test_files_without_sequences_are_refused(tmp_path: Path, jsonl: Write) -> None:
-    with pytest.raises(DataError, match=r"none.jsonl: no such file of token sequences"):
-        token_file(tmp_path / "none.jsonl").check()
-    with pytest.raises(DataError, match=r"needs a file, which is read twice, got a folder"):
-        token_file(tmp_path).check()
-    with pytest.raises(DataError, match=r"needs a file, which is read twice, got a stream"):
-        token_file(Path("/dev/null")).check()
-    with pytest.raises(DataError, match=r"the file has no token sequences"):
-        token_file(jsonl("", "  ")).check()
+    for path, message in (
+        (tmp_path / "none.jsonl", "none.jsonl: no such file of token sequences"),
+        (tmp_path, "needs a file, which is read twice, got a folder"),
+        (Path("/dev/null"), "needs a file, which is read twice, got a stream"),
+        (jsonl("", "  "), "the file has no token sequences"),
+    ):
+        with pytest.raises(DataError, match=message):
+            token_file(path).check()
 
 
 def test_check_counts_lines_and_tokens(jsonl: Write) -> None:
@@ -119,12 +110,7 @@ def test_scores_replace_their_keys_and_keep_all_others(jsonl: Write) -> None:
     written = read_line.to_json_line(one, -one)
     assert "\n" not in written
     assert written.isascii()
-    assert json.loads(written) == {
-        "id": other_keys["id"],
-        "text": other_keys["text"],
-        "logprobs": [-0.5],
-        "entropy": [0.5],
-    }
+    assert json.loads(written) == other_keys | {"logprobs": [-0.5], "entropy": [0.5]}
 
 
 def test_a_single_token_has_no_scores() -> None:

@@ -46,19 +46,6 @@ def test_invalid_stop_tokens_are_refused(model: Path, bad: Any) -> None:
         stop_token_ids(model, load_tokenizer(model))
 
 
-def test_a_missing_folder_or_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere: needs a model folder .* no such folder"):
-        load_tokenizer(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"holds no tokenizer \(none of tokenizer.json"):
-        load_tokenizer(tmp_path)
-
-
-def test_a_tokenizer_without_eos_is_refused(model: Path) -> None:
-    edit_json(model / "tokenizer_config.json", eos_token=None)
-    with pytest.raises(DataError, match=r"needs an end-of-sequence token, got none; set eos_token in .*tokenizer_conf"):
-        load_tokenizer(model)
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
 def test_malformed_files_are_reported(model: Path, name: str) -> None:
     (model / name).write_text('{"a": ')
@@ -66,6 +53,16 @@ def test_malformed_files_are_reported(model: Path, name: str) -> None:
         load_tokenizer(model)
     (model / name).write_text("[]")
     with pytest.raises(DataError, match=f"{name} needs a JSON object, got list"):
+        load_tokenizer(model)
+
+
+def test_folders_without_a_usable_tokenizer_are_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere: needs a model folder .* no such folder"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"holds no tokenizer \(none of tokenizer.json"):
+        load_tokenizer(tmp_path)
+    edit_json(model / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(DataError, match=r"needs an end-of-sequence token, got none; set eos_token in .*tokenizer_conf"):
         load_tokenizer(model)
 
 

@@ -1,7 +1,5 @@
 """Bytes of activations against the formulas of Korthikanti et al. and counted tensors."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.reshard.published import DEEPSEEK_V3, QWEN3_8B

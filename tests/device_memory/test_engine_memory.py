@@ -1,7 +1,5 @@
 """Bytes of engines against engine layouts, published figures and SGLang's own choice of its memory fraction."""
 
-from __future__ import annotations
-
 from math import prod
 
 import pytest

@@ -1,7 +1,5 @@
 """From a configuration to what each GPU needs: placement, auxiliary models, pipeline stages and buckets."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The ledger: peaks and ends of phases by process and owner."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.device_memory.ledger import DeviceLedger

@@ -1,8 +1,14 @@
-"""Builds the trainer, engine and rollout worker of a run, which tests then drive in place of the controller."""
+"""Builds the trainer, engine and rollout worker of a run, which tests then drive in place of the controller.
+
+Most tests share the processes of two Megatron ranks, in which each trainer is a role of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,28 +19,37 @@ from ray.util import remove_placement_group
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megarl.algorithms.registry import train as train_algorithm
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
 from megarl.config.algorithms.policy import ClippedPolicyConfig
-from megarl.config.placement import MAIN_POOL
+from megarl.config.placement import MAIN_POOL, PlacementConfig
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
-from megarl.groups.build import start_engines, trainer_spec
+from megarl.groups.auxiliary_models import AuxiliaryModels
+from megarl.groups.build import read_prompts, start_engines, trainer_spec
 from megarl.groups.engine_group import EngineGroup
+from megarl.groups.engine_weights import EngineWeights
 from megarl.groups.group_stream import FinishedGroup
 from megarl.groups.rollout_group import RolloutGroup
-from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group
+from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group, rank_environment
 from megarl.groups.weight_sync import WeightSync
 from megarl.megatron.losses.policy import ClippedLoss, PolicyLoss
 from megarl.megatron.requests import TrainStats
-from megarl.placement.pool import SlotPool, reserve_pools
+from megarl.placement.pool import SlotPool, reserve, reserve_pools
+from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec
 from megarl.reshard.transfer.sync_store import open_store
 from megarl.rollout.engine import EngineUpdate, Sampling
+from megarl.run.events import EventLog
+from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
-from megarl.workers.group import WorkerProcesses
+from megarl.tracking.phases import PhaseTimer
+from megarl.tracking.startup import Startup
+from megarl.workers.group import WorkerGroup, WorkerProcesses
 from tests.end_to_end.tiny_world import run_tree
 from tests.rollout.remote import begin_and_load
+from tests.time_limits import HANG_SECONDS
 
 SMALL_BUCKETS = {"weight_sync": {"strategy": "gather_hf", "bucket_bytes": 60_000}}
 
@@ -44,6 +59,27 @@ def engine_host(scheduler: int) -> int:
     server = psutil.Process(scheduler).parent()
     assert server is not None
     return server.ppid()
+
+
+class SharedRanks(WorkerProcesses):
+    """The processes of two Megatron ranks for trainers of several tests, each of which has a role of its own."""
+
+    def __init__(self) -> None:
+        pool = reserve(PlacementConfig(slots_per_node=2))
+        super().__init__("trainer", pool, rank_environment(pool.device))
+        self._numbers = itertools.count()
+
+    def group(self, name: str, grid: RankGrid) -> WorkerGroup[Any]:
+        """Return a group for a new role."""
+        return WorkerGroup(f"{name} {next(self._numbers)}", self, grid)
+
+    def stop(self) -> None:
+        """Do nothing: other tests use the processes."""
+
+    def end(self) -> None:
+        """Kill the processes and release their slots."""
+        super().stop()
+        remove_placement_group(self.pool.group)
 
 
 @dataclass(frozen=True)
@@ -60,10 +96,47 @@ class Components:
     """Processes of the trainer."""
 
     def close(self) -> None:
-        """Stop all processes and release their slots, of which the cluster has few."""
+        """Stop all processes, except shared ones, and release their slots, of which the cluster has few."""
+        self.rollout.shutdown()
         self.engines.shutdown()
         self.processes.stop()
-        remove_placement_group(self.pool.group)
+        groups = {pool.group.id: pool.group for pool in (self.pool, self.engines.pool)}
+        if isinstance(self.processes, SharedRanks):
+            del groups[self.processes.pool.group.id]
+        for group in groups.values():
+            remove_placement_group(group)
+
+    def run(self, config: RunConfig) -> RLRun:
+        """Train the trainer's model as the controller does in a run of its own; return the finished run.
+
+        Weights are synced as these components do it.
+        """
+        config = config.model_copy(update={"weight_sync": self.config.weight_sync})
+        Path(config.run_dir).mkdir(exist_ok=True)
+        rollout = self.rollout if config == self.config else RolloutGroup(config, self.engines)
+        prompts = read_prompts(config, Path(config.run_dir))
+        with ExitStack() as closing:
+            models, starting = AuxiliaryModels.start(config, self.processes, {MAIN_POOL: self.pool})
+            if rollout is not self.rollout:
+                closing.callback(rollout.shutdown)
+                rollout.start()
+            for pending in starting:
+                pending.result(HANG_SECONDS)
+            run = RLRun(
+                config,
+                EventLog(),
+                PhaseTimer(),
+                Startup(time.time()),
+                trainer=self.trainer,
+                models=models,
+                rollout=rollout,
+                weights=EngineWeights(config, self.trainer, models, self.engines, self.pool),
+                prompts=prompts,
+            )
+            train_algorithm(run)
+            run.export(run.trainer)
+            run.finish()
+        return run
 
     def sample(self, label: str, *, temperature: float = 1.0) -> list[FinishedGroup]:
         """Sample two completions of each of four prompts."""
@@ -110,16 +183,21 @@ def make_config(world: Path, run_dir: Path, **sections: Any) -> RunConfig:
     return RunConfig.model_validate(run_tree(world, run_dir, **SMALL_BUCKETS, **sections))
 
 
-def build(config: RunConfig) -> Components:
-    """Start all components and wait until they are idle."""
-    pools = reserve_pools(config.placement, config.placement.all_pools)
-    pool = pools[MAIN_POOL]
-    processes = make_rank_processes(pool, "trainer")
+def build(config: RunConfig, ranks: SharedRanks | None = None) -> Components:
+    """Start all components and wait until they are idle.
+
+    Args:
+        ranks: processes of the trainer; None: start them.
+    """
+    wanted = {name: pool for name, pool in config.placement.all_pools.items() if ranks is None or name != MAIN_POOL}
+    pools = reserve_pools(config.placement, wanted) if wanted else {}
+    processes = ranks or make_rank_processes(pools[MAIN_POOL], "trainer")
+    pool = pools[MAIN_POOL] = processes.pool
     trainer = make_trainer_group(config, processes)
     engines = start_engines(config, pools, trainer.grid)
     starting = trainer.start_workers(trainer_spec(config))
     rollout = RolloutGroup(config, engines)
-    starting.result(120)
+    starting.result(HANG_SECONDS)
     engines.wait_started()
     rollout.start()
     prompts = load_prompts(
@@ -127,3 +205,13 @@ def build(config: RunConfig) -> Components:
     )
     weights = WeightSync(config, trainer, engines, pool)
     return Components(config, trainer, engines, rollout, weights, prompts, pool, processes)
+
+
+@contextmanager
+def started(config: RunConfig, ranks: SharedRanks | None = None) -> Iterator[Components]:
+    """Build all components for the block."""
+    components = build(config, ranks)
+    try:
+        yield components
+    finally:
+        components.close()

@@ -1,9 +1,11 @@
-"""Fixtures: a tiny model with data for the session, and commands that end with their test."""
+"""Fixtures: a tiny model with data, processes that tests share, and commands that end with their test."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.end_to_end.launched import LaunchedCommand, list_steps
+from tests.end_to_end.launched import LaunchedCommand, list_steps, wait_until
 from tests.end_to_end.tiny_world import write_run, write_world
 
 if TYPE_CHECKING:
-    from tests.end_to_end.components import Components
+    from tests.end_to_end.components import Components, SharedRanks
 
 Launch = Callable[..., LaunchedCommand]
+RunCommand = Callable[..., int]
+StartHead = Callable[..., LaunchedCommand]
+
+numbers = itertools.count()
+"""Of the groups of ranks in `run_here`, since roles are unique within their processes."""
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with `model/` and `data/`."""
+    """Return a folder with `model/`, `chat/` and `data/`."""
     return write_world(tmp_path_factory.mktemp("world"))
 
 
@@ -45,12 +52,13 @@ class FinishedRun:
 
 
 @pytest.fixture(scope="session")
-def fifty_steps(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FinishedRun]:
+def undisturbed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FinishedRun]:
     """Run `megarl train` on the tiny model to its end."""
     folder = tmp_path_factory.mktemp("train")
     command = LaunchedCommand(folder, "train", write_run(world, folder))
     try:
-        command.wait_for_step(5)
+        wait_until(lambda: command.process.poll() is not None or command.steps_done() >= 5)
+        command.find_live_processes()
         exit_code = command.wait()
         command.assert_no_processes_left()
         yield FinishedRun(command, exit_code, folder / "run", command.find_leftovers())
@@ -73,25 +81,80 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 
 @pytest.fixture(scope="package")
-def components(cluster: None, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Components]:
-    """Start two data-parallel trainer ranks, one engine and one rollout worker."""
-    from tests.end_to_end.components import build, make_config
+def ranks(cluster: None) -> Iterator[SharedRanks]:
+    """Start the processes of two Megatron ranks."""
+    from tests.end_to_end.components import SharedRanks
 
-    components = build(make_config(world, tmp_path_factory.mktemp("pieces")))
-    yield components
-    components.close()
+    ranks = SharedRanks()
+    yield ranks
+    ranks.end()
+
+
+@pytest.fixture(scope="package")
+def components(ranks: SharedRanks, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Components]:
+    """Start a trainer in the shared ranks, one engine and one rollout worker."""
+    from tests.end_to_end.components import make_config, started
+
+    with started(make_config(world, tmp_path_factory.mktemp("pieces")), ranks) as components:
+        yield components
 
 
 @pytest.fixture
-def head(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchedCommand]:
-    """Start a Ray cluster that outlives the commands and set RAY_ADDRESS to it."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "a-token-that-every-node-has")
-    options = ["--head", "--block", "--port=0", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"]
-    head = launch("start", *options, "--object-store-memory=268435456", program="ray")
+def run_here(ranks: SharedRanks, monkeypatch: pytest.MonkeyPatch) -> RunCommand:
+    """Return a function that runs a `megarl` command without engines in this process, on the shared ranks.
+
+    The command neither starts a cluster nor an actor for its controller.
+    """
+    from megarl.cli.main import main
+    from megarl.config.placement import MAIN_POOL
+    from megarl.controller import ray_session, replay, run_stage
+    from megarl.controller.actor import Controller
+    from megarl.groups import build
+    from megarl.offline import model_conversion, token_scoring
+    from megarl.workers.group import WorkerGroup
+
+    def run_on_cluster(config: Any, method: Any, arguments: Any, startup: Any, *, detach: bool) -> Any:
+        return method(Controller(startup, time.time()), *arguments)
+
+    def name_role(group: Any, name: str, *arguments: Any) -> None:
+        begin(group, f"{name} of group {next(numbers)}", *arguments)
+
+    begin = WorkerGroup.__init__
+    monkeypatch.setattr(WorkerGroup, "__init__", name_role)
+    monkeypatch.setattr(run_stage, "_run_on_cluster", run_on_cluster)
+    for name in ("start_cluster", "leave_cluster"):
+        monkeypatch.setattr(ray_session, name, lambda *_: None)
+    for reserving in (ray_session, build):
+        monkeypatch.setattr(reserving, "reserve", lambda _: ranks.pool)
+    for reserving in (replay, build):
+        monkeypatch.setattr(reserving, "reserve_pools", lambda _, pools: dict.fromkeys({*pools, MAIN_POOL}, ranks.pool))
+    for starting in (model_conversion, token_scoring, replay, build):
+        monkeypatch.setattr(starting, "make_rank_processes", lambda *_: ranks)
+    return lambda *arguments: main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def start_head(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartHead]:
+    """Return a function that starts a Ray cluster, with token authentication, which must outlive the test."""
+    heads: list[LaunchedCommand] = []
+
+    def start(*options: str) -> LaunchedCommand:
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "a-token-that-every-node-has")
+        common = ["--head", "--block", "--port=0", "--num-cpus=4", "--disable-usage-stats"]
+        heads.append(launch("start", *common, "--object-store-memory=268435456", *options, program="ray"))
+        return heads[-1]
+
+    yield start
+    assert all(head.process.poll() is None for head in heads)
+
+
+@pytest.fixture
+def head(start_head: StartHead, monkeypatch: pytest.MonkeyPatch) -> LaunchedCommand:
+    """Start a Ray cluster and set RAY_ADDRESS to it."""
+    head = start_head("--include-dashboard=false")
     head.wait_until(lambda: re.search(r"--address='([^']+)'", head.stdout))
     found = re.search(r"--address='([^']+)'", head.stdout)
     assert found is not None
     monkeypatch.setenv("RAY_ADDRESS", found[1])
-    yield head
-    assert head.process.poll() is None  # the cluster outlives the run
+    return head

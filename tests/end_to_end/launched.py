@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -12,12 +13,13 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.time_limits import END_SECONDS, HANG_SECONDS
+from tests.time_limits import HANG_SECONDS
 
 MARKER = "MEGARL_TEST_RUN"
 """An environment variable that every process of a run inherits."""
@@ -39,7 +41,8 @@ class LaunchedCommand:
         environment |= {MARKER: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
         command = [Path(sys.executable).with_name(program), *arguments]
         self._seen: set[psutil.Process] = set()
-        self._shared_before = set(SHARED_MEMORY.iterdir())
+        self._mapped: set[Path] = set()
+        """Files in shared memory that processes of the run have mapped."""
         with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
             self.process = subprocess.Popen(
                 command,
@@ -47,8 +50,8 @@ class LaunchedCommand:
                 stderr=err,
                 env=environment,
                 start_new_session=True,
-                # background jobs of a shell ignore SIGINT, and their children inherit that
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                # after SIGKILL, torchrun and Ray would leave their processes
+                preexec_fn=partial(_begin_command, signal.SIGKILL if program == "megarl" else signal.SIGTERM),
             )
 
     @property
@@ -81,7 +84,9 @@ class LaunchedCommand:
         for process in psutil.process_iter():
             if process not in self._seen and self._is_ours(process):
                 self._seen.add(process)
-        return [p for p in self._seen if not has_ended(p)]
+        live = [p for p in self._seen if not has_ended(p)]
+        self._mapped |= {path for process in live for path in _mapped_shared_memory(process)}
+        return live
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:
@@ -95,42 +100,39 @@ class LaunchedCommand:
         except (psutil.Error, OSError):
             return False
 
-    def named(self, name: str) -> psutil.Process:
-        """Return the only live process of that name."""
-        (process,) = (p for p in self.find_live_processes() if p.name() == name)
-        return process
-
     def send(self, number: signal.Signals, *, group: bool = False) -> None:
         """Send a signal to the driver, or to its process group as a terminal does."""
         (os.killpg if group else os.kill)(self.process.pid, number)
 
     def wait(self) -> int:
-        """Wait for the command and return its exit code."""
-        return self.process.wait(HANG_SECONDS)
+        """Wait for the command, as long as it writes anything, and return its exit code."""
+        while self.process.poll() is None:
+            has_changed = partial(self._differs_from, self._num_written())
+            assert wait_until(has_changed), f"nothing within {HANG_SECONDS:g} s:\n{self.stdout}{self.stderr}"
+        return self.process.wait()
 
-    def assert_no_processes_left(
-        self, seconds: float = END_SECONDS, *, but: frozenset[str] | set[str] = frozenset()
-    ) -> None:
-        """Check that every process of the run ends within `seconds`, except those with titles in `but`."""
+    def _differs_from(self, num_written: int) -> bool:
+        return self.process.poll() is not None or self._num_written() != num_written
+
+    def _num_written(self) -> int:
+        """Return the size of the output and of the run's metrics."""
+        files = (self._folder / name for name in ("stdout", "stderr", "run/metrics.jsonl"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    def assert_no_processes_left(self, *, but: frozenset[str] | set[str] = frozenset()) -> None:
+        """Check that every process of the run ends, except those with titles in `but`."""
 
         def rest() -> list[psutil.Process]:
-            return [p for p in self.find_live_processes() if process_title(p) not in but]
+            # looks at all processes of the machine only once those that are known have ended
+            known = [p for p in self._seen if not has_ended(p) and process_title(p) not in but]
+            return known or [p for p in self.find_live_processes() if process_title(p) not in but]
 
-        assert wait_until(lambda: not rest(), seconds), rest()
+        assert wait_until(lambda: not rest()), rest()
 
-    def find_leftovers(self, seconds: float = END_SECONDS) -> list[str]:
-        """Return temporary files other than Ray's logs, and new files in shared memory that no process has mapped.
-
-        Those that are gone within `seconds` do not count: another test may have been about to map or to remove them.
-        """
-        wait_until(lambda: not self._leftovers(), seconds)
-        return self._leftovers()
-
-    def _leftovers(self) -> list[str]:
-        new = {str(path) for path in set(SHARED_MEMORY.iterdir()) - self._shared_before}
-        mapped = "\n".join(_maps(p) for p in psutil.process_iter()) if new else ""
-        here = [str(path) for path in self.temporary.iterdir() if path.name != "ray"]
-        return here + [path for path in new if path not in mapped]
+    def find_leftovers(self) -> list[str]:
+        """Return temporary files other than Ray's logs, and the run's files in shared memory, once it has ended."""
+        here = [path for path in self.temporary.iterdir() if path.name != "ray"]
+        return [str(path) for path in (*here, *self._mapped) if path.exists()]
 
     def end(self) -> None:
         """Kill all remaining processes of the run and remove its temporary files."""
@@ -140,7 +142,25 @@ class LaunchedCommand:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-SHARED_MEMORY = Path("/dev/shm")
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
+
+
+def _begin_command(at_death: signal.Signals) -> None:
+    """Called in the new process: let it end on SIGINT, and with the tests, even if those are killed."""
+    LIBC.prctl(PR_SET_PDEATHSIG, at_death)
+    # background jobs of a shell ignore SIGINT, and their children inherit that
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run_to_end(folder: Path, *arguments: str | Path) -> None:
+    """Run a `megarl` command, with its output in `folder`, to its end, at which no process may be left."""
+    command = LaunchedCommand(folder, *arguments)
+    try:
+        assert command.wait() == 0, command.stdout + command.stderr
+        command.assert_no_processes_left(but=RAY_AGENTS)
+    finally:
+        command.end()
 
 
 def gained(values: Sequence[float]) -> float:
@@ -150,15 +170,18 @@ def gained(values: Sequence[float]) -> float:
 
 def list_steps(run: Path) -> list[dict[str, Any]]:
     """Return the metrics in a run folder, one row per step."""
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if "loss" in row]
+    lines = (run / "metrics.jsonl").read_text().split("\n")[:-1]  # the last one may be incomplete
+    return [row for row in map(json.loads, lines) if "loss" in row]
 
 
-def _maps(process: psutil.Process) -> str:
+def _mapped_shared_memory(process: psutil.Process) -> list[Path]:
+    """Return the files in shared memory that the process has mapped, unless they have no name any more."""
     try:
-        return Path(f"/proc/{process.pid}/maps").read_text()
+        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
     except OSError:
-        return ""
+        return []
+    paths = (line[line.index("/") :] for line in lines if " /dev/shm/" in line)
+    return [Path(path) for path in paths if not path.endswith(" (deleted)")]
 
 
 def process_title(process: psutil.Process) -> str:

@@ -21,14 +21,14 @@ class ScaledAfterPush(Grpo):
     Config = GrpoConfig
 
     def train(self, run: rl.RLRun, config: GrpoConfig) -> None:
-        push = run._sync.push
+        push = run._sync.push_policy
 
         def push_and_scale(policy_version: int) -> None:
             push(policy_version)
             if policy_version == SCALED_PUSH:
                 _scale(run, policy_version)
 
-        run._sync.push = push_and_scale  # type: ignore[method-assign]
+        run._sync.push_policy = push_and_scale  # type: ignore[method-assign]
         super().train(run, config)
 
 

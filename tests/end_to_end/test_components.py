@@ -5,36 +5,30 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ray.util import remove_placement_group
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.algorithms.reinforce import reinforce_estimates
-from megarl.batch.sample_table import SampleRef
-from megarl.batch.trajectory import Trajectory
 from megarl.config.algorithms.reinforce_family import ReinforcePlusPlusConfig
 from megarl.errors import RewardError, WorkerError
-from megarl.functional.losses import Denominators
 from megarl.groups.build import trainer_spec
 from megarl.groups.estimation import estimate_job
 from megarl.groups.rollout_group import RolloutGroup
-from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group
+from megarl.groups.trainer_group import make_trainer_group
 from megarl.groups.weight_sync import WeightSync
-from megarl.megatron.requests import MiniBatch, TrainRequest
 from megarl.megatron.token_column import merge_column
-from megarl.placement.pool import reserve
 from megarl.rollout.engine import Sampling
-from tests.end_to_end.components import Components, build, make_config
+from tests.end_to_end.components import Components, SharedRanks, make_config, started
+from tests.end_to_end.launched import list_steps
+from tests.end_to_end.tiny_world import PATIENCE
 from tests.groups.estimates import assert_same_bits, estimate_here, make_job
+from tests.time_limits import HANG_SECONDS
 
 LOGPROB_MISMATCH = "train_infer_mismatch/logprob_abs_max"
 
@@ -95,49 +89,24 @@ def test_sampled_and_recomputed_log_probabilities_agree(components: Components) 
 
 
 @pytest.fixture(scope="module")
-def failing(components: Components, world: Path, tmp_path_factory: pytest.TempPathFactory) -> RolloutGroup:
-    term = {
-        "type": "python",
-        "path": "tests.end_to_end.rewards:capricious",
-        "timeout_seconds": 0.5,
-        "on_error": "raise",
-    }
-    config = make_config(world, tmp_path_factory.mktemp("rewards"), reward={"terms": {"odd": term}})
+def failing(components: Components, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutGroup]:
+    """Two rollout workers whose reward fails on some prompts."""
+    path = "tests.end_to_end.rewards:capricious"
+    term = {"type": "python", "path": path, "timeout_seconds": PATIENCE, "on_error": "raise"}
+    rollout = {"max_new_tokens": 12, "workers": 2}
+    config = make_config(world, tmp_path_factory.mktemp("rewards"), rollout=rollout, reward={"terms": {"odd": term}})
     group = RolloutGroup(config, components.engines)
     group.start()
     components.weights.push(3)
-    return group
-
-
-def test_workers_share_an_estimate(
-    components: Components, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Returns of sampled tokens, whitened over all groups: the bits are those that one process computes."""
-    monkeypatch.setattr(estimate_job, "TOKENS_PER_WORKER", 1)
-    config = make_config(world, tmp_path, rollout={"workers": 2})
-    rollout = RolloutGroup(config, components.engines)
-    rollout.start()
-    components.weights.push(4)
-    sampling = Sampling(temperature=1.0, max_new_tokens=8)
-    groups = rollout.collect(components.prompts[:5], num_samples=2, sampling=sampling, label="estimated")
-    trajectories = [group.payload.fetch() for group in groups]
-    arguments = (ReinforcePlusPlusConfig(gamma=0.9, kl_reward=None), 0.0)
-    rewards = np.random.default_rng(0).normal(size=10).tolist()
-    job = make_job(reinforce_estimates, arguments, trajectories, rewards, {}, ("advantages",))
-    summary, columns = rollout.estimate(job, groups)
-    column = columns["advantages"]
-    assert len(column.refs) == 2
-    found = summary, {"advantages": merge_column(column.fetch())}
-    assert_same_bits(found, estimate_here(job, trajectories))
-    rollout.shutdown()
+    yield group
+    group.shutdown()
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         (1, r"raised KeyError: 'no such column' \(at .*rewards\.py:\d+\) on "),
-        (2, r"took longer than timeout_seconds = 0\.5 on "),
-        (3, r"returned nan, not a finite number, on "),
+        (2, r"returned nan, not a finite number, on "),
     ],
 )
 def test_error_of_a_failing_reward_names_term_and_prompt(
@@ -150,87 +119,80 @@ def test_error_of_a_failing_reward_names_term_and_prompt(
         failing.collect([prompt], num_samples=2, sampling=sampling, label=f"reward-{row}")
 
 
-def test_rollout_worker_continues_after_a_reward_error(components: Components, failing: RolloutGroup) -> None:
-    groups = failing.collect(
-        components.prompts[3:6], num_samples=2, sampling=Sampling(temperature=1.0, max_new_tokens=4), label="good"
-    )
-    assert [g.summary.group_id for g in groups] == [0, 1, 2]
+def test_workers_continue_after_a_reward_error_and_share_an_estimate(
+    components: Components, failing: RolloutGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Returns of sampled tokens, whitened over all groups: the bits are those that one process computes."""
+    monkeypatch.setattr(estimate_job, "TOKENS_PER_WORKER", 1)
+    sampling = Sampling(temperature=1.0, max_new_tokens=8)
+    groups = failing.collect(components.prompts[2:7], num_samples=2, sampling=sampling, label="good")
+    assert [g.summary.group_id for g in groups] == [0, 1, 2, 3, 4]
     assert {t.reward for g in groups for t in g.summary.trajectories} == {1.0}
-
-
-@dataclass(frozen=True)
-class Deadly:
-    """A payload that kills trainer rank 1 when it is read, while rank 0 proceeds to the first collective."""
-
-    refs = ()
-
-    def fetch(self) -> Sequence[Trajectory]:
-        return self.load(())
-
-    def load(self, values: Sequence[Any]) -> Sequence[Trajectory]:
-        if os.environ["RANK"] == "1":
-            sys.stderr.write("rank 1 read its last payload\n")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return [A_TRAJECTORY]
-
-
-A_TRAJECTORY = Trajectory(
-    prompt_id="1",
-    group_id=0,
-    token_ids=np.array([5, 6, 7], np.int32),
-    loss_mask=np.array([False, True, True]),
-    logprobs=np.zeros(3, np.float32),
-    policy_versions=np.zeros(3, np.int32),
-)
-
-
-@pytest.fixture(scope="module")
-def cool_trainer(
-    components: Components, world: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TrainerGroup]:
-    """Another trainer of the same model, for samples at temperature 0.7."""
-    sampling = {"max_new_tokens": 12, "sampling": {"temperature": 0.7}}
-    config = make_config(world, tmp_path_factory.mktemp("cool"), rollout=sampling)
-    processes = make_rank_processes(pool := reserve(config.placement), "trainer")
-    trainer = make_trainer_group(config, processes)
-    trainer.start_workers(trainer_spec(config)).result(120)
-    yield trainer
-    processes.stop()
-    remove_placement_group(pool.group)
+    trajectories = [group.payload.fetch() for group in groups]
+    arguments = (ReinforcePlusPlusConfig(gamma=0.9, kl_reward=None), 0.0)
+    rewards = np.random.default_rng(0).normal(size=10).tolist()
+    job = make_job(reinforce_estimates, arguments, trajectories, rewards, {}, ("advantages",))
+    summary, columns = failing.estimate(job, groups)
+    column = columns["advantages"]
+    assert len(column.refs) == 2
+    found = summary, {"advantages": merge_column(column.fetch())}
+    assert_same_bits(found, estimate_here(job, trajectories))
 
 
 def test_log_probabilities_agree_only_if_the_trainer_uses_the_sampling_temperature(
-    components: Components, cool_trainer: TrainerGroup
+    components: Components, world: Path, tmp_path: Path
 ) -> None:
-    WeightSync(components.config, cool_trainer, components.engines, components.pool).push(4)
+    config = make_config(world, tmp_path, rollout={"max_new_tokens": 12, "sampling": {"temperature": 0.7}})
+    cool_trainer = make_trainer_group(config, components.processes)
+    cool_trainer.start_workers(trainer_spec(config)).result(HANG_SECONDS)
+    WeightSync(config, cool_trainer, components.engines, components.pool).push(4)
     groups = components.sample("cool", temperature=0.7)
     assert 0 < components.train(groups, cool_trainer).metrics[LOGPROB_MISMATCH] <= 1e-4
     components.weights.push(5)
     assert components.train(components.sample("wrong", temperature=0.7)).metrics[LOGPROB_MISMATCH] > 1e-2
 
 
-def test_killed_trainer_rank_is_reported_with_its_log_tail(cool_trainer: TrainerGroup) -> None:
-    """Must be the last test that uses this trainer."""
-    sample = SampleRef(payload=0, index=0, num_tokens=3)
-    batch = MiniBatch(samples=(sample, sample), denominators=Denominators(num_tokens=4, num_sequences=2))
-    work = TrainRequest(mini_batches=(batch,), payloads=(Deadly(),), max_tokens_per_micro_batch=100)
-    with pytest.raises(WorkerError) as error:
-        cool_trainer.train_step(work)
-    text = str(error.value)
-    assert text.startswith("trainer.train_step: trainer rank 1 died. ")
-    assert re.search(r"\nthe end of \S+\.err:\n(.*\n)*rank 1 read its last payload$", text)
+@pytest.mark.parametrize("update", ["in_place", "abort"])
+def test_pushes_while_requests_run(update: str, components: Components, world: Path, tmp_path: Path) -> None:
+    """Tokens of the last version agree with the trainer, except for those on a KV cache of older weights."""
+    schedule = {"type": "async", "lookahead": 2, "max_staleness": 3, "update": update}
+    rollout = {"max_new_tokens": 100}
+    components.run(make_config(world, tmp_path / "run", trainer={"steps": 6}, rollout=rollout, schedule=schedule))
+    rows = list_steps(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert max(row["staleness/max"] for row in rows) <= 3
+    assert max(row[LOGPROB_MISMATCH] for row in rows) <= 1e-4
+    assert max(row["drift/logprob_abs_mean"] for row in rows) > 1e-3
+    if update == "in_place":
+        assert max(row["policy/mixed_kv"] for row in rows) > 0
+
+
+def test_each_of_two_policies_samples_with_its_own_weights(components: Components, world: Path, tmp_path: Path) -> None:
+    algorithm = {
+        "type": "tests.algorithms.test_two_policies:Duel",
+        "kl_loss": None,
+        "group_size": 2,
+        "prompts_per_step": 4,
+        "other": {"optimizer": {"lr": 1e-2, "warmup_steps": 0}},
+    }
+    components.run(make_config(world, tmp_path / "run", algorithm=algorithm, trainer={"steps": 3}))
+    steps = list_steps(tmp_path / "run")
+    assert len(steps) == 3
+    for row in steps:
+        assert row["other/grad_norm"] > 0
+        assert row[LOGPROB_MISMATCH] <= 1e-4
+        assert row[f"other/{LOGPROB_MISMATCH}"] <= 1e-4
 
 
 @pytest.mark.slow
-def test_killed_scheduler_fails_the_request_with_its_log_tail(cluster: None, world: Path, tmp_path: Path) -> None:
-    doomed = build(make_config(world, tmp_path, rollout={"max_new_tokens": 120}, recovery={"max_restarts": 0}))
-    (health,) = doomed.engines.call("health")
-    sampling = Sampling(temperature=1.0, max_new_tokens=100)
-    stream = doomed.rollout.stream(doomed.prompts * 4, num_samples=4, sampling=sampling, label="doomed")
-    next(stream)
-    os.kill(health.scheduler_pids[0], signal.SIGKILL)
-    with pytest.raises(
-        WorkerError, match=r"(?s)^the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of .*:\n."
-    ):
-        list(stream)
-    doomed.close()
+def test_killed_scheduler_fails_the_request_with_its_log_tail(ranks: SharedRanks, world: Path, tmp_path: Path) -> None:
+    config = make_config(world, tmp_path, rollout={"max_new_tokens": 120}, recovery={"max_restarts": 0})
+    message = r"(?s)^the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of .*:\n."
+    with started(config, ranks) as doomed:
+        (health,) = doomed.engines.call("health")
+        sampling = Sampling(temperature=1.0, max_new_tokens=100)
+        stream = doomed.rollout.stream(doomed.prompts * 4, num_samples=4, sampling=sampling, label="doomed")
+        next(stream)
+        os.kill(health.scheduler_pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerError, match=message):
+            list(stream)

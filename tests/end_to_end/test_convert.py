@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.end_to_end.conftest import Launch
+from tests.end_to_end.conftest import Launch, RunCommand
 from tests.megatron.families.outside import STORY_PATH, write_story
 from tests.megatron.fidelity.models import save_model
 
@@ -23,14 +23,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_conversion_round_trip_is_bitwise_equal(model: Path, tmp_path: Path, launch: Launch) -> None:
+def test_conversion_round_trip_is_bitwise_equal(
+    model: Path, tmp_path: Path, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint, back = tmp_path / "checkpoint", tmp_path / "parent" / "back"
     sizes = ("trainer.parallel.tp=2", "trainer.parallel.ep=2", "trainer.parallel.etp=1")
-    there = launch("convert", "hf-to-megatron", "--model", model, "--output", checkpoint, "--set", *sizes)
-    assert there.wait() == 0, there.stderr
-    assert there.stdout.split() == ["checkpoint", str(checkpoint)]
-    assert there.stderr.splitlines()[:3] == ["starting 2 ranks", "reading", "writing"]
-    there.assert_no_processes_left()
+    assert run_here("convert", "hf-to-megatron", "--model", model, "--output", checkpoint, "--set", *sizes) == 0
+    out, err = capsys.readouterr()
+    assert out.split() == ["checkpoint", str(checkpoint)]
+    assert err.splitlines()[:3] == ["starting 2 ranks", "reading", "writing"]
     assert {path.name for path in checkpoint.iterdir()} == {"latest_checkpointed_iteration.txt", "release", "hf"}
     assert (checkpoint / "latest_checkpointed_iteration.txt").read_text() == "release"
     release = {path.name for path in (checkpoint / "release").iterdir()}
@@ -38,12 +39,11 @@ def test_conversion_round_trip_is_bitwise_equal(model: Path, tmp_path: Path, lau
     companions = {path.name for path in model.iterdir()} - {"model.safetensors"}
     assert {path.name for path in (checkpoint / "hf").iterdir()} == companions
 
-    again = launch("convert", "megatron-to-hf", "--model", checkpoint, "--output", back)
-    assert again.wait() == 0, again.stderr
-    assert again.stdout.split() == ["model", str(back)]
-    assert again.stderr.splitlines()[-1].startswith("converted ")
-    again.assert_no_processes_left()
-    assert again.find_leftovers() == []
+    other = ("--set", "trainer.parallel.pp=2")
+    assert run_here("convert", "megatron-to-hf", "--model", checkpoint, "--output", back, *other) == 0
+    out, err = capsys.readouterr()
+    assert out.split() == ["model", str(back)]
+    assert err.splitlines()[-1].startswith("converted ")
     assert {path.name for path in back.iterdir()} == companions | {"model.safetensors"}
     assert {path.name for path in back.parent.iterdir()} == {"back"}
     assert {name: (back / name).read_text() for name in COMPANIONS} == COMPANIONS
@@ -56,8 +56,14 @@ def test_family_outside_the_package(tmp_path: Path, launch: Launch) -> None:
     checkpoint, back, family = tmp_path / "checkpoint", tmp_path / "back", ("--family", STORY_PATH)
     there = launch("convert", "hf-to-megatron", "--model", model, "--output", checkpoint, *family)
     assert there.wait() == 0, there.stderr
+    there.assert_no_processes_left()
+    assert there.find_leftovers() == []
     again = launch("convert", "megatron-to-hf", "--model", checkpoint, "--output", back, *family)
     assert again.wait() == 0, again.stderr
+    same_weights(back, model)
+
+
+def same_weights(back: Path, model: Path) -> None:
     want, got = load_file(model / "model.safetensors"), load_file(back / "model.safetensors")
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
@@ -66,10 +72,7 @@ def test_family_outside_the_package(tmp_path: Path, launch: Launch) -> None:
 def same_logits(back: Path, model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    want = load_file(model / "model.safetensors")
-    got = load_file(back / "model.safetensors")
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    same_weights(back, model)
     loaded, report = AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
     assert not any(report.values())
     ids = torch.arange(2, 60)[None]

@@ -1,4 +1,4 @@
-"""Two steps of `megarl train` with families other than Qwen3: sampled and recomputed log-probabilities agree.
+"""Two steps of training with families other than Qwen3: sampled and recomputed log-probabilities agree.
 
 The second step samples with weights that the trainer has changed and pushed.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.config import RunConfig
 from megarl.data.tiny_checkpoint import train_tokenizer
-from tests.end_to_end.conftest import Launch
-from tests.end_to_end.tiny_world import write_run
+from tests.end_to_end.components import SharedRanks, started
+from tests.end_to_end.launched import list_steps
+from tests.end_to_end.tiny_world import run_tree
 from tests.megatron.families.outside import MISTRAL_PATH, save_mistral
 from tests.megatron.fidelity.models import save_model
 
@@ -42,10 +43,6 @@ def save_with_tokenizer(name: str, models: Path, world: Path) -> Path:
     return folder
 
 
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    return [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
-
-
 QUICK = {
     "deepseek_v3, tp 2 ep 2, exact": ("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}, {}, "exact"),
 }
@@ -63,13 +60,13 @@ CASES = QUICK | SLOW
 
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
 def test_trainer_and_engine_log_probabilities_agree(
-    case: str, models: Path, world: Path, tmp_path: Path, launch: Launch
+    case: str, models: Path, world: Path, tmp_path: Path, ranks: SharedRanks
 ) -> None:
     name, parallel, rollout, strategy = CASES[case]
     folder = save_with_tokenizer(name, models, world)
-    config = write_run(
+    tree = run_tree(
         world,
-        tmp_path,
+        tmp_path / "run",
         model={"path": str(folder), "family": OUTSIDE.get(name)},
         data={"path": str(world / "data/train.jsonl")},
         trainer={"steps": STEPS, "optimizer": {"lr": 1e-3}, "parallel": parallel},
@@ -77,9 +74,10 @@ def test_trainer_and_engine_log_probabilities_agree(
         reward=REWARD,
         weight_sync={"strategy": strategy},
     )
-    command = launch("train", config)
-    assert command.wait() == 0, command.stdout + command.stderr
-    steps = steps_of(tmp_path / "run")
+    config = RunConfig.model_validate(tree)
+    with started(config, ranks) as components:
+        components.run(config)
+    steps = list_steps(tmp_path / "run")
     assert [row["policy_version/min"] for row in steps] == [0, 1]
     assert steps[0]["grad_norm"] > 0
     for row in steps:

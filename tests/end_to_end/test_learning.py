@@ -1,20 +1,16 @@
 """Every algorithm learns arithmetic, starting from a model that ends most answers too early.
 
-Faster: `test_train.py` checks that a policy learns, `test_extensions.py` that one of its own runs.
+Faster: `test_train.py` checks that a policy learns, `test_multi_turn.py` that one of its own runs.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launched import gained
-from tests.time_limits import HANG_SECONDS
+from tests.end_to_end.launched import gained, run_to_end
 
 pytestmark = pytest.mark.slow
 
@@ -44,37 +40,29 @@ MARGIN = 0.05
 """Smallest increase of strict accuracy from the mean of the first 5 steps to that of the last 5."""
 
 
-def megarl(*arguments):
-    command = [str(Path(sys.executable).with_name("megarl")), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([EXAMPLE, os.environ.get("PYTHONPATH", "")])}
-    subprocess.run(command, check=True, timeout=HANG_SECONDS, env=environment)
+@pytest.fixture(autouse=True)
+def _importable_example(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", EXAMPLE, prepend=":")
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """Create the demo's data and fine-tuned model; return their folder."""
     folder = tmp_path_factory.mktemp("demo")
-    megarl("demo", "--data-only", "--out", folder)
-    places = [f"data.path={folder}/data/sft.jsonl", f"model.path={folder}/base", f"run_dir={folder}/sft"]
-    megarl("sft", "yaml/demo-sft.yaml", "--set", *places, "trainer.steps=200")
+    run_to_end(folder, "demo", "--data-only", "--out", folder / "demo")
+    places = [f"data.path={folder}/demo/data/sft.jsonl", f"model.path={folder}/demo/base", f"run_dir={folder}/sft"]
+    run_to_end(folder, "sft", "yaml/demo-sft.yaml", "--set", *places, "trainer.steps=200")
     return folder
 
 
 def train(demo, folder, kind, *settings):
     """Train and return the metrics of each step."""
-    places = [f"data.path={demo}/data/train.jsonl", "data.eval_path=null", f"model.path={demo}/sft/model"]
+    folder.mkdir(exist_ok=True)
+    places = [f"data.path={demo}/demo/data/train.jsonl", "data.eval_path=null", f"model.path={demo}/sft/model"]
     algorithm = f"algorithm={{type: {kind}, prompts_per_step: 32, group_size: 8, num_mini_batches: 2}}"
-    megarl(
-        "train",
-        "yaml/demo.yaml",
-        "--set",
-        *places,
-        f"run_dir={folder}",
-        algorithm,
-        f"trainer.steps={STEPS}",
-        *settings,
-    )
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    changes = (*places, f"run_dir={folder}/run", algorithm, f"trainer.steps={STEPS}", *settings)
+    run_to_end(folder, "train", "yaml/demo.yaml", "--set", *changes)
+    rows = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
     return [row for row in rows if "reward/mean" in row]
 
 
@@ -87,7 +75,7 @@ def test_accuracy_rises(kind, demo, tmp_path):
 
 def test_distillation_reduces_divergence_from_the_teacher(demo, tmp_path):
     train(demo, tmp_path / "teacher", "grpo", "trainer.steps=40")
-    teacher = f"algorithm.teacher.path={tmp_path}/teacher/model"
+    teacher = f"algorithm.teacher.path={tmp_path}/teacher/run/model"
     steps = train(demo, tmp_path / "student", "distillation", teacher)
     assert gained([step["reward/accuracy"] for step in steps]) > MARGIN
     divergence = [step["distillation/reverse_kl"] for step in steps]

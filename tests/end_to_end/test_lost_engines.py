@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ from megarl.groups.group_stream import FinishedGroup
 from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import RetryCounts
 from megarl.supervision.restart_budget import RestartBudget
-from tests.end_to_end.components import SMALL_BUCKETS, Components, build, engine_host
+from tests.end_to_end.components import SMALL_BUCKETS, Components, SharedRanks, engine_host, started
+from tests.end_to_end.launched import has_ended, wait_until
 from tests.end_to_end.test_components import differing
 from tests.end_to_end.tiny_world import run_tree
 from tests.time_limits import HANG_SECONDS
@@ -50,8 +50,7 @@ class StartedRun:
 
     def scheduler(self, replica: int = 0) -> int:
         (health,) = self.components.engines.select([replica]).call("health")
-        (pid,) = health.scheduler_pids
-        return int(pid)
+        return int(health.scheduler_pids[0])
 
     def retry_counts(self) -> RetryCounts:
         (worker,) = self.components.rollout._workers
@@ -85,13 +84,10 @@ def begin_run(components: Components) -> StartedRun:
 
 
 @contextmanager
-def started_run(world: Path, folder: Path, **sections: Any) -> Iterator[StartedRun]:
+def started_run(world: Path, folder: Path, ranks: SharedRanks | None = None, **sections: Any) -> Iterator[StartedRun]:
     config = RunConfig.model_validate(run_tree(world, folder, **(SMALL_BUCKETS | {"rollout": ROLLOUT} | sections)))
-    components = build(config)
-    try:
+    with started(config, ranks) as components:
         yield begin_run(components)
-    finally:
-        components.close()
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +96,39 @@ def shared_run(components: Components) -> StartedRun:
 
 
 @contextmanager
-def happening_during(disturb: Callable[[], None], seconds: float = 0.4) -> Iterator[None]:
-    """Call `disturb` after `seconds`, during the block."""
-    timer = threading.Timer(seconds, disturb)
-    timer.start()
-    yield
-    assert timer.finished.is_set()
-    timer.join()
+def in_thread(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` in a thread during the block; raises what it raised."""
+    with ThreadPoolExecutor(1) as pool:
+        acting = pool.submit(act)
+        yield
+        acting.result(HANG_SECONDS)
+
+
+@contextmanager
+def happening_during(
+    run: StartedRun, disturb: Callable[[], None], replica: int = 0, *, continues: bool = True
+) -> Iterator[None]:
+    """Call `disturb` during the block, once the engine has requests; it finishes none before.
+
+    Args:
+        continues: let the engine's scheduler, if it still lives, continue afterwards.
+    """
+    scheduler, handle = run.scheduler(replica), run.components.engines.engines[replica].handle
+
+    def num_requests() -> int:
+        count: int = ray.get(handle.__ray_call__.remote(lambda host: host._worker._batches.num_unfinished))
+        return count
+
+    def act() -> None:
+        assert wait_until(lambda: num_requests() > 0)
+        disturb()
+        with suppress(ProcessLookupError):
+            if continues:
+                os.kill(scheduler, signal.SIGCONT)
+
+    os.kill(scheduler, signal.SIGSTOP)
+    with in_thread(act):
+        yield
 
 
 def kill(pid: int) -> Callable[[], None]:
@@ -135,72 +157,63 @@ def assert_same(
         )
 
 
-def assert_processes_gone(*pids: int, within: float = HANG_SECONDS) -> None:
-    end = time.monotonic() + within
-    while any(psutil.pid_exists(pid) for pid in pids):
-        assert time.monotonic() < end, [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        time.sleep(0.05)
+def has_gone(pid: int) -> bool:
+    try:
+        return has_ended(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return True
+
+
+def assert_processes_gone(*pids: int) -> None:
+    assert wait_until(lambda: all(map(has_gone, pids)))
 
 
 def test_killed_scheduler_is_restarted_without_changing_results(shared_run: StartedRun, tmp_path: Path) -> None:
-    scheduler, begun = shared_run.scheduler(), time.monotonic()
-    undisturbed = shared_run.collect("undisturbed")
-    seconds = time.monotonic() - begun
+    scheduler, undisturbed = shared_run.scheduler(), shared_run.collect("undisturbed")
     host = engine_host(scheduler)
     before = shared_run.retry_counts()
-    with happening_during(kill(scheduler), seconds / 3):
+    with happening_during(shared_run, kill(scheduler)):
         disturbed = shared_run.collect("disturbed")
     assert_same(undisturbed, disturbed)
     assert shared_run.retry_counts().num_retried > before.num_retried
     lost, back = shared_run.messages[-2:]
-    assert lost == (
-        "engine 0 was lost (the engine's scheduler process of TP rank 0 was ended by SIGKILL); "
-        "restarting it (restart 1 of 20)"
-    )
+    assert lost.startswith("engine 0 was lost (the engine's scheduler process of TP rank 0 was ended by SIGKILL); ")
+    assert lost.endswith(" (restart 1 of 20)")
     assert back.startswith("engine 0 is serving again, ")
     shared_run.assert_engines_hold_weights(tmp_path / "weights", 1)
     assert_processes_gone(scheduler, host)
 
 
 @pytest.mark.slow
-def test_killed_rollout_worker_is_restarted_without_changing_results(shared_run: StartedRun) -> None:
-    undisturbed = shared_run.collect("with-a-worker")
-    (worker,) = shared_run.components.rollout._workers
-    pid: int = ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))
-    with happening_during(kill(pid)):
-        disturbed = shared_run.collect("without")
-    assert_same(undisturbed, disturbed)
-    assert shared_run.messages[-1].startswith("rollout worker 0 was lost (rollout: rollout worker 0 died. ")
-    assert shared_run.messages[-1].endswith("); restarting it (restart 1 of 20)")
-    assert_processes_gone(pid)
-
-
-@pytest.mark.slow
-def test_hung_rollout_worker_is_replaced(cluster: None, world: Path, tmp_path: Path) -> None:
-    with started_run(world, tmp_path / "run", recovery={"engine_stall_seconds": 4.0}) as one:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_rollout_worker_is_replaced_without_changing_results(
+    how: signal.Signals, ranks: SharedRanks, world: Path, tmp_path: Path
+) -> None:
+    with started_run(world, tmp_path / "run", ranks, recovery={"engine_stall_seconds": 4.0}) as one:
         undisturbed = one.collect("undisturbed")
         (worker,) = one.components.rollout._workers
         pid: int = ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))
-        with happening_during(lambda: os.kill(pid, signal.SIGSTOP)):
+        with happening_during(one, lambda: os.kill(pid, how)):
             disturbed = one.collect("disturbed")
         assert_same(undisturbed, disturbed)
-        assert one.messages[0].startswith(
-            "rollout worker 0 has not answered a ping for 4 s (recovery.engine_stall_secon"
-        )
-        assert one.messages[1].startswith("rollout worker 0 was lost (rollout: rollout worker 0 died. ")
+        *before, lost = one.messages
+        assert lost.startswith("rollout worker 0 was lost (rollout: rollout worker 0 died. ")
+        assert lost.endswith("); restarting it (restart 1 of 20)")
+        silent = "rollout worker 0 has not answered a ping for 4 s (recovery.engine_stall_seconds); killing it"
+        assert before == [silent] * (how == signal.SIGSTOP)
         assert_processes_gone(pid)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["scheduler", "host"])
 def test_another_replica_takes_the_requests_of_a_killed_one(
-    victim: str, cluster: None, world: Path, tmp_path: Path
+    victim: str, ranks: SharedRanks, world: Path, tmp_path: Path
 ) -> None:
     rollout = ROLLOUT | {"replicas": 2}
-    with started_run(world, tmp_path / "run", rollout=rollout) as one:
+    with started_run(world, tmp_path / "run", ranks, rollout=rollout) as one:
         undisturbed, scheduler = one.collect("undisturbed"), one.scheduler(1)
         host = engine_host(scheduler)
-        with happening_during(kill(scheduler if victim == "scheduler" else host)):
+        with happening_during(one, kill(scheduler if victim == "scheduler" else host), replica=1):
             disturbed = one.collect("disturbed")
         assert_same(undisturbed, disturbed)
         assert one.components.engines.supervisor.serving == [0]
@@ -216,12 +229,12 @@ def test_another_replica_takes_the_requests_of_a_killed_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["scheduler", "host"])
-def test_hung_engine_is_replaced(victim: str, cluster: None, world: Path, tmp_path: Path) -> None:
-    with started_run(world, tmp_path / "run", recovery={"engine_stall_seconds": 4.0}) as one:
+def test_hung_engine_is_replaced(victim: str, ranks: SharedRanks, world: Path, tmp_path: Path) -> None:
+    with started_run(world, tmp_path / "run", ranks, recovery={"engine_stall_seconds": 4.0}) as one:
         undisturbed, scheduler = one.collect("undisturbed"), one.scheduler()
         host = engine_host(scheduler)
         stopped = scheduler if victim == "scheduler" else host
-        with happening_during(lambda: os.kill(stopped, signal.SIGSTOP)):
+        with happening_during(one, lambda: os.kill(stopped, signal.SIGSTOP), continues=False):
             disturbed = one.collect("disturbed")
         # requests may be old enough to continue after tokens that were reported before
         assert_same(undisturbed, disturbed, logprob_difference=1e-4)
@@ -245,18 +258,21 @@ def test_hung_engine_is_replaced(victim: str, cluster: None, world: Path, tmp_pa
 def test_push_is_retried_if_an_engine_dies_during_it(
     strategy: str, sections: dict[str, Any], cluster: None, world: Path, tmp_path: Path
 ) -> None:
-    sections = sections | {"weight_sync": {"strategy": strategy, "bucket_bytes": 60_000, "timeout_seconds": 20}}
+    sections = sections | {"weight_sync": {"strategy": strategy, "bucket_bytes": 60_000, "abort_seconds": 10.0}}
     with started_run(world, tmp_path / "run", **sections) as one:
         undisturbed, scheduler = one.collect("undisturbed"), one.scheduler()
         rank: int = ray.get(one.components.processes.actors[1].__ray_call__.remote(lambda _: os.getpid()))
 
+        sync = one.components.weights
+        updates = sync._num_updates
+
         def disturb() -> None:
+            assert wait_until(lambda: sync._num_updates > updates)
             os.kill(scheduler, signal.SIGKILL)
-            time.sleep(1.0)
             os.kill(rank, signal.SIGCONT)
 
         os.kill(rank, signal.SIGSTOP)
-        with happening_during(disturb):
+        with in_thread(disturb):
             one.components.weights.push(2)
         assert len([text for text in one.messages if text.startswith("engine 0 was lost")]) == 1
         assert one.components.weights.policy_version == 2

@@ -16,7 +16,7 @@ import ray
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.bucket import digest
 from tests.end_to_end.components import Components, engine_host
-from tests.end_to_end.launched import LaunchedCommand
+from tests.end_to_end.launched import LaunchedCommand, wait_until
 from tests.end_to_end.test_components import LOGPROB_MISMATCH
 from tests.end_to_end.test_lost_engines import (
     StartedRun,
@@ -26,8 +26,9 @@ from tests.end_to_end.test_lost_engines import (
     kill,
     started_run,
 )
-from tests.rollout.sglang.test_engine_failures import wait_until
 from tests.time_limits import HANG_SECONDS
+
+pytestmark = pytest.mark.slow
 
 SECTIONS: dict[str, Any] = {
     "placement": {
@@ -36,7 +37,7 @@ SECTIONS: dict[str, Any] = {
         "rollout": {"pool": "engines"},
     },
     "rollout": {"tp": 2, "max_new_tokens": 100},
-    "weight_sync": {"strategy": "exact", "bucket_bytes": 60_000, "timeout_seconds": 20},
+    "weight_sync": {"strategy": "exact", "bucket_bytes": 60_000},
 }
 
 
@@ -92,30 +93,20 @@ def test_ranks_of_both_nodes_receive_the_weights_bitwise(run: StartedRun, tmp_pa
     assert_engine_holds_weights(components, tmp_path / "trained")
 
 
-@pytest.mark.slow
-def test_engine_is_restarted_after_the_death_of_the_second_nodes_actor(run: StartedRun, tmp_path: Path) -> None:
-    check_that_it_is_restarted(run, tmp_path, victim="host")
-
-
-@pytest.mark.slow
-def test_engine_is_restarted_after_the_death_of_the_second_nodes_scheduler(run: StartedRun, tmp_path: Path) -> None:
-    check_that_it_is_restarted(run, tmp_path, victim="scheduler")
-
-
-def check_that_it_is_restarted(run: StartedRun, folder: Path, *, victim: str) -> None:
+@pytest.mark.parametrize("victim", ["host", "scheduler"])
+def test_engine_is_restarted_after_a_death_on_the_second_node(victim: str, run: StartedRun, tmp_path: Path) -> None:
     undisturbed, before = run.collect("undisturbed"), schedulers(run)
     hosts = [engine_host(pid) for pid in before]
-    with happening_during(kill(before[1] if victim == "scheduler" else hosts[1])):
+    with happening_during(run, kill(before[1] if victim == "scheduler" else hosts[1])):
         disturbed = run.collect("disturbed")
     assert_same(undisturbed, disturbed)
     lost, back = run.messages[-2:]
     assert lost.startswith("engine 0 was lost (")
     assert back.startswith("engine 0 is serving again, ")
     assert_processes_gone(*before, *hosts)
-    assert_engine_holds_weights(run.components, folder / "exported")
+    assert_engine_holds_weights(run.components, tmp_path / "exported")
 
 
-@pytest.mark.slow
 def test_shutdown_leaves_no_process_on_any_node(run: StartedRun) -> None:
     """Must be the last test of this module, because it stops the engine."""
     pids = schedulers(run)

@@ -1,4 +1,4 @@
-"""Reward models and direct preference optimization on Ray and under torchrun."""
+"""Reward models and direct preference optimization."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from ray.util.placement_group import remove_placement_group
 from safetensors.torch import load_file
 
-from megarl.config import DpoConfig
 from megarl.data.demo_arithmetic import write_arithmetic
 from megarl.data.tokenizer import load_tokenizer
-from megarl.groups.build import build_dpo, stage_processes
-from megarl.run.events import EventLog
-from megarl.stages.dpo import DpoRun
-from tests.end_to_end.conftest import Launch
+from tests.end_to_end.conftest import RunCommand
+from tests.end_to_end.tiny_world import patient
 
-NUM_PAIRS, NUM_HELD_OUT = 256, 32
+NUM_PAIRS, NUM_HELD_OUT, STEPS = 256, 32, 16
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +32,19 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"path": str(files.preferences), "eval_path": str(files.heldout_preferences)}
 
 
-def stage_tree(world: Path, run_dir: Path, pairs: dict[str, str], **sections: Any) -> dict[str, Any]:
-    """Return a configuration with 30 steps of 32 pairs on two ranks, evaluated three times."""
-    return {
-        "run_dir": str(run_dir),
+def write_stage(world: Path, folder: Path, pairs: dict[str, str], **sections: Any) -> Path:
+    """Write the YAML file of a stage with `STEPS` steps on two ranks, evaluated three times; return its path."""
+    tree = {
+        "run_dir": str(folder / "run"),
         "model": {"path": str(world / "model")},
         "data": pairs,
-        "trainer": {"steps": 30, "batch_size": 32, "eval_every": 15, "optimizer": {"lr": 1e-3}},
+        "trainer": {"steps": STEPS, "batch_size": 16, "eval_every": STEPS // 2, "optimizer": {"lr": 1e-3}},
         "placement": {"slots_per_node": 2},
-    } | sections
+        "checkpoint": {"every": 0},
+    }
+    path = folder / "stage.yaml"
+    path.write_text(yaml.safe_dump(patient(tree | sections)))
+    return path
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -68,73 +68,37 @@ def by_transformers(folder: Path, pairs: dict[str, str]) -> list[float]:
 
 
 def test_reward_model_learns_to_rank_answers_and_loads_in_transformers(
-    world: Path, pairs: dict[str, str], launch: Launch, tmp_path: Path
+    world: Path, pairs: dict[str, str], run_here: RunCommand, tmp_path: Path
 ) -> None:
-    config = tmp_path / "rm.yaml"
-    config.write_text(yaml.safe_dump(stage_tree(world, tmp_path / "run", pairs)))
-    command = launch("rm", config)
-    assert command.wait() == 0, command.stderr
+    assert run_here("rm", write_stage(world, tmp_path, pairs)) == 0
     rows = metrics(tmp_path / "run")
     evaluations = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
-    assert evaluations.keys() == {0, 15, 30}
+    assert evaluations.keys() == {0, STEPS // 2, STEPS}
     # the head is initialized to zero: all scores are equal
     assert evaluations[0] == 0.5
-    assert evaluations[30] > 0.9
-    assert f"held-out accuracy 0.500 -> {evaluations[30]:.3f} on {NUM_HELD_OUT} pairs" in command.stdout
+    assert evaluations[STEPS] > 0.9
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["eval_before"], summary["eval_after"], summary["steps"]) == (0.5, evaluations[30], 30)
+    assert (summary["eval_before"], summary["eval_after"], summary["steps"]) == (0.5, evaluations[STEPS], STEPS)
     steps = [row for row in rows if "loss" in row]
-    assert [row["step"] for row in steps] == list(range(1, 31))
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     scores = by_transformers(tmp_path / "run/model", pairs)
     right = [better > worse for better, worse in zip(scores[::2], scores[1::2], strict=True)]
-    assert sum(right) / len(right) == pytest.approx(evaluations[30])
-    (last,) = (row["eval/gap"] for row in rows if row["step"] == 30 and "eval/gap" in row)
+    assert sum(right) / len(right) == pytest.approx(evaluations[STEPS])
+    (last,) = (row["eval/gap"] for row in rows if row["step"] == STEPS and "eval/gap" in row)
     assert (sum(scores[::2]) - sum(scores[1::2])) / NUM_HELD_OUT == pytest.approx(last, abs=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["rm", "dpo"])
-def test_torchrun_and_ray_give_the_same_results(
-    stage: str, world: Path, pairs: dict[str, str], launch: Launch, tmp_path: Path
-) -> None:
-    trainer = {"steps": 3, "batch_size": 8, "eval_every": 2}
-    config = tmp_path / "stage.yaml"
-    config.write_text(yaml.safe_dump(stage_tree(world, tmp_path / "run", pairs, trainer=trainer)))
-    seen = []
-    two_ranks = ("--standalone", "--nproc-per-node", "2", "-m", "megarl")
-    for start in (lambda: launch(*two_ranks, stage, config, program="torchrun"), lambda: launch(stage, config)):
-        command = start()
-        assert command.wait() == 0, command.stderr
-        timed = ("tokens_per_second", "time/step_seconds")
-        rows = [{k: v for k, v in row.items() if k not in timed} for row in metrics(tmp_path / "run")]
-        summary = json.loads((tmp_path / "run/summary.json").read_text())
-        assert summary["eval_after"] == rows[-1]["eval/accuracy"]
-        seen.append((rows, (tmp_path / "run/model/model.safetensors").read_bytes()))
-        (tmp_path / "run").rename(tmp_path / f"run-{len(seen)}")
-    assert len(seen[0][0]) == 6
-    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("reference", ["the trainer", pytest.param("another model", marks=pytest.mark.slow)])
 def test_dpo_widens_the_gap_to_the_reference(
-    reference: str, cluster: None, world: Path, pairs: dict[str, str], tmp_path: Path
+    reference: str, world: Path, pairs: dict[str, str], run_here: RunCommand, tmp_path: Path
 ) -> None:
-    dpo = {"beta": 0.5, "nll": 0.1}
+    dpo: dict[str, Any] = {"beta": 0.5, "nll": 0.1}
     if reference == "another model":
         dpo["reference"] = {"path": str(world / "model"), "parallel": {"tp": 2}}
-    tree = stage_tree(world, tmp_path / "run", pairs, dpo=dpo)
-    config = DpoConfig.model_validate(tree | {"trainer": {"steps": 12, "batch_size": 16, "optimizer": {"lr": 1e-3}}})
-    processes = stage_processes(config)
-    try:
-        trainer, frozen = build_dpo(config, processes)
-        assert (frozen is None) == (reference == "the trainer")
-        DpoRun(config, EventLog(), trainer, frozen).train()
-    finally:
-        processes.stop()
-        remove_placement_group(processes.pool.group)  # the cluster has few slots
+    assert run_here("dpo", write_stage(world, tmp_path, pairs, dpo=dpo)) == 0
     rows = metrics(tmp_path / "run")
-    first, last = ({k: v for row in rows if row["step"] == step for k, v in row.items()} for step in (0, 12))
+    first, last = ({k: v for row in rows if row["step"] == step for k, v in row.items()} for step in (0, STEPS))
     assert first["eval/gap"] == pytest.approx(0, abs=1e-5)
     assert last["eval/gap"] > 1
     assert last["eval/accuracy"] > 0.9

@@ -6,14 +6,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.end_to_end.conftest import Launch
-from tests.end_to_end.launched import LaunchedCommand, process_title, wait_until
+from tests.end_to_end.conftest import StartHead
+from tests.end_to_end.launched import process_title, wait_until
 from tests.end_to_end.tiny_world import run_tree
 from tests.time_limits import HANG_SECONDS
 
@@ -31,19 +30,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture
-def job_server(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LaunchedCommand, str]]:
-    """Start a cluster with token authentication; return its head and the address of its job server."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "a-token-that-every-node-has")
-    port = free_port()
-    options = ["--head", "--block", "--port=0", "--num-cpus=4", "--include-dashboard=true", "--disable-usage-stats"]
-    head = launch("start", *options, f"--dashboard-port={port}", "--object-store-memory=268435456", program="ray")
-    head.wait_until(lambda: "Ray runtime started" in head.stderr + head.stdout)
-    yield head, f"http://127.0.0.1:{port}"
-    assert head.process.poll() is None  # the cluster outlives the job
-
-
 def submit(server: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     ray = Path(sys.executable).with_name("ray")
     where = ["job", "submit", "--address", server, "--working-dir", str(folder), "--"]
@@ -51,9 +37,11 @@ def submit(server: str, folder: Path, *command: str) -> subprocess.CompletedProc
 
 
 def test_submitted_run_uses_its_working_dir_and_keeps_the_cluster(
-    world: Path, tmp_path: Path, job_server: tuple[LaunchedCommand, str]
+    world: Path, tmp_path: Path, start_head: StartHead
 ) -> None:
-    head, server = job_server
+    port = free_port()
+    head, server = start_head("--include-dashboard=true", f"--dashboard-port={port}"), f"http://127.0.0.1:{port}"
+    head.wait_until(lambda: "Ray runtime started" in head.stderr + head.stdout)
     sent = tmp_path / "sent"
     sent.mkdir()
     reward = {"terms": {"one": {"type": "python", "path": "my_rewards:score"}}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,8 @@ from benchmarks.chaos.compare import compare
 from megarl.checkpoint.store import CheckpointStore
 from tests.end_to_end.conftest import FinishedRun, Launch
 from tests.end_to_end.launched import RAY_AGENTS, LaunchedCommand, list_steps, process_title, wait_until
-from tests.end_to_end.tiny_world import STEPS, write_run
+from tests.end_to_end.pausing import pause_file
+from tests.end_to_end.tiny_world import EVERY, LR, STEPS, write_run
 from tests.rollout.sglang.test_start_gate import assert_waited_before_allocating
 
 
@@ -28,80 +28,109 @@ def assert_same(run: Path, undisturbed: FinishedRun) -> None:
     assert (found.prompts_lost, found.prompts_repeated, found.trajectories_repeated) == (0, 0, 0)
 
 
+def steps_saved(folder: Path) -> list[int]:
+    return [saved.step for saved in CheckpointStore(folder / "run").entries()]
+
+
+@pytest.fixture
+def pausing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the algorithm of a run in `tmp_path`/run that waits before its steps `EVERY` + 2 and 2 * `EVERY` + 3."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
+    for step in (EVERY + 2, 2 * EVERY + 3):
+        pause_file(tmp_path / "run", step).touch()
+    return "tests.end_to_end.pausing:Pausing"
+
+
+def wait_until_paused(run: LaunchedCommand, folder: Path, step: int) -> None:
+    """Wait until the run waits before `step` and has completed the checkpoint before."""
+    run.wait_until(lambda: run.steps_done() == step - 1 and (step - 1) // EVERY * EVERY in steps_saved(folder))
+
+
 def test_run_with_killed_trainer_and_driver_has_the_same_results(
-    world: Path, tmp_path: Path, launch: Launch, fifty_steps: FinishedRun
+    world: Path, tmp_path: Path, launch: Launch, pausing: str, undisturbed: FinishedRun
 ) -> None:
     """Also, the disturbed run moves memory between trainer and engine, as on GPUs, and the undisturbed one does not."""
-    trainer = {"steps": STEPS, "optimizer": {"lr": 1e-3}, "offload": {"optimizer": True, "gradients": True}}
+    algorithm = {"type": pausing, "kl_loss": None, "group_size": 2, "prompts_per_step": 4}
+    trainer = {"steps": STEPS, "optimizer": {"lr": LR}, "offload": {"optimizer": True, "gradients": True}}
     rollout = {"max_new_tokens": 12, "engine": {"release_memory": True, "extra_args": {"log_level": "info"}}}
-    config = write_run(world, tmp_path, trainer=trainer, rollout=rollout)
+    config = write_run(world, tmp_path, algorithm=algorithm, trainer=trainer, rollout=rollout)
     run = launch("train", config)
-    run.wait_for_step(12)
+    wait_until_paused(run, tmp_path, EVERY + 2)
     processes(run, "ray::WorkerHost")[-1].kill()
-    has_resumed: Callable[[], bool] = lambda: "resuming from step 10" in run.stdout  # noqa: E731
-    run.wait_until(has_resumed)
-    run.wait_for_step(23)
+    pause_file(tmp_path / "run", EVERY + 2).unlink()
+    wait_until_paused(run, tmp_path, 2 * EVERY + 3)
+    assert f"resuming from step {EVERY}: " in run.stdout
+    assert run.stdout.count("the trainer was lost (") == 1
     run.send(signal.SIGKILL)
     run.wait()
     run.assert_no_processes_left(but=RAY_AGENTS)
     (log,) = (tmp_path / "run/logs/engine-0").glob("scheduler-*.log")
     assert_waited_before_allocating(log.read_text())
-    assert run.stdout.count("the trainer was lost (") == 1
+    pause_file(tmp_path / "run", 2 * EVERY + 3).unlink()
 
     again = launch("train", config, "--resume", "auto")
     assert again.wait() == 0, again.stderr
-    assert_same(tmp_path / "run", fifty_steps)
+    assert f"resuming from step {2 * EVERY}: " in again.stdout
+    assert_same(tmp_path / "run", undisturbed)
     again.assert_no_processes_left(but=RAY_AGENTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ray::Controller", "sglang::scheduler"])
 def test_killed_controller_and_scheduler_are_replaced(
-    name: str, world: Path, tmp_path: Path, launch: Launch, fifty_steps: FinishedRun
+    name: str, world: Path, tmp_path: Path, launch: Launch, pausing: str, undisturbed: FinishedRun
 ) -> None:
-    run = launch("train", write_run(world, tmp_path))
-    run.wait_for_step(15)
+    algorithm = {"type": pausing, "kl_loss": None, "group_size": 2, "prompts_per_step": 4}
+    run = launch("train", write_run(world, tmp_path, algorithm=algorithm))
+    wait_until_paused(run, tmp_path, EVERY + 2)
     processes(run, name)[0].kill()
+    for file in tmp_path.glob("pause-*"):
+        file.unlink()
     assert run.wait() == 0, run.stderr
-    assert_same(tmp_path / "run", fifty_steps)
+    assert_same(tmp_path / "run", undisturbed)
     run.assert_no_processes_left()
     assert run.find_leftovers() == []
 
 
 @pytest.mark.slow
 def test_resume_in_another_layout_continues_with_the_same_loss_and_prompts(
-    world: Path, tmp_path: Path, launch: Launch, fifty_steps: FinishedRun
+    world: Path, tmp_path: Path, launch: Launch, undisturbed: FinishedRun
 ) -> None:
-    rows = {row["step"]: row for row in fifty_steps.steps()}
-    saved = [saved for saved in CheckpointStore(fifty_steps.folder).entries() if saved.step < STEPS]
-    informative = next(saved for saved in saved if rows[saved.step + 1]["grad_norm"] > 0)
-    config = write_run(world, tmp_path, trainer={"steps": STEPS, "optimizer": {"lr": 1e-3}, "parallel": {"tp": 2}})
-    run = launch("train", config, "--resume", informative.folder)
+    want = next(row for row in undisturbed.steps() if row["step"] > EVERY and row["grad_norm"] > 0)
+    begin = (want["step"] - 1) // EVERY * EVERY
+    saved = next(saved for saved in CheckpointStore(undisturbed.folder).entries() if saved.step == begin)
+    config = write_run(world, tmp_path, trainer={"steps": STEPS, "optimizer": {"lr": LR}, "parallel": {"tp": 2}})
+    run = launch("train", config, "--resume", saved.folder)
     assert run.wait() == 0, run.stderr
-    first, want = list_steps(tmp_path / "run")[0], rows[informative.step + 1]
+    rows = list_steps(tmp_path / "run")
+    assert rows[0]["step"] == begin + 1
+    first = next(row for row in rows if row["grad_norm"] > 0)
     assert first["step"] == want["step"]
     assert first["loss"] == pytest.approx(want["loss"], abs=1e-5)
     assert first["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3)
-    found = compare(fifty_steps.folder, tmp_path / "run")
-    assert found.prompts_repeated == 0
+    assert compare(undisturbed.folder, tmp_path / "run").prompts_repeated == 0
 
 
 @pytest.mark.slow
 def test_sigterm_saves_a_checkpoint_within_the_grace_period(
-    world: Path, tmp_path: Path, launch: Launch, fifty_steps: FinishedRun
+    world: Path, tmp_path: Path, launch: Launch, pausing: str, undisturbed: FinishedRun
 ) -> None:
-    config = write_run(world, tmp_path, checkpoint={"every": 1000})
-    run = launch("train", config)
-    run.wait_for_step(5)
+    algorithm = {"type": pausing, "kl_loss": None, "group_size": 2, "prompts_per_step": 4}
+    run = launch("train", write_run(world, tmp_path, algorithm=algorithm, checkpoint={"every": 1000}))
+    run.wait_for_step(EVERY + 1)
     run.send(signal.SIGTERM)
+    run.wait_until(lambda: "early end requested" in run.stdout)
+    pause_file(tmp_path / "run", EVERY + 2).unlink()
     assert run.wait() == 75
     step = run.steps_done()
     assert run.stderr.startswith(f"stopped after step {step} of {STEPS} on SIGTERM; model exported to ")
-    assert [saved.step for saved in CheckpointStore(tmp_path / "run").entries()] == [step]
+    assert steps_saved(tmp_path) == [step]
     run.assert_no_processes_left()
-    again = launch("train", write_run(world, tmp_path), "--resume", "auto")
+    for file in tmp_path.glob("pause-*"):
+        file.unlink()
+    again = launch("train", write_run(world, tmp_path, algorithm=algorithm), "--resume", "auto")
     assert again.wait() == 0, again.stderr
-    assert_same(tmp_path / "run", fifty_steps)
+    assert_same(tmp_path / "run", undisturbed)
 
 
 @pytest.mark.slow
@@ -117,5 +146,6 @@ def test_run_folder_in_use_is_refused_and_unchanged(world: Path, tmp_path: Path,
         assert f"is in use by pid {run.process.pid} on host {os.uname().nodename}" in second.stderr
     finally:
         second.end()
-    assert wait_until(lambda: run.steps_done() >= 8)
+    at = run.steps_done()
+    assert wait_until(lambda: run.steps_done() >= at + 4)
     assert not list((tmp_path / "run").glob("*.1"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.config import make_score_config
-from tests.end_to_end.conftest import Launch
+from tests.end_to_end.conftest import Launch, RunCommand
 from tests.end_to_end.launched import RAY_AGENTS
 from tests.megatron.fidelity.models import save_model
 
@@ -24,7 +24,6 @@ LAYOUTS = {
     "dp2": ("placement.slots_per_node=2",),
     "cp2 pp2 vpp2": ("trainer.parallel.cp=2", "trainer.parallel.pp=2", "trainer.parallel.vpp=2"),
 }
-QUICK = "tp2"
 SMALL_MICRO_BATCHES = ("trainer.max_tokens_per_micro_batch=64",)
 
 
@@ -49,43 +48,57 @@ def logits(model: str, rows: list[dict[str, Any]]) -> list[torch.Tensor]:
         return [reference(torch.tensor([row["token_ids"]])).logits[0, :-1] for row in rows]
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=[] if layout == QUICK else pytest.mark.slow) for layout in LAYOUTS]
-)
 def test_scores_equal_those_of_transformers(
+    model: str,
+    rows: list[dict[str, Any]],
+    logits: list[torch.Tensor],
+    tmp_path: Path,
+    run_here: RunCommand,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = arguments_of("tp2", model, rows, tmp_path)
+    assert run_here(*arguments) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["scores", str(tmp_path / "scores.jsonl")]
+    check_scores(tmp_path / "scores.jsonl", rows, logits, temperature=0.7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_on_ray_and_under_torchrun(
     layout: str, model: str, rows: list[dict[str, Any]], logits: list[torch.Tensor], tmp_path: Path, launch: Launch
 ) -> None:
-    source, output = tmp_path / "tokens.jsonl", tmp_path / "scores.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    overrides = (*LAYOUTS[layout], *SMALL_MICRO_BATCHES)
-    command = launch("score", "--model", model, "--input", source, "--output", output, "--set", *overrides)
+    arguments, output = arguments_of(layout, model, rows, tmp_path), tmp_path / "scores.jsonl"
+    command = launch(*arguments)
     assert command.wait() == 0, command.stderr
-    assert command.stdout.splitlines()[-1].split() == ["scores", str(output)]
+    command.assert_no_processes_left()
+    assert command.find_leftovers() == []
+    check_scores(output, rows, logits, temperature=0.7 if layout == "tp2" else 1.0)
+    scores = output.read_bytes()
+    slots = make_score_config(model, arguments[arguments.index("--set") + 1 :]).sized_placement.slots
+    spmd = launch("--standalone", "--nproc-per-node", str(slots), "-m", "megarl", *arguments, program="torchrun")
+    assert spmd.wait() == 0, spmd.stderr
+    assert spmd.stdout.splitlines() == [f"scores       {output}"]
+    assert spmd.stderr.count("scored 40/40 lines") == 1
+    assert output.read_bytes() == scores
+
+
+def arguments_of(layout: str, model: str, rows: list[dict[str, Any]], folder: Path) -> list[str]:
+    """Write the sequences, and return the arguments of `megarl` to score them in this layout."""
+    source = folder / "tokens.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = ("--input", str(source), "--output", str(folder / "scores.jsonl"))
+    return ["score", "--model", model, *paths, "--set", *LAYOUTS[layout], *SMALL_MICRO_BATCHES]
+
+
+def check_scores(output: Path, rows: list[dict[str, Any]], logits: list[torch.Tensor], *, temperature: float) -> None:
     got = [json.loads(line) for line in output.read_text().splitlines()]
     assert [line["id"] for line in got] == [row["id"] for row in rows]
-    temperature = 0.7 if "temperature=0.7" in overrides else 1.0
     for line, row, logits_TV in zip(got, rows, logits, strict=True):
         logprobs_TV = (logits_TV / temperature).log_softmax(-1)
         want = logprobs_TV.gather(1, torch.tensor(row["token_ids"])[1:, None])[:, 0]
         entropy = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
         assert np.abs(np.array(line["logprobs"]) - want.numpy()).max(initial=0) <= 1e-5, row["id"]
         assert np.abs(np.array(line["entropy"]) - entropy.numpy()).max(initial=0) <= 1e-5, row["id"]
-    command.assert_no_processes_left()
-    assert command.find_leftovers() == []
-    if layout != QUICK:
-        check_torchrun_writes_the_same(layout, model, source, output, launch)
-
-
-def check_torchrun_writes_the_same(layout: str, model: str, source: Path, output: Path, launch: Launch) -> None:
-    overrides = (*LAYOUTS[layout], *SMALL_MICRO_BATCHES)
-    again, slots = output.with_name("again.jsonl"), make_score_config(model, overrides).sized_placement.slots
-    ranks = ("--standalone", "--nproc-per-node", str(slots), "-m", "megarl")
-    arguments = ("score", "--model", model, "--input", source, "--output", again, "--set", *overrides)
-    spmd = launch(*ranks, *arguments, program="torchrun")
-    assert spmd.wait() == 0, spmd.stderr
-    assert spmd.stdout.splitlines() == [f"scores       {again}"]
-    assert spmd.stderr.count("scored 40/40 lines") == 1
-    assert again.read_bytes() == output.read_bytes()
 
 
 @pytest.mark.slow

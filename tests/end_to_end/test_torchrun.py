@@ -1,14 +1,11 @@
-"""SFT under torchrun, without Ray."""
+"""SFT under torchrun, without Ray: errors and signals. `test_resume_stages.py` has its results."""
 
 from __future__ import annotations
 
-import json
-import re
 import signal
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.end_to_end.conftest import Launch
@@ -16,36 +13,6 @@ from tests.end_to_end.launched import LaunchedCommand
 from tests.end_to_end.tiny_world import write_sft
 
 TWO_RANKS = ("--standalone", "--nproc-per-node", "2", "-m")
-OPTIMIZER = {"lr": 3e-3, "warmup_steps": 2}
-
-
-def metrics(folder: Path) -> list[dict[str, float]]:
-    """Return the metrics of every step that do not depend on time."""
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    timed = ("tokens_per_second", "time/step_seconds")
-    return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
-
-
-def test_torchrun_and_ray_give_the_same_results(world: Path, tmp_path: Path, launch: Launch) -> None:
-    """With pipeline parallelism, where the rank with the results is not the one that writes files."""
-    sections: dict[str, Any] = {"trainer": {"steps": 3, "batch_size": 8, "optimizer": OPTIMIZER, "parallel": {"pp": 2}}}
-    spmd = launch(*TWO_RANKS, "megarl", "sft", write_sft(world, tmp_path, **sections), program="torchrun")
-    assert spmd.wait() == 0, spmd.stderr
-    assert [re.split(r"  |,", line)[0] for line in spmd.stdout.splitlines()] == [
-        "starting trainer ranks",
-        *(f"step {step}/3" for step in (1, 2, 3)),
-        "step 3: checkpoint step-000003",
-        "model",
-    ]
-    weights, seen = (tmp_path / "run/model/model.safetensors").read_bytes(), metrics(tmp_path)
-    resolved = (tmp_path / "run/sft.yaml").read_text()
-    on_ray = launch("sft", write_sft(world, tmp_path, **sections, placement={"slots_per_node": 2}))
-    assert on_ray.wait() == 0, on_ray.stderr
-    assert len(seen) == 3
-    assert seen == metrics(tmp_path)
-    assert weights == (tmp_path / "run/model/model.safetensors").read_bytes()
-    assert resolved == (tmp_path / "run/sft.yaml").read_text()
-    assert (tmp_path / "run/metrics.jsonl.1").exists()  # the first run's metrics, rotated by the second
 
 
 def errors(run: LaunchedCommand) -> list[str]:
@@ -61,7 +28,8 @@ def errors(run: LaunchedCommand) -> list[str]:
             "placement: needs as many slots as torchrun has ranks, got nodes * slots_per_node = 1 * 4 = 4, torchrun's "
             "world size = 2 (without nodes and slots_per_node, the world decides)",
         ),
-        ({"trainer": {"stepz": 3}}, "{config}: trainer.stepz: unknown key"),
+        pytest.param({"trainer": {"stepz": 3}}, "{config}: trainer.stepz: unknown key", marks=pytest.mark.slow),
+        pytest.param({"data": {"path": "nothing.jsonl"}}, "data.path: ", marks=pytest.mark.slow),
     ],
 )
 def test_configuration_error_of_all_ranks_is_reported_once(
@@ -70,18 +38,8 @@ def test_configuration_error_of_all_ranks_is_reported_once(
     config = write_sft(world, tmp_path, **sections)
     run = launch(*TWO_RANKS, "megarl", "sft", config, program="torchrun")
     assert run.wait() == 1  # torchrun's
-    assert errors(run) == ["error: " + message.replace("{config}", str(config))]
-    assert "exitcode  : 2" in run.stderr
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_preflight_error_is_reported_once(world: Path, tmp_path: Path, launch: Launch) -> None:
-    config = write_sft(world, tmp_path, data={"path": str(tmp_path / "nothing.jsonl")})
-    run = launch(*TWO_RANKS, "megarl", "sft", config, program="torchrun")
-    assert run.wait() == 1
     (error,) = errors(run)
-    assert error.startswith("error: data.path: ")
+    assert error.startswith("error: " + message.replace("{config}", str(config)))
     assert "exitcode  : 2" in run.stderr
     assert not (tmp_path / "run").exists()
 
@@ -102,26 +60,6 @@ def test_failing_rank_ends_the_others(how: str, world: Path, tmp_path: Path, lau
         case "SIGKILL":
             assert len(found) <= 1
             assert "Signal 9 (SIGKILL)" in run.stderr
-    run.assert_no_processes_left()
-
-
-def rank_of(process: psutil.Process) -> str | None:
-    return process.environ().get("RANK")
-
-
-@pytest.mark.slow
-def test_sigusr1_to_one_rank_ends_all_ranks_after_the_same_step(world: Path, tmp_path: Path, launch: Launch) -> None:
-    config = write_sft(world, tmp_path, trainer={"steps": 100_000, "batch_size": 8})
-    run = launch(*TWO_RANKS, "megarl", "sft", config, program="torchrun")
-    run.wait_for_step(3)
-    (second,) = (p for p in run.find_live_processes() if rank_of(p) == "1")
-    second.send_signal(signal.SIGUSR1)
-    assert run.wait() == 1  # torchrun's
-    (message,) = (line for line in run.stderr.splitlines() if "SIGUSR1" in line)
-    where = tmp_path / "run/model"
-    assert message == f"stopped after step {run.steps_done()} of 100000 on SIGUSR1; model exported to {where}"
-    assert set(re.findall(r"exitcode  : (\S+)", run.stderr)) == {"75"}
-    assert (where / "model.safetensors").exists()
     run.assert_no_processes_left()
 
 

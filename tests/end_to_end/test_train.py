@@ -1,4 +1,4 @@
-"""Fifty steps of `megarl train`: everything that they write to the run folder."""
+"""A run of `megarl train`: everything that it writes to the run folder."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from tests.end_to_end.conftest import FinishedRun
 from tests.end_to_end.tiny_world import NUM_HELD_OUT, STEPS
 
 GROUPS, SAMPLES = 4, 2
-MAX_GROWTH = 8 * 2**20
-"""Largest growth of the controller's memory in 40 steps in bytes: it keeps metrics of a step, but no tokens."""
 
 
 @pytest.fixture
-def run(fifty_steps: FinishedRun) -> FinishedRun:
-    return fifty_steps
+def run(undisturbed: FinishedRun) -> FinishedRun:
+    return undisturbed
 
 
 def test_run_succeeds_and_leaves_no_processes_or_temporary_files(run: FinishedRun) -> None:
     assert run.exit_code == 0, run.command.stderr
     assert run.command.stderr == ""
     assert run.leftovers == []
-    assert f"step   {STEPS}/{STEPS}" in run.command.stdout or f"step {STEPS}/{STEPS}" in run.command.stdout
+    assert f"step {STEPS}/{STEPS}" in run.command.stdout
+    assert f"steps: {STEPS}" in (run.folder / "train.yaml").read_text()
+    beat = json.loads((run.folder / "heartbeat.json").read_text())
+    assert (beat["status"], beat["step"], beat["last_checkpoint_step"]) == ("ended", STEPS, STEPS)
 
 
 def test_summary_matches_the_metrics(run: FinishedRun, world: Path) -> None:
@@ -41,12 +42,13 @@ def test_summary_matches_the_metrics(run: FinishedRun, world: Path) -> None:
     assert summary["eval_after"] in [i / NUM_HELD_OUT for i in range(NUM_HELD_OUT + 1)]
     phases = summary["seconds_by_phase"]
     assert {"start", "weight_sync", "rollout", "train", "evaluate", "export"} <= phases.keys()
-    assert sum(phases.values()) <= summary["seconds_total"] < sum(phases.values()) + 10
+    assert summary["seconds_total"] / 2 < sum(phases.values()) <= summary["seconds_total"]
     model_bytes = sum(t.nbytes for t in load_file(world / "model" / "model.safetensors").values())
     assert summary["weight_sync_bytes"] == (STEPS + 1) * model_bytes
     assert summary["logprob_abs_max"] == max(row["train_infer_mismatch/logprob_abs_max"] for row in run.steps())
-    rate = np.mean([row["tokens_per_second"] for row in run.steps()])
-    assert rate / 3 < summary["tokens_per_second"] < rate * 3
+    seconds = [row["time/step_seconds"] for row in run.steps()]
+    tokens = [row["tokens_per_second"] * row["time/step_seconds"] for row in run.steps()]
+    assert summary["tokens_per_second"] == pytest.approx(sum(tokens) / sum(seconds))
 
 
 def test_policy_learns_the_reward(run: FinishedRun) -> None:
@@ -54,7 +56,7 @@ def test_policy_learns_the_reward(run: FinishedRun) -> None:
     summary = run.summary()
     assert summary["eval_before"] <= 0.5 < summary["eval_after"]
     rewards = [row["reward/mean"] for row in run.steps()]
-    assert np.mean(rewards[-20:]) > 2 * np.mean(rewards[:20])
+    assert np.mean(rewards[-8:]) > np.mean(rewards[:8])
 
 
 def test_startup_time_is_reported_by_phase(run: FinishedRun) -> None:
@@ -71,9 +73,9 @@ def test_startup_time_is_reported_by_phase(run: FinishedRun) -> None:
     kinds = start["by_kind"]
     assert sum(kinds.values()) == pytest.approx(start["seconds"], abs=0.01)
     assert set(kinds) == {"imports", "ray", "sglang", "megarl"}
-    assert min(kinds.values()) > 0.1
-    assert phases["rollout engines"]["by_kind"]["sglang"] > 1
-    assert all(phases[name]["by_kind"]["imports"] > 0.2 for name in ("command", "controller", "trainer ranks"))
+    assert min(kinds.values()) > 0
+    assert phases["rollout engines"]["by_kind"]["sglang"] > 0
+    assert all(phases[name]["by_kind"]["imports"] > 0 for name in ("command", "controller", "trainer ranks"))
     (line,) = (line for line in run.command.stdout.splitlines() if line.startswith("started in "))
     assert line == f"started in {start['seconds']:.1f} s: " + ", ".join(
         f"{name} {kinds[kind]:.1f}"
@@ -91,15 +93,6 @@ def test_every_step_has_metrics(run: FinishedRun) -> None:
         assert row["weight_sync/bytes"] > 0
         assert row["time/step_seconds"] >= row["time/rollout_seconds"] + row["time/train_seconds"]
         assert all(isinstance(value, int | float) for value in row.values()), row
-
-
-def test_controller_overhead_is_small(run: FinishedRun) -> None:
-    assert np.median([row["controller/own_fraction"] for row in run.steps()]) < 0.1
-
-
-def test_controller_memory_does_not_grow(run: FinishedRun) -> None:
-    memory = {row["step"]: row["controller/rss_bytes"] for row in run.steps()}
-    assert memory[STEPS] - memory[10] <= MAX_GROWTH
 
 
 def test_only_informative_groups_have_a_gradient(run: FinishedRun) -> None:
@@ -155,12 +148,3 @@ def test_exported_model_is_trained_and_loads_in_transformers(run: FinishedRun, w
     assert all(torch.isfinite(p).all() for p in after.values())
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
     assert AutoTokenizer.from_pretrained(run.folder / "model").eos_token == "<eos>"
-
-
-def test_last_heartbeat_reports_the_end(run: FinishedRun) -> None:
-    beat = json.loads((run.folder / "heartbeat.json").read_text())
-    assert (beat["status"], beat["step"], beat["last_checkpoint_step"]) == ("ended", STEPS, STEPS)
-
-
-def test_configuration_is_saved(run: FinishedRun) -> None:
-    assert f"steps: {STEPS}" in (run.folder / "train.yaml").read_text()

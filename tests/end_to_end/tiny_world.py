@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megarl.data.demo_arithmetic import write_arithmetic
-from megarl.data.tiny_checkpoint import write_tiny_model
+from megarl.data.tiny_checkpoint import CHAT_TEMPLATE, write_tiny_model
+from megarl.data.tokenizer import load_tokenizer
+from tests.time_limits import HANG_SECONDS
 
 NUM_HELD_OUT = 6
 
-STEPS = 50
+STEPS = 24
 """Default number of steps of a run; each takes a quarter of a second."""
+
+EVERY = 4
+"""Default number of steps between two checkpoints."""
+
+LR = 2e-3
+
+PATIENCE = 2 * HANG_SECONDS
+PATIENT: dict[str, dict[str, Any]] = {
+    "placement": {"start_timeout_seconds": PATIENCE, "node_check_timeout_seconds": PATIENCE},
+    "rollout": {"request_timeout_seconds": PATIENCE},
+    "weight_sync": {"timeout_seconds": PATIENCE, "abort_seconds": 100.0},
+    "trainer": {"timeout_seconds": PATIENCE},
+    "recovery": {"engine_stall_seconds": PATIENCE, "grace_seconds": PATIENCE},
+}
+"""Time limits that a run on a slow, busy machine does not reach."""
 
 
 def write_world(folder: Path) -> Path:
-    """Write `model/` and `data/` into `folder`, and return it."""
+    """Write `model/`, `chat/`, which is the model with a chat template, and `data/` into `folder`; return it."""
     files = write_arithmetic(folder / "data", seed=0, num_train=64, num_heldout=NUM_HELD_OUT)
     rows = [json.loads(line) for line in Path(files.sft).read_text().splitlines()]
     write_tiny_model(
@@ -34,6 +52,10 @@ def write_world(folder: Path) -> Path:
         ffn_size=96,
         context_length=160,
     )
+    shutil.copytree(folder / "model", folder / "chat")
+    tokenizer = load_tokenizer(folder / "chat")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder / "chat")
     return folder
 
 
@@ -47,14 +69,20 @@ def run_tree(world: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
         "model": {"path": str(world / "model")},
         "data": {"path": str(world / "data/train.jsonl"), "eval_path": str(world / "data/heldout.jsonl")},
         "algorithm": {"kl_loss": None, "group_size": 2, "prompts_per_step": 4},
-        "trainer": {"steps": STEPS, "optimizer": {"lr": 1e-3}},
+        "trainer": {"steps": STEPS, "optimizer": {"lr": LR}},
         "rollout": {"max_new_tokens": 12},
         "reward": {"terms": {"one": {"type": "format", "pattern": "1"}}},
         "placement": {"slots_per_node": 2},
-        "checkpoint": {"every": 10, "keep_every": 10},
+        "checkpoint": {"every": EVERY, "keep_every": EVERY},
+        "weight_sync": {},
         "recovery": {"backoff_seconds": 0.1},
     }
-    return tree | sections
+    return patient(tree | sections)
+
+
+def patient(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the time limits of `PATIENT`, except those that it sets itself."""
+    return {name: PATIENT[name] | section if name in PATIENT else section for name, section in tree.items()}
 
 
 def write_run(world: Path, folder: Path, **sections: Any) -> Path:
@@ -73,5 +101,5 @@ def write_sft(world: Path, folder: Path, **sections: Any) -> Path:
         "trainer": {"steps": 3, "batch_size": 8},
     }
     path = folder / "sft.yaml"
-    path.write_text(yaml.safe_dump(tree | sections))
+    path.write_text(yaml.safe_dump(patient(tree | sections)))
     return path

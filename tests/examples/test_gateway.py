@@ -15,6 +15,7 @@ import pytest
 
 from megarl.data.tiny_checkpoint import CHAT_TEMPLATE
 from megarl.rollout.gateway.reply_parser import ParsedReply, SglangParser
+from tests.end_to_end.launched import wait_until
 from tests.rollout.environments.chat_templates import chat_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ async def solve(task, base_url, api_key):
     text = task["messages"][0]["content"]
     if text == "wait":
         try:
-            await asyncio.sleep(600)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             open(base_url, "w").close()
             raise
@@ -115,11 +116,7 @@ def test_episodes_share_a_process_and_fail_alone(pool: Any, tmp_path: Path) -> N
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        for _ in range(500):
-            if (tmp_path / "cancelled").exists():
-                break
-            await asyncio.sleep(0.02)
-        assert (tmp_path / "cancelled").exists()
+        assert await asyncio.to_thread(wait_until, (tmp_path / "cancelled").exists)
         with pytest.raises(RuntimeError, match="exit code 3"):
             await run(make_task("exit"), "", "key", command=command)
         await run(make_task("a"), "", "key", command=command)

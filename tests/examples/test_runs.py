@@ -24,7 +24,7 @@ def run(folder: Path, *command: str | Path) -> str:
     source = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PATH": path, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=1800, check=False
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

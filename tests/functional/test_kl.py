@@ -13,12 +13,6 @@ from megarl.config.algorithms.policy import KlKind
 from megarl.functional.kl import AdaptiveKl, kl_penalty
 
 
-@pytest.mark.parametrize(("kind", "want"), [("k1", 0.2), ("k2", 0.02), ("k3", 0.018731)])
-def test_golden_values(kind: KlKind, want: float) -> None:
-    got = kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.2]), kind=kind)
-    assert got.tolist() == pytest.approx([want], abs=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_kl_penalty_matches_a_loop(kind: KlKind) -> None:
     new, ref = np.random.default_rng(0).normal(size=(2, 100))
@@ -33,14 +27,6 @@ def test_k3_is_exact_near_0_and_finite_far_off() -> None:
     small = kl_penalty(torch.tensor([1e-3]), torch.tensor([0.0]), kind="k3")
     assert small.item() == pytest.approx(4.998334e-7, rel=2e-4)
     assert kl_penalty(torch.tensor([-1e4]), torch.tensor([0.0]), kind="k3").isfinite().all()
-
-
-def test_k1_and_k3_estimate_the_divergence() -> None:
-    """Their expectation under the policy, summed over a full vocabulary, is the KL divergence."""
-    policy, ref = (torch.tensor(row).log_softmax(0) for row in np.random.default_rng(1).normal(size=(2, 50)))
-    want = float((policy.exp() * (policy - ref)).sum())
-    for kind in ("k1", "k3"):
-        assert float((policy.exp() * kl_penalty(policy, ref, kind=kind)).sum()) == pytest.approx(want, rel=1e-10)
 
 
 @pytest.mark.parametrize(

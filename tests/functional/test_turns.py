@@ -71,28 +71,6 @@ def test_a_group_in_which_one_episode_has_turns_gets_no_advantage() -> None:
     assert not len(turn_advantages(torch.zeros(0), torch.zeros(0).long(), torch.tensor([0, 0]), kind="grpo"))
 
 
-def test_the_baseline_of_rloo_leaves_the_expected_gradient_unchanged() -> None:
-    """Two turns with two actions each: the mean of advantage * score equals that of return * score."""
-    rng = np.random.default_rng(0)
-    table = rng.normal(size=(2, 2, 2))  # reward of turn k after actions (a, b)
-    prob = np.array([0.3, 0.7])
-    total = {"return": 0.0, "advantage": 0.0}
-    actions = [(a, b) for a in (0, 1) for b in (0, 1)]
-    for one in actions:
-        for two in actions:
-            weight = float(np.prod([prob[i] for i in (*one, *two)]))
-            turns = [[float(table[k][a][b]) for k in (0, 1)] for a, b in (one, two)]
-            found = turn_advantages(*flat(turns), torch.tensor([0, 0]), kind="rloo")
-            # score of action 1 under a Bernoulli policy: a - p, at each turn
-            for episode, chosen in enumerate((one, two)):
-                for k in (0, 1):
-                    score = chosen[k] - 0.7
-                    total["return"] += weight * score * sum(turns[episode][k:])
-                    total["advantage"] += weight * score * float(found[2 * episode + k])
-    # a reward-to-go of the first turn depends on the second action; both estimators have the same expectation
-    assert total["advantage"] == pytest.approx(total["return"], abs=1e-6)
-
-
 def test_turns_are_runs_of_sampled_tokens() -> None:
     mask = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1], dtype=torch.bool)
     assert turn_of_tokens(mask).tolist() == [-1, 0, 0, -1, 1, -1, -1, 2, 2]

@@ -1,7 +1,5 @@
 """Tables that tests of GPUs print at the end of the session."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,7 @@ TABLES = pytest.StashKey[dict[str, list[str]]]()
 
 
 @pytest.fixture
-def report(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+def report(request) -> Callable[[str, str], None]:
     """Function that adds lines to the table with this title."""
     tables = request.config.stash.setdefault(TABLES, {})
 

@@ -3,8 +3,6 @@
 On the CPU the stand-in for FusedAdam, with which other tests train, takes its place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,9 +61,7 @@ def fused_adam_class(device: str) -> Any:
 
 
 @pytest.mark.parametrize(("moments", "tolerance"), [("float32", FLOAT32_TOLERANCE), ("bfloat16", 0.1 * LR * STEPS)])
-def test_fused_adam_of_16_bit_parameters_is_torchs_adam(
-    device: str, moments: str, tolerance: float, expected: list[Tensor]
-) -> None:
+def test_fused_adam_of_16_bit_parameters_is_torchs_adam(device, moments, tolerance, expected):
     parameters = [torch.nn.Parameter(weight.bfloat16().to(device)) for weight in draw_weights()]
     dtype = getattr(torch, moments)
 
@@ -82,7 +78,7 @@ def test_fused_adam_of_16_bit_parameters_is_torchs_adam(
 
 
 @pytest.mark.gpu
-def test_fused_adam_of_float32_parameters_is_torchs_adam(expected: list[Tensor]) -> None:
+def test_fused_adam_of_float32_parameters_is_torchs_adam(expected):
     parameters = [torch.nn.Parameter(weight.cuda()) for weight in draw_weights()]
     step(fused_adam_class("cuda"), parameters, "grad")
     for parameter, want in zip(parameters, expected, strict=True):

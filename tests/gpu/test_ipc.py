@@ -1,7 +1,5 @@
 """Device memory that two processes share: boxes of the owner's bucket are copied by another process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

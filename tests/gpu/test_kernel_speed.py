@@ -1,7 +1,5 @@
 """The kernels at the sizes of a model of 8 billion parameters: results in bfloat16, memory, and the roofline."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The trainer on one GPU: log-probabilities and gradients against transformers, memory, checkpoints, traces."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace

@@ -32,18 +32,15 @@ from megarl.workers import failures
 from megarl.workers.group import RemoteCall
 from tests.time_limits import HANG_SECONDS
 
+TIMEOUT_SECONDS, ABORT_SECONDS = 2 * HANG_SECONDS, 3 * HANG_SECONDS
+"""Limits of a weight sync, which no test reaches: ranks would otherwise abort at a beat that comes at any time."""
 NOTHING = WeightLayout({}, ())
 NEEDS = WeightNeeds(layouts=(NOTHING,), full_tensors=())
 
 
 def make_stats(sent: int, received: int, extra: int) -> SyncStats:
-    return SyncStats(
-        bytes_sent=sent,
-        bytes_received=received,
-        bytes_delivered=received,
-        buckets=2 if received else 0,
-        peak_extra_bytes=extra,
-    )
+    num_bytes = {"bytes_sent": sent, "bytes_received": received, "bytes_delivered": received}
+    return SyncStats(**num_bytes, buckets=2 if received else 0, peak_extra_bytes=extra)
 
 
 @dataclass
@@ -80,7 +77,6 @@ class Cluster:
     ready: list[int] = field(default_factory=lambda: [0, 1])
     engines: list[StartedEngine] = field(default_factory=list)
     config: Any = None
-    """Of the run."""
 
     def name(self, replica: int) -> str:
         return f"engine {replica}"
@@ -105,7 +101,7 @@ class Cluster:
 
     def select(self, replicas: list[int]) -> EngineHandles:
         chosen = [self.engines[replica] for replica in replicas]
-        return EngineHandles(chosen, [self.engine_slots[replica] for replica in replicas], self.pool, 9.0)
+        return EngineHandles(chosen, [self.engine_slots[replica] for replica in replicas], self.pool, HANG_SECONDS)
 
     def call_engine(self, replica: int, method: str, *arguments: Any) -> Ref:
         self.calls.append((method, replica))
@@ -155,9 +151,7 @@ class Cluster:
     def begin_push(self, request: PushRequest | None) -> RemoteCall[PushResult]:
         self.calls.append(f"push without {sorted(request.skipped)}" if request else "push")
         self.deltas.append(None if request is None else request.delta)
-        stats = make_stats(6, 0, 7) if self.disaggregated else make_stats(1, 1, 3)
-        if len(self.ready) == 1 and self.disaggregated:
-            stats = make_stats(3, 0, 7)
+        stats = make_stats(3 * len(self.ready), 0, 7) if self.disaggregated else make_stats(1, 1, 3)
         return self._trainer_call(PushResult(stats=stats, undelivered=self.undelivered), self.trainer_error)
 
     def _trainer_call(self, result: Any, error: RayError | None) -> RemoteCall[Any]:
@@ -203,15 +197,25 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                 "data": {"path": "unused"},
                 "rollout": {"replicas": 2},
                 "reward": {"terms": {"one": {"type": "format", "pattern": "1"}}},
-                "weight_sync": {"strategy": "exact", "timeout_seconds": 9.0, "abort_seconds": 2.0} | weight_sync,
+                "weight_sync": {
+                    "strategy": "exact",
+                    "timeout_seconds": TIMEOUT_SECONDS,
+                    "abort_seconds": ABORT_SECONDS,
+                    **weight_sync,
+                },
                 "placement": {"nodes": 1, "slots_per_node": 2} | (placement if disaggregated else {}),
             }
         )
         clusters.append(cluster)
         cluster.config = config
-        return cluster, WeightSync(config, cluster, cluster, cluster.pool)
+        syncs.append(WeightSync(config, cluster, cluster, cluster.pool))
+        return cluster, syncs[-1]
 
-    clusters: list[Cluster] = []
+    clusters, syncs, others = list[Cluster](), list[WeightSync](), set(threading.enumerate())
     yield make
     for heartbeat in (heartbeat for cluster in clusters for heartbeat in cluster.heartbeats):
         heartbeat.close()
+    for thread in set(threading.enumerate()) - others:
+        if thread.name == "weight-sync-heartbeat":
+            thread.join(HANG_SECONDS)
+    syncs.clear()  # with the stores that heartbeats are written to

@@ -25,10 +25,9 @@ from tests.algorithms.scripted_run import Call, FakeRolloutGroup, train_with_fak
 from tests.megatron.fidelity.models import save_model, save_value_model
 from tests.megatron.fidelity.reference import _load
 from tests.run.finished_groups import completion, finished_group, run_config
+from tests.time_limits import HANG_SECONDS
 
 STEPS, PROMPTS, SAMPLES = 2, 2, 4
-
-
 VARYING = ("time/", "controller/", "tokens_per_second")
 
 
@@ -74,7 +73,11 @@ def run(cluster: None, tmp_path_factory: pytest.TempPathFactory, folders: dict[s
     @cache
     def run_once(*, offload: bool = False, dedicated: bool = False, tp: int = 1) -> RunResult:
         folder = tmp_path_factory.mktemp("roles")
-        placement: dict[str, Any] = {"slots_per_node": 2, "offload_idle_models": offload}
+        placement: dict[str, Any] = {
+            "slots_per_node": 2,
+            "offload_idle_models": offload,
+            "start_timeout_seconds": 2 * HANG_SECONDS,
+        }
         if dedicated:
             placement |= {"pools": {"elsewhere": {"slots_per_node": 2}}, "critic": {"pool": "elsewhere"}}
         config = run_config(
@@ -89,7 +92,12 @@ def run(cluster: None, tmp_path_factory: pytest.TempPathFactory, folders: dict[s
             run_dir=str(folder / "run"),
             model={"path": folders["policy"]},
             data={"path": "data.jsonl", "shuffle": False},
-            trainer={"steps": STEPS, "optimizer": {"lr": 1e-2}, "max_tokens_per_micro_batch": 30},
+            trainer={
+                "steps": STEPS,
+                "optimizer": {"lr": 1e-2},
+                "max_tokens_per_micro_batch": 30,
+                "timeout_seconds": 2 * HANG_SECONDS,
+            },
             tracking={"tensorboard": False, "rollouts": False},
             limits={"logprob_kl": None, "logprob_abs_p99": None},  # no engine has computed the log-probabilities
             placement=placement,
@@ -109,7 +117,7 @@ def run_two_steps(config: Any, folder: Path) -> RunResult:
         groups: dict[str, Any] = {"policy": trainer, **models.trained, **models.frozen}
         processes_by_role = {name: group.group._processes for name, group in groups.items()}
         for pending in [*starting, trainer.start_workers(trainer_spec(config))]:
-            pending.result(120)
+            pending.result(HANG_SECONDS)
         experience = RolloutBatch(groups=[finished_group(GROUP)])
         (found,) = map(dict, models.trained["critic"].values(experience.forward_request(config)).fetch()[:1])
         log: list[Call] = []
@@ -189,11 +197,8 @@ def test_critic_on_dedicated_slots_gives_identical_results(tp: int, run: Run) ->
     [("cuda", None, True), ("cpu", None, False), ("cpu", True, True), ("cuda", False, False)],
 )
 def test_models_are_offloaded_only_on_shared_slots(device: str, offload_idle_models: bool | None, want: bool) -> None:
-    placement = {
-        "pools": {"elsewhere": {}},
-        "critic": {"pool": "elsewhere"},
-        "offload_idle_models": offload_idle_models,
-    }
+    pool = {"pools": {"elsewhere": {}}, "critic": {"pool": "elsewhere"}}
+    placement = {**pool, "offload_idle_models": offload_idle_models}
     config = run_config({"type": "ppo"}, placement=placement)
     offload_when_idle = {
         auxiliary.name: _model_spec(config, auxiliary, device).offload_when_idle
@@ -219,8 +224,5 @@ def test_all_language_models_have_the_same_head() -> None:
     config = run_config({"type": "ppo"}, trainer={"fused_lm_head": True})
     config = config.model_copy(update={"model": config.model.model_copy(update={"fp32_lm_head": True})})
     specs = [trainer_spec(config).model, *(_model_spec(config, each, "cpu") for each in config.auxiliary_models)]
-    assert [(spec.head, spec.fused_lm_head, spec.fp32_lm_head) for spec in specs] == [
-        ("lm", True, True),
-        ("lm", True, True),
-        ("value", True, True),
-    ]
+    heads = [(spec.head, spec.fused_lm_head, spec.fp32_lm_head) for spec in specs]
+    assert heads == [(head, True, True) for head in ("lm", "lm", "value")]

@@ -57,13 +57,13 @@ def make_config(
 
 
 @pytest.fixture
-def traced_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Replace the engine trace by the trainer's layouts of the same size; return the list of traced sizes."""
-    sizes: list[int] = []
+def traced_sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Replace the engine trace by the trainer's layouts of the same size; return the traced (tp, ep)."""
+    sizes: list[tuple[int, int]] = []
 
     def layouts(path: str, *, tp: int, ep: int, device: str, dtype: str) -> list[WeightLayout]:
-        assert (ep, device, dtype) == (1, "cpu", "float32")
-        sizes.append(tp)
+        assert (device, dtype) == ("cpu", "float32")
+        sizes.append((tp, ep))
         return trainer_layouts(load_architecture_and_dtype(path)[0], RankGrid(tp=tp), dtype)
 
     monkeypatch.setattr(offline_trace, "trace_layouts", layouts)
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[int, ...]]]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("strategy", ["auto", "micro_dp", "exact"])
 def test_engines_are_strided_without_a_trace_if_sizes_divide(
-    case: str, strategy: str, model: str, traced_sizes: list[int]
+    case: str, strategy: str, model: str, traced_sizes: list[tuple[int, int]]
 ) -> None:
     sizes, expected = CASES[case]
     run = make_config(model, strategy, **sizes)
@@ -101,32 +101,18 @@ OVERLAP_CASES = [
 ]
 
 
-def test_engines_are_placed_for_their_expert_parallel_size(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `ep_size`, an engine rank needs whole experts: another trace."""
-    traced: list[int] = []
-
-    def layouts(path: str, *, tp: int, ep: int, device: str, dtype: str) -> list[WeightLayout]:
-        traced.append(ep)
-        return trainer_layouts(load_architecture_and_dtype(path)[0], RankGrid(tp=tp), dtype)
-
-    monkeypatch.setattr(offline_trace, "trace_layouts", layouts)
-    sizes = OVERLAP_CASES[0]
-    run = make_config(model, "exact", **sizes)
-    engine = run.rollout.engine.model_copy(update={"extra_args": {"ep_size": sizes["gen_tp"]}})
-    run = run.model_copy(update={"rollout": run.rollout.model_copy(update={"engine": engine})})
-    place_engines(run, make_pool(sizes["nodes"], sizes["per_node"]), RankGrid(tp=sizes["tp"], dp=run.dp))
-    assert traced == [sizes["gen_tp"]]
-
-
 @pytest.mark.parametrize("sizes", OVERLAP_CASES, ids=str)
 @pytest.mark.parametrize("strategy", ["auto", "exact"])
 def test_other_placements_match_reshard_explain(
-    sizes: dict[str, int], strategy: str, model: str, traced_sizes: list[int]
+    sizes: dict[str, int], strategy: str, model: str, traced_sizes: list[tuple[int, int]]
 ) -> None:
     run = make_config(model, strategy, **sizes)
     slots = make_pool(sizes["nodes"], sizes["per_node"])
     found = place_engines(run, slots, RankGrid(tp=sizes["tp"], dp=run.dp))
-    assert traced_sizes == [sizes["gen_tp"]]
+    engine = run.rollout.engine.model_copy(update={"extra_args": {"ep_size": sizes["gen_tp"]}})
+    with_ep = run.model_copy(update={"rollout": run.rollout.model_copy(update={"engine": engine})})
+    place_engines(with_ep, slots, RankGrid(tp=sizes["tp"], dp=run.dp))
+    assert traced_sizes == [(sizes["gen_tp"], 1), (sizes["gen_tp"], sizes["gen_tp"])], "a rank needs whole experts"
     assert find_cross_node_group([(group,) for group in found], pool_topology(slots)) is None
     decoder, _ = load_architecture_and_dtype(model)
     scenario = make_scenario(
@@ -148,17 +134,15 @@ def test_other_placements_match_reshard_explain(
 
 @pytest.mark.parametrize("strategy", ["micro_dp", "gather_hf"])
 def test_engine_across_two_nodes_is_rejected(strategy: str, model: str) -> None:
-    sizes = {"nodes": 2, "per_node": 3, "tp": 3, "gen_tp": 3, "replicas": 1}
+    sizes, split, ranks = {"nodes": 2, "per_node": 3, "tp": 3, "gen_tp": 3, "replicas": 1}, (3, 2), r"\[0, 1, 2\]"
     if strategy == "micro_dp":
-        sizes = {"nodes": 2, "per_node": 2, "tp": 4, "gen_tp": 2, "replicas": 2}
+        sizes, split, ranks = {"nodes": 2, "per_node": 2, "tp": 4, "gen_tp": 2, "replicas": 2}, (2, 2), r"\[0, 2\]"
     run = make_config(model, strategy, **sizes)
-    split = make_pool(2, 2) if strategy == "micro_dp" else make_pool(3, 2)
-    ranks = r"\[0, 2\]" if strategy == "micro_dp" else r"\[0, 1, 2\]"
     message = (
         rf"^weight_sync\.strategy: {strategy} puts engine 0 on the slots of trainer ranks {ranks}, which are on 2 "
     )
     with pytest.raises(ConfigError, match=message):
-        place_engines(run, split, RankGrid(tp=sizes["tp"], dp=run.dp))
+        place_engines(run, make_pool(*split), RankGrid(tp=sizes["tp"], dp=run.dp))
 
 
 def test_micro_dp_is_rejected_if_sizes_do_not_divide(model: str) -> None:
@@ -167,37 +151,25 @@ def test_micro_dp_is_rejected_if_sizes_do_not_divide(model: str) -> None:
         place_engines(run, make_pool(1, 4), RankGrid(tp=2, dp=2))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "per_node", "gen_tp", "replicas", "expected"),
-    [
-        (1, 4, 1, 2, [(0,), (1,)]),
-        (2, 3, 2, 2, [(0, 1), (3, 4)]),
-        (2, 4, 2, 4, [(0, 1), (2, 3), (4, 5), (6, 7)]),
-    ],
-)
-def test_dedicated_engines_use_consecutive_slots_of_one_node(
-    nodes: int, per_node: int, gen_tp: int, replicas: int, expected: list[tuple[int, ...]], model: str
-) -> None:
-    run = make_config(model, "auto", nodes=nodes, per_node=per_node, tp=1, gen_tp=gen_tp, replicas=replicas)
-    assert place_dedicated_engines(run, make_pool(nodes, per_node)) == expected
-
-
-@pytest.mark.parametrize(
-    ("nodes", "gen_tp", "replicas", "expected"),
-    [
-        (2, 6, 1, [(0, 1, 2, 3, 4, 5)]),
-        (5, 6, 2, [(0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11)]),
-        (3, 9, 1, [(0, 1, 2, 3, 4, 5, 6, 7, 8)]),
-    ],
-)
-def test_dedicated_engines_with_more_ranks_use_all_slots_of_consecutive_nodes(
-    nodes: int, gen_tp: int, replicas: int, expected: list[tuple[int, ...]], model: str
-) -> None:
-    pools = {"engines": {"nodes": nodes, "slots_per_node": 3}}
+def dedicated(model: str, *, nodes: int, per_node: int, gen_tp: int, replicas: int) -> list[tuple[int, ...]]:
+    """Place engines in a pool of their own."""
     tree = make_config(model, "auto", nodes=1, per_node=1, tp=1, gen_tp=1, replicas=1).model_dump()
+    pools = {"engines": {"nodes": nodes, "slots_per_node": per_node}}
     tree["placement"] = {"pools": pools, "rollout": {"pool": "engines"}}
     tree["rollout"] |= {"tp": gen_tp, "replicas": replicas}
-    assert place_dedicated_engines(RunConfig.model_validate(tree), make_pool(nodes, 3)) == expected
+    return place_dedicated_engines(RunConfig.model_validate(tree), make_pool(nodes, per_node))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "gen_tp", "first_slots"),
+    [(1, 4, 1, [0, 1]), (2, 3, 2, [0, 3]), (2, 4, 2, [0, 2, 4, 6]), (2, 3, 6, [0]), (5, 3, 6, [0, 6]), (3, 3, 9, [0])],
+)
+def test_dedicated_engines_use_consecutive_slots_of_one_node_or_all_slots_of_several(
+    nodes: int, per_node: int, gen_tp: int, first_slots: list[int], model: str
+) -> None:
+    sizes: dict[str, int] = {"nodes": nodes, "per_node": per_node, "gen_tp": gen_tp}
+    found = dedicated(model, **sizes, replicas=len(first_slots))
+    assert found == [tuple(range(first, first + gen_tp)) for first in first_slots]
 
 
 def test_more_engines_than_the_pool_holds_are_rejected(model: str) -> None:

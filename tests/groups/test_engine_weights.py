@@ -42,9 +42,8 @@ class Other(Cluster):
 def make_weights(make: Any, **weight_sync: Any) -> tuple[Cluster, EngineWeights]:
     cluster, _ = make(**weight_sync)
     other = Other()
-    other.calls = cluster.calls
+    other.calls, other.heartbeats = cluster.calls, cluster.heartbeats
     weights = served_by(cluster, {"proposer": other})
-    cluster.heartbeats += other.heartbeats
     cluster.calls.clear()
     return cluster, weights
 
@@ -100,12 +99,7 @@ def test_a_restarted_engine_receives_the_model_that_was_pushed_last(make: Any) -
 @pytest.mark.parametrize(
     ("head", "dedicated", "model", "message"),
     [
-        (
-            "lm",
-            frozenset(),
-            "judge",
-            "lets engines serve the model 'judge', which is none of the models that it trains",
-        ),
+        ("lm", frozenset(), "judge", "serve the model 'judge', which is none of the models that it trains"),
         ("value", frozenset(), "critic", "needs to be a language model, got one with the head 'value'"),
         ("lm", frozenset({"critic"}), "critic", r"placement.critic: .* needs the slots of the policy then, got a pool"),
     ],

@@ -154,32 +154,20 @@ def test_every_sampled_token_is_trained_once_and_means_count_episodes() -> None:
 
 def test_a_mean_over_the_tokens_of_an_episode_is_that_of_one_sequence() -> None:
     groups = make_groups()
-    sizes = [n for group in groups for segments in split_episodes(group) for n in [len(segments)]]
-    totals = [float(join_segments(s).loss_mask.sum()) for group in groups for s in split_episodes(group)]
-    segments = [trajectory for group in groups for trajectory in group]
-    one = [trajectory for group in joined(groups) for trajectory in group]
+    sizes = [len(segments) for group in groups for segments in split_episodes(group)]
+    segments, one = ([trajectory for group in each for trajectory in group] for each in (groups, joined(groups)))
+    totals = [float(trajectory.loss_mask.sum()) for trajectory in one]
     values = np.random.default_rng(1).normal(size=sum(t.num_tokens for t in one)).astype(np.float32)
-    denominators = run_denominators = (
-        RolloutBatch(groups=make_finished(groups))
-        .train_request(run_config({"prompts_per_step": 2, "group_size": 2}), SftLoss())
-        .mini_batches[0]
-        .denominators
-    )
+    config = run_config({"prompts_per_step": 2, "group_size": 2})
+    (mini_batch,) = RolloutBatch(groups=make_finished(groups)).train_request(config, SftLoss()).mini_batches
     results = []
     for trajectories, tokens in ((segments, np.repeat(totals, sizes)), (one, totals)):
         parts = np.split(values, np.cumsum([t.num_tokens for t in trajectories])[:-1])
         packed = pack(trajectories, {"loss": parts, EPISODE_TOKENS: [float(n) for n in tokens]})
-        results.append(
-            aggregate(
-                packed.columns["loss"],
-                packed.mask_T,
-                packed.sequence_tokens_T,
-                mode="seq-mean-token-mean",
-                denominators=denominators,
-            )
-        )
+        arguments = packed.columns["loss"], packed.mask_T, packed.sequence_tokens_T
+        results.append(aggregate(*arguments, mode="seq-mean-token-mean", denominators=mini_batch.denominators))
     by_hand = np.mean([values_t[t.loss_mask].mean() for t, values_t in zip(one, parts, strict=True)])
-    assert run_denominators.num_sequences == 4
+    assert mini_batch.denominators.num_sequences == 4
     torch.testing.assert_close(results[0], results[1])
     assert float(results[0]) == pytest.approx(by_hand, rel=1e-5)
 
@@ -210,32 +198,29 @@ def test_segments_survive_the_journal() -> None:
 @pytest.mark.parametrize("algorithm", [{"type": "grpo", "kl_loss": None}, {"type": "dapo"}, {"type": "rloo"}])
 def test_a_run_with_turn_advantages_trains_on_a_column(algorithm: dict[str, Any], tmp_path: Path) -> None:
     terms = {"match": {"type": "numeric"}, "game": {"type": "environment"}}
-    run = run_script(
-        tmp_path,
-        {**algorithm, "advantages_per": "turn"},
-        lambda label, number, sample: float(sample),
-        reward={"terms": terms},
-    )
-    (request,) = run.arguments("policy", "train") or run.arguments("trainer", "train")
+    tree = {**algorithm, "advantages_per": "turn"}
+    run = run_script(tmp_path, tree, lambda label, number, sample: float(sample), reward={"terms": terms})
+    (request,) = run.arguments("policy", "train")
     assert "advantages" in request.columns
 
 
 @pytest.mark.parametrize(
     ("algorithm", "reason"),
     [
-        ({"type": "gspo"}, "algorithm.type: gspo computes importance ratios over whole sequences"),
-        ({"type": "gmpo"}, "algorithm.type: gmpo computes geometric means of ratios over whole sequences"),
-        ({"type": "prime"}, "algorithm.type: prime computes the loss of its reward model over whole sequences"),
+        ({"type": "gspo"}, "algorithm.type: gspo computes importance ratios"),
+        ({"type": "gmpo"}, "algorithm.type: gmpo computes geometric means of ratios"),
+        ({"type": "prime"}, "algorithm.type: prime computes the loss of its reward model"),
         (
             {"type": "grpo", "rollout_is": {"kind": "sequence_tis"}},
-            "algorithm.rollout_is.kind: sequence_tis computes weights over whole sequences",
+            "algorithm.rollout_is.kind: sequence_tis computes weights",
         ),
         ({"type": "grpo"}, None),
         ({"type": "ppo"}, None),
     ],
 )
 def test_algorithms_over_whole_sequences_refuse_forks(algorithm: dict[str, Any], reason: str | None) -> None:
-    assert run_config(algorithm).algorithm.refuses_forks == reason
+    found = run_config(algorithm).algorithm.refuses_forks
+    assert found == (reason and f"{reason} over whole sequences")
 
 
 @pytest.mark.parametrize("kind", ["prime", "distillation"])

@@ -15,17 +15,6 @@ from megarl.groups import remote_engine
 from megarl.groups.remote_engine import EngineSink, RemoteEngine
 
 
-class FakeMethod:
-    def remote(self, *_: Any) -> str:
-        return "ref"
-
-
-class FakeHandle:
-    """Handle of an actor whose calls return the reference `ref`."""
-
-    invoke = FakeMethod()
-
-
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -39,11 +28,22 @@ def test_sink_errors_name_the_engine(error: MegarlError, message: str, monkeypat
         raise error
 
     monkeypatch.setattr(remote_engine, "wait_all", fail)
-    wait = EngineSink(FakeHandle(), "engine 1", 1.0).load(None)  # type: ignore[arg-type]
+    handle: Any = SimpleNamespace(invoke=SimpleNamespace(remote=lambda *_: "ref"))
+    wait = EngineSink(handle, "engine 1", 1.0).load(None)  # type: ignore[arg-type]
     with pytest.raises(WeightSyncError) as raised:
         wait()
     assert str(raised.value) == message
     assert raised.value.__cause__ is error
+
+
+def ended_future(answer: Any) -> Future[Any]:
+    """Return a future with this result, or with this exception of Ray."""
+    future: Future[Any] = Future()
+    if isinstance(answer, RayError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+    return future
 
 
 class FakeActor:
@@ -53,12 +53,7 @@ class FakeActor:
         self.left, self.invoke = list(answers), SimpleNamespace(remote=self._invoke)
 
     def _invoke(self, *_: Any) -> Any:
-        future: Future[Any] = Future()
-        answer = self.left.pop(0)
-        if isinstance(answer, RayError):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
+        future = ended_future(self.left.pop(0))
         return SimpleNamespace(future=lambda: future)
 
 
@@ -66,15 +61,11 @@ def lost_answer_errors() -> list[RayError]:
     return [ActorUnavailableError("the connection was reset", b"x" * 16), ObjectLostError("0" * 56, None, "")]
 
 
-def test_call_is_retried_if_the_answer_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_is_retried_if_the_answer_was_lost_but_not_on_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_engine, "RETRY_SECONDS", 0.0)
     handle = FakeActor(*lost_answer_errors(), ["completion"])
     assert asyncio.run(RemoteEngine(handle, "engine 1").generate_many([])) == ["completion"]  # type: ignore[comparison-overlap]
     assert handle.left == []
-
-
-def test_dead_engine_raises_lost_engine_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_engine, "RETRY_SECONDS", 0.0)
     handle = FakeActor(*lost_answer_errors(), ActorDiedError())
     with pytest.raises(LostEngineError, match="generate_many: engine 1 died"):
         asyncio.run(RemoteEngine(handle, "engine 1").generate_many([]))

@@ -104,6 +104,7 @@ def replayed(answers):
 def test_restarted_actor_regenerates_only_unfinished_groups(make_actor, tmp_path):
     undisturbed = SeededEngine()
     expected = run(make_actor(undisturbed, run_dir=str(tmp_path / "undisturbed")), [job(g) for g in range(4)])
+    assert (undisturbed.calls, len(undisturbed.requested_seeds)) == (1, 16), "concurrent groups take one call"
 
     first = make_actor(SeededEngine(broken=[102]))
     answers = [run(first, [job(g)])[0] for g in range(4)]  # one engine call per job; the call of job 2 fails
@@ -165,13 +166,6 @@ def test_journal_of_another_configuration_fails_every_group(make_actor, changes)
     answers = run(make_actor(engine, **changes), [job(g) for g in range(3)])
     assert all(isinstance(a, WorkerError) and "move" in str(a) for a in answers)
     assert engine.calls == 0
-
-
-def test_concurrent_groups_are_sent_in_one_engine_call(make_actor):
-    engine = SeededEngine()
-    run(make_actor(engine), [job(g) for g in range(16)])
-    assert engine.calls == 1
-    assert len(engine.requested_seeds) == 64
 
 
 def test_an_actor_of_a_run_that_lost_its_folder_writes_nothing(make_actor, tmp_path):

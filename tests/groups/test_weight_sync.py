@@ -14,8 +14,6 @@ from megarl.reshard.layout.layout import TensorSpec, WeightLayout, WeightNeeds
 
 GRID = RankGrid(tp=4, dp=2)
 SPECS = {"norm": TensorSpec((4,), "float32")}
-
-
 Slots = list[tuple[int, ...]]
 
 
@@ -58,17 +56,11 @@ def test_colocated_engine_rank_receives_boxes_from_the_rank_on_its_slot(strategy
     needs = make_needs(STRIDED)
     setup = make_setup(strategy, STRIDED, needs)
     assert setup.config.strategy == ("exact" if strategy == "exact" else "micro_dp")
-    assert setup.receivers == {
-        0: "engine 0 rank 0",
-        2: "engine 0 rank 1",
-        1: "engine 1 rank 0",
-        3: "engine 1 rank 1",
-        4: "engine 2 rank 0",
-        6: "engine 2 rank 1",
-    }
+    ranks = {slot: (engine, rank) for engine, slots in enumerate(STRIDED) for rank, slot in enumerate(slots)}
+    assert setup.receivers == {slot: f"engine {engine} rank {rank}" for slot, (engine, rank) in ranks.items()}
     assert setup.senders == ()
     assert setup.needs.keys() == setup.receivers.keys()
-    assert all(setup.needs[rank] is needs.layouts[ranks.index(rank)] for ranks in STRIDED for rank in ranks)
+    assert all(setup.needs[slot] is needs.layouts[rank] for slot, (_, rank) in ranks.items())
     assert setup.nodes == (0, 0, 0, 0, 1, 1, 1, 1)
     assert bool(setup.groups) == (setup.config.strategy == "micro_dp")
     assert setup.full_tensors == ()

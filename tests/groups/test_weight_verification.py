@@ -50,16 +50,10 @@ def verify(engines: Engines) -> None:
     verify_weights(Trainer(), engines, 8, 16)  # type: ignore[arg-type]
 
 
-def test_engines_compare_what_all_trainer_ranks_hold() -> None:
+def test_engines_compare_what_all_trainer_ranks_hold_and_errors_name_the_engine() -> None:
     verify(Engines())
-
-
-def test_error_names_the_engine() -> None:
     with pytest.raises(WeightSyncError, match=r"^version 8: engine 1: TP rank 1 does not hold w$"):
         verify(Engines("TP rank 1 does not hold w"))
-
-
-def test_engines_with_different_layouts_are_named() -> None:
     with pytest.raises(WeightSyncError, match="engine 1 has another weight layout than engine 0"):
         verify(Engines(other_samples=SAMPLES[:1]))
 

@@ -6,8 +6,6 @@ Calls the ops on CPU tensors in bfloat16, with launches replaced by compilations
 arguments. Prints a line of JSON for each kernel. Needs Triton, and no `TRITON_INTERPRET`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Log-probabilities and entropies by torch's own log_softmax, in float64, random inputs, and calls of the ops."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Which ops run their Triton kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Copies of boxes, and their checksums against splitmix64 on Python numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -47,18 +45,28 @@ def plain_checksum(box):
     return total - 2**64 if total >= 2**63 else total
 
 
-@pytest.mark.parametrize(("dtype", "offset", "unit"), CASES, ids=str)
-def test_boxes_are_copied_and_nothing_else(dtype, offset, unit):
-    source = random_bytes(8192)
-    destination, want = random_bytes(8192, 1), random_bytes(8192, 1)
+def check_boxes(dtype, offset, unit, device):
+    """Boxes are copied with their checksums, and nothing else is written."""
+    source = random_bytes(8192).to(device)
+    destination, want = (random_bytes(8192, 1).to(device) for _ in range(2))
     table = BoxTable.of(list(zip(*(boxes_of(x, dtype, offset) for x in (source, destination)), strict=True)))
     assert table.unit == unit
     sums = copy_boxes(table, checksum=True)
     for a, b in zip(boxes_of(source, dtype, offset), boxes_of(want, dtype, offset), strict=True):
         b.copy_(a)
     assert torch.equal(destination, want)
-    assert sums.tolist() == [plain_checksum(box) for box in boxes_of(source, dtype, offset)]
+    assert sums.tolist() == [plain_checksum(box.cpu()) for box in boxes_of(source, dtype, offset)]
+    before = source.clone()
     assert torch.equal(checksum_boxes(boxes_of(source, dtype, offset)), sums)
+    assert torch.equal(source, before)
+    destination.zero_()
+    assert copy_boxes(table) is None
+    assert torch.equal(*(boxes_of(x, dtype, offset)[1].view(torch.uint8) for x in (source, destination)))
+
+
+@pytest.mark.parametrize(("dtype", "offset", "unit"), CASES, ids=str)
+def test_boxes_are_copied_and_nothing_else(dtype, offset, unit):
+    check_boxes(dtype, offset, unit, "cpu")
 
 
 def test_checksum_follows_the_content_and_not_the_place():
@@ -67,7 +75,6 @@ def test_checksum_follows_the_content_and_not_the_place():
     table = BoxTable.of([(box, packed)])
     before = copy_boxes(table, checksum=True)
     assert torch.equal(before, copy_boxes(BoxTable.of([(packed, box)]), checksum=True))
-    assert copy_boxes(table) is None
     box.view(torch.int16)[2, 16] += 1
     assert copy_boxes(table, checksum=True) != before
     box.view(torch.int16)[2, 16] -= 1

@@ -1,9 +1,8 @@
 """Block quantization: against SGLang's functions, all 256 numbers, and boxes against the whole weight."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -119,35 +118,28 @@ def test_parts_of_blocks_are_quantized_as_the_whole_weight(cut):
         assert torch.equal(out.float(), values[box].float())
 
 
-def test_arguments_of_parts_are_checked():
-    weight, scales = torch.zeros(10, 10), torch.ones(1, 1)
-    with pytest.raises(ValueError, match="offsets need to be from 0 to 127, got 128 and 0"):
-        fp8_block_maxima(weight, row_offset=128)
-    with pytest.raises(ValueError, match=r"the box needs \[2, 1\] scales, got \[1, 1\]"):
-        fp8_block_encode(weight, scales, weight.to(torch.float8_e4m3fn), row_offset=120)
-    with pytest.raises(ValueError, match=r"out needs to be torch.float8_e4m3fn \[10, 10\], got torch.float32"):
-        fp8_block_encode(weight, scales, weight)
+WEIGHT, SCALES = torch.zeros(10, 10), torch.ones(1, 1)
+QUANTIZED = fp8_block_quantize(random_weight(130, 257))
+FP8 = "need to be torch.float8_e4m3fn, got torch.uint8"
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "message"),
+    ("call", "message"),
     [
-        ((128, 128), {"row_offset": 64}, "rows 64 to 192 of 192 cut a block of 128"),
-        ((128, 100), {"full_shape": (128, 256)}, "columns 0 to 100 of 256 cut a block of 128"),
+        (lambda: fp8_block_maxima(WEIGHT, row_offset=128), "offsets need to be from 0 to 127, got 128 and 0"),
+        (lambda: fp8_block_encode(WEIGHT, SCALES, WEIGHT.to(torch.float8_e4m3fn), row_offset=120), "[2, 1] scales"),
+        (lambda: fp8_block_encode(WEIGHT, SCALES, WEIGHT), "torch.float8_e4m3fn [10, 10], got torch.float32"),
+        (lambda: fp8_block_quantize(torch.zeros(128, 128), row_offset=64), "rows 64 to 192 of 192 cut a block of 128"),
+        (
+            lambda: fp8_block_quantize(torch.zeros(128, 100), full_shape=(128, 256)),
+            "columns 0 to 100 of 256 cut a block of 128",
+        ),
+        (lambda: fp8_block_dequantize(QUANTIZED[0], QUANTIZED[1][:1]), "the box needs [2, 3] scales, got [1, 3]"),
+        (lambda: fp8_block_dequantize(*QUANTIZED, column_offset=128), "the box needs [2, 4] scales, got [2, 3]"),
+        (lambda: fp8_block_dequantize(QUANTIZED[0].view(torch.uint8), QUANTIZED[1]), FP8),
+        (lambda: fp8_block_dequantize(*QUANTIZED, row_offset=-1), "offsets need to be at least 0, got -1 and 0"),
     ],
 )
-def test_boxes_that_cut_a_block_are_not_quantized(shape, options, message):
-    with pytest.raises(ValueError, match=message):
-        fp8_block_quantize(torch.zeros(shape), **options)
-
-
-def test_inputs_that_do_not_fit_are_not_dequantized():
-    values, scales = fp8_block_quantize(random_weight(130, 257))
-    with pytest.raises(ValueError, match=r"the box needs \[2, 3\] scales, got \[1, 3\]"):
-        fp8_block_dequantize(values, scales[:1])
-    with pytest.raises(ValueError, match=r"the box needs \[2, 4\] scales, got \[2, 3\]"):
-        fp8_block_dequantize(values, scales, column_offset=128)
-    with pytest.raises(ValueError, match=r"values need to be torch.float8_e4m3fn, got torch.uint8"):
-        fp8_block_dequantize(values.view(torch.uint8), scales)
-    with pytest.raises(ValueError, match="offsets need to be at least 0, got -1 and 0"):
-        fp8_block_dequantize(values, scales, row_offset=-1)
+def test_arguments_that_do_not_fit_are_refused(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()

@@ -1,7 +1,5 @@
 """The recurrence against a loop over Python numbers, and against the recurrence of megarl's advantages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

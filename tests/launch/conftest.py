@@ -1,17 +1,35 @@
-"""Fixtures: simulated hosts, and a tiny model with data for the session."""
+"""Fixtures: simulated hosts, a tiny model with data for the session, and time limits for nodes in this process."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import asyncio
+import inspect
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megarl.launch import rendezvous
 from tests.end_to_end.tiny_world import write_world
-from tests.launch.hosts import Hosts, missing
+from tests.launch import in_process
+from tests.launch.hosts import Hosts
+from tests.launch.skewed_clock import skew_clocks
+from tests.time_limits import HANG_SECONDS
 
-MakeHosts = Callable[..., Hosts]
+PATIENT = {"start_timeout_seconds": 2 * HANG_SECONDS, "node_check_timeout_seconds": 2 * HANG_SECONDS}
+"""Time limits of the section `placement`."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run tests that are coroutines, each on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    parameters = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in parameters}))
+    return True
 
 
 @pytest.fixture(scope="session")
@@ -21,12 +39,36 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_hosts(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeHosts]:
-    """Factory of two hosts that share pytest's folders, with a network delay of `delay` seconds."""
-    reason = missing()
-    if reason is not None:
-        pytest.skip(reason)
-    with contextlib.ExitStack() as stack:
-        yield lambda delay=0.0: stack.enter_context(
-            Hosts(2, tmp_path, shared=[tmp_path_factory.getbasetemp()], delay=delay)
-        )
+def hosts(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Two hosts that share pytest's folders."""
+    with Hosts(2, tmp_path, shared=[tmp_path_factory.getbasetemp()]) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def own_ports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes in this process have a job, and so ports, of this test only, and answer at their leisure."""
+    monkeypatch.setattr(in_process, "current_job", request.node.name)
+    monkeypatch.setattr(rendezvous, "ANSWER_TIMEOUT_SECONDS", HANG_SECONDS)
+
+
+@pytest.fixture
+def tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time limits of the rendezvous count in looks at the clock: a node tries so many addresses of the head."""
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+
+
+class Clock:
+    """What the clocks run ahead of the machine's."""
+
+    offset = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Clock of the rendezvous and of event loops, which the test advances."""
+    monkeypatch.setattr(asyncio.BaseEventLoop, "time", asyncio.BaseEventLoop.time)
+    monkeypatch.setattr(rendezvous, "time", rendezvous.time)
+    clock = Clock()
+    skew_clocks(lambda: clock.offset)
+    return clock

@@ -20,11 +20,11 @@ if mode == f"refuse{rank}":
     sys.stdout.write("no room for the object store\n")
     sys.exit(3)
 if mode == f"slow{rank}":
-    time.sleep(600)
+    time.sleep(6000)
 # a worker that outlives this process unless somebody terminates it
 subprocess.Popen(["sh", "-c", "trap '' TERM; while :; do sleep 0.2; done"], start_new_session=True)
 sys.stdout.write("Ray runtime started.\n")
 sys.stdout.flush()
-time.sleep(0.5 if mode == f"die{rank}" else 600)
+time.sleep(0.5 if mode == f"die{rank}" else 6000)
 sys.stdout.write("the raylet is dead\n")
 sys.exit(1)

@@ -9,7 +9,7 @@ Each host is a set of Linux namespaces, kept alive by an idle process. All proce
 process, which ends with this one. As on Debian, a host's name resolves to 127.0.1.1 on the host itself, and to its
 address elsewhere.
 
-The switch is a kernel bridge. With a delay it is `relay.py` instead, because many kernels have no netem.
+The switch is a bridge of the kernel, in a set of namespaces of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import psutil
+import pytest
 
 from tests.end_to_end.launched import has_ended, wait_until
 from tests.time_limits import END_SECONDS, HANG_SECONDS
@@ -59,6 +60,7 @@ exec """ + " ".join(IDLE_COMMAND)
 EXCLUDED_VARIABLES = ("RAY_ADDRESS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
+@cache
 def missing() -> str | None:
     """Return why this machine cannot simulate hosts; None if it can."""
     if os.geteuid() != 0:
@@ -184,87 +186,36 @@ class Host:
         self._holder.wait(HANG_SECONDS)
 
 
-class Switch(Protocol):
-    """The network switch between the hosts."""
-
-    def cut(self, port: str) -> None:
-        """Drop all frames from and to this port; the host still sees its interface as up."""
-        ...
-
-    def join(self, port: str) -> None:
-        """Forward frames from and to this port again."""
-        ...
-
-
-class Bridge:
-    """Switch that is a kernel bridge."""
-
-    def __init__(self, room: Host, ports: Sequence[str]) -> None:
-        self._room = room
-        room.run("ip", "link", "add", "br0", "up", "type", "bridge")
-        for port in ports:
-            self.join(port)
-
-    def cut(self, port: str) -> None:
-        """Drop all frames from and to this port."""
-        self._room.run("ip", "link", "set", port, "nomaster")
-
-    def join(self, port: str) -> None:
-        """Forward frames from and to this port."""
-        self._room.run("ip", "link", "set", port, "master", "br0")
-
-
-class Relay:
-    """Switch that is `relay.py`; delays every frame by `delay` seconds."""
-
-    def __init__(self, room: Host, ports: Sequence[str], delay: float) -> None:
-        program = room.nsenter_command(sys.executable, "-S", Path(__file__).with_name("relay.py"), str(delay), *ports)
-        self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        self._wait_for_ok()
-
-    def cut(self, port: str) -> None:
-        """Drop all frames from and to this port."""
-        self._send(f"cut {port}\n")
-
-    def join(self, port: str) -> None:
-        """Forward frames from and to this port."""
-        self._send(f"join {port}\n")
-
-    def _send(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line)
-        self._wait_for_ok()
-
-    def _wait_for_ok(self) -> None:
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ok\n", "the relay process has ended"
-
-
 class Hosts:
-    """`number` hosts named a, b, ... and the switch between them; they live until the `with` block ends."""
+    """`number` hosts named a, b, ... and the switch between them; they live until the `with` block ends.
 
-    def __init__(self, number: int, folder: Path, *, shared: Sequence[Path] = (), delay: float = 0.0) -> None:
+    Skips the test that uses them on a machine that cannot simulate hosts.
+    """
+
+    def __init__(self, number: int, folder: Path, *, shared: Sequence[Path] = ()) -> None:
         """Args:
         folder: folder for files of the hosts themselves.
         shared: folders below /tmp that all hosts see; outside of /tmp they see everything.
-        delay: network delay between hosts, in seconds.
         """
         self._names = [chr(ord("a") + i) for i in range(number)]
-        self._folder, self._delay = folder, delay
+        self._folder = folder
         everything = [Path.cwd(), Path(sys.prefix), Path(sys.base_prefix), folder, *shared]
         self._shared = [str(path) for path in everything if path.is_relative_to("/tmp")]
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Hosts:
+        reason = missing()
+        if reason is not None:
+            pytest.skip(reason)
         with self._stack as stack:
-            room = self._start_host("switch", "", ["sh", "-c", f"echo ready; exec {' '.join(IDLE_COMMAND)}"])
+            self._switch = self._start_host("switch", "", ["sh", "-c", f"echo ready; exec {' '.join(IDLE_COMMAND)}"])
+            self._switch.run("ip", "link", "add", "br0", "up", "type", "bridge")
             self._hosts = [self._make_host(i) for i in range(len(self._names))]
-            ports = [f"p{i}" for i in range(len(self._names))]
-            for port, host in zip(ports, self._hosts, strict=True):
-                room.plug(port, "up", "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
+            for i, host in enumerate(self._hosts):
+                self._switch.plug(f"p{i}", "up", "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
                 host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
                 host.run("ip", "link", "set", "eth0", "up")
-            self._switch: Switch = Relay(room, ports, self._delay) if self._delay else Bridge(room, ports)
+                self.rejoin(host)
             self._stack = stack.pop_all()
         return self
 
@@ -299,12 +250,12 @@ class Hosts:
         return program
 
     def cut_off(self, host: Host) -> None:
-        """Drop all network frames from and to the host, silently."""
-        self._switch.cut(f"p{self._hosts.index(host)}")
+        """Drop all network frames from and to the host, silently: its interface remains up."""
+        self._switch.run("ip", "link", "set", f"p{self._hosts.index(host)}", "nomaster")
 
     def rejoin(self, host: Host) -> None:
         """Forward network frames from and to the host again."""
-        self._switch.join(f"p{self._hosts.index(host)}")
+        self._switch.run("ip", "link", "set", f"p{self._hosts.index(host)}", "master", "br0")
 
     def _make_host(self, index: int) -> Host:
         addresses = {name: f"10.77.0.{i}" for i, name in enumerate(self._names, start=1)}

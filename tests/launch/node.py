@@ -1,10 +1,11 @@
-"""`megarl launch` on one node, for an arbitrary command.
+"""`megarl launch` on one node, for an arbitrary command; time limits are long unless the environment sets them.
 
-python -m tests.launch.node RANK SIZE PORT NODE_TIMEOUT fake|real COMMAND...
+python -m tests.launch.node RANK SIZE PORT JUMP_FILE fake|real COMMAND...
 """
 
 import os
 import sys
+from pathlib import Path
 
 from megarl.cli.output import print_error
 from megarl.errors import MegarlError
@@ -14,6 +15,8 @@ from megarl.launch.launch_node import LaunchOptions
 from megarl.launch.node_world import detect_node_world, with_secret
 from megarl.process import subreaper
 from megarl.process.early_stop_signal import stop_signal_blocked
+from tests.launch.skewed_clock import skew_clocks_once_exists
+from tests.time_limits import HANG_SECONDS
 
 
 def notify(line: str) -> None:
@@ -22,16 +25,19 @@ def notify(line: str) -> None:
 
 
 def main() -> int:
-    rank, size, port, node_timeout, ray, *command = sys.argv[1:]
+    rank, size, port, jump_file, ray, *command = sys.argv[1:]
+    skew_clocks_once_exists(Path(jump_file))
     if ray == "fake":
         ray_node.RAY_START = "tests.launch.fake_ray"
-    head_node.COMMAND_GRACE_SECONDS = float(os.environ.get("COMMAND_GRACE_SECONDS", "1"))
+    ray_node.START_TIMEOUT_SECONDS = HANG_SECONDS
+    if "refuse" in os.environ.get("FAKE_RAY", ""):
+        ray_node.TAIL_TIMEOUT_SECONDS = HANG_SECONDS
+    for name in ("COMMAND_GRACE_SECONDS", "REPEATED_SIGNAL_SECONDS"):
+        setattr(head_node, name, float(os.environ.get(name, 2 * HANG_SECONDS)))
     subreaper.GRACE_SECONDS = 0.3
     world = detect_node_world({}, rank=int(rank), size=int(size), head=f"127.0.0.1:{port}")
     world = with_secret(world, os.environ, insecure=False)
-    options = LaunchOptions(
-        join_timeout=float(os.environ["JOIN_TIMEOUT"]), node_timeout=float(node_timeout), cpus=2, labels={}
-    )
+    options = LaunchOptions(join_timeout=HANG_SECONDS, node_timeout=HANG_SECONDS, cpus=2, labels={})
     try:
         with stop_signal_blocked():
             return launch(world, options, command, notify=notify)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
@@ -38,9 +39,10 @@ def test_base_image_is_an_nvidia_pytorch_release():
 
 @pytest.mark.parametrize("source", [source for copy in instructions_of("COPY") for source in copy.split()[:-1]])
 def test_copied_files_exist_and_are_not_ignored(source: str) -> None:
-    tracked = subprocess.run(
-        ["git", "ls-files", source], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    listed = subprocess.run(["git", "ls-files", source], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip(f"needs a git checkout that this user may read: {listed.stderr.strip()}")
+    tracked = listed.stdout.splitlines()
     assert tracked
     ignored = [line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().splitlines()[1:]]
     hidden = {path for path in tracked for part in path.split("/") if any(fnmatch(part, name) for name in ignored)}
@@ -86,5 +88,7 @@ def test_packages_layer_needs_only_files_copied_before_it(tmp_path: Path) -> Non
 
 def plan_make(target: str, folder: Path, venv: Path) -> str:
     """Return the commands that make would run in `folder`."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
     make = ["make", "-n", target, f"VENV={venv}"]
     return subprocess.run(make, cwd=folder, capture_output=True, text=True, check=True).stdout

@@ -13,7 +13,6 @@ import pytest
 
 from tests.end_to_end.launched import wait_until
 from tests.end_to_end.tiny_world import write_sft
-from tests.launch.conftest import MakeHosts
 from tests.launch.hosts import Hosts
 from tests.time_limits import HANG_SECONDS
 
@@ -31,8 +30,8 @@ printf '%s|' "${0##*/}" "$PWD" "$NCCL_DEBUG" "$@"; echo
 echo "$MEGARL_LAUNCH_SECRET" >"$PWD/secret.$HOST"
 trap 'echo terminated; exit 9' TERM
 case " $* " in
-*" fails-on-$HOST "*) sleep 0.5; exit 3 ;;
-*" stays "*) echo running; while :; do sleep 0.05; done ;;
+*" fails-on-$HOST "*) until [ -e "$PWD/other-runs" ]; do sleep 0.05; done; exit 3 ;;
+*" stays "*) echo running; touch "$PWD/other-runs"; while :; do sleep 0.05; done ;;
 esac
 """
 
@@ -69,6 +68,10 @@ class Script:
         """Lines of output, sorted by node."""
         return sorted((self.folder / "output").read_text().splitlines(), key=lambda line: line.partition(":")[0][-2:])
 
+    def wait_until_running(self) -> None:
+        """Wait until both nodes run their command."""
+        assert wait_until(lambda: sum(line.endswith(": running") for line in self.output_lines) == 2)
+
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
@@ -99,7 +102,7 @@ def test_each_run_has_a_new_secret_that_all_nodes_know_and_nobody_can_see(script
     secrets = set()
     for _ in range(2):
         run = script.start("train", "stays")
-        assert wait_until(lambda: sum(line.endswith(": running") for line in script.output_lines) == 2)
+        script.wait_until_running()
         command_lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
         run.terminate()
         stderr = run.communicate(timeout=HANG_SECONDS)[1]
@@ -110,12 +113,9 @@ def test_each_run_has_a_new_secret_that_all_nodes_know_and_nobody_can_see(script
     assert len(secrets) == 2
 
 
-def test_secret_of_the_user_is_passed_on(script: Script) -> None:
+def test_secret_of_the_user_is_passed_on_but_not_on_a_command_line(script: Script) -> None:
     assert script.start("train", "x", MEGARL_LAUNCH_SECRET="my $secret 'x'").wait(HANG_SECONDS) == 0
     assert read_secrets(script) == {"my $secret 'x'"}
-
-
-def test_secret_is_not_exported_on_a_command_line(script: Script) -> None:
     run = script.start("train", "x", EXPORT="NCCL_DEBUG MEGARL_LAUNCH_SECRET", MEGARL_LAUNCH_SECRET="s" * 16)
     assert run.communicate(timeout=HANG_SECONDS)[1].startswith("error: EXPORT must not list MEGARL_LAUNCH_SECRET")
     assert run.returncode == 2
@@ -140,17 +140,11 @@ def test_all_nodes_stop_if_one_fails(script: Script) -> None:
     assert "user@n1: terminated" in script.output_lines
 
 
-@pytest.mark.parametrize(("how", "code"), [("Ctrl-C", 130), ("terminated", 143), ("killed", -9)])
-def test_all_nodes_stop_with_the_script(how: str, code: int, script: Script) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_all_nodes_stop_with_the_script(number: signal.Signals, code: int, script: Script) -> None:
     run = script.start("train", "stays")
-    assert wait_until(lambda: sum(line.endswith(": running") for line in script.output_lines) == 2)
-    match how:
-        case "Ctrl-C":
-            os.killpg(run.pid, signal.SIGINT)
-        case "terminated":
-            run.terminate()
-        case "killed":
-            run.kill()
+    script.wait_until_running()
+    (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)
     assert run.wait(HANG_SECONDS) == code
     assert wait_until(lambda: {"user@n1: terminated", "n2: terminated"} <= set(script.output_lines)), (
         script.output_lines
@@ -160,7 +154,6 @@ def test_all_nodes_stop_with_the_script(how: str, code: int, script: Script) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "the script needs a host file and a command"),
         (("train",), "the script needs a host file and a command"),
         (("{folder}/none", "train", "x"), "HOSTFILE needs a file, got {folder}/none"),
         (("{folder}/empty", "train", "x"), "HOSTFILE needs one node per line, got none in {folder}/empty"),
@@ -177,8 +170,7 @@ def test_invalid_arguments_give_a_one_line_error(arguments: tuple[str, ...], mes
 
 
 @pytest.mark.slow
-def test_sft_on_two_hosts(make_hosts: MakeHosts, world: Path, tmp_path: Path) -> None:
-    hosts: Hosts = make_hosts()
+def test_sft_on_two_hosts(hosts: Hosts, world: Path, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("".join(f"{host.name} {host.address}\n" for host in hosts))
     config = write_sft(world, tmp_path)
     ssh = hosts.ssh(tmp_path)

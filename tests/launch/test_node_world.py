@@ -50,16 +50,10 @@ def test_slurm_step():
 
 def test_nodes_of_a_heterogeneous_step_are_ordered_by_component():
     world = detect_node_world(HET_STEP)
-    assert world.nodes == ("n2", "n1")
-    assert world.head_hosts[0] == "n2"
-    assert world.het_group == 1
-
-
-def test_step_over_one_component_of_a_heterogeneous_job():
+    assert (world.nodes, world.head_hosts[0], world.het_group) == (("n2", "n1"), "n2", 1)
     one = {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
-    world = detect_node_world(HET_STEP | one)
-    assert world.nodes == ("n1",)
-    assert world.het_group == 1
+    world = detect_node_world(HET_STEP | one)  # a step over one component
+    assert (world.nodes, world.het_group) == (("n1",), 1)
 
 
 def test_batch_script_needs_srun_on_several_nodes():
@@ -68,9 +62,6 @@ def test_batch_script_needs_srun_on_several_nodes():
         detect_node_world(batch)
     alone = detect_node_world(batch | {"SLURM_JOB_NUM_NODES": "1"})
     assert (alone.rank, alone.size) == (0, 1)
-
-
-def test_several_tasks_per_node_are_rejected():
     with pytest.raises(ConfigError, match="got 8 tasks on 2 nodes"):
         detect_node_world(STEP | {"SLURM_STEP_NUM_TASKS": "8"})
 
@@ -105,21 +96,16 @@ def test_insufficient_flags_are_rejected(flags, message):
         detect_node_world({}, **flags)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"SLURM_JOB_ID": "18"},
-        {"SLURM_STEP_ID": "1"},
-        {"SLURM_RESTART_COUNT": "1"},
-        {"SLURM_CLUSTER_NAME": "d"},
-    ],
-)
-def test_nodes_of_one_start_share_job_and_ports(other):
+def test_nodes_of_one_start_share_job_and_ports():
     second, first = detect_node_world(STEP), detect_node_world(STEP | {"SLURM_PROCID": "0", "SLURMD_NODENAME": "n1"})
     assert (first.job_id, first.ports) == (second.job_id, second.ports)
     assert len(set(first.ports)) == NUM_PORTS
     assert all(1024 < port < 32768 for port in first.ports)
-    assert detect_node_world(STEP | other).job_id != first.job_id
+    others = (("JOB_ID", "18"), ("STEP_ID", "1"), ("RESTART_COUNT", "1"), ("CLUSTER_NAME", "d"))
+    assert len({first.job_id, *(detect_node_world(STEP | {f"SLURM_{k}": v}).job_id for k, v in others)}) == 5
+    # torchruns without a run id are distinguished by their port
+    assert detect_node_world(TORCHRUN).job_id != detect_node_world(TORCHRUN | {"MASTER_PORT": "41002"}).job_id
+    assert detect_node_world(TORCHRUN).job_id == detect_node_world(TORCHRUN | {"RANK": "0"}).job_id
 
 
 SECRET = "0123456789abcdef"
@@ -147,9 +133,6 @@ def test_one_node_gets_a_random_secret():
     assert len(first.secret) == 64
     assert first.secret != second.secret
     assert secured({SECRET_VARIABLE: SECRET}, size=1).secret == SECRET
-
-
-def test_short_secret_is_rejected():
     with pytest.raises(ConfigError, match="MEGARL_LAUNCH_SECRET needs at least 16 characters, got 15: make one"):
         secured({SECRET_VARIABLE: SECRET[:15]}, **TWO_NODES)
 
@@ -162,11 +145,6 @@ def test_disabled_authentication_of_ray_needs_insecure(flags, mode):
         secured(environment, **flags)
     assert secured(environment, insecure=True, **flags).secret == SECRET
     assert secured(environment | {"RAY_AUTH_MODE": "token"}, **flags).secret == SECRET
-
-
-def test_torchruns_without_run_id_are_distinguished_by_port():
-    assert detect_node_world(TORCHRUN).job_id != detect_node_world(TORCHRUN | {"MASTER_PORT": "41002"}).job_id
-    assert detect_node_world(TORCHRUN).job_id == detect_node_world(TORCHRUN | {"RANK": "0"}).job_id
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import itertools
 import os
 import socket
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ from megarl.launch.ray_node import (
     make_ray_environment,
 )
 from megarl.placement.hardware import object_store_bytes
-from megarl.process.ports import find_unused_port
+from megarl.process import ports
 
 GIB = 2**30
 
@@ -44,9 +45,7 @@ def test_head_starts_the_cluster_that_others_join():
     assert value["--node-ip-address"] == "10.0.0.2"
     assert (value["--num-cpus"], value["--num-gpus"], value["--labels"]) == ("4", "2", "a=b,c=d")
     assert not {"--head", "--port", "--include-dashboard"} & set(words)
-
-
-def test_number_of_gpus_is_left_to_ray_by_default():
+    # the number of GPUs is left to Ray by default
     assert "--num-gpus" not in make_arguments(0)[0]
 
 
@@ -68,47 +67,36 @@ def test_object_store_size(monkeypatch, free, store):
     assert object_store_bytes(max_bytes=MAX_OBJECT_STORE_BYTES) == store
 
 
-def test_find_unused_port():
-    port = find_unused_port()
-    with socket.socket() as taken:
-        taken.bind(("", port))
-    assert 20000 <= port < 32768
+def test_unused_port_is_below_those_of_outgoing_connections(tmp_path, monkeypatch):
+    file = tmp_path / "ip_local_port_range"
+    file.write_text("20003\t60999\n")
+    monkeypatch.setattr(ports, "EPHEMERAL_RANGE", file)
+    monkeypatch.setattr(ports, "is_port_free", lambda port: port != 20001)
+    assert {ports.find_unused_port() for _ in range(50)} <= {20000, 20002}
 
 
-def test_interface_environment_of_this_machine():
-    loopback = next(
-        name for name, entries in psutil.net_if_addrs().items() if any(e.address == "127.0.0.1" for e in entries)
-    )
+def test_interface_environment(monkeypatch):
+    def entries(*addresses):
+        return [SimpleNamespace(address=address, family=socket.AF_INET) for address in addresses]
+
+    interfaces = {"lo": entries("127.0.0.1"), "eth0": entries("10.0.0.1"), "eth1": entries("10.1.0.1", "10.1.0.2")}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
     assert make_interface_environment("127.0.0.1", {}) == {}
-    others = {
-        entry.address: name
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family == socket.AF_INET and name != loopback
-    }
-    for address, name in others.items():
-        assert make_interface_environment(address, {}) == {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-        assert make_interface_environment(address, {"NCCL_SOCKET_IFNAME": "ib"}) == {"GLOO_SOCKET_IFNAME": name}
+    assert make_interface_environment("10.1.0.2", {}) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert make_interface_environment("10.0.0.1", {"NCCL_SOCKET_IFNAME": "ib"}) == {"GLOO_SOCKET_IFNAME": "eth0"}
     assert make_interface_environment("203.0.113.9", {}) == {}
 
 
-def test_torchrun_variables_are_removed():
+def test_environment_of_ray_lacks_what_is_of_the_launcher():
     before = {"RANK": "1", "MASTER_ADDR": "a", "TORCHELASTIC_RUN_ID": "x", "RANKING": "y", "PATH": "p"}
-    after = make_ray_environment(before, has_secret=True)
+    excluded = {"RAY_ADDRESS": "10.0.0.9:6379", "MEGARL_LAUNCH_SECRET": "s"}
+    after = make_ray_environment(before | excluded, has_secret=True)
     assert {name for name in before if name not in after} == {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
-
-
-def test_address_of_another_cluster_is_removed():
-    assert "RAY_ADDRESS" not in make_ray_environment({"RAY_ADDRESS": "10.0.0.9:6379"}, has_secret=True)
+    assert not excluded.keys() & after.keys()
+    assert "s" not in after.values()
 
 
 def test_ray_needs_a_token_if_the_nodes_have_a_secret():
     assert make_ray_environment({}, has_secret=True)["RAY_AUTH_MODE"] == "token"
     assert make_ray_environment({}, has_secret=False)["RAY_AUTH_MODE"] == "disabled"
     assert make_ray_environment({"RAY_AUTH_MODE": "token"}, has_secret=False)["RAY_AUTH_MODE"] == "token"
-
-
-def test_launch_secret_is_removed():
-    environment = make_ray_environment({"MEGARL_LAUNCH_SECRET": "s"}, has_secret=True)
-    assert "s" not in environment.values()
-    assert "MEGARL_LAUNCH_SECRET" not in environment

@@ -1,149 +1,110 @@
 """Tests of the rendezvous of nodes, with real sockets on the loopback."""
 
 import asyncio
+import contextlib
 import json
 import socket
-import time
 from dataclasses import replace
 
 import pytest
 
 from megarl.errors import LaunchError
-from megarl.launch import rendezvous
-from megarl.launch.authentication import authenticate_head
-from megarl.launch.connection import ConnectionLostError, MessageTags
+from megarl.launch import connection, rendezvous
+from megarl.launch.connection import ConnectionLostError
 from megarl.launch.node_world import NodeWorld
-from megarl.launch.protocol import End, Heartbeat, Hello, Joined, Welcome, decode, encode
-from megarl.launch.rendezvous import Peer, Rendezvous, find_addresses, find_head
+from megarl.launch.protocol import End, Heartbeat, Joined, decode, encode
+from megarl.launch.rendezvous import Peer, find_addresses
+from tests.launch.in_process import WELCOME, listening_head, make_hello, make_world, poll, read_to_end, run_worker
 from tests.time_limits import HANG_SECONDS
 
-WELCOME = Welcome(ray_address="127.0.0.1:1", node_address="127.0.0.1", ray_nonce="0")
+pytestmark = pytest.mark.usefixtures("own_ports")
 
 
-def make_world(rank, size=2, job="a", **fields):
-    return NodeWorld(
-        **{
-            "rank": rank,
-            "size": size,
-            "host": f"n{rank + 1}",
-            "head_hosts": ("127.0.0.1",),
-            "head_port": None,
-            "job": job,
-            "secret": "the secret of this run",
-        }
-        | {"nodes": tuple(f"n{i + 1}" for i in range(size))}
-        | fields
-    )
-
-
-def make_hello(world, **versions):
-    versions = {"megarl": "1", "ray": "2"} | versions
-    return Hello(rank=world.rank, size=world.size, host=world.host, address=None, versions=versions)
-
-
-async def run_head(world, timeout=HANG_SECONDS):
+async def run_head(world):
     """Run the head's side; welcome all peers and return them."""
-    rendezvous = Rendezvous(world, make_hello(world), HANG_SECONDS)
-    await rendezvous.listen()
-    try:
-        peers = await rendezvous.wait_for_peers(timeout)
-    except LaunchError as error:
-        for peer in rendezvous.peers:
-            peer.connection.send(End(1, str(error)))
-        raise
-    finally:
-        await rendezvous.close()
-    for peer in peers:
-        peer.connection.send(WELCOME)
-    return peers
+    async with listening_head(world) as (rendezvous, _):
+        try:
+            peers = await rendezvous.wait_for_peers(HANG_SECONDS)
+        except LaunchError as error:
+            for peer in rendezvous.peers:
+                peer.connection.send(End(1, str(error)))
+            raise
+        for peer in peers:
+            peer.connection.send(WELCOME)
+        return peers
 
 
-def run_worker(world, join_timeout=HANG_SECONDS, node_timeout=HANG_SECONDS, **versions):
-    return find_head(world, make_hello(world, **versions), join_timeout=join_timeout, node_timeout=node_timeout)
-
-
-@pytest.fixture
-def job(request):
-    """Name of a job whose ports only this test uses."""
-    return request.node.name
-
-
-def listener(port):
+def bind(port):
     taken = socket.socket()
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    taken.bind(("127.0.0.1", port))
-    taken.listen()
+    with contextlib.suppress(OSError):  # another process listens there already
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
     return taken
 
 
-def test_peers_are_ordered_by_rank(job):
-    async def main():
-        peers, *_, (connection, welcome) = await asyncio.gather(
-            run_head(make_world(0, 3, job)), run_worker(make_world(2, 3, job)), run_worker(make_world(1, 3, job))
-        )
+async def test_peers_are_ordered_by_rank():
+    async with listening_head(make_world(0, 3)) as (head, _):
+        workers = asyncio.gather(run_worker(make_world(2, 3)), run_worker(make_world(1, 3)))
+        peers = await head.wait_for_peers(HANG_SECONDS)
         assert [peer.hello.host for peer in peers] == ["n2", "n3"]
-        assert welcome == WELCOME
-        connection.send(Joined())
-        assert await peers[0].connection.receive() == Joined()
         assert str(peers[1]) == "node n3 (127.0.0.1, rank 2)"
-
-    asyncio.run(main())
-
-
-def test_late_head_is_found(job):
-    async def main():
-        worker = asyncio.create_task(run_worker(make_world(1, job=job)))
-        await asyncio.sleep(0.3)
-        await asyncio.gather(run_head(make_world(0, job=job)), worker)
-
-    asyncio.run(main())
+        for peer in peers:
+            peer.connection.send(WELCOME)
+        *_, (of_worker, welcome) = await workers
+        assert welcome == WELCOME
+        of_worker.send(Joined())
+        assert await peers[0].connection.receive() == Joined()
 
 
-def test_head_uses_the_next_port_if_one_is_taken(job, monkeypatch):
+async def test_late_head_is_found(monkeypatch):
+    tried, try_head = [], rendezvous._try_head
+
+    def record(*arguments):
+        tried.append(arguments)
+        return try_head(*arguments)
+
+    monkeypatch.setattr(rendezvous, "_try_head", record)
+    worker = asyncio.create_task(run_worker(make_world(1)))
+    await poll(lambda: len(tried) > len(make_world(1).ports))
+    await asyncio.gather(run_head(make_world(0)), worker)
+
+
+async def test_head_uses_the_next_port_if_one_is_taken(monkeypatch):
     # on the first port nobody answers; on the second the connection is closed at once
-    monkeypatch.setattr(rendezvous, "ANSWER_TIMEOUT_SECONDS", 1.0)
-    head = make_world(0, job=job)
+    monkeypatch.setattr(rendezvous, "ANSWER_TIMEOUT_SECONDS", 0.3)
+    head = make_world(0)
 
-    async def main():
-        async def hang_up(reader, writer):
-            writer.close()
+    async def hang_up(reader, writer):
+        rendezvous.ANSWER_TIMEOUT_SECONDS = HANG_SECONDS
+        writer.close()
 
-        other_server = await asyncio.start_server(hang_up, "127.0.0.1", head.ports[1])
-        with listener(head.ports[0]):
-            peers, _ = await asyncio.gather(run_head(head), run_worker(make_world(1, job=job)))
-        other_server.close()
-        assert peers[0].connection.local_address == "127.0.0.1"
-
-    asyncio.run(main())
+    with bind(head.ports[0]):
+        async with await asyncio.start_server(hang_up, "127.0.0.1", head.ports[1]):
+            peers, _ = await asyncio.gather(run_head(head), run_worker(make_world(1)))
+    assert peers[0].connection.local_address == "127.0.0.1"
 
 
-def test_error_if_all_ports_are_taken(job):
-    head = make_world(0, job=job)
-    sockets = [listener(port) for port in head.ports]
-    try:
+async def test_error_if_all_ports_are_taken():
+    head = make_world(0)
+    with contextlib.ExitStack() as stack:
+        for port in head.ports:
+            stack.enter_context(bind(port))
         with pytest.raises(LaunchError, match=f"node n1 needs a free port among {head.ports[0]}-{head.ports[-1]}"):
-            asyncio.run(run_head(head))
-    finally:
-        for taken in sockets:
-            taken.close()
+            await run_head(head)
 
 
-def test_two_jobs_with_the_same_ports(job, monkeypatch):
+async def test_two_jobs_with_the_same_ports(monkeypatch):
     # both nodes try both heads, and recognize their own by the job
-    ports = make_world(0, job=job).ports
-    monkeypatch.setattr(NodeWorld, "ports", ports)
-    ours, theirs = job, job + " of others"
-
-    async def main():
-        heads = asyncio.gather(run_head(make_world(0, job=ours)), run_head(make_world(0, job=theirs)))
-        nodes = asyncio.gather(
-            run_worker(make_world(1, job=theirs, host="theirs")), run_worker(make_world(1, job=ours, host="ours"))
-        )
-        (mine,), (other,) = await heads
-        await nodes
-        assert (mine.hello.host, other.hello.host) == ("ours", "theirs")
-
-    asyncio.run(main())
+    monkeypatch.setattr(NodeWorld, "ports", make_world(0).ports)
+    ours, theirs = "ours", "theirs"
+    heads = asyncio.gather(run_head(make_world(0, job=ours)), run_head(make_world(0, job=theirs)))
+    nodes = asyncio.gather(
+        run_worker(make_world(1, job=theirs, host="theirs")), run_worker(make_world(1, job=ours, host="ours"))
+    )
+    (mine,), (other,) = await heads
+    await nodes
+    assert (mine.hello.host, other.hello.host) == ("ours", "theirs")
 
 
 def peer(rank, found, came, address=None):
@@ -151,49 +112,46 @@ def peer(rank, found, came, address=None):
         local_address = found
         remote_address = came
 
-    return Peer(
-        hello=replace(make_hello(make_world(rank, 4)), address=address), connection=AtAddress(), address=address or came
-    )
+    hello = replace(make_hello(make_world(rank, 4)), address=address)
+    return Peer(hello=hello, connection=AtAddress(), address=address or came)
 
 
-def test_head_address_is_the_one_other_machines_used():
-    here, there = peer(1, "127.0.0.1", "127.0.0.1"), peer(2, "10.0.0.1", "10.0.0.3")
-    assert find_addresses([here, there], None) == ("10.0.0.1", ["10.0.0.1", "10.0.0.3"])
-    assert find_addresses([here], None) == ("127.0.0.1", ["127.0.0.1"])
-    assert find_addresses([], None) == ("127.0.0.1", [])
+@pytest.mark.parametrize(
+    ("peers", "given", "found"),
+    [
+        # the address that other machines used
+        ([(1, "127.0.0.1", "127.0.0.1"), (2, "10.0.0.1", "10.0.0.3")], None, ("10.0.0.1", ["10.0.0.1", "10.0.0.3"])),
+        ([(1, "127.0.0.1", "127.0.0.1")], None, ("127.0.0.1", ["127.0.0.1"])),
+        ([], None, ("127.0.0.1", [])),
+        # addresses that the user has given
+        ([(1, "10.0.0.1", "10.0.0.2", "192.168.0.2")], "192.168.0.1", ("192.168.0.1", ["192.168.0.2"])),
+    ],
+)
+def test_addresses_of_head_and_peers(peers, given, found):
+    assert find_addresses([peer(*each) for each in peers], given) == found
 
 
-def test_addresses_given_by_the_user_take_precedence():
-    named = peer(1, "10.0.0.1", "10.0.0.2", address="192.168.0.2")
-    assert find_addresses([named], "192.168.0.1") == ("192.168.0.1", ["192.168.0.2"])
-
-
-def test_missing_node_is_named(job):
-    async def main():
-        worker = asyncio.create_task(run_worker(make_world(1, 3, job)))
-        with pytest.raises(
-            LaunchError, match=r"only 2 of 3 nodes connected to n1 within 2 s; missing: node n3 \(rank 2\)$"
-        ):
-            await run_head(make_world(0, 3, job), 2.0)
+async def test_missing_node_is_named():
+    async with listening_head(make_world(0, 3)) as (head, _):
+        worker = asyncio.create_task(run_worker(make_world(1, 3)))
+        await poll(lambda: head.peers)
+        missing = r"only 2 of 3 nodes connected to n1 within 0 s; missing: node n3 \(rank 2\)$"
+        with pytest.raises(LaunchError, match=missing):
+            await head.wait_for_peers(0.0)
         worker.cancel()
 
-    asyncio.run(main())
+
+@pytest.mark.usefixtures("tries")
+async def test_error_if_no_head_is_found():
+    node = make_world(1)
+    none = rf"node n2 \(rank 1\) found no head within 20 s at 127.0.0.1, ports {node.ports[0]}-\d+; last error: 127"
+    with pytest.raises(LaunchError, match=none):
+        await run_worker(node, join_timeout=20)
 
 
-def test_error_if_no_head_is_found(job):
-    node = make_world(1, job=job)
-    with pytest.raises(
-        LaunchError, match=rf"node n2 \(rank 1\) found no head within 0.4 s at 127.0.0.1, ports {node.ports[0]}-"
-    ):
-        asyncio.run(run_worker(node, join_timeout=0.4))
-
-
-def test_unresolvable_head_name_is_skipped(job):
-    async def main():
-        node = make_world(1, job=job, head_hosts=("no-such-host.invalid", "127.0.0.1"))
-        await asyncio.gather(run_head(make_world(0, job=job)), run_worker(node))
-
-    asyncio.run(main())
+async def test_unresolvable_head_name_is_skipped():
+    node = make_world(1, head_hosts=("no-such-host.invalid", "127.0.0.1"))
+    await asyncio.gather(run_head(make_world(0)), run_worker(node))
 
 
 @pytest.mark.parametrize(
@@ -203,69 +161,71 @@ def test_unresolvable_head_name_is_skipped(job):
         ({}, 3, r"node n2 \(127.0.0.1, rank 1\) expects 3 nodes, n1 \(rank 0\) expects 2"),
     ],
 )
-def test_mismatched_nodes_are_rejected(job, versions, size, message):
-    async def main():
-        worker = asyncio.create_task(run_worker(make_world(1, size, job), **versions))
-        with pytest.raises(LaunchError, match=message):
-            await run_head(make_world(0, job=job))
-        with pytest.raises(LaunchError, match=message):
-            await worker
-
-    asyncio.run(main())
+async def test_mismatched_nodes_are_rejected(versions, size, message):
+    worker = asyncio.create_task(run_worker(make_world(1, size), **versions))
+    with pytest.raises(LaunchError, match=message):
+        await run_head(make_world(0))
+    with pytest.raises(LaunchError, match=message):
+        await worker
 
 
-def test_node_with_a_taken_rank_keeps_searching(job):
-    async def main():
-        twice = asyncio.gather(*(run_worker(make_world(1, 3, job), 3.0) for _ in range(2)), return_exceptions=True)
-        with pytest.raises(LaunchError, match=r"missing: node n3"):
-            await run_head(make_world(0, 3, job), 2.0)
-        accepted, refused = sorted(await twice, key=lambda answer: isinstance(answer, LaunchError))
-        assert isinstance(accepted[1], End)
-        assert "found no head" in str(refused)
-
-    asyncio.run(main())
-
-
-def test_silent_node_is_lost(job):
-    async def main():
-        head = make_world(0, job=job)
-        rendezvous = Rendezvous(head, make_hello(head), 0.4)
-        port = await rendezvous.listen()
-        node = make_world(1, job=job)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        keys = await authenticate_head(reader, writer, node)
-        writer.write(MessageTags(keys.node).add(encode(make_hello(node))))
-        (peer,) = await rendezvous.wait_for_peers(HANG_SECONDS)
-        started = time.monotonic()
-        with pytest.raises(ConnectionLostError, match=r"no message for 0.4 s"):
-            await peer.connection.receive()
-        assert time.monotonic() - started > 0.3
-        writer.close()
-        await peer.connection.close()
-        await rendezvous.close()
-
-    asyncio.run(main())
+@pytest.mark.usefixtures("tries")
+async def test_node_with_a_taken_rank_keeps_searching():
+    async with listening_head(make_world(0, 3)) as (head, port):
+        node = make_world(1, 3, head_port=port)
+        accepted = asyncio.create_task(run_worker(node))
+        await poll(lambda: head.peers)
+        with pytest.raises(LaunchError, match=r"found no head within 2 s .*: the run on n1 has no free rank 1$"):
+            await run_worker(node, join_timeout=2)
+        assert len(head.peers) == 1
+        head.peers[0].connection.send(End(1, None))
+        assert (await accepted)[1] == End(1, None)
 
 
-def test_heartbeats_keep_an_idle_connection_open(job):
-    async def main():
-        head = make_world(0, job=job)
-        rendezvous = Rendezvous(head, make_hello(head), 1.0)
-        await rendezvous.listen()
-        worker = asyncio.create_task(run_worker(make_world(1, job=job), node_timeout=1.0))
-        (peer,) = await rendezvous.wait_for_peers(HANG_SECONDS)
-        await asyncio.sleep(1.5)
+async def test_silent_node_is_lost(clock, monkeypatch):
+    monkeypatch.setattr(connection, "MAX_HEARTBEAT_INTERVAL_SECONDS", 10 * HANG_SECONDS)
+    monkeypatch.setattr(connection, "HEARTBEATS_PER_TIMEOUT", 0.1)
+    async with listening_head(make_world(0)) as (head, _):
+        worker = asyncio.create_task(run_worker(make_world(1)))
+        (peer,) = await head.wait_for_peers(HANG_SECONDS)
+        receiving = asyncio.create_task(peer.connection.receive())
+        await asyncio.sleep(0)
+        assert not receiving.done()
+        clock.offset = HANG_SECONDS + 1
+        with pytest.raises(ConnectionLostError, match=f"no message for {HANG_SECONDS:g} s"):
+            await receiving
+        worker.cancel()
+
+
+async def test_heartbeats_keep_an_idle_connection_open(clock, monkeypatch):
+    heartbeats, read_message = [], connection.read_message
+
+    async def record(reader, tags):
+        message = await read_message(reader, tags)
+        heartbeats.extend([message] if isinstance(message, Heartbeat) else [])
+        return message
+
+    monkeypatch.setattr(connection, "read_message", record)
+
+    async def stay_idle(receiver):
+        """Let twice the time limit pass, in parts that are shorter than it."""
+        for _ in range(8):
+            count = len(heartbeats)
+            clock.offset += HANG_SECONDS / 4
+            await poll(lambda: len(heartbeats) > count or receiver.done())  # noqa: B023 -- awaited in the loop
+            assert not receiver.done()
+
+    async with listening_head(make_world(0)) as (head, _):
+        worker = asyncio.create_task(run_worker(make_world(1)))
+        (peer,) = await head.wait_for_peers(HANG_SECONDS)
+        await stay_idle(worker)
         peer.connection.send(WELCOME)
-        connection, _ = await worker
+        of_worker, _ = await worker
         quiet = asyncio.create_task(peer.connection.receive())
-        await asyncio.sleep(1.5)
-        assert not quiet.done()
-        await connection.close()
+        await stay_idle(quiet)
+        await of_worker.close()
         with pytest.raises(ConnectionLostError, match="the connection was closed unexpectedly"):
             await quiet
-        await rendezvous.close()
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
@@ -283,29 +243,15 @@ def test_heartbeats_keep_an_idle_connection_open(job):
         b'{"kind": "Greeting", "job": "\\ud800", "nonce": ""}\n',
     ],
 )
-def test_connection_with_invalid_messages_is_closed(job, line):
-    async def main():
-        head = make_world(0, job=job)
-        rendezvous = Rendezvous(head, make_hello(head), HANG_SECONDS)
-        port = await rendezvous.listen()
+async def test_connection_with_invalid_messages_is_closed(line):
+    async with listening_head(make_world(0)) as (head, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(line)
-        answer = await asyncio.wait_for(reader.read(), HANG_SECONDS)
-        assert answer == b""
-        peers, _ = await asyncio.gather(
-            rendezvous.wait_for_peers(HANG_SECONDS), answered(rendezvous, make_world(1, job=job))
-        )
-        assert len(peers) == 1
+        assert await read_to_end(reader) == []
+        worker = asyncio.create_task(run_worker(make_world(1)))
+        assert len(await head.wait_for_peers(HANG_SECONDS)) == 1
+        worker.cancel()
         writer.close()
-        await rendezvous.close()
-
-    async def answered(rendezvous, node):
-        task = asyncio.create_task(run_worker(node))
-        while not rendezvous.peers:
-            await asyncio.sleep(0.01)
-        task.cancel()
-
-    asyncio.run(main())
 
 
 def test_messages_roundtrip():

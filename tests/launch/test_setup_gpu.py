@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
 Setup = Callable[..., subprocess.CompletedProcess[str]]
 
 SUFFICIENT_MACHINE = {
@@ -41,7 +43,7 @@ def setup_gpu(tmp_path: Path) -> Setup:
                 (folder / name).write_text(f"#!/bin/sh\n{body}\n")
                 (folder / name).chmod(0o755)
         # variables that make passes to nested makes
-        excluded = {"TORCH_CUDA_ARCH_LIST", "MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
+        excluded = {"TORCH_CUDA_ARCH_LIST", "PYTHON", "MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
         environment = {name: value for name, value in os.environ.items() if name not in excluded}
         return subprocess.run(
             [folder / "make", "setup-gpu", f"VENV={tmp_path / 'venv'}", *arguments],

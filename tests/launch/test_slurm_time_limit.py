@@ -27,8 +27,5 @@ def test_all_forms_of_the_manual(text: str, seconds: int) -> None:
 def test_other_forms_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--time: needs minutes, .*, got '.*'$"):
         parse_time_limit(text)
-
-
-def test_zero_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"^--time: needs a limit above zero, got '0:00'$"):
         parse_time_limit("0:00")

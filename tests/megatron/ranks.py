@@ -7,11 +7,9 @@ forked processes.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import multiprocessing
 import os
-import random
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +21,8 @@ import torch.multiprocessing as mp
 from megarl.reshard.transfer.bucket import open_bucket
 from tests.time_limits import HANG_SECONDS
 
-GRACE_SECONDS = 2.0
-"""Time for the other ranks to write their stacks after one rank has failed."""
+GRACE_SECONDS = 60.0
+"""Time for the other ranks to write their stacks, or to notice that they have lost one that has failed."""
 
 
 def run_ranks(
@@ -45,7 +43,8 @@ def run_ranks(
         ProcessRaisedException: a rank raised; has the traceback of the first. The others are terminated.
         TimeoutError: a rank took longer than `timeout` seconds; has the stacks of all ranks.
     """
-    port = _free_port()
+    reserved = _reserve_port()
+    port = reserved.getsockname()[1]
     out = tmp_path / f"result-{port}.pt"
     stacks = [tmp_path / f"stack-{port}-{rank}.txt" for rank in range(world)]
     environment = {
@@ -72,6 +71,8 @@ def run_ranks(
             raise
         shown = "\n".join(f"-- rank {rank}\n{text}" for rank, text in hung.items())
         raise TimeoutError(f"{function.__qualname__}: a rank took longer than {timeout:g} s\n{shown}") from error
+    finally:
+        reserved.close()
     return torch.load(out, weights_only=False, map_location="cpu")
 
 
@@ -81,13 +82,12 @@ def _cuda_devices() -> list[str]:
     return list(map(str, range(torch.cuda.device_count()))) if visible is None else visible.split(",")
 
 
-def _free_port() -> int:
-    """Return a free port below those that the kernel hands out, which another test may get before rank 0 listens."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 20_000)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
+def _reserve_port() -> socket.socket:
+    """Return a socket that keeps its port for rank 0's store: only sockets with SO_REUSEADDR can share it."""
+    reserved = socket.socket()
+    reserved.bind(("", 0))
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return reserved
 
 
 def _entry(

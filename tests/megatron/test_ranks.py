@@ -6,27 +6,23 @@ import sys
 import time
 
 import pytest
+import torch.distributed as dist
 from torch.multiprocessing import ProcessRaisedException
 
+from tests.megatron.rank_models import gather
 from tests.megatron.ranks import run_ranks
 
 process_state: list[int] = []
 
 
 def set_process_state():
-    import torch.distributed as dist
-
     imported = "megatron.core" in sys.modules
     dist.init_process_group("gloo")
     process_state.append(dist.get_rank())
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (imported, process_state))
-    return gathered  # without destroying the process group
+    return gather((imported, process_state))  # without destroying the process group
 
 
 def fail_on_rank_1():
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     if dist.get_rank() == 1:
         raise ValueError("rank 1 fails")
@@ -34,11 +30,6 @@ def fail_on_rank_1():
 
 
 def hang():
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        dist.barrier()
     time.sleep(6000)
 
 
@@ -53,5 +44,5 @@ def test_traceback_of_the_failing_rank_is_raised(tmp_path):
 
 
 def test_hung_ranks_report_their_stacks(tmp_path):
-    with pytest.raises(TimeoutError, match=r"(?s)^hang: .* 1 s\n-- rank 0\n.* in barrier\n.*-- rank 1\n.* in hang\n"):
+    with pytest.raises(TimeoutError, match=r"(?s)^hang: .* 1 s\n-- rank 0\n.* in hang\n.*-- rank 1\n.* in hang\n"):
         run_ranks(hang, 2, tmp_path, timeout=1)

@@ -87,6 +87,15 @@ def make_request(num_mini_batches: int = 3, seed: int = 0, per_unit: int = 1) ->
     )
 
 
+def sample_refs(lengths: Mapping[SampleKey, int], **scalars: float) -> tuple[SampleRef, ...]:
+    return tuple(SampleRef(payload=p, index=i, num_tokens=n, scalars=scalars) for (p, i), n in lengths.items())
+
+
+def one_batch(samples: Sequence[SampleRef], payloads: Any, max_tokens: int = MAX_TOKENS, **fields: Any) -> TrainRequest:
+    batch = MiniBatch(samples=samples, denominators=Denominators(num_tokens=9, num_sequences=len(samples)))
+    return TrainRequest(mini_batches=(batch,), payloads=payloads, max_tokens_per_micro_batch=max_tokens, **fields)
+
+
 def all_keys(samples: Sequence[SampleRef]) -> list[SampleKey]:
     return [sample.key for sample in samples]
 
@@ -136,24 +145,17 @@ def test_ranks_of_one_replica_get_the_same_object(grid: RankGrid) -> None:
     assert len({id(request) for request in requests}) == grid.dp
     for rank in range(grid.size):
         assert requests[rank] is requests[grid.output_rank(grid.coordinates(rank).dp)]
-    assert train_dispatch(QWEN2_5_7B).by_reference
-    assert forward_dispatch(QWEN2_5_7B).by_reference
+    for dispatch in (train_dispatch(QWEN2_5_7B), forward_dispatch(QWEN2_5_7B)):
+        assert dispatch.by_reference
+        assert dispatch.equal_work
 
 
 def test_replicas_need_few_stored_objects() -> None:
     """64 groups in 16 objects; neighboring payloads are in different ones."""
     rng, stored = np.random.default_rng(0), [FakeRef(None) for _ in range(16)]
-    samples = tuple(
-        SampleRef(payload=p, index=i, num_tokens=int(rng.integers(1000, 2000))) for p in range(64) for i in range(16)
-    )
-    payloads: Any = tuple(StoredItem(stored[p % 16], p // 16) for p in range(64))
-    batch = MiniBatch(samples=samples, denominators=Denominators(num_tokens=9, num_sequences=len(samples)))
-    request = TrainRequest(
-        mini_batches=(batch,),
-        payloads=payloads,
-        payload_blocks=[p % 16 for p in range(64)],
-        max_tokens_per_micro_batch=8192,
-    )
+    samples = sample_refs({(p, i): int(rng.integers(1000, 2000)) for p in range(64) for i in range(16)})
+    payloads = tuple(StoredItem(stored[p % 16], p // 16) for p in range(64))
+    request = one_batch(samples, payloads, 8192, payload_blocks=[p % 16 for p in range(64)])
     requests = split_by_dp(request, RankGrid(dp=4))
     num_objects = [len({payload.refs for payload in payloads_by_index(own).values()}) for own in requests]
     assert all(4 <= num <= 6 for num in num_objects)
@@ -167,27 +169,16 @@ def test_replicas_need_few_stored_objects() -> None:
 def test_micro_batches_do_not_depend_on_how_groups_are_stored(ep: int) -> None:
     """Which groups finish, and are stored, together differs from run to run; a resumed run is bitwise the same."""
     rng = np.random.default_rng(1)
-    samples = tuple(
-        SampleRef(payload=p, index=i, num_tokens=int(rng.integers(1000, 2000))) for p in range(128) for i in range(8)
-    )
-    batch = MiniBatch(samples=samples, denominators=Denominators(num_tokens=9, num_sequences=len(samples)))
+    samples = sample_refs({(p, i): int(rng.integers(1000, 2000)) for p in range(128) for i in range(8)})
     grid = RankGrid(dp=2, ep=ep)
     found = []
     for _ in range(5):
         order = rng.permutation(128)
         stored = [FakeRef(None) for _ in range(int(rng.integers(16, 128)))]
         payloads: Any = tuple(StoredItem(stored[p % len(stored)], int(p) // len(stored)) for p in order)
-        request = TrainRequest(
-            mini_batches=(batch,),
-            payloads=payloads,
-            payload_blocks=[p // 4 for p in range(128)],
-            max_tokens_per_micro_batch=8192,
-        )
+        request = one_batch(samples, payloads, 8192, payload_blocks=[p // 4 for p in range(128)])
         forward = ForwardRequest(
-            samples=samples,
-            payloads=payloads,
-            payload_blocks=request.payload_blocks,
-            max_tokens_per_micro_batch=8192,
+            samples=samples, payloads=payloads, payload_blocks=request.payload_blocks, max_tokens_per_micro_batch=8192
         )
         plan_replicas.cache_clear()
         trained = [
@@ -249,13 +240,9 @@ def test_a_selected_column_has_only_the_parts_that_hold_a_sample() -> None:
 def test_values_in_this_process_are_split_as_well() -> None:
     """Rows of a supervised stage are in the controller: a replica is sent its own."""
     rows = [f"row {i}" for i in range(6)]
-    samples = tuple(SampleRef(payload=0, index=i, num_tokens=100) for i in range(6))
-    batch = MiniBatch(samples=samples, denominators=Denominators(num_tokens=1, num_sequences=6))
-    payload: Any = LocalPayload(rows)
     column = LocalPayload([{(0, i): np.full(100, i, np.float32) for i in range(6)}])
-    request = TrainRequest(
-        mini_batches=(batch,), payloads=(payload,), max_tokens_per_micro_batch=MAX_TOKENS, columns={"ref": column}
-    )
+    samples = sample_refs({(0, i): 100 for i in range(6)})
+    request = one_batch(samples, (LocalPayload(rows),), columns={"ref": column})
     seen: list[int] = []
     for found in split_by_dp(request, RankGrid(dp=3)):
         own = [sample.index for sample in found.mini_batches[0].samples]
@@ -269,10 +256,7 @@ def test_values_in_this_process_are_split_as_well() -> None:
 
 def test_a_replica_without_samples_gets_the_columns_of_the_others() -> None:
     """All replicas pack the same columns, as their ranks run the same loss."""
-    samples = tuple(SampleRef(payload=0, index=i, num_tokens=9, scalars={"advantages": 1.0}) for i in range(2))
-    batch = MiniBatch(samples=samples, denominators=Denominators(num_tokens=1, num_sequences=2))
-    payload: Any = StoredPayload("ref")
-    request = TrainRequest(mini_batches=(batch,), payloads=(payload,), max_tokens_per_micro_batch=9)
+    request = one_batch(sample_refs({(0, 0): 9, (0, 1): 9}, advantages=1.0), (StoredPayload("ref"),), 9)
     batches = [found.mini_batches[0] for found in split_by_dp(request, RankGrid(dp=3))]
     assert sorted(len(batch.samples) for batch in batches) == [0, 1, 1]
     assert all(list(SampleTable.of(batch.samples).scalars) == ["advantages"] for batch in batches)
@@ -281,10 +265,8 @@ def test_a_replica_without_samples_gets_the_columns_of_the_others() -> None:
 
 def test_tokens_are_balanced_over_replicas() -> None:
     rng = np.random.default_rng(4)
-    samples = tuple(SampleRef(payload=0, index=i, num_tokens=int(n)) for i, n in enumerate(rng.integers(50, 200, 64)))
-    batch = MiniBatch(samples=samples, denominators=Denominators(num_tokens=1, num_sequences=64))
-    payload: Any = StoredPayload("ref")
-    request = TrainRequest(mini_batches=(batch,), payloads=(payload,), max_tokens_per_micro_batch=1000)
+    samples = sample_refs({(0, i): int(n) for i, n in enumerate(rng.integers(50, 200, 64))})
+    request = one_batch(samples, (StoredPayload("ref"),), 1000)
     loads = [SampleTable.of(one.mini_batches[0].samples).num_tokens for one in split_by_dp(request, RankGrid(dp=4))]
     assert max(loads) - min(loads) <= 0.05 * max(loads)
 
@@ -293,8 +275,3 @@ def test_train_result_comes_from_the_last_stage_of_the_first_replica() -> None:
     grid = RankGrid(tp=2, dp=2, pp=2)
     results = [TrainStats(metrics={"rank": rank}, num_tokens=1) for rank in range(8)]
     assert train_dispatch(QWEN2_5_7B).collect(results, grid).metrics == {"rank": 4}
-
-
-def test_ranks_do_equal_work_in_passes_over_samples() -> None:
-    assert train_dispatch(QWEN2_5_7B).equal_work
-    assert forward_dispatch(QWEN2_5_7B).equal_work

@@ -13,7 +13,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
+
+from tests.time_limits import HANG_SECONDS
 
 GATED = "org/gated"
 
@@ -114,6 +116,11 @@ def hub_of_this_process(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterato
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+            monkeypatch.setattr(constants, name, 2 * HANG_SECONDS)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        close_session()  # a client reads NO_PROXY when it is created
         yield served
 
 

@@ -68,10 +68,7 @@ def test_values_are_read_raw_into_fp8(tmp_path):
     ("scales", "message"),
     [
         (None, "w is float8_e4m3fn, and its scales w_scale_inv are missing"),
-        (
-            torch.ones(2, 3),
-            r"w_scale_inv needs shape \[3, 3\], one scale for each block of 128 x 128 of \[300, 270\], got \[2, 3\]",
-        ),
+        (torch.ones(2, 3), r"w_scale_inv needs shape \[3, 3\], .* 128 x 128 of \[300, 270\], got \[2, 3\]"),
         (torch.full((3, 3), torch.inf), "w_scale_inv needs finite values, 6 of the 6 read are NaN or infinite"),
     ],
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,13 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
+from megarl.cli.main import main
 from megarl.config import RunConfig, ScoreConfig, SftConfig, dump_config, make_score_config
 from megarl.controller.resume import recorded_hub_revisions
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import ConfigError
 from megarl.model_files.hub import hub_ids, is_hub_id, local_model, with_local_models
-from tests.model_files.fake_hub import GATED, FakeHub, hub_of_this_process, serve_hub
+from tests.model_files.fake_hub import GATED, FakeHub, hub_of_this_process
 
 FILES = {
     "config.json": b"{}",
@@ -49,28 +48,27 @@ def sft(path: str, **model: Any) -> SftConfig:
     return SftConfig.model_validate(tree)
 
 
-@pytest.mark.parametrize("path", ["org/model", "Qwen/Qwen2.5-0.5B", "org/model@main", "org/model@refs/pr/1"])
-def test_organization_and_name_are_a_hub_id(path: str) -> None:
-    assert is_hub_id(path)
+def test_hub_ids_are_organization_and_name() -> None:
+    ids = ["org/model", "Qwen/Qwen2.5-0.5B", "org/model@main", "org/model@refs/pr/1"]
+    others = [
+        "model",
+        "/models/m",
+        "./org/model",
+        "../org/model",
+        "runs/a/model",
+        "org/model/",
+        "a/b/config.json",
+        "a/b@",
+    ]
+    assert [path for path in (*ids, *others) if is_hub_id(path)] == ids
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["model", "/models/m", "./org/model", "../org/model", "runs/a/model", "org/model/", "Qwen3-8B/config.json", "a/b@"],
-)
-def test_other_paths_are_no_hub_ids(path: str) -> None:
-    assert not is_hub_id(path)
-
-
-def test_folder_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_no_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "model").mkdir(parents=True)
     config = sft("org/model")
     assert with_local_models(config) is config
-
-
-def test_model_that_will_be_written_is_no_hub_id() -> None:
-    assert hub_ids(sft("runs/base", tiny={})) == {}
+    assert hub_ids(sft("runs/base", tiny={})) == {}, "one that will be written"
 
 
 def test_weights_and_text_files_are_downloaded_once(hub: FakeHub) -> None:
@@ -89,16 +87,10 @@ def test_weights_and_text_files_are_downloaded_once(hub: FakeHub) -> None:
 def test_paths_of_all_models_can_be_hub_ids(hub: FakeHub) -> None:
     other = hub.commit("org/other", {"config.json": b"{ }"})
     branch = hub.commit("org/model", {"config.json": b"{  }"}, branch="v2")
-    config = RunConfig.model_validate(
-        {
-            "run_dir": "run",
-            "model": {"path": "org/model"},
-            "data": {"path": "data.jsonl"},
-            "algorithm": {"type": "ppo", "critic": {"path": "org/other"}, "reference": {"path": "/local"}},
-            "reward": {"terms": {"judge": {"type": "model", "path": "org/model@v2"}, "match": {"type": "numeric"}}},
-        }
-    )
-    local = with_local_models(config)
+    algorithm = {"type": "ppo", "critic": {"path": "org/other"}, "reference": {"path": "/local"}}
+    reward = {"terms": {"judge": {"type": "model", "path": "org/model@v2"}, "match": {"type": "numeric"}}}
+    tree = {"run_dir": "run", "model": {"path": "org/model"}, "data": {"path": "data.jsonl"}}
+    local = with_local_models(RunConfig.model_validate({**tree, "algorithm": algorithm, "reward": reward}))
     folders = {auxiliary.key: Path(auxiliary.path).name for auxiliary in local.auxiliary_models}
     assert folders == {"algorithm.critic": other, "algorithm.reference": "local", "reward.terms.judge": branch}
     assert local.model.hub_revisions == {
@@ -170,23 +162,21 @@ def test_offline_mode_uses_the_cache_only(hub: FakeHub, monkeypatch: pytest.Monk
 
 
 def test_unreachable_hub_is_named(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"from the hub: http://127\.0\.0\.1:9 cannot be reached \(.*refused\)$"):
-        with_local_models(sft("org/model"))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody else gets the port
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        with pytest.raises(ConfigError, match=rf"from the hub: {endpoint} cannot be reached \(.*refused\)$"):
+            with_local_models(sft("org/model"))
 
 
-def test_check_resolves_a_hub_id(tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "1+1", "response": "2"}\n')
+def test_check_resolves_a_hub_id(hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1", "response": "2"}\n')
     write_tiny_model(tmp_path / "tiny", ["1+1", "2"], seed=0)
     config = tmp_path / "sft.yaml"
-    config.write_text(f"run_dir: {tmp_path}/run\nmodel: {{path: org/tiny}}\ndata: {{path: {data}}}\n")
-    command = [sys.executable, "-m", "megarl", "check", str(config), "--stage", "sft"]
-    with serve_hub() as hub:
-        commit = hub.commit("org/tiny", {file.name: file.read_bytes() for file in (tmp_path / "tiny").iterdir()})
-        environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf")}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    resolved = yaml.safe_load(done.stdout)["model"]
+    config.write_text("run_dir: run\nmodel: {path: org/tiny}\ndata: {path: data.jsonl}\n")
+    commit = hub.commit("org/tiny", {file.name: file.read_bytes() for file in (tmp_path / "tiny").iterdir()})
+    assert main(["check", str(config), "--stage", "sft"]) == 0
+    resolved = yaml.safe_load(capsys.readouterr().out)["model"]
     assert resolved["hub_revisions"] == {"org/tiny": commit}
-    assert resolved["path"] == str(tmp_path / "hf/hub/models--org--tiny/snapshots" / commit)
+    assert resolved["path"] == str(tmp_path / "cache/models--org--tiny/snapshots" / commit)

@@ -137,30 +137,31 @@ from megarl.model_files.reader import SafetensorsReader
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
-path, dtype = sys.argv[1], getattr(torch, sys.argv[2])
-with SafetensorsReader(path) as folder:
-    warm = torch.zeros(64, 4096, dtype=dtype)
-    folder.read("warm", ((0, 64), (0, 4096)), warm, require_finite=True)
-    before = status("VmRSS")
-    shards = []
-    for name in ("rows", "columns"):
-        n, m = folder.tensors[name].shape
-        box = ((0, n // 2), (0, m)) if name == "rows" else ((0, n), (m // 2, m))
-        shards.append(torch.empty(tuple(b - a for a, b in box), dtype=dtype))
-        folder.read(name, box, shards[-1], require_finite=True)
-    print(status("VmHWM") - before, sum(s.nbytes for s in shards), float(shards[1][-1, -1]))
+with SafetensorsReader(sys.argv[1]) as folder:
+    for dtype in (torch.bfloat16, torch.float32):  # the peak never falls
+        warm = torch.zeros(64, 4096, dtype=dtype)
+        folder.read("warm", ((0, 64), (0, 4096)), warm, require_finite=True)
+        before = status("VmRSS")
+        shards = []
+        for name in ("rows", "columns"):
+            n, m = folder.tensors[name].shape
+            box = ((0, n // 2), (0, m)) if name == "rows" else ((0, n), (m // 2, m))
+            shards.append(torch.empty(tuple(b - a for a, b in box), dtype=dtype))
+            folder.read(name, box, shards[-1], require_finite=True)
+        print(status("VmHWM") - before, sum(s.nbytes for s in shards), float(shards[1][-1, -1]))
+        del shards
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_reading_needs_no_memory_beyond_the_shard_and_the_scratch_buffer(tmp_path, dtype):
-    tensors = {name: torch.rand(9216, 4096) for name in ("rows", "columns")}
+def test_reading_needs_no_memory_beyond_the_shard_and_the_scratch_buffer(tmp_path):
+    tensors = {name: torch.rand(2560, 4096) for name in ("rows", "columns")}
     save_file(tensors | {"warm": torch.zeros(64, 4096)}, tmp_path / "model.safetensors")
-    last = float(tensors["columns"][-1, -1].to(getattr(torch, dtype)))
-    assert (tmp_path / "model.safetensors").stat().st_size > 300e6
-    scratch = reader.CHUNK_ELEMENTS * 4
-    command = [sys.executable, "-c", MEASURE, str(tmp_path), dtype]
-    peak, shard, read = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert float(read) == last
-    assert int(shard) == 9216 * 4096 * torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-    assert int(peak) < 1.1 * int(shard) + scratch
+    scratch, others = reader.CHUNK_ELEMENTS * 4, 8 * 2**20
+    assert scratch + others < tensors["rows"].nbytes / 2, "a copy of a tensor would be noticed"
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    for dtype, line in zip((torch.bfloat16, torch.float32), lines, strict=True):
+        peak, shard, read = line.split()
+        assert float(read) == float(tensors["columns"][-1, -1].to(dtype))
+        assert int(shard) == 2560 * 4096 * dtype.itemsize
+        assert int(peak) < int(shard) + scratch + others

@@ -38,9 +38,7 @@ def test_all_files_are_read_without_an_index_and_the_listed_ones_with_it(tmp_pat
 
 def test_a_tensor_in_two_files_needs_an_index(tmp_path):
     save_file({"a": torch.zeros(9)}, write_shards(tmp_path) / "zero.safetensors")
-    with pytest.raises(
-        DataError, match=r"a is in .*one\.safetensors and in .*zero\.safetensors, and there is no model"
-    ):
+    with pytest.raises(DataError, match=r"a is in .*one\.safetensors and in .*zero\.safetensors, and there is no mod"):
         read_headers(tmp_path)
     write_shards(tmp_path, {"a": "zero.safetensors", "b": "one.safetensors", "c": "two.safetensors"})
     assert read_headers(tmp_path)["a"].shape == (9,)
@@ -60,27 +58,21 @@ def test_an_invalid_index(tmp_path, index, message):
         read_headers(write_shards(tmp_path, index))
 
 
-def test_a_folder_without_safetensors(tmp_path):
-    with pytest.raises(DataError, match=f"^{tmp_path} holds no safetensors files$"):
-        read_headers(tmp_path)
-
-
 def test_a_truncated_file_is_reported_with_both_sizes(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(100), "b": torch.zeros(100)}, file)
     complete = file.read_bytes()
-    file.write_bytes(complete[:-500])
-    with pytest.raises(DataError) as error:
-        read_headers(tmp_path)
-    assert str(error.value) == (
-        f"{file} is not readable as safetensors: it is truncated, its tensors need {len(complete)} bytes, got "
-        f"{len(complete) - 500}, 500 less; the first truncated tensor is a"
-    )
-    file.write_bytes(complete[:50])
-    with pytest.raises(DataError, match=r"its header needs 8 \+ 120 = 128 bytes, got 50$"):
-        read_headers(tmp_path)
-    file.write_bytes(complete[:5])
-    with pytest.raises(DataError, match=r"its header length needs 8 bytes, got 5$"):
+    size = len(complete)
+    for length, message in (
+        (size - 500, f"it is truncated, its tensors need {size} bytes, got {size - 500}, 500 less; .* a$"),
+        (50, r"it is truncated, its header needs 8 \+ 120 = 128 bytes, got 50$"),
+        (5, "its header length needs 8 bytes, got 5$"),
+    ):
+        file.write_bytes(complete[:length])
+        with pytest.raises(DataError, match=f"^{file} is not readable as safetensors: {message}"):
+            read_headers(tmp_path)
+    file.unlink()
+    with pytest.raises(DataError, match=f"^{tmp_path} holds no safetensors files$"):
         read_headers(tmp_path)
 
 
@@ -103,9 +95,6 @@ def test_an_invalid_header(tmp_path, header, message):
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(8))
     with pytest.raises(DataError, match=message):
         read_headers(tmp_path)
-
-
-def test_a_header_of_absurd_length(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"<!DOCTYPE html>")
     with pytest.raises(DataError, match="its header has at most 100000000 bytes, got"):
         read_headers(tmp_path)

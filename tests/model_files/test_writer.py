@@ -124,16 +124,15 @@ def test_existing_weights_are_replaced_only_when_all_files_exist(tmp_path):
     write_all(tmp_path, files[1:], {"v": torch.zeros(4)})
     (tmp_path / ".model-00009-of-00009.safetensors.partial").touch()
     publish(tmp_path, files)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-    ]
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "model.safetensors.index.json"]
 
 
-def test_a_full_disk_raises():
-    files = plan_files(Path("/dev"), [{"w": ((4,), "float32")}], 100)
-    out = SafetensorsWriter(Path("/dev"), files)
+def test_a_full_disk_raises(tmp_path):
+    if not Path("/dev/full").exists():
+        pytest.skip("this machine has no /dev/full")
+    out = SafetensorsWriter(tmp_path, plan_files(tmp_path, [{"w": ((4,), "float32")}], 100))
     out._handles["model.safetensors"] = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(OSError, match="No space left on device"):
         out.write("w", ((0, 4),), torch.zeros(4))
+    out.discard()

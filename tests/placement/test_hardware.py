@@ -33,15 +33,12 @@ def test_without_a_driver_there_are_no_gpus(tmp_path: Path, monkeypatch: pytest.
     assert list_gpus() == []
 
 
-def test_failing_driver_means_no_gpus(driver: Path) -> None:
-    driver.write_text("#!/bin/sh\necho 'Failed to initialize NVML'\nexit 9\n")
-    assert list_gpus() == []
-
-
 def test_gpus_as_the_driver_reports_them(driver: Path) -> None:
     first, second = list_gpus()
     assert first == Gpu(index=0, name="NVIDIA A", driver="570.86.15", memory_bytes=81559 * 2**20, used_bytes=4 * 2**20)
     assert (second.name, second.memory_bytes, second.used_bytes) == ("NVIDIA B, as they call it", None, None)
+    driver.write_text("#!/bin/sh\necho 'Failed to initialize NVML'\nexit 9\n")
+    assert list_gpus() == []
 
 
 @pytest.mark.parametrize(
@@ -63,9 +60,6 @@ def test_package_versions() -> None:
 
 
 def test_free_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = free_shared_memory()
-    assert free is not None
-    assert 0 < free <= shutil.disk_usage("/dev/shm").total
     seen = []
 
     def disk_usage(folder: Path) -> SimpleNamespace:
@@ -73,11 +67,9 @@ def test_free_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(total=9, used=4, free=5)
 
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)
     assert free_shared_memory() == 5
     assert seen == [Path("/dev/shm")]
-
-
-def test_free_shared_memory_is_unknown_without_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "is_dir", lambda _: False)
     assert free_shared_memory() is None
 

@@ -20,6 +20,11 @@ from tests.time_limits import HANG_SECONDS
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
+def num_cpus() -> int:
+    """Return the number of CPU slots of the cluster, at least 8."""
+    return int(ray.cluster_resources()["CPU"])
+
+
 def test_slots_are_bundles_in_order_on_this_node() -> None:
     slots = reserve(PlacementConfig(slots_per_node=3))
     try:
@@ -48,12 +53,12 @@ def test_pools_are_reserved_together() -> None:
 
 
 def test_more_slots_than_the_cluster_has_are_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"^placement: needs .* = 500 CPU slots on 1 node; the cluster has 0 nodes"):
-        reserve(PlacementConfig(slots_per_node=500))
+    with pytest.raises(ConfigError, match=r"^placement: needs .* = \d+ CPU slots on 1 node; the cluster has 0 nodes"):
+        reserve(PlacementConfig(slots_per_node=num_cpus() + 1))
 
 
 def test_slots_in_use_are_waited_for_until_the_timeout() -> None:
-    first = reserve(PlacementConfig(slots_per_node=5))
+    first = reserve(PlacementConfig(slots_per_node=num_cpus() - 3))
     try:
         config = PlacementConfig(slots_per_node=6, start_timeout_seconds=0.5)
         with pytest.raises(
@@ -68,7 +73,7 @@ class Holder:
     """An actor that Ray restarts."""
 
     def hold(self) -> int:
-        config = PlacementConfig(slots_per_node=5, start_timeout_seconds=10)
+        config = PlacementConfig(slots_per_node=num_cpus() - 3, start_timeout_seconds=HANG_SECONDS)
         return len(reserve(config).slots)
 
     def pid(self) -> int:
@@ -78,9 +83,9 @@ class Holder:
 def test_restarted_actor_takes_over_its_slots() -> None:
     holder = ray.remote(Holder).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
     for _ in range(2):
-        assert ray.get(holder.hold.remote(), timeout=HANG_SECONDS) == 5  # of 8
+        assert ray.get(holder.hold.remote(), timeout=HANG_SECONDS) > num_cpus() / 2
         os.kill(ray.get(holder.pid.remote()), signal.SIGKILL)
-    assert ray.get(holder.hold.remote(), timeout=HANG_SECONDS) == 5
+    assert ray.get(holder.hold.remote(), timeout=HANG_SECONDS) > num_cpus() / 2
     ray.kill(holder)
 
 
@@ -91,24 +96,19 @@ def test_restarted_actor_takes_over_its_slots() -> None:
 def test_device_is_cuda_if_the_cluster_has_enough_gpus(device: str, gpus: int, expected: str) -> None:
     config = PlacementConfig.model_validate({"slots_per_node": 2, "device": device})
     assert resolve_device(config, [_node("a", gpus // 2), _node("b", gpus - gpus // 2)]) == expected
-
-
-def test_cuda_without_enough_gpus_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"^placement\.device: cuda needs 2 GPUs in the cluster, got 0$"):
         resolve_device(PlacementConfig(slots_per_node=2, device="cuda"), [_node("a", 0)])
 
 
-def test_address_without_a_listener_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_where_no_cluster_answers_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"^RAY_ADDRESS=127\.0\.0\.1:1: no Ray cluster answers there: .*refused$"):
         start_cluster(PlacementConfig())
 
-
-def test_address_that_only_ray_can_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: object) -> None:
         raise ConnectionError("Could not find any running Ray instance")
 
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # which only Ray can parse
     monkeypatch.setattr(pool.ray, "init", refuse)
     with pytest.raises(ConfigError, match=r"^RAY_ADDRESS=auto: no Ray cluster answers there: Could not find any"):
         start_cluster(PlacementConfig())

@@ -66,11 +66,6 @@ def test_coordinates_agree_with_megatron_core(grid: RankGrid) -> None:
             assert len(rest) == 1
 
 
-def test_etp_defaults_to_tp() -> None:
-    assert RankGrid(tp=4, dp=2, ep=2).expert_tp == 4
-    assert RankGrid(tp=4, dp=2, ep=2, etp=1).expert_tp == 1
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

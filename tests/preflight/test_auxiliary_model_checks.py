@@ -15,25 +15,13 @@ from megarl.config import RunConfig
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.preflight import machine_checks
 from megarl.preflight.run_checks import check_run
-from tests.cli.tiny_run import ROWS, write_tiny_run
-
-TEXTS = [row["prompt"] + row["response"] for row in ROWS]
-
-
-@pytest.fixture(scope="session")
-def master(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("roles")
-    (folder / "run.json").write_text(json.dumps(write_tiny_run(folder)))
-    return folder
 
 
 @pytest.fixture
-def tree(master: Path, tmp_path: Path) -> dict[str, Any]:
+def tree(tree: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """A run for each test, with a copy of its model in `other` for an auxiliary model."""
-    shutil.copytree(master, tmp_path, dirs_exist_ok=True)
     shutil.copytree(tmp_path / "model", tmp_path / "other")
-    content: dict[str, Any] = json.loads((master / "run.json").read_text().replace(str(master), str(tmp_path)))
-    return content
+    return tree
 
 
 def run_problems(tree: dict[str, Any], **sections: Any) -> list[str]:
@@ -44,14 +32,18 @@ def other(tree: dict[str, Any]) -> str:
     return str(Path(tree["model"]["path"]).parent / "other")
 
 
+def edit_config(folder: str, **values: Any) -> None:
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
 def turn_into_reward_model(folder: str) -> None:
     """Replace the language-model head in the folder by a scalar head."""
-    file, config = Path(folder, "model.safetensors"), Path(folder, "config.json")
+    file = Path(folder, "model.safetensors")
     tensors = load_file(file)
     tensors["score.weight"] = np.zeros((1, tensors.pop("lm_head.weight").shape[1]), dtype=np.float32)
     save_file(tensors, file)
-    architecture = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "score"}}
-    config.write_text(json.dumps(json.loads(config.read_text()) | architecture))
+    edit_config(folder, architectures=["Qwen3ForSequenceClassification"], id2label={"0": "score"})
 
 
 def ppo(folder: str, **critic: Any) -> dict[str, Any]:
@@ -105,11 +97,17 @@ def test_reward_model_folder(tree: dict[str, Any]) -> None:
     assert "first score.weight" in problem
 
 
-def test_a_teacher_needs_logits(tree: dict[str, Any]) -> None:
+def test_a_teacher_needs_logits_and_the_tokenizer_of_the_policy(tree: dict[str, Any]) -> None:
+    teacher = {"algorithm": {"type": "distillation", "teacher": {"path": other(tree)}}}
     turn_into_reward_model(other(tree))
-    (problem,) = run_problems(tree, algorithm={"type": "distillation", "teacher": {"path": other(tree)}})
+    (problem,) = run_problems(tree, **teacher)
     assert problem.startswith("algorithm.teacher.path: ")
     assert "has a value head and no logits" in problem
+    shutil.rmtree(other(tree))
+    write_tiny_model(other(tree), ["another corpus altogether, another corpus altogether"] * 20, seed=0)
+    (problem,) = run_problems(tree, **teacher)
+    assert problem.startswith("algorithm.teacher.path: needs the tokenizer of model.path, as token ids ")
+    assert " tokens differ, first " in problem
 
 
 def test_parallel_sizes_of_an_auxiliary_model(tree: dict[str, Any]) -> None:
@@ -119,17 +117,9 @@ def test_parallel_sizes_of_an_auxiliary_model(tree: dict[str, Any]) -> None:
         "algorithm.critic.parallel.tp: model.layers.0.self_attn.q_proj.weight has query heads that do not divide, "
         "4 % 3 = 1"
     )
-
-
-def test_parallel_sizes_inherited_from_the_trainer(tree: dict[str, Any]) -> None:
-    config = Path(other(tree), "config.json")
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 383}))
-    got = run_problems(
-        tree,
-        algorithm=ppo(other(tree)),
-        placement={"slots_per_node": 2},
-        trainer={"parallel": {"tp": 2}},
-    )
+    edit_config(other(tree), intermediate_size=383)
+    inherited = {"placement": {"slots_per_node": 2}, "trainer": {"parallel": {"tp": 2}}}
+    got = run_problems(tree, algorithm=ppo(other(tree)), **inherited)
     assert (
         "algorithm.critic: trainer.parallel.tp: model.layers.0.mlp.gate_proj.weight has rows that do not divide, "
         "383 % 2 = 1"
@@ -146,24 +136,14 @@ def test_fewer_completions_than_ranks_of_a_critic(tree: dict[str, Any]) -> None:
     ]
 
 
-def test_a_different_tokenizer_is_refused(tree: dict[str, Any]) -> None:
-    shutil.rmtree(other(tree))
-    write_tiny_model(other(tree), ["another corpus altogether, another corpus altogether"] * 20, seed=0)
-    (problem,) = run_problems(tree, algorithm={"type": "distillation", "teacher": {"path": other(tree)}})
-    assert problem.startswith(
-        "algorithm.teacher.path: needs the tokenizer of model.path, as token ids are passed as they are; "
-    )
-    assert " tokens differ, first " in problem
-
-
 def test_padding_of_the_vocabulary_may_differ(tree: dict[str, Any]) -> None:
     for rows, is_reported in ((400, False), (258, True)):
-        file, config = Path(other(tree), "model.safetensors"), Path(other(tree), "config.json")
+        file = Path(other(tree), "model.safetensors")
         tensors = load_file(file)
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             tensors[name] = np.zeros((rows, tensors[name].shape[1]), dtype=np.float32)
         save_file(tensors, file)
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": rows}))
+        edit_config(other(tree), vocab_size=rows)
         got = run_problems(tree, algorithm={"type": "distillation", "teacher": {"path": other(tree)}})
         assert [p.startswith("algorithm.teacher.path: needs a row for each token of the policy") for p in got] == (
             [True] if is_reported else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megarl.preflight.code_reward_checks import NUM_SOLUTIONS, find_test_case_pr
 from megarl.preflight.reward_checks import find_reward_problems
 from megarl.sandbox import tiers
 from tests.cli.tiny_run import ROWS, write_config, write_rows, write_tiny_run
+from tests.sandbox.local_tiers import PATIENT, patience
 
 
 def mbpp_row(number: int, **changes: Any) -> dict[str, Any]:
@@ -31,7 +33,17 @@ def mbpp_row(number: int, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+SANDBOX = {"allow_unsafe": True, **PATIENT}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _patience() -> Iterator[None]:
+    with patience():
+        yield
+
+
 def make_config(folder: Path, rows: list[dict[str, Any]], held_out: list[dict[str, Any]] | None = None, **term: Any):
+    sandbox = SANDBOX | term.pop("sandbox", {})
     data = {"path": str(write_rows(folder / "mbpp.jsonl", rows)), "fields": {"prompt": "text"}}
     if held_out is not None:
         data["eval_path"] = str(write_rows(folder / "held-out.jsonl", held_out))
@@ -41,7 +53,7 @@ def make_config(folder: Path, rows: list[dict[str, Any]], held_out: list[dict[st
             "model": {"path": str(folder / "model")},
             "data": data,
             "rollout": {"max_new_tokens": 32},
-            "reward": {"terms": {"tests": {"type": "code", **term}}},
+            "reward": {"terms": {"tests": {"type": "code", "sandbox": sandbox, **term}}},
         }
     )
 
@@ -54,9 +66,7 @@ def test_rows_as_published_have_no_problems(tmp_path):
         f"data.{key}: reward.terms.tests (code): 3 of 3 reference solutions that were tried (field 'code') score 1"
         for key in ("path", "eval_path")
     ]
-
-
-def test_sanitized_rows_have_a_list_of_imports(tmp_path):
+    # sanitized rows have a list of imports
     rows = [mbpp_row(i, test_imports=["import math", "from math import floor"]) for i in range(2)]
     config = make_config(tmp_path, rows, setup_field="test_imports")
     assert [*find_test_case_problems(config)] == []
@@ -100,7 +110,7 @@ def test_only_rows_that_are_scored_are_examined(tmp_path):
         "code": {"path": str(tmp_path / "mbpp.jsonl"), "ratio": 0.5, "fields": {"prompt": "text"}},
         "sums": {"path": str(write_rows(tmp_path / "sums.jsonl", ROWS)), "ratio": 0.5, "reward_terms": ["right"]},
     }
-    terms = {"tests": {"type": "code"}, "right": {"type": "numeric"}}
+    terms = {"tests": {"type": "code", "sandbox": SANDBOX}, "right": {"type": "numeric"}}
     tree = config.model_dump() | {"data": {"sources": sources}, "reward": {"terms": terms}}
     mixed = RunConfig.model_validate(tree)
     assert [*find_test_case_problems(mixed)] == []
@@ -163,7 +173,9 @@ def test_reads_parquet_and_programs_that_print(tmp_path):
 
 def test_a_tier_that_this_machine_lacks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "find_tier_problem", {"bubblewrap": "bwrap is not installed", "launcher": None}.get)
-    (problem,) = find_reward_problems(make_config(tmp_path, [mbpp_row(0)], sandbox={"tier": "bubblewrap"}))
+    (problem,) = find_reward_problems(
+        make_config(tmp_path, [mbpp_row(0)], sandbox={"tier": "bubblewrap", "allow_unsafe": False})
+    )
     assert problem.startswith("reward.terms.tests.sandbox needs a sandbox that works on this machine")
     assert "got none (bubblewrap: bwrap is not installed)" in problem
 
@@ -172,7 +184,7 @@ def test_check_reports_rows_and_solutions(tmp_path, capsys):
     tree = write_tiny_run(tmp_path)
     rows = [{"prompt": row["prompt"], **mbpp_row(i)} for i, row in enumerate(ROWS[:3])]
     tree["data"] = {"path": str(write_rows(tmp_path / "mbpp.jsonl", rows))}
-    tree["reward"] = {"terms": {"tests": {"type": "code"}}}
+    tree["reward"] = {"terms": {"tests": {"type": "code", "sandbox": SANDBOX}}}
     recipe = str(write_config(tmp_path / "run.yaml", tree))
     assert main(["check", recipe]) == 0
     line = "# data.path: reward.terms.tests (code): 3 of 3 reference solutions that were tried (field 'code') score 1"

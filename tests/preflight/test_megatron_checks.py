@@ -43,11 +43,7 @@ FP8 = model(fp8="hybrid", fp8_recipe="blockwise")
     [
         (QWEN3, FP8, []),
         (QWEN3, FP8 | {"dtype": "float32"}, [f"{MODEL}.fp8: needs model.dtype: bfloat16, got float32"]),
-        (
-            GEMMA2,
-            FP8,
-            [f"{MODEL}.fp8: has no effect on Gemma2ForCausalLM, whose layers are torch's"],
-        ),
+        (GEMMA2, FP8, [f"{MODEL}.fp8: has no effect on Gemma2ForCausalLM, whose layers are torch's"]),
         (QWEN3, {"moe": {"freeze_router": True}}, ["trainer.moe: Qwen3ForCausalLM has no experts"]),
         (QWEN3_MOE, {"moe": {"freeze_router": True}}, []),
         (QWEN3, model(moe_permute_fusion=True), [f"{MODEL}.moe_permute_fusion: Qwen3ForCausalLM has no experts"]),

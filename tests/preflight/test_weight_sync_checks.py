@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ DEDICATED = COLOCATED | {
     }
 }
 OVER_NODES = DEDICATED | {
-    "placement": DEDICATED["placement"] | {"pools": {"engines": {"nodes": 4, "slots_per_node": 2}}},
+    "placement": DEDICATED["placement"] | {"pools": {"engines": {"nodes": 4, "slots_per_node": 2}}}
 }
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "micro_dp": (COLOCATED, {"tp": 2, "replicas": 4}),
@@ -88,11 +87,11 @@ def test_a_plan_that_would_hang_is_refused(tree: dict[str, Any], layout: str, mo
     assert "of round " in problem
 
 
-def test_the_check_is_for_nccl_only_and_takes_no_second(tree: dict[str, Any]) -> None:
+def test_the_check_is_for_nccl_only(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tree, "micro_dp")
-    start = time.process_time()
-    assert list(weight_sync_checks.find_stall_problems(config, "cuda")) == []
-    assert time.process_time() - start < 3
+    monkeypatch.setattr(nccl_progress, "posted_groups", None)
+    with pytest.raises(TypeError):
+        list(weight_sync_checks.find_stall_problems(config, "cuda"))
     assert list(weight_sync_checks.find_stall_problems(config, "cpu")) == []
 
 

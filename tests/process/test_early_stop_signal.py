@@ -18,7 +18,7 @@ def check_signal_is_noticed(handler):
         before = stop_requested()
         thread = threading.Thread(target=threading.Event().wait, daemon=True)
         thread.start()
-        child = subprocess.Popen(["sleep", "60"])
+        child = subprocess.Popen(["sleep", "6000"])
         for pid in (os.getpid(), os.getpid(), child.pid):
             os.kill(pid, SIGNAL)
         after, again = stop_requested(), stop_requested()

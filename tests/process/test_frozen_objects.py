@@ -27,12 +27,6 @@ def unfreeze() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let hosts be created in this process, outside of Ray."""
-    monkeypatch.setattr(worker_host, "_read_process_info", lambda: None)
-
-
 def test_what_was_garbage_is_freed_first_if_asked_for() -> None:
     found = weakref.ref(Node())
     freeze_objects(collect=True)
@@ -48,16 +42,14 @@ def test_later_collections_visit_later_objects_only() -> None:
     assert after() is None
 
 
-@pytest.mark.usefixtures("no_ray")
-def test_a_worker_that_is_built_is_frozen_with_its_process() -> None:
-    WorkerHost({}).build("role", Node, (), {}, 0.0)
+@pytest.mark.parametrize("kind", [WorkerHost, AsyncWorkerHost])
+def test_a_worker_that_is_built_is_frozen_with_its_process(
+    kind: type[WorkerHost | AsyncWorkerHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_host, "_read_process_info", lambda: None)  # in this process, outside of Ray
+    host = kind({})
+    if isinstance(host, AsyncWorkerHost):
+        asyncio.run(host.build(Node, (), {}, 0.0))
+    else:
+        host.build("role", Node, (), {}, 0.0)
     assert gc.get_freeze_count() > 1000
-
-
-@pytest.mark.usefixtures("no_ray")
-def test_an_asynchronous_worker_that_is_built_is_frozen_with_its_process() -> None:
-    async def run() -> None:
-        await AsyncWorkerHost({}).build(Node, (), {}, 0.0)
-        assert gc.get_freeze_count() > 1000
-
-    asyncio.run(run())

@@ -1,19 +1,35 @@
 """Ranks in separate processes, which tests stop, kill and replace."""
 
 import gc
+import json
 import multiprocessing
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
+import psutil
 import torch
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.planning.disaggregated import TransferRank
+from megarl.reshard.transfer import heartbeat
+from megarl.reshard.transfer.heartbeat import HeartbeatSpec, HeartbeatTracker, SyncMonitor
+from megarl.reshard.transfer.process_groups import TransferGroup
 from megarl.reshard.transfer.sink import Parameters
+from megarl.reshard.transfer.sync_store import open_store
 from tests.time_limits import HANG_SECONDS
+
+NEVER = 2 * HANG_SECONDS
+"""Seconds of time limits that do not end before a test is taken for hung."""
+
+ABORT = 0.4
+"""Seconds without a sign of life, of the clock of `PacedTracker`."""
+INTERVAL = ABORT / heartbeat.BEATS
 
 
 @dataclass
@@ -22,7 +38,6 @@ class Outcome:
 
     value: object
     error: str | None
-    seconds: float
     buffers: int
     """Number of uint8 tensors that the call has leaked."""
 
@@ -39,17 +54,23 @@ class RankProcess:
         end.close()
 
     def wait_started(self):
-        assert self.result(HANG_SECONDS) == "started"
+        assert self.result() == "started"
 
     def begin(self, method, *arguments):
         self._end.send((method, arguments))
 
-    def result(self, seconds=HANG_SECONDS) -> Outcome:
-        assert self._end.poll(seconds), f"rank {self.rank} does not answer"
+    def result(self) -> Outcome:
+        assert self._end.poll(HANG_SECONDS), f"rank {self.rank} does not answer"
         return self._end.recv()
 
     def signal(self, number):
         os.kill(self.process.pid, number)
+
+    def is_stopped_or_dead(self):
+        try:
+            return psutil.Process(self.process.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
 
     def close(self):
         self.process.kill()
@@ -63,6 +84,105 @@ def call(ranks, method, *arguments):
     outcomes = [rank.result() for rank in ranks]
     assert [outcome.error for outcome in outcomes] == [None] * len(ranks)
     return [outcome.value for outcome in outcomes]
+
+
+class Caller:
+    def __init__(self, _):
+        pass
+
+    def run(self, function, arguments):
+        return function(*arguments)
+
+
+def call_in_process(function, *arguments):
+    """Return what a function returns in another process."""
+    process = RankProcess(Caller, 0)
+    process.wait_started()
+    (value,) = call([process], "run", function, arguments)
+    process.close()
+    return value
+
+
+class PatientGroup(TransferGroup):
+    """Ranks that wait for each other as long as a test may take, and beat often."""
+
+    @property
+    def heartbeat(self):
+        return FrequentBeats(self.host, self.port, self.name, self.size, NEVER)
+
+
+class FrequentBeats(HeartbeatSpec):
+    @property
+    def interval(self):
+        return INTERVAL
+
+
+class Ranks:
+    """Processes of all ranks, and the store through which they connect."""
+
+    def __init__(self, backend, size, member, *arguments):
+        self.backend, self.size, self._num_connects = backend, size, 0
+        self.store = open_store("127.0.0.1")
+        self._make = lambda rank: RankProcess(member, rank, *arguments)
+        self.ranks = [self._make(rank) for rank in range(size)]
+
+    def __enter__(self):
+        for rank in self.ranks:
+            rank.wait_started()
+        self.connect_all()
+        return self
+
+    def __exit__(self, *_):
+        for rank in self.ranks:
+            rank.close()
+
+    def replace(self, rank):
+        self.ranks[rank].close()
+        self.ranks[rank] = self._make(rank)
+        self.ranks[rank].wait_started()
+
+    def connect_all(self):
+        self._num_connects += 1
+        name = f"group {self._num_connects}"
+        group = PatientGroup("127.0.0.1", self.store.port, name, self.size, NEVER, self.backend)
+        self.heartbeat = group.heartbeat
+        call(self.ranks, "connect", group)
+
+    def sync(self, number, fault=None, delta=None):
+        return call(self.ranks, "sync", number, fault, delta)
+
+    def failing_sync(self, number, fault, delta=None):
+        """Run a sync with a fault, see `FaultyTensors`; return the outcomes of the other ranks, by rank."""
+        for rank in self.ranks:
+            rank.begin("sync", number, fault, delta)
+        return {rank.rank: rank.result() for rank in self.ranks if rank.rank != fault[1]}
+
+    def monitored_sync(self, number, fault):
+        """Run a sync with a fault, which is aborted if a rank gives no sign of life; return as `failing_sync`."""
+        what, rank = fault
+        if isinstance(what, Path):  # the rank lives
+            tracker = partial(PacedTracker, _mark_of(what).exists, None)
+        else:
+            tracker = partial(PacedTracker, self.ranks[rank].is_stopped_or_dead, rank)
+        monitor = SyncMonitor(replace(self.heartbeat, abort_seconds=ABORT))
+        with mock.patch.object(heartbeat, "HeartbeatTracker", tracker), monitor:
+            return self.failing_sync(number, fault)
+
+
+class PacedTracker(HeartbeatTracker):
+    """Its clock starts when a rank is lost, and ticks whenever the ranks that live have given another sign of life."""
+
+    def __init__(self, is_lost, lost, *arguments):
+        super().__init__(*arguments)
+        self._is_lost, self._lost, self._seen, self._now = is_lost, lost, None, 0.0
+
+    def observe(self, heartbeats, now):
+        beats = [json.loads(each)["beat"] for rank, each in enumerate(heartbeats) if rank != self._lost]
+        if not self._is_lost():
+            self._seen = None
+        elif self._seen is None or all(beat > seen for beat, seen in zip(beats, self._seen, strict=True)):
+            self._seen, self._now = beats, self._now + INTERVAL
+        return super().observe(heartbeats, self._now)
 
 
 class TransferMember:
@@ -82,6 +202,10 @@ class TransferMember:
     def connect(self, transfer_group):
         self._transfer_rank.connect(transfer_group)
 
+    def limit(self, seconds):
+        """Set the timeout of the next sync."""
+        self._transfer_rank._transport.timeout_seconds = seconds
+
     def sync(self, number, fault=None, delta=None):
         """Run one sync; return its statistics and the number of wrong elements, of a delta sync those of all boxes.
 
@@ -91,22 +215,16 @@ class TransferMember:
         """
         for tensor in self._parameters.values() if delta is None or delta.base is None else ():
             tensor.fill_(float("nan"))
-        held = {}
-        if self._need is None:
-            held = {
-                p.local: self._value(p.tensor, number)[slices(p.box)].clone()
-                for p in self._transfer_spec.sources[self._rank].pieces
-            }
+        held = (
+            {} if self._need is not None else held_tensors(self._transfer_spec.sources[self._rank], self._value, number)
+        )
         parameters = self._parameters
         if fault is not None and fault[0] is not None and fault[1] == self._rank:
             held, parameters = FaultyTensors(held, fault[0]), FaultyTensors(parameters, fault[0])
         target = None if self._need is None else Parameters(parameters)
         stats = self._transfer_rank.run(held, target, self._load, delta)
-        mismatched = 0
-        for piece in self._need.pieces if self._need is not None else ():
-            got = self._parameters[piece.local][slices(piece.local_box)]
-            mismatched += int((got != self._value(piece.tensor, number)[slices(piece.box)]).sum())
-        return stats, mismatched
+        wrong = 0 if self._need is None else wrong_elements(self._need, self._parameters, self._value, number)
+        return stats, wrong
 
     def _load(self, whole):
         """Load full tensors as an engine does: keep this rank's part."""
@@ -116,9 +234,9 @@ class TransferMember:
 
 
 class FaultyTensors(dict):
-    """Signals its process, or raises an error, after half of its tensors have been read.
+    """After half of its tensors have been read, sends `fault` to its process if it is a signal, or raises it.
 
-    Given a float, sleeps on each read instead.
+    Given a path, waits until a file exists there. Given a float, sleeps on each read instead.
     """
 
     def __init__(self, tensors, fault):
@@ -131,17 +249,44 @@ class FaultyTensors(dict):
             time.sleep(self._fault)
         elif self._left == 0 and isinstance(self._fault, Exception):
             raise self._fault
+        elif self._left == 0 and isinstance(self._fault, Path):
+            _mark_of(self._fault).touch()
+            wait_until(self._fault.exists)
         elif self._left == 0:
             os.kill(os.getpid(), self._fault)
         return super().__getitem__(name)
 
 
-def empty_parameters(layout):
+def _mark_of(path):
+    """Return the file that exists when a rank waits for `path`."""
+    return path.with_suffix(".waiting")
+
+
+def wait_until(condition):
+    """Wait until a condition holds, as long as the test is not taken for hung."""
+    end = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert time.monotonic() < end, "the event did not come"
+        time.sleep(0.005)
+
+
+def held_tensors(layout, value, sync):
+    """Return the tensors that a rank holds, of the values of a sync."""
+    return {p.local: value(p.tensor, sync)[slices(p.box)].clone() for p in layout.pieces}
+
+
+def wrong_elements(need, tensors, value, sync):
+    """Return the number of elements of a rank's tensors that differ from the values of a sync."""
+    boxes = ((tensors[p.local][slices(p.local_box)].cpu(), value(p.tensor, sync)[slices(p.box)]) for p in need.pieces)
+    return sum(int((got != want).sum()) for got, want in boxes)
+
+
+def empty_parameters(layout, device="cpu"):
     sizes = {}
     for piece in layout.pieces:
         have = sizes.get(piece.local, [0] * len(piece.local_box))
         sizes[piece.local] = [max(a, stop) for a, (_, stop) in zip(have, piece.local_box, strict=True)]
-    return {name: torch.full(size, float("nan")) for name, size in sizes.items()}
+    return {name: torch.full(size, float("nan"), device=device) for name, size in sizes.items()}
 
 
 def _serve(end, make_member, rank, arguments):
@@ -156,15 +301,14 @@ def _serve(end, make_member, rank, arguments):
         except EOFError:
             return
         before = {id(tensor) for tensor in _byte_tensors()}  # torch's own, a gloo thread may hold an earlier message
-        start, result, error = time.monotonic(), None, None
+        result, error = None, None
         try:
             result = getattr(member, method)(*arguments)
         except WeightSyncError as e:
             error = str(e)
-        seconds = time.monotonic() - start
         gc.collect()
         left = sum(id(tensor) not in before for tensor in _byte_tensors())
-        end.send(Outcome(result, error, seconds, left))
+        end.send(Outcome(result, error, left))
 
 
 def _byte_tensors():

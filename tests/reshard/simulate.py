@@ -14,6 +14,32 @@ def plans(sources, needs, topology, bucket_bytes, groups=(), *, relay=True):
     return [build_rounds(index, plan_rank(index, rank)) for rank in range(len(sources))]
 
 
+ELEMENTS = {"bfloat16": np.uint16, "float32": np.uint32}
+"""Unsigned integers of the size of an element: any bit pattern is a valid value."""
+
+
+def make_tensors(sources, needs, seed=0):
+    """Return full random tensors, each rank's shards of them, and its targets, which are 0."""
+    rng = np.random.default_rng(seed)
+    specs = sources[0].tensors.items()
+    whole = {name: rng.integers(1, 1 << 16, spec.shape).astype(ELEMENTS[spec.dtype]) for name, spec in specs}
+    held = [local_tensors(layout, whole) for layout in sources]
+    return whole, held, [local_tensors(needs[rank]) if rank in needs else {} for rank in range(len(sources))]
+
+
+def local_tensors(layout, whole=None):
+    """Return name -> local tensor of a process, sliced from the full tensors `whole`; zeros if `whole` is None."""
+    shapes, dtypes = {}, {}
+    for piece in layout.pieces:
+        ends = [stop for _, stop in piece.local_box]
+        shapes[piece.local] = [max(pair) for pair in zip(ends, shapes.get(piece.local, ends), strict=True)]
+        dtypes[piece.local] = ELEMENTS[layout.tensors[piece.tensor].dtype]
+    tensors = {local: np.zeros(shape, dtypes[local]) for local, shape in shapes.items()}
+    for piece in layout.pieces if whole is not None else ():
+        tensors[piece.local][slices(piece.local_box)] = whole[piece.tensor][slices(piece.box)]
+    return tensors
+
+
 def run(rounds, held, targets, groups=()):
     """Execute all ranks' rounds.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -15,6 +16,9 @@ from megarl.config.reward import RewardsConfig
 from megarl.errors import RewardError
 from megarl.reward.reward_scorer import RewardScorer
 from tests.reward.conftest import decode, make_trajectory
+from tests.virtual_time import run_in_virtual_time
+
+TIMEOUT = 0.2
 
 FAILURES = {
     "raises": ConnectionError("the service is down"),
@@ -39,7 +43,7 @@ class Service:
             if isinstance(failure, Exception):
                 raise failure
             if failure == "hang":
-                await asyncio.sleep(60)
+                await asyncio.sleep(10 * TIMEOUT)
             return failure
         return float(len(text))
 
@@ -50,7 +54,7 @@ class GroupService:
     calls: ClassVar[list[list[str]]] = []
     bad: ClassVar[list[list[str]]] = []
 
-    def score(self, trajectories: Any, texts: list[str], row: Any) -> Any:
+    async def score(self, trajectories: Any, texts: list[str], row: Any) -> Any:
         self.calls.append(list(texts))
         bad = self.bad[len(self.calls) - 1]
         if bad == ["all"]:
@@ -65,9 +69,9 @@ def forget_calls() -> None:
 
 
 def score(prompt: Prompt, texts: Sequence[str], path: str = "Service", **fields: Any) -> ScoredGroup:
-    term = {"type": "python", "path": f"{__name__}:{path}", "timeout_seconds": 0.2, **fields}
+    term = {"type": "python", "path": f"{__name__}:{path}", "timeout_seconds": TIMEOUT, **fields}
     scorer = RewardScorer(RewardsConfig.model_validate({"terms": {"service": term}}), decode)
-    return asyncio.run(scorer.score([make_trajectory(text) for text in texts], prompt))
+    return run_in_virtual_time(scorer.score([make_trajectory(text) for text in texts], prompt))
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -105,7 +109,7 @@ def test_a_group_that_fails_twice_has_no_values(prompt: Prompt) -> None:
     assert len(GroupService.calls) == 2
 
 
-def test_seconds_of_a_term_include_its_second_call(prompt: Prompt) -> None:
-    scored = score(prompt, ["hangs 0", "hangs 1"])
-    assert scored.terms["service"].seconds >= 0.2
+def test_seconds_of_a_term_include_its_second_call(prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: asyncio.get_running_loop().time())
+    assert score(prompt, ["hangs 0", "hangs 2"]).terms["service"].seconds == pytest.approx(2 * TIMEOUT)
     assert score(prompt, ["raises 0"]).terms["service"].num_retried == 0

@@ -5,36 +5,41 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
-from tests.rollout.remote import RemoteEngine
+from tests.rollout.clock import ENGINE_LIMITS
+from tests.rollout.remote import started
 
 EOS = 250
 
 
-def tiny_qwen3(folder, seed=0, **changes):
-    torch.manual_seed(seed)
-    settings = {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.2,
-        "bos_token_id": None,
-        "eos_token_id": EOS,
-        "pad_token_id": None,
-    }
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**(settings | changes)), dtype=torch.float32)
-    # random q/k norms and layer norms, so that tests notice if one is ignored
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+}
+
+
+def save_tiny(folder, config, norms=(0.5, 1.5)):
+    """Save a random model; its norms are random too, so that tests notice if one is ignored."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
-                p.uniform_(0.5, 1.5)
+                p.uniform_(*norms)
     model.save_pretrained(folder)
-    return model.eval()
+
+
+def tiny_qwen3(folder, **changes):
+    save_tiny(folder, Qwen3Config(**SIZES | {"tie_word_embeddings": False} | changes))
 
 
 @pytest.fixture(scope="session")
@@ -51,13 +56,12 @@ def spec(model_dir):
         max_total_tokens=16_384,
         max_running_requests=64,
         deterministic=True,
+        **ENGINE_LIMITS,
         stop_token_ids=read_stop_token_ids(model_dir),
     )
 
 
 @pytest.fixture(scope="session")
 def engine(spec):
-    engine = RemoteEngine(spec)
-    engine.call("start")
-    yield engine
-    engine.close()
+    with started(spec) as engine:
+        yield engine

@@ -13,6 +13,7 @@ from multiprocessing.connection import Client
 from megarl.errors import LostEngineError
 from megarl.rollout.sglang.engine_host import EngineHost
 from megarl.rollout.sglang.sglang_engine import SglangEngine
+from tests.rollout.clock import UNREACHED_SECONDS, iterate, jump, run_in_event_loop
 from tests.rollout.remote import RemoteEngine
 
 
@@ -32,6 +33,18 @@ class TestableEngine(SglangEngine):
     async def set_pause_mode(self, pause_mode):
         """Choose what happens to requests in flight when the engine pauses."""
         self._weights._commands.calls.pause_mode = pause_mode
+
+    async def set_round_seconds(self, seconds):
+        """Choose how long the TP ranks wait for the next round of boxes, until they are prepared again."""
+        self._weights.sync_seconds = seconds
+
+    async def pass_time_limit(self, what):
+        """Wait until SGLang is to answer a call of this name; then let more time pass than the host waits for it."""
+        calls = self._weights._commands.calls
+        while calls._pending is None or calls._pending.what != what:
+            await asyncio.sleep(0.01)
+        await iterate()
+        jump(3 * UNREACHED_SECONDS)
 
     async def num_attempts(self):
         """Return how many requests SGLang has received."""
@@ -110,4 +123,4 @@ def receive(connection):
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    run_in_event_loop(main(sys.argv[1]))

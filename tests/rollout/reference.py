@@ -8,8 +8,10 @@ from transformers import AutoModelForCausalLM
 def load(model_dir, weights=None):
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     if weights is not None:
-        missing = model.load_state_dict(weights, strict=True)
-        assert not missing.missing_keys
+        keys = model.load_state_dict(weights, strict=False)
+        assert not keys.unexpected_keys
+        tied = ["lm_head.weight"] if model.config.tie_word_embeddings else []
+        assert keys.missing_keys in ([], tied)
     return model
 
 
@@ -17,8 +19,8 @@ def changed(model_dir, seed):
     """Return the model's tensors with randomly changed values: Hugging Face name -> tensor."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: t * (1 + 0.3 * torch.randn(t.shape, generator=generator))
-        for name, t in load(model_dir).state_dict().items()
+        name: p.detach() * (1 + 0.3 * torch.randn(p.shape, generator=generator))
+        for name, p in load(model_dir).named_parameters()
     }
 
 

@@ -1,6 +1,5 @@
 """Test client of an engine in a separate process, because SGLang may end the process that hosts it."""
 
-import asyncio
 import atexit
 import functools
 import itertools
@@ -11,6 +10,8 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Listener
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from megarl.rollout.engine import GenerationRequest, Sampling
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.engine_environment import make_engine_environment
 from megarl.rollout.sglang.weight_layout import offline_trace, trace_child
+from tests.rollout.clock import UNREACHED_SECONDS, run_in_event_loop
 from tests.rollout.engine_server import ForkedProcess, start_server
 from tests.time_limits import HANG_SECONDS
 
@@ -54,7 +56,7 @@ def host_engine(address: str) -> None:
     """Host an engine until the client at `address` ends it."""
     from tests.rollout import engine_process
 
-    asyncio.run(engine_process.main(address))
+    run_in_event_loop(engine_process.main(address))
 
 
 def trace_in_forked_process(
@@ -120,6 +122,12 @@ class RemoteEngine:
             raise
         self.folder.cleanup()
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
     def _read(self):
         while True:
             try:
@@ -133,6 +141,30 @@ class RemoteEngine:
                 future.set_exception(value)
         for future in self.futures.values():
             future.set_exception(EOFError("the engine's host process has ended"))
+
+
+@contextmanager
+def started(spec, engine_class=RemoteEngine, **changes):
+    """Start an engine, with changes of its spec, and close it afterwards."""
+    with engine_class(replace(spec, **changes)) as engine:
+        engine.call("start")
+        yield engine
+
+
+def let_work(engine):
+    """Return once the schedulers have answered 30 messages; after each, they compute a step of what is to be done."""
+    for _ in range(30):
+        engine.call("health")
+
+
+def begin_requests(engine, prompts, **sampling):
+    """Return requests and their futures once the engine has sampled tokens of one of them, or has ended all."""
+    sent = requests(prompts, **sampling)
+    pending = [engine.submit("generate", request) for request in sent]
+    while not all(p.done() for p in pending):
+        if engine.call("partial_outputs", {request.request_id: 0 for request in sent}):
+            break
+    return sent, pending
 
 
 _ids = itertools.count()
@@ -192,7 +224,7 @@ def boxes_of(layout, weights):
 class Senders:
     """The trainer ranks on an engine's slots, which offer boxes in rounds: [round][TP rank], None for no boxes."""
 
-    def __init__(self, engine, rounds, stall_seconds=30.0):
+    def __init__(self, engine, rounds, stall_seconds=UNREACHED_SECONDS):
         self.buffers, self.buckets = [], []
         for per_rank in rounds:
             self.buckets.append([])

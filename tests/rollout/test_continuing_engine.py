@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 
-from megarl.batch.scored_group import ScoredGroup
-from megarl.batch.trajectory import Prompt
-from megarl.errors import LostEngineError, WorkerError
+from megarl.errors import LostEngineError
 from megarl.rollout import partial_outputs
 from megarl.rollout.continuation import tokens_from
-from megarl.rollout.engine import UNFINISHED, Generation, GenerationRequest, Sampling
-from megarl.rollout.rollout_worker import GroupJob, RolloutWorker, RolloutWorkerSpec
-from tests.rollout.whole_batches import WholeBatches
+from megarl.rollout.engine import UNFINISHED, Generation, GenerationRequest
+from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
+from tests.rollout.clock import UNREACHED_SECONDS
+from tests.rollout.whole_batches import NoScores, WholeBatches, make_generation, make_group_job
+from tests.virtual_time import run_in_virtual_time
 
 MAX_NEW_TOKENS = 40
 TOKEN_SECONDS = 1e-3
@@ -35,9 +35,6 @@ class SeededEngine(WholeBatches):
         self.requests: list[GenerationRequest] = []
         self.parts: dict[str, Generation] = {}
         self.num_reports = 0
-
-    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        return list(await asyncio.gather(*map(self.generate, requests)))
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.requests.append(request)
@@ -65,35 +62,15 @@ class SeededEngine(WholeBatches):
             if request_id in known and len(part.token_ids) > known[request_id]
         }
 
-    async def abort(self, request_id: str) -> None:
-        raise AssertionError("nothing times out here")
-
     def _generation(self, request: GenerationRequest, tokens: list[int], reason: str) -> Generation:
         start, seed = len(request.token_ids), request.sampling.seed or 0
-        return Generation(
-            token_ids=np.array(tokens, np.int32),
-            logprobs=np.array([-noise(seed, start + i) for i in range(len(tokens))], np.float32),
-            policy_versions=np.full(len(tokens), self.version, np.int32),
-            finish_reason=reason,
-        )
+        return make_generation(tokens, [-noise(seed, start + i) for i in range(len(tokens))], self.version, reason)
 
 
-class NoScores:
-    async def score(self, trajectories, prompt):
-        return ScoredGroup(trajectories=trajectories)
-
-
-def rollout(*engines, restarts=(), num_samples=8, agent=None, seconds=30.0):
+def rollout(*engines, restarts=(), num_samples=8, agent=None):
     """Return the worker and the trajectories of one group; `restarts` replace the first engine, one after another."""
-    spec = RolloutWorkerSpec(request_timeout_seconds=seconds, **({"agent": agent} if agent else {}))
-    job = GroupJob(
-        prompt=Prompt(prompt_id="train.jsonl:1", text="", token_ids=(5, 6, 7), row={}),
-        group_id=3,
-        num_samples=num_samples,
-        sampling=Sampling(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS),
-        seed=(1, 2),
-        request_id="1-3",
-    )
+    spec = RolloutWorkerSpec(request_timeout_seconds=UNREACHED_SECONDS, **({"agent": agent} if agent else {}))
+    job = make_group_job(num_samples=num_samples, max_new_tokens=MAX_NEW_TOKENS, seed=(1, 2), request_id="1-3")
 
     async def main():
         worker = RolloutWorker(spec, engines, NoScores(), tokenizer=None)
@@ -107,7 +84,7 @@ def rollout(*engines, restarts=(), num_samples=8, agent=None, seconds=30.0):
         assert (summary.num_retried, summary.num_kept_tokens) == (counts.num_retried, counts.num_kept_tokens)
         return counts, trajectories
 
-    return asyncio.run(main())
+    return run_in_virtual_time(main())
 
 
 def columns(trajectories):
@@ -176,12 +153,3 @@ def test_later_turns_of_an_agent_continue(report_each_token):
     assert len(calls) == 4
     assert counts.num_retried == 2
     assert {request.request_id for request in other.requests} == {"1-3-0.1", "1-3-1.1"}
-
-
-def test_a_rejected_request_is_not_continued(report_each_token):
-    class Rejecting(SeededEngine):
-        async def generate(self, request):
-            raise WorkerError("too long")
-
-    with pytest.raises(WorkerError, match="too long"):
-        rollout(Rejecting(), SeededEngine())

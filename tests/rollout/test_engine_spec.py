@@ -17,25 +17,22 @@ def folder(tmp_path, **files):
     return str(tmp_path)
 
 
-def test_stop_tokens_are_read_from_every_file(tmp_path):
-    path = folder(
-        tmp_path,
-        config={"eos_token_id": 3},
-        generation_config={"eos_token_id": [3, 9]},
-        tokenizer_config={"eos_token": {"content": "<end>"}},
-        tokenizer={"added_tokens": [{"id": 12, "content": "<end>"}], "model": {"vocab": {"a": 0}}},
-    )
-    assert read_stop_token_ids(path) == (3, 9, 12)
+EVERYWHERE = {
+    "config": {"eos_token_id": 3},
+    "generation_config": {"eos_token_id": [3, 9]},
+    "tokenizer_config": {"eos_token": {"content": "<end>"}},
+    "tokenizer": {"added_tokens": [{"id": 12, "content": "<end>"}], "model": {"vocab": {"a": 0}}},
+}
+IN_THE_VOCABULARY = {
+    "config": {"eos_token_id": None},
+    "tokenizer_config": {"eos_token": "</s>"},
+    "tokenizer": {"added_tokens": [], "model": {"vocab": {"</s>": 2}}},
+}
 
 
-def test_stop_token_may_be_in_the_vocabulary(tmp_path):
-    path = folder(
-        tmp_path,
-        config={"eos_token_id": None},
-        tokenizer_config={"eos_token": "</s>"},
-        tokenizer={"added_tokens": [], "model": {"vocab": {"</s>": 2}}},
-    )
-    assert read_stop_token_ids(path) == (2,)
+@pytest.mark.parametrize(("files", "ids"), [(EVERYWHERE, (3, 9, 12)), (IN_THE_VOCABULARY, (2,))])
+def test_stop_tokens_are_read_from_every_file(tmp_path, files, ids):
+    assert read_stop_token_ids(folder(tmp_path, **files)) == ids
 
 
 def test_folder_without_a_stop_token_is_rejected(tmp_path):
@@ -130,9 +127,6 @@ def test_stub_folder_comes_first_and_once(monkeypatch):
 def test_every_rank_is_bound_to_a_core(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5})
     assert make_engine_environment("cpu", 3)["SGLANG_CPU_OMP_THREADS_BIND"] == "4|5|4"
-
-
-def test_cuda_needs_no_variables():
     assert make_engine_environment("cuda", 8) == {}
 
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from ray.exceptions import ActorUnavailableError
 
@@ -18,6 +17,8 @@ from megarl.rollout.engine import FinishedRequest, Generation, GenerationRequest
 from megarl.rollout.request_batches import RequestBatches
 from megarl.workers.call_batches import LINGER_SECONDS, CallBatches
 from tests.groups.test_remote_engine import FakeActor
+from tests.rollout.clock import in_virtual_time
+from tests.rollout.whole_batches import make_generation
 from tests.virtual_time import run_in_virtual_time
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
@@ -33,9 +34,7 @@ async def complete(request: GenerationRequest) -> Generation:
     await asyncio.sleep(abs(seconds))
     if seconds < 0:
         raise WorkerError(f"request {request.request_id} is too long")
-    return Generation(
-        token_ids=np.array([1]), logprobs=np.array([seconds]), policy_versions=np.array([0]), finish_reason="stop"
-    )
+    return make_generation([1])
 
 
 class Engine:
@@ -75,39 +74,35 @@ def test_each_request_returns_when_it_is_done() -> None:
         assert seconds <= took <= seconds + LINGER_SECONDS
 
 
-def test_completions_that_finish_together_are_collected_together() -> None:
-    async def main() -> None:
-        batches = RequestBatches(complete)
-        requests = [request(seconds) for seconds in (0.3, 0.1, -0.1 - LINGER_SECONDS / 3)]
-        first = await batches.begin("batch", requests)
-        assert [index for index, _ in first] == [1, 2]
-        assert isinstance(first[1][1], WorkerError)
-        assert batches.num_unfinished == 1
-        assert [index for index, _ in await batches.collect("batch")] == [0]
-
-    run_in_virtual_time(main())
+@in_virtual_time
+async def test_completions_that_finish_together_are_collected_together() -> None:
+    batches = RequestBatches(complete)
+    requests = [request(seconds) for seconds in (0.3, 0.1, -0.1 - LINGER_SECONDS / 3)]
+    first = await batches.begin("batch", requests)
+    assert [index for index, _ in first] == [1, 2]
+    assert isinstance(first[1][1], WorkerError)
+    assert batches.num_unfinished == 1
+    assert [index for index, _ in await batches.collect("batch")] == [0]
 
 
-def test_at_most_the_asked_number_of_results_is_collected_and_canceled_calls_have_none() -> None:
+@in_virtual_time
+async def test_at_most_the_asked_number_of_results_is_collected_and_canceled_calls_have_none() -> None:
     async def sleep(seconds: float) -> float:
         await asyncio.sleep(seconds)
         return seconds
 
-    async def main() -> None:
-        batches = CallBatches(sleep)
-        assert await batches.begin("batch", [0.0, 0.01, 0.0, 9.0, 0.5], 2) == [(0, 0.0), (2, 0.0)]
-        batches.cancel("batch", [0, 3])
-        await asyncio.sleep(0.1)
-        assert batches.num_ready("batch") == 1
-        assert await batches.collect("batch", 2) == [(1, 0.01)]
-        assert (batches.num_unfinished, batches.num_ready("batch"), batches.num_ready("another")) == (1, 0, 0)
-        last = asyncio.ensure_future(batches.collect("batch", 2))
-        await asyncio.sleep(0)
-        batches.cancel("batch", [4])
-        assert await last == []
-        assert await batches.collect("batch", 2) == []
-
-    asyncio.run(main())
+    batches = CallBatches(sleep)
+    assert await batches.begin("batch", [0.0, 0.01, 0.0, 9.0, 0.5], 2) == [(0, 0.0), (2, 0.0)]
+    batches.cancel("batch", [0, 3])
+    await asyncio.sleep(0.1)
+    assert batches.num_ready("batch") == 1
+    assert await batches.collect("batch", 2) == [(1, 0.01)]
+    assert (batches.num_unfinished, batches.num_ready("batch"), batches.num_ready("another")) == (1, 0, 0)
+    last = asyncio.ensure_future(batches.collect("batch", 2))
+    await asyncio.sleep(0)
+    batches.cancel("batch", [4])
+    assert await last == []
+    assert await batches.collect("batch", 2) == []
 
 
 def test_the_error_of_one_request_does_not_end_the_others() -> None:
@@ -118,7 +113,7 @@ def test_the_error_of_one_request_does_not_end_the_others() -> None:
         work = [engine.generate(request(seconds)) for seconds in (-0.1, 0.2)]
         return await asyncio.gather(*work, return_exceptions=True)
 
-    failed, completed = asyncio.run(main())
+    failed, completed = run_in_virtual_time(main())
     assert isinstance(failed, MegarlError)
     assert isinstance(completed, Generation)
 

@@ -1,33 +1,14 @@
-"""Timeouts on a clock that pauses, on an event loop whose time the test sets."""
+"""Timeouts on a clock that pauses, on an event loop whose clock jumps to the next timer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from megarl.rollout.request_clock import RequestClock
-
-
-class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next scheduled call instead of waiting for it."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self.now = max(self.now, self._scheduled[0].when())  # type: ignore[attr-defined]
-        super()._run_once()  # type: ignore[misc]
-
-
-def simulate(main: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
-        runner.run(main)
+from tests.rollout.clock import in_virtual_time
 
 
 async def duration(clock: RequestClock, seconds: float, work: Callable[[], Awaitable[None]]) -> tuple[float, bool]:
@@ -44,13 +25,11 @@ async def forever() -> None:
     await asyncio.Event().wait()
 
 
-def test_it_is_a_plain_timeout_without_pauses() -> None:
-    async def main() -> None:
-        clock = RequestClock()
-        assert await duration(clock, 5, forever) == (5, True)
-        assert await duration(clock, 5, lambda: asyncio.sleep(4)) == (9, False)
-
-    simulate(main())
+@in_virtual_time
+async def test_it_is_a_plain_timeout_without_pauses() -> None:
+    clock = RequestClock()
+    assert await duration(clock, 5, forever) == (5, True)
+    assert await duration(clock, 5, lambda: asyncio.sleep(4)) == (9, False)
 
 
 @pytest.mark.parametrize(
@@ -62,59 +41,51 @@ def test_it_is_a_plain_timeout_without_pauses() -> None:
         pytest.param([(2, 4), (4.5, 6)], 8.5, id="soon after each other"),
     ],
 )
-def test_pauses_are_added_to_the_timeout(pauses: list[tuple[float, float]], end: float) -> None:
-    async def main() -> None:
-        clock, loop = RequestClock(), asyncio.get_running_loop()
-        for start, stop in pauses:
-            loop.call_at(start, clock.pause)
-            loop.call_at(stop, clock.resume)
-        assert await duration(clock, 5, forever) == (end, True)
-
-    simulate(main())
+@in_virtual_time
+async def test_pauses_are_added_to_the_timeout(pauses: list[tuple[float, float]], end: float) -> None:
+    clock, loop = RequestClock(), asyncio.get_running_loop()
+    for start, stop in pauses:
+        loop.call_at(start, clock.pause)
+        loop.call_at(stop, clock.resume)
+    assert await duration(clock, 5, forever) == (end, True)
 
 
-def test_a_request_that_begins_in_a_pause_has_all_of_its_time() -> None:
-    async def main() -> None:
-        clock, loop = RequestClock(), asyncio.get_running_loop()
-        clock.pause()
-        clock.pause()
-        loop.call_at(100, clock.resume)
-        loop.call_at(101, clock.resume)
-        assert await duration(clock, 5, forever) == (105, True)
-
-    simulate(main())
+@in_virtual_time
+async def test_a_request_that_begins_in_a_pause_has_all_of_its_time() -> None:
+    clock, loop = RequestClock(), asyncio.get_running_loop()
+    clock.pause()
+    clock.pause()
+    loop.call_at(100, clock.resume)
+    loop.call_at(101, clock.resume)
+    assert await duration(clock, 5, forever) == (105, True)
 
 
-def test_requests_that_end_in_a_pause_leave_the_others_alone() -> None:
-    async def main() -> None:
-        clock, loop = RequestClock(), asyncio.get_running_loop()
-        loop.call_at(1, clock.pause)
-        loop.call_at(10, clock.resume)
-        done = await asyncio.gather(
-            duration(clock, 5, lambda: asyncio.sleep(3)), duration(clock, 2, forever), duration(clock, 1, forever)
-        )
-        assert done[0] == (3, False)
-        assert done[1] == (11, True)
-        assert done[2][1]
-
-    simulate(main())
+@in_virtual_time
+async def test_requests_that_end_in_a_pause_leave_the_others_alone() -> None:
+    clock, loop = RequestClock(), asyncio.get_running_loop()
+    loop.call_at(1, clock.pause)
+    loop.call_at(10, clock.resume)
+    done = await asyncio.gather(
+        duration(clock, 5, lambda: asyncio.sleep(3)), duration(clock, 2, forever), duration(clock, 1, forever)
+    )
+    assert done[0] == (3, False)
+    assert done[1] == (11, True)
+    assert done[2][1]
 
 
-def test_errors_and_cancellation_pass_through() -> None:
-    async def main() -> None:
-        clock = RequestClock()
+@in_virtual_time
+async def test_errors_and_cancellation_pass_through() -> None:
+    clock = RequestClock()
 
-        async def fail() -> None:
-            raise ValueError("of the request")
+    async def fail() -> None:
+        raise ValueError("of the request")
 
-        with pytest.raises(ValueError, match="of the request"):
-            await duration(clock, 5, fail)
-        task = asyncio.ensure_future(duration(clock, 5, forever))
-        await asyncio.sleep(1)
-        clock.pause()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        clock.resume()
-
-    simulate(main())
+    with pytest.raises(ValueError, match="of the request"):
+        await duration(clock, 5, fail)
+    task = asyncio.ensure_future(duration(clock, 5, forever))
+    await asyncio.sleep(1)
+    clock.pause()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    clock.resume()

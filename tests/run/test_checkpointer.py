@@ -93,6 +93,13 @@ class CheckpointedRun:
             self.checkpoints.begin(number)
         self.checkpoints.add_state(lambda: RunState(step=number, schedule=self.schedules.get(number)))
 
+    def finish_steps(self, *numbers: int) -> None:
+        """Make the calls of these steps, and of the end of a run; each step has a folder in the journal."""
+        for number in numbers:
+            step_folder(journal_folder(self.config.run_dir), number).mkdir(parents=True, exist_ok=True)
+            self.step(number)
+        self.checkpoints.finish()
+
 
 def make_run(tmp_path: Path, **options: Any) -> CheckpointedRun:
     (tmp_path / "model").mkdir()
@@ -116,9 +123,8 @@ def make_run(tmp_path: Path, **options: Any) -> CheckpointedRun:
 def test_a_checkpoint_is_committed_once_all_ranks_have_written(tmp_path: Path) -> None:
     run = make_run(tmp_path, hf=True)
     run.models["critic"].written = False
-    run.step(1)
-    run.step(2)
-    run.step(3)
+    for number in (1, 2, 3):
+        run.step(number)
     assert run.steps == []
     run.models["critic"].written = True
     run.step(4)
@@ -137,8 +143,7 @@ def test_a_checkpoint_is_committed_once_all_ranks_have_written(tmp_path: Path) -
 def test_finish_waits_for_ranks_outside_their_collectives_without_polling(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.models["critic"].is_late = True
-    run.step(2)
-    run.checkpoints.finish()
+    run.finish_steps(2)
     assert [model.calls for model in run.models.values()] == [["wait_save_written", "finish_save"]] * 2
     assert run.steps == [2]
 
@@ -150,24 +155,18 @@ def test_a_synchronous_checkpoint_is_committed_within_its_step(tmp_path: Path) -
     assert not run.models["policy"].orders[0].asynchronous
 
 
-def test_old_checkpoints_and_their_journal_are_removed(tmp_path: Path) -> None:
-    run = make_run(tmp_path, keep_last=2, keep_every=6)
-    for number in range(1, 11):
-        step_folder(journal_folder(run.config.run_dir), number).mkdir(parents=True)
-        run.step(number)
-    run.checkpoints.finish()
-    assert run.steps == [6, 8, 10]
-    assert list_steps(run.config.run_dir) == [9, 10]
-
-
-def test_the_whole_journal_is_kept_if_configured(tmp_path: Path) -> None:
-    run = make_run(tmp_path, keep_last=1, keep_journal="all")
-    for number in range(1, 7):
-        step_folder(journal_folder(run.config.run_dir), number).mkdir(parents=True)
-        run.step(number)
-    run.checkpoints.finish()
-    assert run.steps == [6]
-    assert list_steps(run.config.run_dir) == [1, 2, 3, 4, 5, 6]
+@pytest.mark.parametrize(
+    ("options", "kept", "journal"),
+    [({"keep_every": 6}, [6, 8, 10], [9, 10]), ({"keep_journal": "all"}, [8, 10], list(range(1, 11)))],
+    ids=str,
+)
+def test_old_checkpoints_and_their_journal_are_removed(
+    options: dict[str, Any], kept: list[int], journal: list[int], tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, keep_last=2, **options)
+    run.finish_steps(*range(1, 11))
+    assert run.steps == kept
+    assert list_steps(run.config.run_dir) == journal
 
 
 def test_the_journal_and_log_of_open_groups_are_kept(tmp_path: Path) -> None:
@@ -177,13 +176,11 @@ def test_the_journal_and_log_of_open_groups_are_kept(tmp_path: Path) -> None:
     log.mkdir(parents=True)
     group = OpenGroup(ordinal=2 * 32 + 5, version=1)
     for number in range(1, 7):
-        step_folder(journal_folder(run.config.run_dir), number).mkdir(parents=True)
         (log / f"{10 * number:012d}.jsonl").touch()
         run.schedules[number] = ScheduleState(
             version=number, next_ordinal=32 * (number + 1), num_events=10 * number + 9, groups=(group,)
         )
-        run.step(number)
-    run.checkpoints.finish()
+    run.finish_steps(*range(1, 7))
     assert run.steps == [6]
     assert list_steps(run.config.run_dir) == [3, 4, 5, 6]
     assert [path.name for path in log.iterdir()] == ["000000000060.jsonl"]  # its events may be needed: it is the last
@@ -194,12 +191,9 @@ def test_a_failed_checkpoint_is_reported_and_the_next_one_is_made(at: str, tmp_p
     run = make_run(tmp_path)
     run.step(2)
     run.models["critic"].fails_at = at
-    run.step(3)
-    run.step(4)
-    run.checkpoints.finish()
+    run.finish_steps(3, 4)
     run.models["critic"].fails_at = ""
-    run.step(6)
-    run.checkpoints.finish()
+    run.finish_steps(6)
     kept = [2, 6] if at == "begin" else [6]  # `finish` fails while the first one is completed
     assert run.steps == kept
     assert any("checkpoint failed" in text and "no space left on device" in text for text in run.messages)
@@ -234,11 +228,9 @@ def test_a_disk_that_is_full_at_commit_fails_only_that_checkpoint(
 
     with monkeypatch.context() as patch:
         patch.setattr(RunState, "write", refuse)
-        run.step(2)
-        run.checkpoints.finish()
+        run.finish_steps(2)
     assert "cannot be written: No space left on device" in run.messages[0]
-    run.step(4)
-    run.checkpoints.finish()
+    run.finish_steps(4)
     assert run.steps == [4]
 
 
@@ -266,32 +258,23 @@ def test_failing_to_remove_old_files_does_not_fail_the_checkpoint(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("megarl.run.checkpointer.remove_steps", refuse)
-    for number in range(1, 5):
-        run.step(number)
-    run.checkpoints.finish()
-    assert run.steps == [4]
-    assert run.saved == [2, 4]
-    assert run.checkpoints.last_step == 4
+    run.finish_steps(*range(1, 5))
+    assert (run.steps, run.saved, run.checkpoints.last_step) == ([4], [2, 4], 4)
     assert not any("checkpoint failed" in text for text in run.messages)
     assert run.messages[-1] == "step 4: cannot remove old checkpoints or their journal: [Errno 5] Input/output error"
 
 
 def test_pruning_keeps_the_newest_written_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path, keep_last=2)
-    for number in range(1, 9):
-        run.step(number)
-    run.checkpoints.finish()
+    run.finish_steps(*range(1, 9))
     assert run.steps == [6, 8]
     # as after resuming from an earlier step because the later ones are damaged (sizes unchanged)
-    for number in (1, 2, 4):
-        run.step(number)
-    run.checkpoints.finish()
+    run.finish_steps(1, 2, 4)
     assert run.steps == [2, 4, 6, 8]
 
 
 def test_the_model_folder_may_be_deleted_during_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (tmp_path / "model").rename(tmp_path / "moved")
-    run.step(2)
-    run.checkpoints.finish()
+    run.finish_steps(2)
     assert run.steps == [2]

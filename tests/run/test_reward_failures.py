@@ -44,15 +44,9 @@ def test_the_share_is_one_of_the_completions_of_the_step() -> None:
     counts.add([group({}, {}, {"judge": "down"}, {}, {}, {}, {}, {}, {}, {})])  # three of twelve
     counts.check(3)
     counts.add([group({"judge": "down"})])
-    with pytest.raises(RewardError) as caught:
+    message = r"^step 3: reward.terms.judge failed on 4 of 13 completions, .* = 0.25 allows; the first error: down$"
+    with pytest.raises(RewardError, match=message):
         counts.check(3)
-    assert str(caught.value) == (
-        "step 3: reward.terms.judge failed on 4 of 13 completions, more than reward.max_failed_share = 0.25 allows; "
-        "the first error: down"
-    )
-
-
-def test_a_failure_that_is_no_term_has_its_own_name() -> None:
     counts = failures(max_failed_share=0)
     counts.add([group({"environment": "reset failed"})])
     with pytest.raises(RewardError, match=r"^step 1: environment failed on 1 of 8 completions, more than .* = 0 "):
@@ -67,10 +61,8 @@ def test_the_first_failure_of_a_term_is_reported_once() -> None:
         counts.add([group({"judge": f"down in step {step}"})])
         counts.check(step)
     (message,) = messages
-    assert message == (
-        "step 1: reward.terms.judge failed on 1 of 8 completions, which are not trained on; the metric "
-        "reward/judge/failed counts them from now on; the first error: down in step 1"
-    )
+    assert message.startswith("step 1: reward.terms.judge failed on 1 of 8 completions, which are not trained on; ")
+    assert message.endswith("reward/judge/failed counts them from now on; the first error: down in step 1")
 
 
 def test_a_service_that_is_down_ends_the_run_and_its_groups_are_sampled_again(tmp_path: Path) -> None:

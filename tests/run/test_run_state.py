@@ -1,4 +1,4 @@
-"""A resumed run makes the same calls and logs the same metrics as an uninterrupted run."""
+"""A resumed run makes the calls and logs the metrics of an uninterrupted one; one that lost its folder logs nothing."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from typing import Any
 
 import pytest
 
-from megarl.data.sampler import SamplerState
-from megarl.errors import DataError
+from megarl.checkpoint.run_lock import RunLock
+from megarl.config import SftConfig
+from megarl.config.load import make_config
+from megarl.data.sampler import PromptOrder, SamplerState
+from megarl.errors import DataError, LostLockError
 from megarl.megatron.requests import TrainRequest
 from megarl.run.events import EventLog
 from megarl.run.mismatch_limits import MismatchHistory
 from megarl.run.run_state import RunState
 from megarl.run.run_totals import RunTotals
+from megarl.run.stage_run import StageRun
+from megarl.tracking.phases import PhaseTimer
 from tests.algorithms.scripted_run import FinishedRun, run_script
 from tests.algorithms.test_training_loops import SAFE_TERMS
+from tests.checkpoint.run_folder import take_over
 
 STEPS, SAVED = 10, 8
 
@@ -131,3 +137,21 @@ def test_an_unreadable_state_file_is_reported(tmp_path: Path) -> None:
     path.write_text('{"step": "many"}')
     with pytest.raises(DataError, match=rf"^{path}: step: Input should be a valid integer"):
         RunState.read(tmp_path)
+
+
+def make_run(run_dir: Path, resumed: RunState | None = None) -> StageRun:
+    config = make_config(SftConfig, {"run_dir": str(run_dir), "model": {"path": "m"}, "data": {"path": "d"}})
+    return StageRun(config, EventLog(), PhaseTimer(), order=PromptOrder(8, 0, shuffle=False), resumed=resumed)
+
+
+def test_a_run_that_lost_its_folder_neither_logs_metrics_nor_truncates_them_when_it_recovers(tmp_path: Path) -> None:
+    with RunLock(tmp_path):
+        run = make_run(tmp_path)
+        run.log({"loss": 1.0})
+        written = (tmp_path / "metrics.jsonl").read_text()
+        take_over(tmp_path)
+        with pytest.raises(LostLockError, match=f"run_dir {tmp_path} .*pid 123 on host n2"):
+            run.log({"loss": 2.0})
+        with pytest.raises(LostLockError):
+            make_run(tmp_path, RunState())
+        assert (tmp_path / "metrics.jsonl").read_text() == written

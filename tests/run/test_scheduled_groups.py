@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -24,6 +25,8 @@ from tests.run.finished_groups import run_config
 from tests.run.scripted_stream import ScriptedStream, num_tokens
 
 B, STEPS = 3, 12
+ALL = [f"p{ordinal}" for ordinal in range(B * STEPS)]
+"""The prompts of a run, in the order of their admission."""
 
 
 class Trainer:
@@ -102,33 +105,51 @@ class Trainer:
             self.take(keep)
             self.push()
 
+    def run_with_kills(self, seed: int, *, p_kill: float, max_kills: int, check: Callable[[], None]) -> int:
+        """Run with checkpoints and kills at random times, and `check` after each batch; return the number of kills."""
+        random, checkpoint, num_kills = Random(seed), (self.groups.state(), self.label), 0
+        while self.groups.schedule.version < STEPS:
+            self.take()
+            check()
+            if num_kills < max_kills and random.random() < p_kill:
+                num_kills += 1
+                self.kill(checkpoint)
+                continue
+            self.push()
+            if random.random() < 0.4:
+                checkpoint = self.groups.state(), self.label
+                assert continues_log(self.config, checkpoint[0])
+                remove_events(log_folder(journal_folder(self.config.run_dir)), up_to=checkpoint[0].num_events)
+        return num_kills
+
 
 def prompts(trainer: Trainer) -> list[str]:
     return [name for step in sorted(trainer.batches) for name in trainer.batches[step]]
+
+
+def ordinal_of(name: str) -> int:
+    return int(name.removeprefix("p"))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_group_is_trained_once_and_no_token_is_above_the_cap(tmp_path: Path, seed: int) -> None:
     trainer = Trainer(tmp_path, seed, lookahead=2, max_staleness=3)
     trainer.run()
-    assert sorted(prompts(trainer)) == sorted(f"p{ordinal}" for ordinal in range(B * STEPS))
+    assert sorted(prompts(trainer)) == sorted(ALL)
     worst = [step - 1 - min(tokens) for step, tokens in trainer.tokens.items()]
     assert 1 <= max(worst) <= 3
     assert trainer.stream.num_sampled == B * STEPS
 
 
-def test_without_lookahead_the_batches_are_those_of_sync(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path, 0, lookahead=0, max_staleness=0)
+@pytest.mark.parametrize(
+    ("schedule", "age"), [({"lookahead": 0, "max_staleness": 0}, 0), ({"type": "one_step_off"}, 1)], ids=str
+)
+def test_batches_are_in_order_and_of_one_version(tmp_path: Path, schedule: dict[str, object], age: int) -> None:
+    """Without lookahead they are those of `sync`, and one version older with `one_step_off`."""
+    trainer = Trainer(tmp_path, 0, **schedule)
     trainer.run()
-    assert prompts(trainer) == [f"p{ordinal}" for ordinal in range(B * STEPS)]
-    assert all(set(tokens) == {step - 1} for step, tokens in trainer.tokens.items())
-
-
-def test_one_step_off_is_in_order_and_exactly_one_version_old(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path, 0, type="one_step_off")
-    trainer.run()
-    assert prompts(trainer) == [f"p{ordinal}" for ordinal in range(B * STEPS)]
-    assert all(set(tokens) == {max(0, step - 2)} for step, tokens in trainer.tokens.items())
+    assert prompts(trainer) == ALL
+    assert all(set(tokens) == {max(0, step - 1 - age)} for step, tokens in trainer.tokens.items())
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -142,21 +163,9 @@ def test_one_step_off_is_in_order_and_exactly_one_version_old(tmp_path: Path) ->
     ids=str,
 )
 def test_a_killed_run_trains_the_logged_batches_again(tmp_path: Path, seed: int, schedule: dict[str, object]) -> None:
-    trainer, random = Trainer(tmp_path, seed, **schedule), Random(seed)
-    checkpoint, num_kills, cap = (trainer.groups.state(), trainer.label), 0, 1 if schedule.get("type") else 3
-    while trainer.groups.schedule.version < STEPS:
-        trainer.take()
-        if num_kills < 6 and random.random() < 0.3:
-            num_kills += 1
-            trainer.kill(checkpoint)
-            continue
-        trainer.push()
-        if random.random() < 0.4:
-            checkpoint = trainer.groups.state(), trainer.label
-            assert continues_log(trainer.config, checkpoint[0])
-            remove_events(log_folder(journal_folder(tmp_path)), up_to=checkpoint[0].num_events)
-    assert num_kills >= 1
-    assert sorted(prompts(trainer)) == sorted(f"p{ordinal}" for ordinal in range(B * STEPS))
+    trainer, cap = Trainer(tmp_path, seed, **schedule), 1 if schedule.get("type") else 3
+    assert trainer.run_with_kills(seed, p_kill=0.3, max_kills=6, check=lambda: None) >= 1
+    assert sorted(prompts(trainer)) == sorted(ALL)
     assert max(step - 1 - min(tokens) for step, tokens in trainer.tokens.items()) <= cap
     # each kill loses the groups that are in flight, and no finished one
     assert trainer.num_sampled + trainer.stream.num_sampled == B * STEPS
@@ -177,14 +186,11 @@ def test_a_resumed_run_keeps_finished_groups_and_names_others_anew(tmp_path: Pat
 
 
 def test_filtered_groups_are_replaced_one_by_one(tmp_path: Path) -> None:
-    def keep(group: FinishedGroup) -> bool:
-        return int(group.summary.prompt_id[1:]) % 3 > 0
-
     trainer = Trainer(tmp_path, 1, lookahead=1, max_staleness=2)
-    trainer.run(keep)
+    trainer.run(keep=lambda group: ordinal_of(group.summary.prompt_id) % 3 > 0)
     trained = prompts(trainer)
     assert len(trained) == B * STEPS == len(set(trained))
-    assert not any(int(name[1:]) % 3 == 0 for name in trained)
+    assert not any(ordinal_of(name) % 3 == 0 for name in trained)
     events = list(read_log(log_folder(journal_folder(tmp_path))))
     removed = [event for event in events if isinstance(event, Removed)]
     assert {event.outcome for event in removed} == {Outcome.FILTERED}
@@ -203,7 +209,7 @@ def test_a_step_settles_for_fewer_groups(tmp_path: Path) -> None:
 def test_weights_of_a_skipped_update_count_as_those_of_its_step(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, 2, skipped=frozenset({3, 4, 5}), lookahead=1, max_staleness=1)
     trainer.run()
-    assert sorted(prompts(trainer)) == sorted(f"p{ordinal}" for ordinal in range(B * STEPS))
+    assert sorted(prompts(trainer)) == sorted(ALL)
     assert min(trainer.tokens[7]) >= 2  # steps 3 to 5 have the weights of version 2
 
 
@@ -246,10 +252,8 @@ def test_groups_that_finish_during_training_count_before_others_are_admitted(tmp
     assert trainer.groups.schedule.num_finished == num_open
     assert trainer.groups.take_prompts() == []
     trainer.stream.num_during_training = 0
-    while trainer.groups.schedule.version < STEPS:
-        trainer.take()
-        trainer.push()
-    assert sorted(prompts(trainer), key=lambda name: int(name[1:])) == [f"p{ordinal}" for ordinal in range(B * STEPS)]
+    trainer.run()
+    assert sorted(prompts(trainer), key=ordinal_of) == ALL
 
 
 def test_a_lost_engine_ends_the_wait_for_unfinished_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,10 +274,8 @@ def test_a_lost_engine_ends_the_wait_for_unfinished_groups(tmp_path: Path, monke
     trainer.label = 1
     trainer.groups.finish_push(1, drained=False)
     monkeypatch.undo()
-    while trainer.groups.schedule.version < STEPS:
-        trainer.take()
-        trainer.push()
-    assert prompts(trainer) == [f"p{ordinal}" for ordinal in range(B * STEPS)]
+    trainer.run()
+    assert prompts(trainer) == ALL
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -285,22 +287,13 @@ def test_a_mixture_keeps_its_ratios_at_any_time_and_after_kills(tmp_path: Path, 
     class MixedTrainer(Trainer):
         def start(self) -> None:
             super().start()
-            self.stream.seconds = lambda job: seconds[order.source_at(int(job.prompt.prompt_id[1:]))]
+            self.stream.seconds = lambda job: seconds[order.source_at(ordinal_of(job.prompt.prompt_id))]
 
-    trainer, random = MixedTrainer(tmp_path, seed, lookahead=lookahead, max_staleness=4), Random(seed)
-    checkpoint, num_kills = (trainer.groups.state(), trainer.label), 0
-    while trainer.groups.schedule.version < STEPS:
-        trainer.take()
-        trained = [order.source_at(int(name[1:])) for name in prompts(trainer)]
+    def check() -> None:
+        trained = [order.source_at(ordinal_of(name)) for name in prompts(trainer)]
         for source, ratio in enumerate(ratios):
             assert abs(trained.count(source) - ratio * len(trained)) <= (lookahead + 1) * B
-        if num_kills < 5 and random.random() < 0.5:
-            num_kills += 1
-            trainer.kill(checkpoint)
-            continue
-        trainer.push()
-        if random.random() < 0.4:
-            checkpoint = trainer.groups.state(), trainer.label
-            remove_events(log_folder(journal_folder(tmp_path)), up_to=checkpoint[0].num_events)
-    assert num_kills == 5
-    assert sorted(prompts(trainer)) == sorted(f"p{ordinal}" for ordinal in range(B * STEPS))
+
+    trainer = MixedTrainer(tmp_path, seed, lookahead=lookahead, max_staleness=4)
+    assert trainer.run_with_kills(seed, p_kill=0.5, max_kills=5, check=check) == 5
+    assert sorted(prompts(trainer)) == sorted(ALL)

@@ -12,15 +12,7 @@ from megarl.sandbox.fork_server_client import PACKAGES, python_path
 from megarl.sandbox.guest.channel import LENGTH, encode_reply, encode_request, read_request, write_reply
 from megarl.sandbox.session import ReplyBuffer
 
-REPLY = {
-    "text": 'a"\\\n\x00\x7fß\u2028😀\ud800',
-    "": "",
-    "yes": True,
-    "no": False,
-    "n": -3,
-    "seconds": 0.1,
-    "small": 1e-9,
-}
+REPLY = {"text": 'a"\\\n\x00\x7fß\u2028😀\ud800', "": "", "yes": True, "no": False, "n": -3, "s": 0.1, "small": 1e-9}
 
 
 def test_replies_are_json():

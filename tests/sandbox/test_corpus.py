@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
@@ -9,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.sandbox.fork_server_client import ForkServer
 from megarl.sandbox.tiers import LOCAL_TIERS, find_local_tiers
+from tests.required_tools import skip_or_fail
 from tests.sandbox.corpus.check import (
     ATTACKS,
     EXEMPT,
@@ -23,17 +24,20 @@ from tests.sandbox.corpus.check import (
 )
 from tests.sandbox.corpus.forgeries import FORGERIES
 from tests.sandbox.corpus.targets import Targets, open_targets
+from tests.sandbox.local_tiers import require_tier
+from tests.time_limits import HANG_SECONDS
 
 SLOW = {"runsc": pytest.mark.slow}
 """Tiers that take more than a minute for the corpus."""
 
-MAX_OVERRUN_HERE = 10.0
-"""Seconds; other tests run at the same time. The command `python -m tests.sandbox.corpus` has the strict limit."""
-
 
 @pytest.fixture(scope="module")
 def targets() -> Iterator[Targets]:
-    with open_targets() as opened:
+    with contextlib.ExitStack() as stack:
+        try:
+            opened = stack.enter_context(open_targets())
+        except OSError as e:
+            skip_or_fail(f"this machine lacks a place for the corpus's secret: {e}")
         yield opened
 
 
@@ -44,19 +48,15 @@ def test_corpus_is_large_enough():
 
 
 def test_a_tier_works_here():
-    """A machine without any sandbox tests nothing."""
-    assert None in find_local_tiers().values(), find_local_tiers()
+    if None not in find_local_tiers().values():
+        skip_or_fail(f"no sandbox works on this machine: {find_local_tiers()}")
 
 
 @pytest.mark.parametrize("tier", [pytest.param(tier, marks=SLOW.get(tier, ())) for tier in LOCAL_TIERS])
-def test_contains_all_programs_and_forgeries(tier, targets):
-    if (reason := find_local_tiers()[tier]) is not None:
-        pytest.skip(f"{tier} does not work on this machine: {reason}")
-    server = ForkServer()
-    try:
-        report = check_tier(tier, targets, server, max_overrun=MAX_OVERRUN_HERE)
-    finally:
-        server.close()
+def test_contains_all_programs_and_forgeries(tier, targets, server):
+    """How long programs outlive their limits is measured by `python -m tests.sandbox.corpus`."""
+    require_tier(tier)
+    report = check_tier(tier, targets, server, max_overrun=HANG_SECONDS)
     assert report.failures == []
     assert len(report.contained) == len(ATTACKS) - len(EXEMPT.get(tier, {}))
     assert (report.leaks, report.refused) == (0, len(FORGERIES))
@@ -67,6 +67,8 @@ def test_growth_of_memory_is_noticed():
 
     The memory is mapped: the allocator could take it from what this process has freed and still holds.
     """
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("this kernel cannot reset the peak of a process's memory: no /proc/self/clear_refs")
     before = reset_peak(os.getpid())
     with mmap.mmap(-1, MAX_GROWTH + 1) as data:
         for offset in range(0, len(data), mmap.PAGESIZE):
@@ -87,6 +89,6 @@ def test_programs_work_without_a_sandbox(targets):
     """
     tried = [attack for attack in ATTACKS if can_run_outside(attack)]
     faults = {attack.name: fault for attack in tried if (fault := find_fault_outside(attack, targets)) is not None}
-    assert len(tried) >= 35
     assert {name: fault for name, fault in faults.items() if not REFUSALS.match(fault)} == {}
-    assert len(faults) <= (1 - MIN_SHARE) * len(tried), faults
+    if len(faults) > (1 - MIN_SHARE) * len(tried):
+        skip_or_fail(f"this machine refuses many programs without any sandbox: {faults}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from megarl.sandbox.guest.limits import Limits
 from megarl.sandbox.local_sandbox import LocalSandbox
 from megarl.sandbox.sandbox import Case, Interpreter, Outcome, Program
 from megarl.sandbox.service import ServiceSandbox
+from tests.sandbox.local_tiers import patient_limits
 
 
 class Service(ThreadingHTTPServer):
@@ -58,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
     server = Service(("127.0.0.1", 0), Handler)
     server.interpreters = {}
@@ -69,7 +71,7 @@ def service() -> Iterator[Service]:
 
 
 def test_runs_programs_and_interpreters(service):
-    sandbox = ServiceSandbox(f"http://127.0.0.1:{service.server_port}/", Limits())
+    sandbox = ServiceSandbox(f"http://127.0.0.1:{service.server_port}/", patient_limits())
     program = Program(source="def f(x): return x + 1", cases=[Case(call="f(1)"), Case(stdin="")])
     assert sandbox.run(program) == [Outcome(status="ok", value="2"), Outcome(status="ok")]
     interpreter = sandbox.open_interpreter()
@@ -91,14 +93,16 @@ def test_runs_programs_and_interpreters(service):
         ((200, b'{"outcomes": [{"status": "passed"}]}'), "needs to return outcomes with a status"),
     ],
 )
-def test_a_failing_service_is_no_result_of_the_program(service, broken, message):
-    service.broken = broken
-    sandbox = ServiceSandbox(f"http://127.0.0.1:{service.server_port}", Limits())
+def test_a_failing_service_is_no_result_of_the_program(service, monkeypatch, broken, message):
+    monkeypatch.setattr(service, "broken", broken)
+    sandbox = ServiceSandbox(f"http://127.0.0.1:{service.server_port}", patient_limits())
     with pytest.raises(SandboxError, match=message):
         sandbox.run(Program(source="", cases=[Case()]))
 
 
-def test_a_service_that_is_not_there(service):
-    service.server_close()
-    with pytest.raises(SandboxError, match="interpreters failed: "):
-        ServiceSandbox(f"http://127.0.0.1:{service.server_port}", Limits()).open_interpreter()
+def test_a_service_that_is_not_there():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody else gets the port
+        sandbox = ServiceSandbox(f"http://127.0.0.1:{silent.getsockname()[1]}", patient_limits())
+        with pytest.raises(SandboxError, match="interpreters failed: "):
+            sandbox.open_interpreter()

@@ -40,47 +40,23 @@ def test_examples_in_docstrings(module: str) -> None:
     assert not results.failed
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        SchedulePolicy(in_order=True),
-        SchedulePolicy(lookahead=0, max_staleness=0, update=Update.RETRACT),
-        SchedulePolicy(lookahead=0, max_staleness=0, late=Late.MASK),
-        SchedulePolicy(lookahead=0, max_staleness=0, late=Late.DROP, update=Update.ABORT),
-    ],
-)
-def test_sync_and_async_without_lookahead_train_on_their_own_prompts(policy: SchedulePolicy) -> None:
-    schedule = Schedule(policy, 3, num_steps=4)
-    assert schedule.num_to_prime == 0
-    for step in range(4):
-        assert schedule.upcoming(schedule.capacity) == list(range(3 * step, 3 * step + 3))
-        schedule.admit(3)
-        for ordinal in (3 * step + 2, 3 * step, 3 * step + 1):
-            assert schedule.pick() is None
-            schedule.finish(ordinal)
-        assert train(schedule) == (3 * step, 3 * step + 1, 3 * step + 2)
-        assert [schedule.place(3 * step + index) for index in range(3)] == [(step + 1, index) for index in range(3)]
-    assert schedule.capacity == 0
-
-
 def test_one_step_off_trains_in_order_and_drains() -> None:
     policy = SchedulePolicy(lookahead=1, max_staleness=1, update=Update.DRAIN, in_order=True)
     schedule = Schedule(policy, 2, num_steps=3)
     assert schedule.num_to_prime == 2
+    assert schedule.place(5) == (3, 1)
     schedule.admit(4)
     for ordinal in (2, 3, 1):
         schedule.finish(ordinal)
         assert schedule.pick() is None
     schedule.finish(0)
-    assert schedule.pick() == (0, 1)
-    schedule.lease((0, 1))
-    assert schedule.capacity == 0
-    assert schedule.can_push
-    schedule.push()
+    assert train(schedule) == (0, 1)
     assert schedule.admit(schedule.capacity).ordinals == (4, 5)
-    schedule.lease(schedule.pick() or ())
-    assert schedule.leased == (2, 3)
+    schedule.lease((2, 3))
     assert schedule.group_staleness() == {1: 2}
+    metrics = schedule.metrics()
+    assert (metrics["schedule/unfinished"], metrics["schedule/finished"]) == (2, 0)
+    assert metrics["schedule/staleness_mean"] == metrics["schedule/staleness_max"] == 1
     assert not schedule.can_push
     with pytest.raises(ValueError, match="step 2 cannot be pushed: 2 groups are unfinished"):
         schedule.push()
@@ -88,11 +64,16 @@ def test_one_step_off_trains_in_order_and_drains() -> None:
     assert schedule.can_push
 
 
-def test_a_leased_batch_counts_until_its_push() -> None:
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_leased_batch_counts_until_its_push_and_a_short_one_as_a_full_one(is_short: bool) -> None:
     schedule = make(1, 1)
     schedule.admit(4)
     finish_all(schedule)
-    schedule.lease((0, 1))
+    with pytest.raises(ValueError, match=r"step 1 cannot train on \(0,\): groups due by 2 would be late"):
+        schedule.lease((0,))
+    if is_short:
+        schedule.remove(1, Outcome.FILTERED)
+    schedule.lease((0,) if is_short else (0, 1))
     assert schedule.capacity == 0
     with pytest.raises(ValueError, match="1 groups cannot be admitted: the capacity is 0"):
         schedule.admit(1)
@@ -112,17 +93,6 @@ def test_finished_groups_that_wait_take_up_places_of_an_adapted_lookahead() -> N
     schedule.finish(8)
     schedule.lease(schedule.pick() or ())
     assert (schedule.num_finished, schedule.num_unfinished, schedule.capacity) == (1, 3, 0)
-    schedule.push()
-    assert schedule.capacity == 2
-
-
-def test_a_short_batch_counts_as_a_full_one() -> None:
-    schedule = make(1, 1)
-    schedule.admit(4)
-    finish_all(schedule)
-    schedule.remove(1, Outcome.FILTERED)
-    schedule.lease((0,))
-    assert schedule.capacity == 0
     schedule.push()
     assert schedule.capacity == 2
 
@@ -153,17 +123,8 @@ def test_removed_groups_are_replaced() -> None:
     assert train(schedule) == (2, 3)
     counts = schedule.state().counts
     assert (counts.trained, counts.filtered, counts.failed, counts.dropped) == (2, 1, 1, 0)
-
-
-def test_the_last_steps_admit_no_more_than_they_train_on() -> None:
-    schedule = make(2, 3, num_steps=4)
-    admitted = []
-    while schedule.version < 4:
-        admitted.append(schedule.admit(schedule.capacity).ordinals)
-        finish_all(schedule)
-        train(schedule)
-    assert [len(ordinals) for ordinals in admitted] == [6, 2, 0, 0]
-    assert not schedule.state().groups
+    metrics = {name.removeprefix("schedule/"): value for name, value in schedule.metrics().items()}
+    assert metrics == {"unfinished": 0, "finished": 0, "filtered": 1, "failed": 1, "dropped": 0}
 
 
 def test_masking_never_waits() -> None:
@@ -218,29 +179,3 @@ def test_wrong_events_are_refused() -> None:
         schedule.lease((0, 1))
     with pytest.raises(ValueError, match="groups_per_step needs to be at least 1, got 0"):
         Schedule(SchedulePolicy(), 0)
-
-
-def test_a_batch_that_would_make_another_group_late_is_refused() -> None:
-    schedule = make(1, 1)
-    schedule.admit(4)
-    finish_all(schedule)
-    with pytest.raises(ValueError, match=r"step 1 cannot train on \(0,\): groups due by 2 would be late"):
-        schedule.lease((0,))
-
-
-def test_metrics() -> None:
-    schedule = make(1, 1)
-    schedule.admit(4)
-    finish_all(schedule)
-    train(schedule)
-    schedule.admit(2)
-    schedule.lease((2, 3))
-    assert schedule.metrics() == {
-        "schedule/unfinished": 2,
-        "schedule/finished": 0,
-        "schedule/staleness_mean": 1,
-        "schedule/staleness_max": 1,
-        "schedule/filtered": 0,
-        "schedule/failed": 0,
-        "schedule/dropped": 0,
-    }

@@ -13,7 +13,7 @@ from megarl.checkpoint.compare import is_bitwise_equal
 from megarl.config import STAGES, StageConfig
 from megarl.config.load import make_config
 from megarl.data.demo_arithmetic import write_arithmetic
-from tests.end_to_end.tiny_world import write_world
+from tests.end_to_end.tiny_world import patient, write_world
 
 TIMED = ("time/", "tokens_per_second", "checkpoint/")
 
@@ -35,14 +35,15 @@ def stage_tree(stage: str, data_dir: Path, run_dir: Path, **sections: Any) -> di
     if stage != "sft":
         files = {"path": "preferences", "eval_path": "heldout-preferences"}
         data = {name: str(data_dir / f"data/{file}.jsonl") for name, file in files.items()}
-    return {
+    tree = {
         "run_dir": str(run_dir),
         "model": {"path": str(data_dir / "model")},
         "data": data,
         "trainer": trainer(),
         "placement": {"slots_per_node": 2},
         "checkpoint": {"every": 3, "keep_last": 9},
-    } | sections
+    }
+    return patient(tree | sections)
 
 
 def trainer(**keys: Any) -> dict[str, Any]:

@@ -144,8 +144,12 @@ def make_world(monkeypatch):
     return make_world
 
 
+def finish(ref, value: Any = None):
+    ref.is_done, ref.value = True, value
+
+
 def kill(handle, error: MegarlError = DIED):
-    handle.watch.is_done, handle.watch.value = True, error
+    finish(handle.watch, error)
 
 
 def test_dead_engine_is_restarted_and_receives_weights_before_it_serves(make_world):
@@ -180,8 +184,8 @@ def test_dead_engine_is_restarted_and_receives_weights_before_it_serves(make_wor
 def test_engine_killed_during_start_is_restarted(make_world):
     world = make_world(2, is_up=False)
     first, second = world.engines.starting
-    second.is_done = True
-    first.value, first.is_done = LostEngineError("the engine did not start: scheduler died"), True
+    finish(second)
+    finish(first, LostEngineError("the engine did not start: scheduler died"))
     world.supervisor.poll()
     assert world.supervisor.ready == [1]
     world.engines.starting[-1].is_done = True
@@ -195,7 +199,7 @@ def test_engine_killed_during_start_is_restarted(make_world):
 def test_first_start_that_fails_without_a_death_is_not_retried(make_world):
     world = make_world(1, is_up=False)
     (ref,) = world.engines.starting
-    ref.value, ref.is_done = WorkerError("the engine did not start: no such model"), True
+    finish(ref, WorkerError("the engine did not start: no such model"))
     with pytest.raises(WorkerError, match="no such model"):
         world.supervisor.wait_started()
     assert world.messages == []
@@ -212,7 +216,7 @@ def test_the_time_limit_of_a_start_counts_from_when_the_engine_may_allocate(make
     world.pass_time(299)
     assert world.supervisor.starting == [0]
     world.pass_time(3)
-    assert "engine 0 did not start within 300 s" in world.messages[-1]
+    assert world.messages[-1].startswith("engine 0 was lost (engine 0 did not start within 300 s (rollout.engine.start")
 
 
 def test_closed_supervisor_does_not_restart_engines(make_world):
@@ -271,44 +275,31 @@ def test_failed_restarts_back_off_and_finally_abort(make_world):
     world.pass_time(1)
     failure = WorkerError("the engine did not start: out of memory")
     for wait, count in ((4, 2), (8, 3)):
-        world.engines.starting[-1].value, world.engines.starting[-1].is_done = failure, True
+        finish(world.engines.starting[-1], failure)
         world.supervisor.poll()
         assert world.messages[-1].endswith(f"; restarting it in {wait} s (restart {count} of 20)")
         world.pass_time(wait - 1)
         assert len(world.engines.starting) == count - 1
         world.pass_time(1)
         assert len(world.engines.starting) == count
-    world.engines.starting[-1].value, world.engines.starting[-1].is_done = failure, True
+    finish(world.engines.starting[-1], failure)
     with pytest.raises(WorkerError, match=r"engine 0 was lost 3 times for the same reason.*out of memory"):
         world.supervisor.poll()
 
 
-def test_restart_times_out(make_world):
-    world = make_world(1)
-    kill(world.engines.actors[0])
-    world.pass_time(302)
-    assert world.messages[-1].startswith(
-        "engine 0 was lost (engine 0 did not start within 300 s (rollout.engine.start_timeout"
-    )
-
-
-def test_failed_push_is_attributed_to_an_engine_only_if_one_is_lost(make_world):
-    world = make_world()
+def test_failed_push_is_attributed_to_an_engine_only_if_one_is_dead_or_hung(make_world):
+    world = make_world(count=3, engine_stall_seconds=20)
     assert not world.supervisor.attribute_failure(WeightSyncError("trainer rank 1 is late"))
     assert not world.supervisor.attribute_failure(WorkerError("trainer rank 1 died"))
     kill(world.engines.actors[1])
     assert world.supervisor.attribute_failure(WorkerError("begin_weights: ..."))
-    assert world.supervisor.wait_ready() == [0]
+    assert world.supervisor.wait_ready() == [0, 2]
     assert world.resynced == []
-
-
-def test_failed_push_is_attributed_to_a_hung_engine(make_world):
-    world = make_world(engine_stall_seconds=20)
     world.engines.actors[0].is_responsive = False
     started_at = world.clock.now
     assert world.supervisor.attribute_failure(WeightSyncError("nothing from rank 2 within 8 s"))
     assert world.clock.now - started_at < 40
-    assert world.supervisor.ready == [1]
+    assert world.supervisor.ready == [2]
 
 
 def test_attribution_ends_once_every_engine_has_answered_one_ping(make_world):

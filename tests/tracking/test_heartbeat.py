@@ -6,15 +6,27 @@ import json
 import os
 import socket
 import threading
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megarl.errors import LostLockError
-from megarl.tracking.heartbeat import MIN_INTERVAL_SECONDS, Heartbeat
+from megarl.tracking import heartbeat as module
+from megarl.tracking.heartbeat import Heartbeat
 from tests.end_to_end.launched import wait_until
 from tests.time_limits import HANG_SECONDS
+
+OFTEN, NEVER = 0.05, 2 * HANG_SECONDS
+"""Intervals of writes in seconds."""
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file, in a folder that does not exist; nothing gives up waiting for the last write."""
+    monkeypatch.setattr(module, "CLOSE_TIMEOUT_SECONDS", HANG_SECONDS)
+    return tmp_path / "run" / "heartbeat.json"
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -22,19 +34,19 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def age(stamp: str) -> float:
-    return (datetime.now(UTC) - datetime.fromisoformat(stamp)).total_seconds()
+def writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
-def test_file_has_the_state_of_the_run(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "heartbeat.json"
+def test_file_has_the_state_of_the_run(path: Path) -> None:
     messages: list[str] = []
-    heartbeat = Heartbeat(path, steps=40, notify=messages.append, interval_seconds=2 * HANG_SECONDS)
+    began = datetime.now(UTC)
+    heartbeat = Heartbeat(path, steps=40, notify=messages.append, interval_seconds=NEVER)
     assert wait_until(path.exists)
     first = read(path)
     assert (first["pid"], first["host"], first["status"]) == (os.getpid(), socket.gethostname(), "starting")
     assert (first["step"], first["steps"], first["phase"], first["policy_version"]) == (0, 40, "", None)
-    assert -1 < age(first["time"]) < HANG_SECONDS
+    assert abs((datetime.fromisoformat(first["time"]) - began).total_seconds()) < HANG_SECONDS
 
     heartbeat.status("running")
     heartbeat.finished_step(8.25)
@@ -55,63 +67,54 @@ def test_file_has_the_state_of_the_run(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["heartbeat.json"]
 
 
-def test_file_is_rewritten_while_nothing_changes(tmp_path: Path) -> None:
-    path = tmp_path / "heartbeat.json"
-    heartbeat = Heartbeat(path, steps=1, notify=print, interval_seconds=0.05)
+def test_file_is_rewritten_while_nothing_changes(path: Path) -> None:
+    heartbeat = Heartbeat(path, steps=1, notify=print, interval_seconds=OFTEN)
     assert wait_until(path.exists)
     before = read(path)
     assert wait_until(lambda: read(path)["time"] > before["time"])
     assert read(path)["phase_since"] == before["phase_since"]
     heartbeat.close("ended")
-    last = path.read_text()
-    time.sleep(0.3)
-    assert path.read_text() == last
+    assert writers() == []
 
 
-def test_writes_are_rate_limited(tmp_path: Path) -> None:
-    path, seen = tmp_path / "heartbeat.json", set()
-    heartbeat = Heartbeat(path, steps=1, notify=print)
+def test_writes_are_rate_limited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MIN_INTERVAL_SECONDS", NEVER)
+    writes: list[int] = []
+    heartbeat = Heartbeat(path, steps=1, notify=print, interval_seconds=NEVER, require_lock=lambda: writes.append(1))
     assert wait_until(path.exists)
-    began = time.monotonic()
     for step in range(500):
         heartbeat.phase(step, "short")
-        time.sleep(0.002)
-        seen.add(read(path)["step"])
-    seconds = time.monotonic() - began
     heartbeat.close("ended")
-    assert len(seen) <= 2 + seconds / MIN_INTERVAL_SECONDS
-    assert read(path)["step"] == 499
+    assert (len(writes), read(path)["step"]) == (2, 499)
 
 
-def test_a_run_that_lost_its_folder_writes_no_heartbeat(tmp_path: Path) -> None:
-    path, has_lock, messages = tmp_path / "heartbeat.json", threading.Event(), list[str]()
-    has_lock.set()
+def test_a_run_that_lost_its_folder_writes_no_heartbeat(path: Path) -> None:
+    lost, messages = threading.Event(), list[str]()
 
     def require_lock() -> None:
-        if not has_lock.is_set():
+        if lost.is_set():
             raise LostLockError("run_dir no longer belongs to this run")
 
-    heartbeat = Heartbeat(path, steps=1, notify=messages.append, interval_seconds=0.05, require_lock=require_lock)
+    heartbeat = Heartbeat(path, steps=1, notify=messages.append, interval_seconds=OFTEN, require_lock=require_lock)
     assert wait_until(path.exists)
-    has_lock.clear()
-    time.sleep(0.2)
+    lost.set()
+    assert wait_until(lambda: not writers())
     path.write_text("of the other run")
     heartbeat.phase(1, "train")
-    time.sleep(0.2)
     heartbeat.close("failed")
-    assert path.read_text() == "of the other run"
-    assert messages == []
+    assert (path.read_text(), messages) == ("of the other run", [])
 
 
-def test_write_failure_is_reported_once(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("not a folder")
+def test_write_failure_is_reported_once(path: Path) -> None:
+    path.parent.write_text("not a folder")
+    attempts: list[int] = []
     messages: list[str] = []
-    heartbeat = Heartbeat(tmp_path / "run" / "heartbeat.json", steps=1, notify=messages.append, interval_seconds=0.05)
-    assert wait_until(lambda: bool(messages))
+    options = {"interval_seconds": OFTEN, "require_lock": lambda: attempts.append(1)}
+    heartbeat = Heartbeat(path, steps=1, notify=messages.append, **options)
     heartbeat.phase(1, "train")
-    time.sleep(0.3)
-    (tmp_path / "run").unlink()
-    assert wait_until((tmp_path / "run" / "heartbeat.json").exists), "does not recover"
+    assert wait_until(lambda: len(attempts) > 3)
+    path.parent.unlink()
+    assert wait_until(path.exists), "does not recover"
     heartbeat.close("ended")
     assert len(messages) == 1
     assert "heartbeat.json cannot be written" in messages[0]

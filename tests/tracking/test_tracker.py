@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,10 @@ from megarl.errors import ConfigError, DataError
 from megarl.tracking.tracker import ResumedMetrics, Tracker
 
 
+def read_lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     """Read the scalars with TensorBoard itself: tag -> (step, value) pairs."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -29,21 +33,14 @@ def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_jsonl_and_tensorboard_hold_the_same_metrics(tmp_path: Path) -> None:
-    with Tracker(TrackingConfig(), tmp_path / "new" / "run") as tracker:
+    run = tmp_path / "new" / "run"
+    with Tracker(TrackingConfig(), run) as tracker:
         tracker.log({"reward/mean": 0.25, "loss": np.float32(2.0)}, step=1)
+        assert len(read_lines(run)) == len(read_scalars(run)["loss"]) == 1, "not on disk before the next step"
         tracker.log({"reward/mean": 0.5}, step=2)
-    lines = [json.loads(line) for line in (tmp_path / "new" / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 1, "reward/mean": 0.25, "loss": 2.0}, {"step": 2, "reward/mean": 0.5}]
-    assert read_scalars(tmp_path / "new" / "run") == {"reward/mean": [(1, 0.25), (2, 0.5)], "loss": [(1, 2.0)]}
-
-
-def test_every_step_is_on_disk_before_the_next(tmp_path: Path) -> None:
-    tracker = Tracker(TrackingConfig(), tmp_path)
-    tracker.log({"a": 1.0}, step=1)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 1.0}\n'
-    assert read_scalars(tmp_path) == {"a": [(1, 1.0)]}
     tracker.close()
-    tracker.close()
+    assert read_lines(run) == [{"step": 1, "reward/mean": 0.25, "loss": 2.0}, {"step": 2, "reward/mean": 0.5}]
+    assert read_scalars(run) == {"reward/mean": [(1, 0.25), (2, 0.5)], "loss": [(1, 2.0)]}
 
 
 def test_json_stays_valid_with_numbers_that_are_not_finite(tmp_path: Path) -> None:
@@ -58,25 +55,18 @@ def test_json_stays_valid_with_numbers_that_are_not_finite(tmp_path: Path) -> No
     assert math.isnan(read_scalars(tmp_path)["a"][0][1])
 
 
-def test_resumed_run_appends(tmp_path: Path) -> None:
-    for step in (1, 2):
-        with Tracker(TrackingConfig(tensorboard=False), tmp_path) as tracker:
-            tracker.log({"a": 1.0}, step=step)
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_metrics_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
+def test_metrics_after_the_resumed_step_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # TensorBoard orders event files by their names, which have the second in which they were created
+    seconds = types.SimpleNamespace(time=itertools.count(2 * 10**9).__next__)
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", seconds)
     with Tracker(TrackingConfig(), tmp_path) as tracker:
         tracker.log({"a": 1.0}, step=1)
         position = tracker.num_bytes
         tracker.log({"a": 2.0}, step=2)
         tracker.log({"a": 3.0}, step=3)
-    time.sleep(1)  # TensorBoard orders event files by name, which has a resolution of 1 s
     with Tracker(TrackingConfig(), tmp_path, resumed=ResumedMetrics(step=1, num_bytes=position)) as tracker:
         tracker.log({"a": 20.0}, step=2)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 1, "a": 1.0}, {"step": 2, "a": 20.0}]
+    assert read_lines(tmp_path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 20.0}]
     assert read_scalars(tmp_path) == {"a": [(1, 1.0), (2, 20.0)]}
 
 
@@ -137,8 +127,7 @@ def test_truncated_file_keeps_only_complete_lines(tmp_path: Path) -> None:
         file.write_text(torn)
         with Tracker(TrackingConfig(tensorboard=False), tmp_path, resumed=ResumedMetrics(step=4, num_bytes=100)) as t:
             t.log({"a": 1.0}, step=5)
-        steps = [json.loads(line)["step"] for line in file.read_text().splitlines()]
-        assert steps == [*range(1, left + 1), 5]
+        assert [line["step"] for line in read_lines(tmp_path)] == [*range(1, left + 1), 5]
 
 
 def test_full_disk_is_a_data_error(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megarl.errors import DataError, WorkerError
@@ -27,19 +29,31 @@ class Counter:
         return self.total
 
 
-def make_group(grid):
+def check_groups() -> str:
     import torch.distributed as dist
 
     from megarl.workers.spmd import SpmdWorld
 
     dist.init_process_group("gloo")
     world = SpmdWorld("cpu")
-    group: Group[Counter] = world.group("counters", grid)
-    return world, group
+    check_call_order(world)
+    replicas: Group[Counter] = world.group("replicas", RankGrid(dp=2))
+    replicas.start(Counter, (0,)).result()
+    assert replicas.call_remote(Counter.add, 5, dispatch=EACH).fetch() == (5, 6)  # every replica keeps its result
+
+    def fail() -> None:
+        raise DataError(f"rank {world.rank} cannot read")
+
+    with pytest.raises(DataError, match=r"^rank 0 cannot read$"):
+        world.run_on_rank0(fail)
+    with pytest.raises(WorkerError) as error:
+        replicas.call(Counter.add, -10, dispatch=EACH)
+    return str(error.value)
 
 
-def check_call_order():
-    world, group = make_group(RankGrid(pp=2))
+def check_call_order(world) -> None:
+    """Calls run in order and return on every rank."""
+    group: Group[Counter] = world.group("counters", RankGrid(pp=2))
     starting = group.start(Counter, (100,))
     first, second = group.begin(Counter.add, 1, dispatch=EACH), group.begin(Counter.add, 10, dispatch=EACH)
     assert second.result() == 100 + 2 + 11  # from the output rank, rank 1
@@ -51,47 +65,10 @@ def check_call_order():
     assert group.put([world.rank]).fetch() == [world.rank]
     assert world.gather(world.rank * 2) == [0, 2]
     assert [world.any(flag) for flag in (False, world.rank == 1, world.rank == 0, True)] == [False, True, True, True]
-    return world.run_on_rank0(lambda: world.rank) == 0
+    assert world.run_on_rank0(lambda: world.rank) == 0
 
 
-def test_calls_run_in_order_and_return_on_every_rank(tmp_path):
-    assert run_ranks(check_call_order, 2, tmp_path)
-
-
-def call_remote_on_replicas():
-    _, group = make_group(RankGrid(dp=2))
-    group.start(Counter, (0,)).result()
-    return group.call_remote(Counter.add, 5, dispatch=EACH).fetch()
-
-
-def test_every_replica_keeps_its_result(tmp_path):
-    assert run_ranks(call_remote_on_replicas, 2, tmp_path) == (5, 6)
-
-
-def fail_on_rank0():
-    world, _ = make_group(RankGrid(dp=2))
-
-    def fail():
-        raise DataError(f"rank {world.rank} cannot read")
-
-    with pytest.raises(DataError, match=r"^rank 0 cannot read$"):
-        world.run_on_rank0(fail)
-    return True
-
-
-def test_error_on_rank_0_is_raised_on_all_ranks(tmp_path):
-    assert run_ranks(fail_on_rank0, 2, tmp_path)
-
-
-def fail_in_a_call():
-    _, group = make_group(RankGrid(dp=2))
-    group.start(Counter, (0,)).result()
-    with pytest.raises(WorkerError) as error:
-        group.call(Counter.add, -10, dispatch=EACH)
-    return str(error.value)
-
-
-def test_error_names_method_and_rank(tmp_path):
-    text = run_ranks(fail_in_a_call, 2, tmp_path)
-    assert text.startswith("counters.add failed on counters rank 0:\n")
+def test_calls_and_errors_are_the_same_on_all_ranks(tmp_path: Path) -> None:
+    text = run_ranks(check_groups, 2, tmp_path)
+    assert text.startswith("replicas.add failed on replicas rank 0:\n")
     assert text.endswith("ValueError: below zero\n")

@@ -36,8 +36,8 @@ def check_environment(config: EnvironmentConfig, key: str = ENV) -> type:
     found = load_object(config.path, key=f"{key}.path", kind="Environment")
     if not isinstance(found, type):
         raise ConfigError(
-            f"{key}.path needs a class, which is created anew for each episode, got {config.path}, an object of type "
-            f"{type(found).__name__}"
+            f"{key}.path needs a class, one object of which is created for each episode, got {config.path}, an object "
+            f"of type {type(found).__name__}"
         )
     for name, num_arguments in METHODS.items():
         method = getattr(found, name, None)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megarl.rollout.sglang.engine_host import EngineHost
 
 ABORT_SECONDS = 0.5
-"""Time after which a request that was aborted and goes on is aborted again: SGLang may not have known it yet."""
+"""Time after which a request that was aborted and still runs is aborted again: SGLang may not have known it yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class RequestRunner:
         """Requests may be sent to SGLang."""
         self._resumed.set()
         self._is_held = False
-        """Whether requests that SGLang aborts go on later."""
+        """Whether requests that SGLang aborts continue later."""
         self.first_completion: float | None = None
         """Unix time when the first completion was finished; None before that."""
 

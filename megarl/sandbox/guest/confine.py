@@ -1,4 +1,4 @@
-"""What a process gives up for good before it runs untrusted programs: privileges, system calls, files, resources."""
+"""Drop privileges, system calls, files and resources for good, before a process runs untrusted programs."""
 
 from __future__ import annotations
 

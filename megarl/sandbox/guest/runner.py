@@ -253,7 +253,7 @@ class Runner:
             return memoryview(b"")
 
     def _read(self, process: _Process, fd: int) -> bool:
-        """Read an output once and keep what is within the limit, and a byte more; return whether it goes on."""
+        """Read an output once and keep what is within the limit, and a byte more; return whether more may come."""
         data = os.read(fd, 64 * 1024)
         collected = process.collected[process.outputs[fd]]
         collected += data[: self._limits.output_bytes + 1 - len(collected)]

@@ -50,7 +50,7 @@ class Job:
         # not in `folder`: the paths of Ray's sockets begin with it, and their length is limited
         self.temporary = Path(tempfile.mkdtemp(prefix="m"))
         environment = {MARKER: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), "VENV": sys.prefix}
-        self.submitted = time.time()
+        environment |= dict.fromkeys(("JOIN_TIMEOUT", "NODE_TIMEOUT"), str(int(2 * HANG_SECONDS)))
         self.id = cluster.run(
             *("sbatch", "--parsable", f"--output={folder / 'log'}", *options, SCRIPTS / script, *arguments),
             environment=environment | knobs,

@@ -77,11 +77,8 @@ def test_train_runs_one_launcher_on_each_node(run, tmp_path):
         "srun --wait=60 --nodes=2 --ntasks=2 --ntasks-per-node=1 "
         f"{tmp_path}/venv/bin/megarl launch --join-timeout 9 --node-timeout 8 rm {CONFIG} --set trainer.steps=1"
     ]
-
-
-def test_train_uses_all_components_of_a_heterogeneous_job(run):
-    (call,) = run("train.sbatch", CONFIG, SLURM_HET_SIZE="3").calls
-    assert call.startswith("srun --wait=60 --het-group=0-2 --ntasks-per-node=1 ")
+    heterogeneous = run("train.sbatch", CONFIG, SLURM_HET_SIZE="3").calls[-1]
+    assert heterogeneous.startswith("srun --wait=60 --het-group=0-2 --ntasks-per-node=1 ")
 
 
 @pytest.mark.parametrize(

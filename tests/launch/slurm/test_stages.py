@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.tiny_world import write_sft
 from tests.launch.slurm.conftest import Submit
 
@@ -17,6 +19,7 @@ def test_sft_on_two_nodes(submit: Submit, world: Path, tmp_path: Path):
     job.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_reshard_benchmark_on_two_nodes(submit: Submit):
     layout = ("--train", "tp=2", "--gen", "tp=1")
     job = submit("bench_reshard.sbatch", "--model", "synthetic:4", *layout, "--strategies", "exact", PROCS_PER_NODE="1")

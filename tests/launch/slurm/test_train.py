@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.end_to_end.launched import process_title
+from tests.launch.conftest import PATIENT
 from tests.launch.slurm.cluster import NODES
 from tests.launch.slurm.conftest import Submit
 
@@ -19,8 +20,9 @@ exec {megarl} "$@"
 
 
 def local_overrides(folder: Path, **values: object) -> list[str]:
-    """Return overrides that make the run write only to `folder`."""
-    values = {"run_dir": folder / "run", "model.path": folder / "model"} | values
+    """Return overrides that make the run write only to `folder`, with few prompts and much patience."""
+    values = {"run_dir": folder / "run", "model.path": folder / "model", "algorithm.prompts_per_step": 4} | values
+    values |= {f"placement.{name}": value for name, value in PATIENT.items()}
     return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
 

@@ -17,14 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.errors import DataError
 from megarl.megatron.losses.supervised import ValueLoss
-from megarl.megatron.request_split import split_by_dp
-from megarl.megatron.requests import ModelSpec, SaveRequest, TrainerSpec
-from megarl.placement.rank_grid import RankGrid
+from megarl.megatron.requests import SaveRequest
+from megarl.megatron.trainer_worker import TrainerWorker
 from tests.megatron.fidelity.measure import nll_request
 from tests.megatron.fidelity.reference import draw
+from tests.megatron.rank_models import gather, model_spec, train_step, trainer_spec
 from tests.megatron.ranks import run_ranks
 from tests.time_limits import HANG_SECONDS
 
@@ -34,30 +33,19 @@ VALUES = ValueLoss(clip=None)
 
 
 def make_worker(path, dtype="float32", distributed=True, head="lm", offload_when_idle=False, weights="hf", **parallel):
-    from megarl.megatron.runtime import platform
-
-    platform.prepare()
-    from megarl.megatron.trainer_worker import TrainerWorker
-
-    sizes = ParallelConfig(**parallel)
-    model = ModelSpec(
-        model_path=path, dtype=dtype, parallel=sizes, head=head, offload_when_idle=offload_when_idle, weights=weights
-    )
-    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, decay="cosine", warmup_steps=2, distributed=distributed)
-    return TrainerWorker(TrainerSpec(model=model, optimizer=optimizer, optimizer_steps=10))
+    fields = {"dtype": dtype, "head": head, "offload_when_idle": offload_when_idle, "weights": weights}
+    schedule = {"lr": 1e-2, "min_lr": 1e-3, "decay": "cosine", "warmup_steps": 2}
+    return TrainerWorker(trainer_spec(model_spec(path, parallel, **fields), distributed=distributed, **schedule))
 
 
 def train(worker, step):
     """Train one step; return its metrics, the same on all ranks."""
-    spec = worker._spec.model
-    grid = RankGrid.of(spec.parallel, dist.get_world_size())
     work = nll_request(draw(LENGTHS, VOCAB, seed=step), 64)
-    if spec.head == "value":
+    if worker._spec.model.head == "value":
         (batch,) = work.mini_batches
         samples = tuple(replace(sample, scalars={"values": 0.0, "returns": 1.0}) for sample in batch.samples)
         work = replace(work, mini_batches=(replace(batch, samples=samples),), loss=VALUES)
-    metrics = worker.train_step(split_by_dp(work, grid)[dist.get_rank()]).metrics
-    metrics = gather(metrics)[grid.output_rank(0)]
+    metrics = train_step(worker, work)
     return {name: metrics[name] for name in ("loss", "grad_norm", "learning_rate")}
 
 
@@ -83,12 +71,6 @@ def full_state(worker):
     held |= {f"generator {name}": generators[name] for name in ("host", "device")}
     held["generator numpy"] = generators["numpy"]["state"]["key"]
     return {name: t.detach().clone() for name, t in held.items()}
-
-
-def gather(value):
-    every = [value] * dist.get_world_size()
-    dist.all_gather_object(every, value)
-    return every
 
 
 def differences(got, want):

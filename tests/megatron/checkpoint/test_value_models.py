@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megarl.config import ConvertConfig
@@ -17,11 +16,13 @@ from megarl.config.trainer import ParallelConfig
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.convert_worker import ConvertWorker
 from megarl.megatron.families.model_folder import find_weight_problems, load_architecture_from_folder
-from megarl.megatron.requests import ModelSpec
+from megarl.megatron.hf_weights.export import _set_head, save
 from megarl.offline.model_conversion import plan_export, plan_import
 from tests.megatron.fidelity.measure import as_trajectory
 from tests.megatron.fidelity.models import CONFIGS
 from tests.megatron.fidelity.reference import draw
+from tests.megatron.hf_weights.test_export import same_bits
+from tests.megatron.rank_models import gather, make_model, model_spec
 from tests.megatron.ranks import run_ranks
 
 LENGTHS = (5, 9, 2, 14)
@@ -29,19 +30,10 @@ LENGTHS = (5, 9, 2, 14)
 
 def export_on_rank(source, target, sizes, sequences):
     """Export the folder `source` as a value model; return the value of every token, [sequence][token]."""
-    from megarl.megatron.hf_weights import export
-    from megarl.megatron.runtime import platform
-
-    platform.prepare()
-    from megarl.megatron.modeling.megatron_model import MegatronModel
-
-    parallel = ParallelConfig(**sizes)
-    rank = MegatronModel(ModelSpec(model_path=source, dtype="float32", parallel=parallel, head="value"))
+    rank = make_model(model_spec(source, sizes, head="value"))
     values = rank.values([rank.pack([as_trajectory(tokens)]) for tokens in sequences]) if sequences else []
-    export.save(rank, source, target)
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, [of[: len(s)] for of, s in zip(values, sequences, strict=False)])
-    return every[-1]  # from the last stage
+    save(rank, source, target)
+    return gather([of[: len(s)] for of, s in zip(values, sequences, strict=False)])[-1]  # from the last stage
 
 
 def export(tmp_path, source, sequences=(), **sizes):
@@ -69,13 +61,6 @@ def pooled(folder, sequences):
     ids = torch.tensor([[*s, *[pad] * (longest - len(s))] for s in sequences])
     mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
     return model(ids, attention_mask=mask).logits[:, 0]
-
-
-def same_bits(folder, source):
-    got, want = (load_file(Path(each) / "model.safetensors") for each in (folder, source))
-    assert got.keys() == want.keys()
-    for name, tensor in want.items():
-        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("qwen2", {"tp": 2}), ("qwen3_moe", {"pp": 2})], ids=str)
@@ -107,14 +92,10 @@ def test_language_model_becomes_a_value_model_with_zero_head(name, sizes, model_
 
 
 @pytest.mark.parametrize(("ends", "pads"), [([1, 7], 1), (9, 9)])
-def test_pad_token_defaults_to_the_eos_token(ends, pads, value_folder, tmp_path):
-    source = tmp_path / "source"
-    shutil.copytree(value_folder("qwen2"), source)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"pad_token_id": None, "eos_token_id": ends}))
-    target, _ = export(tmp_path, str(source))
-    assert json.loads((target / "config.json").read_text())["pad_token_id"] == pads
-    assert len(pooled(target, draw(LENGTHS, 331))) == len(LENGTHS)
+def test_pad_token_defaults_to_the_eos_token(ends, pads, value_folder):
+    config = {"pad_token_id": None, "eos_token_id": ends}
+    _set_head(config, load_architecture_from_folder(Path(value_folder("qwen2")), head="value"))
+    assert config["pad_token_id"] == pads
 
 
 def convert_on_rank(spec, read, source, write, target):
@@ -137,12 +118,7 @@ def convert(tmp_path, plan, source, output, **sizes):
     conversion = plan(ConvertConfig(), Path(source), output, "auto")
     assert conversion.head == "value"
     output.mkdir()
-    spec = ModelSpec(
-        model_path=str(conversion.description),
-        dtype=conversion.dtype,
-        parallel=ParallelConfig(**sizes),
-        head=conversion.head,
-    )
+    spec = model_spec(str(conversion.description), sizes, dtype=conversion.dtype, head=conversion.head)
     steps = conversion.read, str(conversion.weights), conversion.write, str(output)
     run_ranks(convert_on_rank, ParallelConfig(**sizes).min_world_size, tmp_path, spec, *steps)
 
@@ -151,7 +127,7 @@ def convert(tmp_path, plan, source, output, **sizes):
     ("name", "there", "back"),
     [
         ("qwen2", {"tp": 2}, {"pp": 2}),
-        ("gemma2", {"pp": 2, "vpp": 2}, {"tp": 2}),
+        pytest.param("gemma2", {"pp": 2, "vpp": 2}, {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1, "pp": 2}, {"tp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -165,14 +141,13 @@ def test_round_trip_through_a_checkpoint_is_bitwise_exact(name, there, back, val
 
 
 def test_checkpoint_of_a_language_model_is_rejected_for_a_value_model(value_folder, model_folder, tmp_path):
-    checkpoint, spec = tmp_path / "checkpoint", partial(ModelSpec, dtype="float32", parallel=ParallelConfig())
+    checkpoint = tmp_path / "checkpoint"
     read, write = ConvertWorker.read_hf, ConvertWorker.write_checkpoint
     checkpoint.mkdir()
     folder = model_folder("qwen2 linear")
-    run_ranks(convert_on_rank, 1, tmp_path, spec(model_path=folder), read, folder, write, str(checkpoint))
-    error = run_ranks(
-        load_error_on_rank, 1, tmp_path, spec(model_path=value_folder("qwen2 linear"), head="value"), str(checkpoint)
-    )
+    run_ranks(convert_on_rank, 1, tmp_path, model_spec(folder), read, folder, write, str(checkpoint))
+    value_spec = model_spec(value_folder("qwen2 linear"), head="value")
+    error = run_ranks(load_error_on_rank, 1, tmp_path, value_spec, str(checkpoint))
     assert "output_layer.weight needs shape [1, 48], got [512, 48]" in error
 
 
@@ -191,45 +166,34 @@ def test_valid_folders_have_no_problems(name, model_folder, value_folder):
         assert find_weight_problems(folder, load_architecture_from_folder(folder, head=None)) == []
 
 
-def test_value_model_folder_needs_the_score_tensor(value_folder, tmp_path):
-    without = altered(value_folder("qwen2"), tmp_path, lambda t: {n: x for n, x in t.items() if n != "score.weight"})
-    (problem,) = find_weight_problems(without, load_architecture_from_folder(without, head="value"))
-    assert "lacks 1 of the " in problem
-    assert problem.endswith("tensors of Qwen2ForSequenceClassification, first score.weight")
+def without_score(tensors):
+    return {name: tensor for name, tensor in tensors.items() if name != "score.weight"}
 
 
-def test_score_tensor_of_two_labels_has_the_wrong_shape(value_folder, tmp_path):
-    two = altered(value_folder("qwen2"), tmp_path, lambda t: t | {"score.weight": torch.ones(2, 48)})
-    (problem,) = find_weight_problems(two, load_architecture_from_folder(two, head="value"))
-    assert "score.weight: needs (1, 48), got (2, 48)" in problem
-
-
-def test_value_model_folder_must_not_have_lm_head(value_folder, tmp_path):
-    more = altered(value_folder("qwen2"), tmp_path, lambda t: t | {"lm_head.weight": torch.ones(331, 48)})
-    (problem,) = find_weight_problems(more, load_architecture_from_folder(more, head="value"))
-    assert "does not have, first lm_head.weight" in problem
-
-
-def test_value_model_is_rejected_as_policy(value_folder):
-    folder = Path(value_folder("qwen2"))
-    with pytest.raises(ConfigError, match=r"config\.json: Qwen2ForSequenceClassification has a value head and no"):
-        load_architecture_from_folder(folder)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_score, "lacks 1 of the .* tensors of Qwen2ForSequenceClassification, first score.weight$"),
+        (lambda t: t | {"score.weight": torch.ones(2, 48)}, r"score.weight: needs \(1, 48\), got \(2, 48\)"),
+        (lambda t: t | {"lm_head.weight": torch.ones(331, 48)}, "does not have, first lm_head.weight"),
+    ],
+    ids=["no score tensor", "two labels", "a language head"],
+)
+def test_other_tensors_are_reported(change, message, value_folder, tmp_path):
+    folder = altered(value_folder("qwen2"), tmp_path, change)
+    (problem,) = find_weight_problems(folder, load_architecture_from_folder(folder, head="value"))
+    assert re.search(message, problem), problem
 
 
 def read_on_rank(source, head):
-    from megarl.megatron.runtime import platform
-
-    platform.prepare()
-    from megarl.megatron.modeling.megatron_model import MegatronModel
-
     try:
-        MegatronModel(ModelSpec(model_path=source, dtype="float32", parallel=ParallelConfig(), head=head))
+        make_model(model_spec(source, head=head))
     except (ConfigError, DataError) as e:
         return str(e)
     return ""
 
 
 def test_ranks_reject_folders_with_the_wrong_head(value_folder, tmp_path):
-    without = altered(value_folder("qwen2"), tmp_path, lambda t: {n: x for n, x in t.items() if n != "score.weight"})
+    without = altered(value_folder("qwen2"), tmp_path, without_score)
     assert "has a value head and no logits" in run_ranks(read_on_rank, 1, tmp_path, value_folder("qwen2"), "lm")
     assert run_ranks(read_on_rank, 1, tmp_path, str(without), "value").endswith("tensors is named score.weight")

@@ -20,18 +20,15 @@ QWEN2 = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
 }
-GEMMA2 = {
+GEMMA2 = QWEN2 | {
     "architectures": ["Gemma2ForCausalLM"],
     "vocab_size": 256000,
     "hidden_size": 2304,
     "intermediate_size": 9216,
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
 }
-MIXTRAL = {
+MIXTRAL = QWEN2 | {
     "architectures": ["MixtralForCausalLM"],
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -41,8 +38,6 @@ MIXTRAL = {
     "num_key_value_heads": 8,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
 }
 
 

@@ -11,21 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config import make_convert_config, make_score_config
-from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.errors import ConfigError
 from megarl.megatron.families.family import load_family
 from megarl.megatron.families.load_architecture import load_architecture, load_architecture_and_dtype, require_family
 from megarl.megatron.families.model_folder import find_weight_problems, load_architecture_from_folder
-from megarl.megatron.request_split import split_by_dp
-from megarl.megatron.requests import ModelSpec, TrainerSpec
 from megarl.offline.model_conversion import plan_import
 from megarl.offline.token_scoring import open_tokens
-from megarl.placement.rank_grid import RankGrid
 from tests.megatron.families.outside import MISTRAL_PATH, STORY_PATH, story_name, write_story
+from tests.megatron.rank_models import assert_same_bits, make_trainer, model_spec, train_step, trainer_spec
 from tests.megatron.ranks import run_ranks
 from tests.megatron.training.test_trainer import ALL_INDICES, make_request
-
-PARALLEL = {"tp": 2}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +74,7 @@ def test_an_unknown_architecture_is_reported_with_the_option(story: Path) -> Non
         ("my_families", r"model.family needs package.module:FAMILY, got 'my_families'"),
         ("my_families:X", r"model.family: cannot import my_families: No module named 'my_families'"),
         (f"{__name__}:MISSING", rf"model.family: module {__name__} \(.*\) has no 'MISSING'"),
-        (f"{__name__}:PARALLEL", r"model.family needs a ModelFamily \(.*\), got .*:PARALLEL, a dict"),
+        (f"{__name__}:STORY_PATH", r"model.family needs a ModelFamily \(.*\), got .*:STORY_PATH, a str"),
     ],
 )
 def test_a_wrong_import_path_is_reported(path: str, message: str, story: Path) -> None:
@@ -110,43 +105,27 @@ def test_offline_tools_pass_it_on(story: Path, llama: Path, tmp_path: Path) -> N
 
 def train_and_export(path: str, family: str | None, target: str) -> tuple[float, list[str]]:
     """Export the untrained model and that after one step to `target`; return the loss and the layout's tensors."""
-    import torch.distributed as dist
-
-    from megarl.megatron.runtime import platform
-
-    platform.prepare()
+    trainer = make_trainer(trainer_spec(model_spec(path, family=family), lr=1e-3))
     from megarl.megatron.hf_weights import export
-    from megarl.megatron.training.trainer import MegatronTrainer
 
-    parallel = ParallelConfig(**PARALLEL)
-    model = ModelSpec(model_path=path, family=family, dtype="float32", parallel=parallel)
-    trainer = MegatronTrainer(TrainerSpec(model=model, optimizer=OptimizerConfig(lr=1e-3), optimizer_steps=10))
     export.save(trainer.model, path, f"{target}/before")
-    grid = RankGrid.of(parallel, dist.get_world_size())
-    stats = trainer.train_step(split_by_dp(make_request(ALL_INDICES), grid)[dist.get_rank()])
+    metrics = train_step(trainer, make_request(ALL_INDICES))
     export.save(trainer.model, path, f"{target}/after")
-    return stats.metrics["loss"], sorted(trainer.model.layout.tensors)
+    return metrics["loss"], sorted(trainer.model.layout.tensors)
 
 
 def test_it_trains_and_exports_under_its_own_names(llama: Path, story: Path, tmp_path: Path) -> None:
-    loss, names = run_ranks(train_and_export, 2, tmp_path, str(story), STORY_PATH, str(tmp_path / "story"))
-    plain_loss, plain_names = run_ranks(train_and_export, 2, tmp_path, str(llama), None, str(tmp_path / "llama"))
+    loss, names = run_ranks(train_and_export, 1, tmp_path, str(story), STORY_PATH, str(tmp_path / "story"))
+    plain_loss, plain_names = run_ranks(train_and_export, 1, tmp_path, str(llama), None, str(tmp_path / "llama"))
     assert loss == plain_loss
     assert names == sorted(map(story_name, plain_names))
 
-    def load(name: str) -> dict[str, torch.Tensor]:
-        return load_file(tmp_path / name / "model.safetensors")
-
     disk, before, after, plain = (
-        load_file(story / "model.safetensors"),
-        load("story/before"),
-        load("story/after"),
-        load("llama/after"),
+        load_file(folder / "model.safetensors")
+        for folder in (story, *(tmp_path / name for name in ("story/before", "story/after", "llama/after")))
     )
-    assert before.keys() == disk.keys()
-    assert all(torch.equal(before[name], tensor) for name, tensor in disk.items())
-    assert after.keys() == {story_name(name) for name in plain} == disk.keys()
-    assert all(torch.equal(after[story_name(name)], tensor) for name, tensor in plain.items())
+    assert_same_bits(before, disk)
+    assert_same_bits(after, {story_name(name): tensor for name, tensor in plain.items()})
     assert not any(torch.equal(after[name], tensor) for name, tensor in disk.items())
     config = json.loads((tmp_path / "story/after/config.json").read_text())
     assert config["architectures"] == ["StoryForCausalLM"]

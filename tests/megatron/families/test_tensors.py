@@ -9,7 +9,7 @@ import pytest
 
 from megarl.errors import ConfigError
 from megarl.megatron.families.load_architecture import load_architecture
-from tests.megatron.families.tiny import CONFIGS, DEEPSEEK_V3, QWEN3_MOE, tiny
+from tests.megatron.families.tiny import CONFIGS, DEEPSEEK_V3, PLAIN, QWEN3_MOE, tiny
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -68,18 +68,6 @@ def test_a_missing_deepseek_key_means_the_default_of_transformers(key: str) -> N
     without = {name: value for name, value in config.items() if name != key}
     stated = config | {key: getattr(DeepseekV3Config(), key)}
     assert load_architecture(without, origin="test") == load_architecture(stated, origin="test")
-
-
-PLAIN = {
-    "vocab_size": 331,
-    "hidden_size": 2048,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-}
-"""The keys that every config.json needs."""
 
 
 @pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta"])

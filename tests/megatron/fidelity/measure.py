@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
-from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
+from megarl.config.trainer import OptimizerConfig, RecomputeConfig
 from megarl.functional.losses import Denominators
-from megarl.megatron.request_split import split_by_dp
+from megarl.megatron.losses.supervised import ValueLoss
 from megarl.megatron.requests import MiniBatch, ModelSpec, TrainerSpec, TrainRequest
 from megarl.megatron.training.samples import StepSamples
-from megarl.placement.rank_grid import RankGrid
 from megarl.workers.payload import LocalPayload
-from tests.megatron.fidelity.reference import Tokens
+from tests.megatron.fidelity.reference import Tokens, draw_returns
+from tests.megatron.rank_models import (
+    gather,
+    gather_full,
+    make_model,
+    make_trainer,
+    model_spec,
+    own_part,
+    record_gradients,
+    train_step,
+)
 from tests.megatron.ranks import run_ranks
+
+TOLERANCE = 1e-5
+
+Scores = dict[int, torch.Tensor]
+"""By sequence index: log-probabilities and entropies, float32 [2, T - 1], or of a value model the values [1, T]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    logprobs: dict[int, torch.Tensor]
-    """By sequence index, float32 [T - 1]."""
-    entropies: dict[int, torch.Tensor]
+    scores: Scores
     loss: float
     grad_norm: float
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
     """After the optimizer step."""
+
+    @property
+    def logprobs(self) -> dict[int, torch.Tensor]:
+        """By sequence index, float32 [T - 1]."""
+        return {i: of[0] for i, of in self.scores.items()}
+
+    @property
+    def values(self) -> dict[int, torch.Tensor]:
+        """By sequence index, float32 [T]."""
+        return {i: of[0] for i, of in self.scores.items()}
 
 
 def measure(
@@ -42,124 +67,69 @@ def measure(
     world: int = 1,
     max_tokens: int = 256,
     dtype: str = "float32",
+    head: str = "lm",
     recompute: dict[str, Any] | None = None,
-    distributed: bool = False,
     device: str = "cpu",
     fused_lm_head: bool | None = None,
     **parallel: Any,
 ) -> Measured:
-    """Run one SFT step (mean negative log-likelihood of `sequences`) on `world` ranks of `device`."""
-    spec = ModelSpec(
-        model_path=folder,
-        dtype=dtype,
-        parallel=ParallelConfig(**parallel),
-        recompute=RecomputeConfig(**(recompute or {})),
-        fused_lm_head=fused_lm_head,
-    )
-    optimizer = OptimizerConfig(lr=1e-3, clip_grad=1.0, distributed=distributed)
+    """Run one step on `world` ranks of `device`.
+
+    Its loss is the mean negative log-likelihood of `sequences`, or that of `differentiate_values` for a value model.
+    """
+    fields = {"dtype": dtype, "head": head, "fused_lm_head": fused_lm_head}
+    spec = model_spec(folder, parallel, recompute=RecomputeConfig(**(recompute or {})), **fields)
+    optimizer = OptimizerConfig(lr=1e-3, clip_grad=1.0, distributed=False)
     return run_ranks(_on_rank, world, tmp_path, spec, optimizer, sequences, max_tokens, device=device)
 
 
 def score_on_ranks(
     folder: str, sequences: Tokens, tmp_path: Path, *, world: int = 1, max_tokens: int = 256, **parallel: Any
-) -> dict[int, torch.Tensor]:
-    """Return log-probabilities by sequence index, float32 [T - 1], without training."""
-    spec = ModelSpec(model_path=folder, dtype="float32", parallel=ParallelConfig(**parallel))
-    return run_ranks(_score, world, tmp_path, spec, sequences, max_tokens)
+) -> Scores:
+    """Return the scores of sequences without training."""
+    return run_ranks(_score_on_rank, world, tmp_path, model_spec(folder, parallel), sequences, max_tokens)
 
 
-def _score(spec: ModelSpec, sequences: Tokens, max_tokens: int) -> dict[int, torch.Tensor]:
-    import torch.distributed as dist
-
-    from megarl.megatron.runtime import platform
-
-    platform.prepare()
-    from megarl.megatron.modeling.megatron_model import MegatronModel
-
-    model = MegatronModel(spec)
-    grid = RankGrid.of(spec.parallel, dist.get_world_size())
-    scores = _scores(model, split_by_dp(nll_request(sequences, max_tokens), grid)[dist.get_rank()])
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, scores)
-    return {i: logprobs for each in gathered for i, (logprobs, _) in each.items()}
+def _score_on_rank(spec: ModelSpec, sequences: Tokens, max_tokens: int) -> Scores:
+    model = make_model(spec)
+    return _score(model, own_part(model, nll_request(sequences, max_tokens)))
 
 
-def _scores(model: Any, request: TrainRequest) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def _score(model: Any, request: TrainRequest) -> Scores:
+    """Return the scores of all sequences: those of all ranks of a replica are bitwise the same."""
+    from megarl.megatron.losses.loss import token_values
+
     (batch,), samples = request.mini_batches, StepSamples.fetch(request)
-    micro_batches = [[batch.samples[i] for i in indices] for indices in batch.micro_batches]
-    scored = model.score([[samples.trajectory(ref) for ref in refs] for refs in micro_batches])
-    return {
+    refs = [[batch.samples[i] for i in indices] for indices in batch.micro_batches]
+    trajectories = [[samples.trajectory(ref) for ref in of] for of in refs]
+    if model.spec.head == "value":
+        scored = model.forward_sequences(trajectories, lambda output: token_values(output)[None])
+    else:
+        scored = [[torch.stack(scores) for scores in of] for of in model.score(trajectories)]
+    own = {
         ref.index: scores
-        for refs, of in zip(micro_batches, scored, strict=False)
-        for ref, scores in zip(refs, of, strict=True)
+        for of, batch_scores in zip(refs, scored, strict=False)
+        for ref, scores in zip(of, batch_scores, strict=True)
     }
+    merged: Scores = {}
+    for each in gather(own):
+        for i, scores in each.items():
+            assert torch.equal(merged.setdefault(i, scores), scores), f"ranks disagree about sequence {i}"
+    return merged
 
 
-def _on_rank(spec: ModelSpec, optimizer: OptimizerConfig, sequences: Tokens, max_tokens: int) -> Measured | None:
-    import torch.distributed as dist
-
-    from megarl.megatron.runtime import platform
-
-    platform.prepare()
-    from megarl.megatron.training.trainer import MegatronTrainer
-
-    trainer = MegatronTrainer(TrainerSpec(model=spec, optimizer=optimizer, optimizer_steps=1))
-    grid = RankGrid.of(spec.parallel, dist.get_world_size())
-    request = split_by_dp(nll_request(sequences, max_tokens), grid)[dist.get_rank()]
-    scores = _scores(trainer.model, request)
-    gradients: dict[str, torch.Tensor] = {}
-    prepare = trainer._optimizer.prepare_grads
-
-    def keep_gradients_then_prepare() -> Any:
-        gradients.update(collect_gradients(trainer))
-        return prepare()
-
-    trainer._optimizer.prepare_grads = keep_gradients_then_prepare
-    stats = trainer.train_step(request)
-    mine = (scores, stats.metrics, trainer.model.layout, gradients, trainer.model.tensors())
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    if dist.get_rank() != 0:
-        return None
-    layouts = [each[2] for each in gathered]
-    metrics = gathered[grid.output_rank(0)][1]
-    merged = {i: of for each in gathered for i, of in each[0].items()}
+def _on_rank(spec: ModelSpec, optimizer: OptimizerConfig, sequences: Tokens, max_tokens: int) -> Measured:
+    trainer = make_trainer(TrainerSpec(model=spec, optimizer=optimizer, optimizer_steps=1))
+    request = nll_request(sequences, max_tokens) if spec.head == "lm" else value_request(sequences, max_tokens)
+    scores, recorded = _score(trainer.model, own_part(trainer.model, request)), record_gradients(trainer)
+    metrics = train_step(trainer, request)
     return Measured(
-        logprobs={i: logprobs for i, (logprobs, _) in merged.items()},
-        entropies={i: entropies for i, (_, entropies) in merged.items()},
+        scores=scores,
         loss=metrics["loss"],
         grad_norm=metrics["grad_norm"],
-        gradients=assemble(layouts, [each[3] for each in gathered]),
-        weights=assemble(layouts, [each[4] for each in gathered]),
+        gradients=gather_full(trainer.model, recorded[0]),
+        weights=gather_full(trainer.model, trainer.model.tensors()),
     )
-
-
-def collect_gradients(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return this rank's gradients under the local names of its layout."""
-    model = trainer.model
-    of = {parameter.data_ptr(): parameter for chunk in model.chunks for parameter in chunk.module.parameters()}
-    rank_tensors = {name: of.get(tensor.data_ptr()) for name, tensor in model.tensors().items()}
-    return {name: parameter.main_grad.clone() for name, parameter in rank_tensors.items() if parameter is not None}
-
-
-def assemble(layouts: list[Any], rank_tensors: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Assemble full Hugging Face tensors from the shards of all ranks; replicas must be equal up to rounding."""
-    full_tensors: dict[str, torch.Tensor] = {}
-    for layout, tensors in zip(layouts, rank_tensors, strict=True):
-        for piece in layout.pieces:
-            if piece.local not in tensors:
-                continue
-            local = tensors[piece.local][tuple(slice(*b) for b in piece.local_box)]
-            full = full_tensors.setdefault(
-                piece.tensor, torch.full(layout.tensors[piece.tensor].shape, torch.nan).to(local)
-            )
-            target = full[tuple(slice(*b) for b in piece.box)]
-            if not target.isnan().any():
-                assert torch.allclose(local, target, rtol=1e-5, atol=1e-6), f"ranks disagree about {piece.tensor}"
-            target.copy_(local)
-    for name, tensor in full_tensors.items():
-        assert not tensor.isnan().any(), f"no rank holds all of {name}"
-    return full_tensors
 
 
 def nll_request(sequences: Tokens, max_tokens: int) -> TrainRequest:
@@ -174,15 +144,28 @@ def nll_request(sequences: Tokens, max_tokens: int) -> TrainRequest:
     )
 
 
-def as_trajectory(tokens: tuple[int, ...]) -> Trajectory:
-    n = len(tokens)
-    mask = np.arange(n) > 0
+def value_request(sequences: Tokens, max_tokens: int) -> TrainRequest:
+    """Request one step of a critic on all tokens except the first of each sequence."""
+    returns = draw_returns(sequences)
+    columns = {"values": [np.zeros_like(of) for of in returns], "returns": returns}
+    return replace(
+        nll_request(sequences, max_tokens),
+        loss=ValueLoss(clip=None),
+        columns={name: LocalPayload([{(0, i): of for i, of in enumerate(all_of)}]) for name, all_of in columns.items()},
+    )
+
+
+def as_trajectory(
+    tokens: Sequence[int], mask: np.ndarray | None = None, *, number: int = 0, logprob: float = 0.0
+) -> Trajectory:
+    """Return a trajectory; all tokens except the first are sampled unless `mask` [T] says which."""
+    mask = np.arange(len(tokens)) > 0 if mask is None else mask
     return Trajectory(
-        prompt_id="",
-        group_id=0,
+        prompt_id=str(number),
+        group_id=number,
         token_ids=np.array(tokens, np.int32),
         loss_mask=mask,
-        logprobs=np.zeros(n, np.float32),
+        logprobs=np.where(mask, logprob, 0.0).astype(np.float32),
         policy_versions=np.where(mask, 0, -1).astype(np.int32),
     )
 
@@ -193,3 +176,26 @@ def worst_gradient(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) 
     return max(
         (float((got[name] - grad).abs().max() / grad.abs().max().clamp(min=1e-8)), name) for name, grad in want.items()
     )
+
+
+def assert_same_gradients(
+    got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float = TOLERANCE
+) -> None:
+    """Check that all gradients are equal, relative to the largest of their tensor."""
+    assert got.keys() == want.keys()
+    difference, tensor = worst_gradient(got, want)
+    assert difference <= tolerance, (tensor, difference)
+
+
+def assert_same(got: Measured, want: Measured) -> None:
+    """Check that scores, loss and gradients are equal up to rounding."""
+    assert got.scores.keys() == want.scores.keys()
+    for i, scores in want.scores.items():
+        torch.testing.assert_close(got.scores[i], scores, rtol=0, atol=TOLERANCE)
+    assert got.loss == pytest.approx(want.loss, rel=TOLERANCE)
+    assert got.grad_norm == pytest.approx(want.grad_norm, rel=TOLERANCE)
+    assert_same_gradients(got.gradients, want.gradients)
+
+
+def gradient_norm(gradients: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))

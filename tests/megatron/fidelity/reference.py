@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHORT = (2, 3, 5, 8, 9, 13, 21, 34, 47, 55, 72, 90)
-LONG = (1, 2, 3, 17, 64, 129, 333, 512, 777, 1025, 1500, 2048)
+LONG = (1, 2, 3, 17, 64, 129, 333, 777, 1025)
 """Lengths in tokens; a sequence of one token has no log-probabilities."""
 
 Tokens = tuple[tuple[int, ...], ...]
-Masks = tuple[tuple[bool, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,61 +56,56 @@ def score(folder: str, sequences: Tokens) -> tuple[torch.Tensor, ...]:
 
 
 @cache
-def differentiate(
-    folder: str, sequences: Tokens, masks: Masks | None = None, advantages: tuple[float, ...] | None = None
-) -> Reference:
-    """Compute -sum_s advantage_s sum_t mask_st logprob_st / sum_st mask_st, and its gradient.
-
-    Without `advantages` this is the mean negative log-likelihood. With them, the gradient is that of an on-policy
-    policy-gradient loss averaged over tokens.
-
-    Args:
-        masks: loss mask by sequence, [T]; the first token is never counted. None: all other tokens are.
-    """
+def differentiate(folder: str, sequences: Tokens) -> Reference:
+    """Compute the mean negative log-likelihood of all tokens except the first of each sequence, and its gradient."""
     model = _load(folder)
-    counted = masks or tuple((True,) * len(sequence) for sequence in sequences)
-    num_tokens = sum(sum(mask[1:]) for mask in counted)
+    num_tokens = sum(len(sequence) - 1 for sequence in sequences)
     every, loss = [], 0.0
-    for s, (sequence, mask) in enumerate(zip(sequences, counted, strict=True)):
+    for sequence in sequences:
         logprobs = _logprobs(model, sequence)
-        every.append(logprobs.detach())
-        weight = 1.0 if advantages is None else advantages[s]
-        part = -weight * logprobs[torch.tensor(mask[1:], dtype=torch.bool)].sum() / num_tokens
+        part = -logprobs.sum() / num_tokens
         if part.requires_grad:
             part.backward()
         loss += float(part.detach())
+        every.append(logprobs.detach())
     return Reference(logprobs=tuple(every), loss=loss, gradients=_gradients_on_disk(model))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueReference:
-    """Values of sequences under one value model, with gradients."""
+    """Values of sequences under one value model, with loss and gradients."""
 
     values: tuple[torch.Tensor, ...]
     """By sequence, values of all tokens, float32 [T]."""
+    loss: float
     gradients: dict[str, torch.Tensor]
-    """Gradients of sum_s sum_t weight_st value_st by name on disk."""
 
 
-def draw_weights(sequences: Tokens) -> tuple[torch.Tensor, ...]:
-    """Draw the weight of each value in the differentiated sum: by sequence, float32 [T]."""
+def draw_returns(sequences: Tokens) -> list[np.ndarray]:
+    """Draw the return of each token: by sequence, float32 [T]."""
     rng = np.random.default_rng(1)
-    return tuple(torch.from_numpy(rng.normal(size=len(sequence))).float() for sequence in sequences)
+    return [rng.normal(size=len(sequence)).astype(np.float32) for sequence in sequences]
 
 
 @cache
 def differentiate_values(folder: str, sequences: Tokens) -> ValueReference:
-    """Compute the value of every token, and the gradient of their sum weighted by `draw_weights`."""
+    """Compute half the mean squared error of values against `draw_returns`, and its gradient.
+
+    The value of a token is the model's output at the token before it; the first tokens are not counted.
+    """
     from transformers import AutoModelForSequenceClassification
 
     model = _load(folder, AutoModelForSequenceClassification)
-    every = []
-    for sequence, weights in zip(sequences, draw_weights(sequences), strict=True):
+    num_tokens = sum(len(sequence) - 1 for sequence in sequences)
+    every, loss = [], 0.0
+    for sequence, returns in zip(sequences, draw_returns(sequences), strict=True):
         hidden = model.model(torch.tensor(sequence)[None], use_cache=False).last_hidden_state
         values = model.score(hidden)[0, :, 0]
-        (values * weights).sum().backward()
+        part = (values[:-1] - torch.from_numpy(returns[1:])).square().sum() / 2 / num_tokens
+        part.backward()
+        loss += float(part.detach())
         every.append(values.detach())
-    return ValueReference(values=tuple(every), gradients=_gradients_on_disk(model))
+    return ValueReference(values=tuple(every), loss=loss, gradients=_gradients_on_disk(model))
 
 
 def _load(folder: str, kind: Any = None) -> PreTrainedModel:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.config.trainer import ParallelConfig
-from megarl.megatron.requests import ModelSpec
 from megarl.placement.rank_grid import RankGrid
 from tests.megatron.fidelity.measure import as_trajectory
 from tests.megatron.fidelity.models import CONFIGS, append_prediction_layer, build
 from tests.megatron.fidelity.reference import SHORT, draw
+from tests.megatron.hf_weights.test_export import load_folder
+from tests.megatron.hf_weights.test_fp8_sync import empty_parameters
+from tests.megatron.rank_models import gather, make_model, model_spec
 from tests.megatron.ranks import run_ranks
 from tests.model_files.quantized import dequantize_folder, quantize_folder
 
@@ -59,11 +60,7 @@ def read_shards(folder, grid, dtype):
 
     ranks = []
     for layout in trainer_layouts(load_architecture_and_dtype(folder)[0], RankGrid(**grid), dtype):
-        shapes = {}
-        for piece in layout.pieces:
-            stops = [stop for _, stop in piece.local_box]
-            shapes[piece.local] = [max(pair) for pair in zip(stops, shapes.get(piece.local, stops), strict=True)]
-        ranks.append({name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, shape in shapes.items()})
+        ranks.append(empty_parameters(layout))
         read_weights(folder, layout, ranks[-1])
     return ranks
 
@@ -86,29 +83,20 @@ def test_shards_of_every_layout_are_those_of_the_dequantized_folder(folders, tmp
 
 def score_and_export(folders, target):
     """Return the log-probabilities of each folder's model; export that of the first to `target`."""
-    from megarl.megatron.runtime import platform
-
-    platform.prepare()
-    import torch.distributed as dist
-
     from megarl.megatron.hf_weights import export
-    from megarl.megatron.modeling.megatron_model import MegatronModel
 
     trajectories = [as_trajectory(tokens) for tokens in draw(SHORT, CONFIG["vocab_size"])]
     logprobs = []
     for folder in folders:
-        spec = ModelSpec(model_path=folder, dtype="bfloat16", parallel=ParallelConfig(tp=2, ep=2, etp=1))
-        model = MegatronModel(spec)
+        model = make_model(model_spec(folder, {"tp": 2, "ep": 2, "etp": 1}, dtype="bfloat16"))
         logprobs.append([scores for scores, _ in model.score([trajectories])[0]])
         if target is not None and folder == folders[0]:
             export.save(model, folder, target)
-    dist.barrier()
+    gather(None)  # rank 0 returns once all have exported
     return logprobs
 
 
 def test_logprobs_and_export_are_those_of_the_dequantized_folder(folders, tmp_path):
-    from tests.megatron.hf_weights.test_export import load_folder
-
     quantized, dequantized = folders
     target = tmp_path / "out"
     got, want = run_ranks(score_and_export, 2, tmp_path, (quantized, dequantized["bfloat16"]), str(target))

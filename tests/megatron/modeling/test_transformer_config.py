@@ -18,26 +18,7 @@ from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConf
 from megarl.errors import ConfigError
 from tests.megatron.ranks import run_ranks
 
-FIELDS = (
-    "apply_rope_fusion",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "gradient_accumulation_fusion",
-    "moe_grouped_gemm",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "deallocate_pipeline_outputs",
-    "variable_seq_lengths",
-    "moe_token_dispatcher_type",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_router_padding_for_quantization",
-    "bf16",
-    "fp8",
-    "cp_comm_type",
-    "recompute_method",
-    "recompute_modules",
-)
+PLAIN = (bool, int, float, str, list, type(None))
 
 
 def describe(name: str, path: str, on_gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -71,12 +52,8 @@ def describe(name: str, path: str, on_gpu: bool, options: dict[str, Any]) -> dic
             MoeConfig(**options.get("moe", {})),
         )
         te_layers = backend.layer_backend(architecture).te_layers
-    described = {field: getattr(config, field) for field in FIELDS}
-    return described | {
-        "te_layers": te_layers,
-        "attention": config.attention_backend.name,
-        "rows": token_multiple(config),
-    }
+    plain = {name: value for name, value in vars(config).items() if isinstance(value, PLAIN)}
+    return plain | {"te_layers": te_layers, "attention": config.attention_backend.name, "rows": token_multiple(config)}
 
 
 def describe_all(cases: list[tuple[str, str, bool, dict[str, Any]]]) -> list[Any]:
@@ -118,6 +95,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": ON | MOE,
     "deepseek_v3 without yarn": ON | MOE | {"apply_rope_fusion": False},  # megatron-core's kernel computes YaRN only
 }
+ACT = ["moe_act", "layernorm"]
+FLEX = {"moe_token_dispatcher_type": "flex"}
 FP8 = {"fp8": "hybrid", "fp8_recipe": "blockwise"}
 OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # a matrix product in FP8 needs a multiple of 16 rows, on each rank
@@ -128,16 +107,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # an overlapped send reads the output after its start
     "interleaved": ("qwen3", {"parallel": {"pp": 2, "vpp": 2}}, {"deallocate_pipeline_outputs": False}),
     "a2a": ("qwen3", {"model": {"cp_comm_type": "a2a"}, "parallel": {"cp": 2}}, {"cp_comm_type": "a2a"}),
-    "flex": (
-        "qwen3_moe",
-        {"model": {"moe_token_dispatcher_type": "flex"}, "parallel": {"ep": 2}},
-        {"moe_token_dispatcher_type": "flex"},
-    ),
-    "no experts": (
-        "qwen3",
-        {"model": {"moe_token_dispatcher_type": "flex"}},
-        {"moe_token_dispatcher_type": "alltoall"},
-    ),
+    "flex": ("qwen3_moe", {"model": FLEX, "parallel": {"ep": 2}}, FLEX),
+    "no experts": ("qwen3", {"model": FLEX}, {"moe_token_dispatcher_type": "alltoall"}),
     "fused attention": ("qwen3", {"model": {"attention_backend": "fused"}}, {"attention": "fused"}),
     "fusion off": ("qwen3", {"model": {"apply_rope_fusion": False}}, {"apply_rope_fusion": False}),
     "fp64 router": ("qwen3_moe", {"model": {"moe_router_dtype": "fp64"}}, {"moe_router_fusion": False}),
@@ -146,16 +117,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"moe": {"aux_loss_coeff": 0.01, "aux_loss_scope": "global_batch"}},
         {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "global_aux_loss"},
     ),
-    "block": (
-        "qwen3",
-        {"recompute": {"granularity": "full", "method": "block"}},
-        {"recompute_method": "block"},
-    ),
-    "moe_act": (
-        "qwen3_moe",
-        {"recompute": {"granularity": "selective", "modules": ["moe_act", "layernorm"]}},
-        {"recompute_modules": ["moe_act", "layernorm"]},
-    ),
+    "block": ("qwen3", {"recompute": {"granularity": "full", "method": "block"}}, {"recompute_method": "block"}),
+    "moe_act": ("qwen3_moe", {"recompute": {"granularity": "selective", "modules": ACT}}, {"recompute_modules": ACT}),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp8": ({"model": FP8}, "trainer.megatron.model.fp8: hybrid needs CUDA and Transformer Engine"),
@@ -166,8 +129,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+Described = dict[tuple[str, str], Any]
+
+
 @pytest.fixture(scope="module")
-def described(model_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+def described(model_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Described:
     """Descriptions of all cases, by kind and name: one process imports megatron-core for them all."""
     names = {"deepseek_v3 without yarn": "deepseek_v3 without query latent"}
     cases = {("gpu", name): (name, model_folder(names.get(name, name)), True, {}) for name in FAMILIES}
@@ -179,29 +145,25 @@ def described(model_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_all_fusions_of_a_family_are_on_with_transformer_engine(
-    name: str, described: dict[tuple[str, str], Any]
-) -> None:
+def test_all_fusions_of_a_family_are_on_with_transformer_engine(name: str, described: Described) -> None:
     want = ALWAYS | FAMILIES[name]
     assert {field: described["gpu", name][field] for field in want} == want
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_all_fusions_are_off_without_it(name: str, described: dict[tuple[str, str], Any]) -> None:
+def test_all_fusions_are_off_without_it(name: str, described: Described) -> None:
     want = ALWAYS | dict.fromkeys((*ON, *DENSE), False)
     assert {field: described["cpu", name][field] for field in want} == want
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_fields_of_the_configuration_win(case: str, described: dict[tuple[str, str], Any]) -> None:
+def test_fields_of_the_configuration_win(case: str, described: Described) -> None:
     want = OPTIONS[case][2]
     assert {field: described["option", case][field] for field in want} == want
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_fields_that_need_transformer_engine_are_refused_without_it(
-    case: str, described: dict[tuple[str, str], Any]
-) -> None:
+def test_fields_that_need_transformer_engine_are_refused_without_it(case: str, described: Described) -> None:
     assert described["refused", case] == REFUSED[case][1]
 
 

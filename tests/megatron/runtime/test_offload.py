@@ -7,16 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.config.trainer import OffloadConfig, OptimizerConfig, ParallelConfig
+from megarl.config.trainer import OffloadConfig
 from megarl.config.weight_sync import WeightSyncConfig
-from megarl.megatron.request_split import split_by_dp
-from megarl.megatron.requests import ModelSpec, PushRequest, SyncSetup, TrainerSpec
+from megarl.megatron.requests import PushRequest, SyncSetup
 from megarl.megatron.runtime import platform
 from megarl.megatron.runtime.offload import FrozenMemory, OffloadedTensors, TrainerMemory
-from megarl.placement.rank_grid import RankGrid
+from megarl.megatron.trainer_worker import TrainerWorker
 from megarl.workers.payload import LocalPayload
 from tests.megatron.fidelity.measure import nll_request
 from tests.megatron.fidelity.reference import draw
+from tests.megatron.matrix import sample
+from tests.megatron.rank_models import gather, model_spec, own_part, trainer_spec
 from tests.megatron.ranks import CollectingSink, run_ranks
 
 EVERYTHING = OffloadConfig(optimizer=True, gradients=True, weights=True)
@@ -34,11 +35,12 @@ LAYOUTS = {
 
 
 def make_worker(path, dtype, distributed, parallel):
-    from megarl.megatron.trainer_worker import TrainerWorker
+    model = model_spec(path, parallel, dtype=dtype)
+    return TrainerWorker(trainer_spec(model, lr=1e-3, distributed=distributed, steps=STEPS))
 
-    model = ModelSpec(model_path=path, dtype=dtype, parallel=ParallelConfig(**parallel))
-    optimizer = OptimizerConfig(lr=1e-3, distributed=distributed)
-    return TrainerWorker(TrainerSpec(model=model, optimizer=optimizer, optimizer_steps=STEPS))
+
+def request_of(worker, seed=0):
+    return own_part(worker._model, nll_request(draw(LENGTHS, 331, seed=seed), 64))
 
 
 def storages(tensors):
@@ -86,10 +88,7 @@ def check_offload(worker, kinds, held_before):
 
 def train_on_rank(path, dtype, distributed, parallel, kinds):
     """Train with `kinds` offloaded before each step; returns the final weights and optimizer state of all ranks."""
-    import torch.distributed as dist
-
     worker = make_worker(path, dtype, distributed, parallel)
-    grid = RankGrid.of(ParallelConfig(**parallel), dist.get_world_size())
     for step in range(STEPS):
         held = held_tensors(worker)
         stats = check_offload(worker, kinds, held)
@@ -98,16 +97,17 @@ def train_on_rank(path, dtype, distributed, parallel, kinds):
             assert worker.onload(None).device_bytes == 0
             assert not kinds.gradients or not any(t.any() for t in held["gradients"])
         # in later steps, train_step itself onloads everything
-        worker.train_step(split_by_dp(nll_request(draw(LENGTHS, 331, seed=step), 64), grid)[dist.get_rank()])
-    gathered = [None] * dist.get_world_size()
+        worker.train_step(request_of(worker, seed=step))
     held = held_tensors(worker)
     assert num_bytes(held["optimizer"]) > 0
-    dist.all_gather_object(gathered, {kind: [t.clone() for t in held[kind]] for kind in ("weights", "optimizer")})
-    return gathered
+    return gather({kind: [t.clone() for t in held[kind]] for kind in ("weights", "optimizer")})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+CASES = [(layout, dtype) for layout in LAYOUTS for dtype in ("float32", "bfloat16")]
+DEFAULT = [("tp2", "float32"), ("pp2", "float32"), ("ep2", "bfloat16"), CASES[-3], CASES[-1]]
+
+
+@pytest.mark.parametrize(("layout", "dtype"), sample(CASES, DEFAULT))
 def test_offloading_everything_does_not_change_training(layout, dtype, model_folder, tmp_path):
     name, world, options = LAYOUTS[layout]
     parallel = {k: v for k, v in options.items() if k != "distributed"}
@@ -128,16 +128,13 @@ def test_each_kind_of_state_can_be_offloaded_alone(kind, device, model_folder, t
 
 def push_on_rank(path, folder):
     """Sync and export while everything is offloaded; returns the synced weights of two steps."""
-    import torch.distributed as dist
-
     worker = make_worker(path, "bfloat16", True, {"tp": 2})
-    grid = RankGrid(tp=2)
     received = []
     sink = CollectingSink()
     config = WeightSyncConfig(strategy="gather_hf", bucket_bytes=20_000)
     worker.prepare_sync(LocalPayload(SyncSetup(config=config, senders=(0,))))
     for offloaded in (False, True):
-        worker.train_step(split_by_dp(nll_request(draw(LENGTHS, 331), 64), grid)[dist.get_rank()])
+        worker.train_step(request_of(worker))
         if offloaded:
             worker.offload(EVERYTHING)
         worker.push_weights(PushRequest(sinks={0: (sink,)}))
@@ -273,17 +270,6 @@ def test_an_idle_frozen_model_leaves_nothing_reserved():
     assert before[1] - torch.cuda.memory_reserved() >= freed
     memory.onload()
     assert torch.equal(weight, torch.arange(2**24, dtype=torch.float32, device="cuda"))
-
-
-def test_offloading_frees_what_the_last_weight_sync_has_left(monkeypatch):
-    """Buckets that an engine still had mapped when they were closed; torch's CUDA calls are faked."""
-    collected = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: collected.append(True))
-    model = SimpleNamespace(tensors=dict)
-    memory = TrainerMemory(model, [], None)
-    memory.offload(OffloadConfig(optimizer=False, gradients=False, weights=False))
-    assert collected == [True]
 
 
 def test_excluded_storages_stay_and_new_storages_are_moved(device):

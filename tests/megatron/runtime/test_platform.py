@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.config.trainer import ParallelConfig
-from megarl.megatron.requests import ModelSpec
+from tests.megatron.rank_models import make_model, model_spec
 from tests.megatron.ranks import run_ranks
 
 
@@ -40,19 +39,10 @@ def test_platform_follows_the_device(device, tmp_path):
     }
 
 
-def make_model(path):
-    from megarl.megatron.runtime import platform
-
-    platform.prepare()
-    from megarl.megatron.modeling.megatron_model import MegatronModel
-
-    return MegatronModel(ModelSpec(model_path=path, dtype="bfloat16", parallel=ParallelConfig()))
-
-
 def describe_model(path):
     import torch.distributed as dist
 
-    model = make_model(path)
+    model = make_model(model_spec(path, dtype="bfloat16"))
     classes = {type(module).__module__ for chunk in model.chunks for module in chunk.module.modules()}
     return dist.get_backend(), {t.device.type for t in model.tensors().values()}, classes
 
@@ -69,24 +59,6 @@ def test_layers_come_from_transformer_engine(model_folder, tmp_path):
     _, _, modules = run_ranks(describe_model, 1, tmp_path, model_folder("qwen3"), device="cuda")
     assert "megatron.core.extensions.transformer_engine" in modules
     assert "megarl.megatron.modeling.torch_attention" not in modules
-
-
-def draw_twice(path):
-    from megarl.megatron.runtime import platform
-
-    model = make_model(path)
-    from megarl.megatron.runtime.rng_state import collect_rng_states, restore_rng_states
-
-    states = collect_rng_states(model)
-    first = torch.rand(5, device=platform.device())
-    restore_rng_states(model, states)
-    return first, torch.rand(5, device=platform.device())
-
-
-def test_restored_rng_states_repeat_the_same_numbers(device, model_folder, tmp_path):
-    first, again = run_ranks(draw_twice, 1, tmp_path, model_folder("qwen3"), device=device)
-    assert torch.equal(first, again)
-    assert len(set(first.tolist())) == 5
 
 
 def test_kernel_package_that_needs_a_driver_is_not_imported_on_cpu(tmp_path):

@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from megarl.config.megatron import MoeConfig
-from megarl.config.trainer import OptimizerConfig, ParallelConfig
-from megarl.megatron.request_split import split_by_dp
-from megarl.megatron.requests import ModelSpec, TrainerSpec
-from megarl.placement.rank_grid import RankGrid
-from tests.megatron.fidelity.measure import assemble, collect_gradients
+from tests.megatron.fidelity.reference import _load
+from tests.megatron.rank_models import (
+    gather,
+    gather_full,
+    make_trainer,
+    model_spec,
+    record_gradients,
+    train_step,
+    trainer_spec,
+)
 from tests.megatron.ranks import run_ranks
 from tests.megatron.training.test_trainer import ALL_INDICES, TOKENS, make_request
 
@@ -18,50 +23,25 @@ LAYERS, EXPERTS, TOP_K = 3, 8, 2
 """Of the tiny Qwen3-MoE model: layers with experts (one has none), experts, and experts per token."""
 
 
-def train(path, parallel, moe, request, distributed):
-    """Take one training step; returns metrics, the step's last gradients, and weights before and after it."""
-    import torch.distributed as dist
-
-    from megarl.megatron.runtime import platform
-
-    platform.prepare()
+def train(model, request, distributed):
+    """Take one training step; returns metrics, the step's gradients, weights before and after it, and stored keys."""
+    trainer = make_trainer(trainer_spec(model, lr=1e-3, weight_decay=0.1, distributed=distributed))
     from megarl.megatron.checkpoint.optimizer_state import collect_optimizer_shards
     from megarl.megatron.checkpoint.shards import shards_to_save
-    from megarl.megatron.training.trainer import MegatronTrainer
 
-    model = ModelSpec(model_path=path, dtype="float32", parallel=parallel, moe=moe)
-    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, distributed=distributed)
-    trainer = MegatronTrainer(TrainerSpec(model=model, optimizer=optimizer, optimizer_steps=10))
     before = {name: tensor.detach().clone() for name, tensor in trainer.model.tensors().items()}
-    grid = RankGrid.of(parallel, dist.get_world_size())
-    gradients = {}
-    prepare = trainer._optimizer.prepare_grads
-
-    def keep_gradients_then_prepare():
-        if not moe.freeze_router:
-            gradients.update(collect_gradients(trainer))
-        return prepare()
-
-    trainer._optimizer.prepare_grads = keep_gradients_then_prepare
-    metrics = trainer.train_step(split_by_dp(request, grid)[dist.get_rank()]).metrics
+    recorded = record_gradients(trainer) if not model.moe.freeze_router else []
+    metrics = train_step(trainer, request)
     stored = {s.key for s in shards_to_save(trainer.model, collect_optimizer_shards(trainer._optimizer))}
     after = {name: tensor.detach() for name, tensor in trainer.model.tensors().items()}
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (metrics, trainer.model.layout, gradients, stored))
-    full = assemble([each[1] for each in gathered], [each[2] for each in gathered]) if gradients else {}
-    return gathered[0][0], full, before, after, set.union(*(each[3] for each in gathered))
-
-
-def load(path):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    full = gather_full(trainer.model, recorded[0]) if recorded else {}
+    return metrics, full, before, after, set.union(*gather(stored))
 
 
 def count_tokens(path):
     """Return the tokens that transformers routes to each expert of each layer, int64 [LAYERS, EXPERTS]."""
     counts = torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)
-    model = load(path)
+    model = _load(path)
     for tokens in TOKENS:
         with torch.no_grad():
             logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
@@ -72,9 +52,8 @@ def count_tokens(path):
 
 def test_load_of_experts_is_counted_and_frozen_routers_stay(model_folder, tmp_path):
     path = model_folder("qwen3_moe")
-    moe, parallel = MoeConfig(freeze_router=True), ParallelConfig(ep=2)
-    request = make_request(ALL_INDICES)
-    metrics, _, before, after, stored = run_ranks(train, 2, tmp_path, path, parallel, moe, request, True)
+    spec = model_spec(path, {"ep": 2}, moe=MoeConfig(freeze_router=True))
+    metrics, _, before, after, stored = run_ranks(train, 2, tmp_path, spec, make_request(ALL_INDICES), True)
     counts = count_tokens(path).double()
     assert int(counts.sum()) == LAYERS * TOP_K * sum(map(len, TOKENS))
     ratios = counts.amax(1) / counts.mean(1)
@@ -93,10 +72,10 @@ def test_gradient_of_the_load_balancing_loss_is_that_of_transformers(model_folde
 
     path, request = model_folder("qwen3_moe"), make_request(range(3), max_tokens=4096)
     with_loss, without = (
-        run_ranks(train, 1, tmp_path, path, ParallelConfig(), MoeConfig(aux_loss_coeff=coefficient), request, False)[1]
+        run_ranks(train, 1, tmp_path, model_spec(path, moe=MoeConfig(aux_loss_coeff=coefficient)), request, False)[1]
         for coefficient in (1.0, 0.0)
     )
-    model = load(path)
+    model = _load(path)
     logits = [model(torch.tensor([tokens]), output_router_logits=True).router_logits for tokens in TOKENS[:3]]
     # transformers averages over layers, and counts the experts of a token one by one
     loss = sum(load_balancing_loss_func((torch.cat(layer),), EXPERTS, TOP_K) for layer in zip(*logits, strict=True))

@@ -11,12 +11,13 @@ from megarl.config.algorithms.group_baseline import GrpoConfig
 from megarl.config.algorithms.policy import RolloutIsConfig
 from megarl.config.trainer import ParallelConfig
 from megarl.megatron.losses.policy import ClippedLoss, PolicyLoss
-from megarl.megatron.request_split import split_forward_by_dp
 from megarl.megatron.requests import ForwardRequest
+from megarl.megatron.trainer_worker import TrainerWorker
 from megarl.workers.payload import LocalPayload
+from tests.megatron.rank_models import assert_same_bits, gather, own_part
 from tests.megatron.ranks import run_ranks
 from tests.megatron.training.test_trainer import ALL_INDICES, HALVES, make_request
-from tests.megatron.training.test_update_guard import RankTrainer, assert_same
+from tests.megatron.training.test_update_guard import RankTrainer
 
 LOSS = PolicyLoss(
     token_loss=ClippedLoss(clip_low=0.2, clip_high=0.2),
@@ -27,9 +28,6 @@ LOSS = PolicyLoss(
 
 def compare_on_rank(path, parallel, dtype):
     """Compare steps with the same steps after separate forward passes, and count forward passes."""
-    import torch.distributed as dist
-
-    from megarl.megatron.trainer_worker import TrainerWorker
     from megarl.megatron.training import trainer as trainer_module
 
     def step(rank_trainer, request):
@@ -53,21 +51,19 @@ def compare_on_rank(path, parallel, dtype):
         want, counts = step(separate, one_update)
     assert counts == (1, 1)
     assert metrics == want
-    assert_same(reusing.state(), separate.state())
+    assert_same_bits(reusing.state(), separate.state())
 
     # the column is in the request if something needed it earlier, as `kl_reward` does
     worker = object.__new__(TrainerWorker)
     worker._trainer, worker._model = given.trainer, given.trainer.model
     (batch,) = one_update.mini_batches
     forward = ForwardRequest(samples=batch.samples, payloads=one_update.payloads, max_tokens_per_micro_batch=256)
-    column = worker.logprobs(split_forward_by_dp(forward, given.grid)[given.rank])
-    columns = [None] * dist.get_world_size()
-    dist.all_gather_object(columns, column)
+    columns = gather(worker.logprobs(own_part(worker._model, forward)))
     payload = LocalPayload([column for column in columns if column])
     metrics, counts = step(given, replace(one_update, columns={"old_logprobs": payload}))
     assert counts == (0, 1)
     assert metrics == want
-    assert_same(given.state(), separate.state())
+    assert_same_bits(given.state(), separate.state())
 
     two_updates = replace(make_request(*HALVES), loss=LOSS)
     metrics, counts = step(reusing, two_updates)
@@ -78,7 +74,7 @@ def compare_on_rank(path, parallel, dtype):
     assert metrics.keys() == want.keys()
     for name, value in want.items():  # sums of the mismatch are in another order
         assert metrics[name] == (pytest.approx(value, rel=1e-12) if "mismatch" in name else value), name
-    assert_same(reusing.state(), separate.state())
+    assert_same_bits(reusing.state(), separate.state())
     assert step(reusing, replace(one_update, epochs=2))[1] == (1, 2)
 
 

@@ -8,12 +8,9 @@ Engine's own functions wait, and the token dispatcher of models with experts, wh
 expert on the host.
 
 Between the backward pass and Adam, the host reads once whether loss and gradient norm are within their limits, and once
-more in a step that checks the mismatch. To remove this read would mean to replace megatron-core's optimizer: the host
-decides whether it steps, and `clip_grad_by_total_norm_fp32` compares the norm on the host. megatron-core's own
-`optimizer.step()` reads the norm there too, in `get_grad_norm_fp32`, once for each group of optimizers; in float16 also
-`found_inf`, once for each, which megarl does not train in. Adam itself is not counted: torch's reads step counters that
-are on the host, FusedAdam of Transformer Engine 2.11 reads nothing, and with `optimizer_cpu_offload`
-`HybridDeviceOptimizer` waits for its copies to and from the host.
+more in a step that checks the mismatch: megatron-core's optimizer decides on the host whether it steps, and its own
+`optimizer.step()` reads the norm there too. Adam itself is not counted: torch's reads step counters that are on the
+host, FusedAdam of Transformer Engine 2.11 reads nothing, and `HybridDeviceOptimizer` waits for its copies.
 """
 
 from __future__ import annotations
@@ -21,6 +18,8 @@ from __future__ import annotations
 import traceback
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -29,13 +28,14 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.config.limits import LimitConfig
-from megarl.config.trainer import OptimizerConfig, ParallelConfig
-from megarl.megatron.request_split import split_by_dp
-from megarl.megatron.requests import MISMATCH_METRICS, ModelSpec, TrainerSpec, UpdateGuardSpec
-from megarl.placement.rank_grid import RankGrid
+from megarl.config.trainer import ParallelConfig
+from megarl.megatron.requests import MISMATCH_METRICS, UpdateGuardSpec
+from tests.megatron.rank_models import make_trainer, model_spec, train_step, trainer_spec
 from tests.megatron.ranks import run_ranks
 from tests.megatron.training.test_trainer import ALL_INDICES, HALVES, make_request
 
+SOURCES = tuple(f"{Path(find_spec(package).origin).parent}/" for package in ("megarl", "megatron.core"))
+"""Folders of the code whose functions are named where it waits."""
 WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2"}
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 """These wait if an index is a mask."""
@@ -68,7 +68,7 @@ class WaitCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note(self, name):
-        frames = [f for f in traceback.extract_stack() if "/megarl/" in f.filename or "/megatron/core/" in f.filename]
+        frames = [f for f in traceback.extract_stack() if f.filename.startswith(SOURCES)]
         function, place = (frames[-1].name, f"{frames[-1].filename}:{frames[-1].lineno}") if frames else ("", "a test")
         if function not in HOST_ONLY:
             self.places.append((function, f"{name} at {place}"))
@@ -146,8 +146,6 @@ def train(path, parallel, max_tokens, stand_ins):
         Metrics of the first; micro-batches; the functions in which passes wait for the device, and where; the functions
         that wait between the passes and Adam in each of the steps.
     """
-    import torch.distributed as dist
-
     from megarl.megatron.runtime import platform
 
     platform.prepare()
@@ -155,7 +153,6 @@ def train(path, parallel, max_tokens, stand_ins):
     from megatron.core.optimizer import clip_grads
 
     from megarl.megatron.modeling import backend, layer_spec
-    from megarl.megatron.training.trainer import MegatronTrainer
 
     def block_spec(self, architecture, config, layers, vp_stage):
         assert self.te_layers
@@ -170,8 +167,7 @@ def train(path, parallel, max_tokens, stand_ins):
             name = "fused_apply_rotary_pos_emb_thd"
             patches.enter_context(patch.object(rope_utils, name, rope_on_device, create=True))
             patches.enter_context(patch.object(clip_grads, "l2_norm_impl", norm_on_device))
-        model = ModelSpec(model_path=path, dtype="float32", parallel=parallel)
-        trainer = MegatronTrainer(TrainerSpec(model=model, optimizer=OptimizerConfig(lr=1e-3), optimizer_steps=10))
+        trainer = make_trainer(trainer_spec(model_spec(path, parallel), lr=1e-3))
         passes, forward_backward, num_packs = WaitCounter(), trainer.model.forward_backward, []
 
         def counted(packs, *args, **kwargs):
@@ -192,12 +188,11 @@ def train(path, parallel, max_tokens, stand_ins):
             return step()
 
         trainer._accumulate_gradients, adam.step_with_ready_grads = accumulate_then_count, step_uncounted
-        grid = RankGrid.of(parallel, dist.get_world_size())
         guard = UpdateGuardSpec(mismatch={key: LimitConfig(max=1e6, action="stop") for key in MISMATCH_METRICS})
         waits, steps = [], []
         for mini_batches in (HALVES, (ALL_INDICES,)):
             request = replace(make_request(*mini_batches, max_tokens=max_tokens), guard=guard)
-            steps.append(trainer.train_step(split_by_dp(request, grid)[dist.get_rank()]).metrics)
+            steps.append(train_step(trainer, request))
             waits.append([function for function, _ in updates.places])
             updates.places.clear()
     return steps[0], sum(num_packs), passes.places, waits

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megarl.config.megatron import MegatronConfig
-from megarl.config.trainer import OptimizerConfig, ParallelConfig
-from megarl.megatron.request_split import split_by_dp
-from megarl.megatron.requests import ModelSpec, TrainerSpec
-from megarl.placement.rank_grid import RankGrid
+from megarl.config.trainer import OffloadConfig, OptimizerConfig, ParallelConfig
+from megarl.megatron.requests import SaveRequest
+from megarl.megatron.trainer_worker import TrainerWorker
+from tests.megatron.rank_models import assert_same_bits, gather, make_trainer, model_spec, own_part, trainer_spec
 from tests.megatron.ranks import run_ranks
 from tests.megatron.training.fused_adam import install
 from tests.megatron.training.test_trainer import HALVES, make_request
@@ -52,34 +52,20 @@ def test_no_update_has_learning_rate_zero(tmp_path):
     assert short == pytest.approx([0.25, 0.5, 0.75])
 
 
-def train(path, parallel, dtype, megatron, steps, fused_lm_head):
+def train(model, steps):
     """Take `steps` training steps of four updates each.
 
     Returns:
         By rank: weights, gradient norms, gradient buckets, and whether the rank's last micro-batch is empty.
     """
-    import torch.distributed as dist
-
-    from megarl.megatron.runtime import platform
-
-    platform.prepare()
-    from megarl.megatron.training.trainer import MegatronTrainer
-
-    model = ModelSpec(model_path=path, dtype=dtype, parallel=parallel, megatron=megatron, fused_lm_head=fused_lm_head)
     # without clipping: the norm is summed in another order when there are several buckets
-    optimizer = OptimizerConfig(lr=1e-3, clip_grad=0)
-    trainer = MegatronTrainer(TrainerSpec(model=model, optimizer=optimizer, optimizer_steps=10))
-    grid = RankGrid.of(parallel, dist.get_world_size())
+    trainer = make_trainer(trainer_spec(model, lr=1e-3, clip_grad=0))
     # the last micro-batch of the second update is empty on one rank
-    request = split_by_dp(make_request(HALVES[0], range(3), max_tokens=64), grid)[dist.get_rank()]
-    request = replace(request, epochs=2)
+    request = replace(own_part(trainer.model, make_request(range(6), range(3), max_tokens=64)), epochs=2)
     norms = [trainer.train_step(request).metrics["grad_norm"] for _ in range(steps)]
     weights = {name: tensor.detach().clone() for name, tensor in trainer.model.tensors().items()}
     buckets = max(len(chunk.bucket_groups) for chunk in trainer._ddp_chunks)
-    gathered = [None] * dist.get_world_size()
-    is_last_empty = not request.mini_batches[1].micro_batches[-1]
-    dist.all_gather_object(gathered, (weights, norms, buckets, is_last_empty))
-    return gathered
+    return gather((weights, norms, buckets, not request.mini_batches[1].micro_batches[-1]))
 
 
 OVERLAPPED = MegatronConfig(ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000})
@@ -95,16 +81,16 @@ OVERLAPPED = MegatronConfig(ddp={"overlap_grad_reduce": True, "overlap_param_gat
     ],
 )
 def test_overlapped_communication_changes_no_weight(name, sizes, fused_lm_head, model_folder, tmp_path):
-    path, parallel = model_folder(name), ParallelConfig(**sizes)
+    fields = {"path": model_folder(name), "parallel": sizes, "fused_lm_head": fused_lm_head}
     results = [
-        run_ranks(train, 2, tmp_path, path, parallel, "float32", megatron, 2, fused_lm_head)
+        run_ranks(train, 2, tmp_path, model_spec(**fields, megatron=megatron), 2)
         for megatron in (MegatronConfig(), OVERLAPPED)
     ]
     assert (results[0][0][2], results[1][0][2] > 3) == (1, True)
     assert sorted(rank[3] for rank in results[1]) == [False, True]
     for plain, overlapped in zip(*results, strict=True):
         assert plain[1] == pytest.approx(overlapped[1], rel=1e-6)
-        assert all(torch.equal(plain[0][key], tensor) for key, tensor in overlapped[0].items())
+        assert_same_bits(plain[0], overlapped[0])
 
 
 def train_and_resume(path, parallel, dtype, fields, folder, fused=False):
@@ -114,32 +100,24 @@ def train_and_resume(path, parallel, dtype, fields, folder, fused=False):
         Weights; weights of a trainer resumed after the first step; the share of parameters stepped on the host; the
         dtypes of the optimizer's state.
     """
-    import torch.distributed as dist
-
-    from megarl.config.trainer import OffloadConfig
-    from megarl.megatron.requests import SaveRequest
     from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.trainer_worker import TrainerWorker
-
-    megatron = MegatronConfig(optimizer=fields)
     patches = ExitStack()
     if fused:
         install(patches)
         patches.enter_context(patch.object(MegatronConfig, "find_te_problems", lambda _: ()))
 
     def build():
-        model = ModelSpec(model_path=path, dtype=dtype, parallel=parallel, megatron=megatron)
-        return TrainerWorker(TrainerSpec(model=model, optimizer=OptimizerConfig(lr=1e-3), optimizer_steps=10))
+        model = model_spec(path, parallel, dtype=dtype, megatron=MegatronConfig(optimizer=fields))
+        return TrainerWorker(trainer_spec(model, lr=1e-3))
 
     def weights(worker):
         return {name: tensor.detach().clone() for name, tensor in worker._trainer.model.tensors().items()}
 
     first = build()
     before = weights(first)
-    grid = RankGrid.of(parallel, dist.get_world_size())
-    request = split_by_dp(make_request(*HALVES, max_tokens=128), grid)[dist.get_rank()]
+    request = own_part(first._model, make_request(*HALVES, max_tokens=128))
     first.train_step(request)
     first.begin_save(SaveRequest(folder=str(folder)))
     first.finish_save(None)
@@ -158,18 +136,17 @@ def train_and_resume(path, parallel, dtype, fields, folder, fused=False):
 
 def test_adam_on_the_host_is_adam(model_folder, tmp_path):
     path, results = model_folder("qwen3"), []
-    for fraction in (0.0, 1.0, 0.5):
+    for fraction in (0.0, 0.5):
         fields = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
         folder = tmp_path / str(fraction)
         results.append(run_ranks(train_and_resume, 2, tmp_path, path, ParallelConfig(), "bfloat16", fields, folder))
-    plain, _, share, _ = results[0]
+    (plain, _, share, _), (hosted, resumed, hosted_share, _) = results
     assert share == 0
+    assert hosted_share == pytest.approx(0.5, abs=0.2)
+    assert_same_bits(resumed, hosted)
     moved = max(float(tensor.float().abs().max()) for tensor in plain.values())
-    for fraction, (hosted, resumed, share, _) in zip((1.0, 0.5), results[1:], strict=True):
-        assert share == pytest.approx(fraction, abs=0.2)
-        assert all(torch.equal(hosted[name], tensor) for name, tensor in resumed.items())
-        difference = max(float((hosted[name].float() - tensor.float()).abs().max()) for name, tensor in plain.items())
-        assert difference < 2**-8 * moved
+    difference = max(float((hosted[name].float() - tensor.float()).abs().max()) for name, tensor in plain.items())
+    assert difference < 2**-8 * moved
 
 
 def test_moments_in_bfloat16_are_resumed_bitwise(model_folder, tmp_path):
@@ -178,9 +155,5 @@ def test_moments_in_bfloat16_are_resumed_bitwise(model_folder, tmp_path):
     trained, resumed, _, dtypes = run_ranks(
         train_and_resume, 2, tmp_path, path, ParallelConfig(), "bfloat16", fields, folder, True
     )
-    assert dtypes == {
-        "exp_avg": "torch.bfloat16",
-        "exp_avg_sq": "torch.bfloat16",
-        "master_param": "torch.float32",
-    }
-    assert all(torch.equal(trained[name], tensor) for name, tensor in resumed.items())
+    assert dtypes == {"exp_avg": "torch.bfloat16", "exp_avg_sq": "torch.bfloat16", "master_param": "torch.float32"}
+    assert_same_bits(resumed, trained)

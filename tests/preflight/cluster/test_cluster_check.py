@@ -14,9 +14,7 @@ def test_all_paths_of_a_run_are_checked(tmp_path: Path) -> None:
         "data": {"path": "/d.jsonl", "eval_path": "/e.jsonl"},
         "run_dir": str(tmp_path / "runs" / "one"),
         "export_dir": str(tmp_path / "export"),
-        "reward": {
-            "terms": {"judge": {"type": "model", "path": "/judge"}, "match": {"type": "numeric"}},
-        },
+        "reward": {"terms": {"judge": {"type": "model", "path": "/judge"}, "match": {"type": "numeric"}}},
     }
     config = run_config({"type": "ppo", "critic": {"path": "/critic"}, "reference": {"path": "/ref"}}, **sections)
     places = required_paths(with_absolute_paths(config))
@@ -29,9 +27,7 @@ def test_all_paths_of_a_run_are_checked(tmp_path: Path) -> None:
         "reward.terms.judge.path": "/judge",
     }
     assert places.writable == {"run_dir": str(tmp_path), "export_dir": str(tmp_path)}
-
-
-def test_an_export_into_the_run_folder_is_not_checked_separately(tmp_path: Path) -> None:
+    # an export into the run folder is not checked separately
     config = SftConfig.model_validate({"run_dir": str(tmp_path), "model": {"path": "/m"}, "data": {"path": "/d"}})
     places = required_paths(with_absolute_paths(config))
     assert places.writable == {"run_dir": str(tmp_path)}

@@ -70,19 +70,21 @@ def test_facts_of_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl", "token"]
 
 
-def test_the_size_of_a_model_counts_weights_and_json_files(tmp_path: Path) -> None:
+def test_model_folders(tmp_path: Path) -> None:
     for name, content in {"model.safetensors": "123", "config.json": "12", "README.md": "1234567"}.items():
         (tmp_path / name).write_text(content)
     assert check_readable("model.path", tmp_path).num_bytes == 5
+    snapshot = tmp_path / "hub/models--org--model/snapshots/0123456789abcdef"
+    assert check_readable("model.path", snapshot).trouble == (
+        f"cannot see model.path {snapshot}; is HF_HOME set to a folder that all nodes share?"
+    )
 
 
 def test_a_folder_that_is_not_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_report, "FILE_POLL_SECONDS", 0.01)
     trouble = check_writable("run_dir", tmp_path, "token").trouble
     assert trouble == f"run_dir {tmp_path} is not the driver's folder of that path; is the file system shared?"
-
-
-def test_a_marker_file_may_appear_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the marker file may appear late
     monkeypatch.setattr(node_report.time, "sleep", lambda _: (tmp_path / "token").touch())
     assert check_writable("run_dir", tmp_path, "token").trouble is None
 
@@ -93,10 +95,3 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     )
     full = Path("/proc")  # files cannot be created there
     assert str(check_writable("run_dir", full, "token").trouble).startswith("cannot ")
-
-
-def test_missing_snapshot_of_the_hub_hints_at_its_cache(tmp_path: Path) -> None:
-    snapshot = tmp_path / "hub/models--org--model/snapshots/0123456789abcdef"
-    assert check_readable("model.path", snapshot).trouble == (
-        f"cannot see model.path {snapshot}; is HF_HOME set to a folder that all nodes share?"
-    )

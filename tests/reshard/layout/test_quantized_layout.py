@@ -1,7 +1,5 @@
 """Layouts of weights that are quantized before they are sent: every scale has one holder, against brute force."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

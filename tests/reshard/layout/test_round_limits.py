@@ -85,9 +85,7 @@ def test_senders_and_receivers_agree(data, relay, single_root, num_turns):
     arrival = {(box, rank): hop for box, _, rank, hop in received}
     for box, source, _, hop in received:  # what is relayed has arrived one hop before
         assert hop == 0 if source in holders else arrival[box, source] == hop - 1
-    for (
-        box
-    ) in turns:  # it enters a node that holds none of it once, and no holder sends it to two such nodes if relayed
+    for box in turns:  # it enters a node that lacks it once, and no holder sends it to two such nodes if relayed
         entering = [(source, topology.nodes[to]) for b, source, to, _ in received if b == box]
         entering = [(source, node) for source, node in entering if topology.nodes[source] != node]
         if relay:

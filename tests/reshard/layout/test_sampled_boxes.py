@@ -1,7 +1,5 @@
 """Samples of random layouts: where they lie, and which parts of them another layout holds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -27,7 +25,7 @@ def split(size: int, rank: int, *, at: int = 0) -> WeightLayout:
     return WeightLayout(TENSORS, PieceTable.pack(pieces))
 
 
-def test_samples_depend_on_the_version_only_and_lie_in_the_layout() -> None:
+def test_samples_depend_on_the_version_only_and_lie_in_the_layout():
     layouts = [split(2, rank) for rank in range(2)]
     chosen = [sample_boxes(layouts, version, 5) for version in range(30)]
     assert chosen == [sample_boxes([split(2, rank) for rank in range(2)], version, 5) for version in range(30)]
@@ -43,7 +41,7 @@ def test_samples_depend_on_the_version_only_and_lie_in_the_layout() -> None:
     assert len(sample_boxes(layouts, 0, 100)) == 8
 
 
-def test_large_pieces_are_sampled_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_pieces_are_sampled_in_part(monkeypatch):
     monkeypatch.setattr(sampled_boxes, "MAX_ELEMENTS", 13)
     starts = set()
     for version in range(50):
@@ -62,7 +60,7 @@ def elements(name: str, box: Box) -> set[int]:
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 5), (4, 4)], ids=str)
-def test_parts_of_a_sample_make_up_all_of_it(sizes: tuple[int, int]) -> None:
+def test_parts_of_a_sample_make_up_all_of_it(sizes):
     engine, trainer = ([split(size, rank, at=3) for rank in range(size)] for size in sizes)
     for sample in sample_boxes(engine, 7, 100):
         found: list[int] = []
@@ -79,7 +77,7 @@ def test_parts_of_a_sample_make_up_all_of_it(sizes: tuple[int, int]) -> None:
             assert len(found) == len(wanted)
 
 
-def test_copies_are_found_in_all_local_tensors() -> None:
+def test_copies_are_found_in_all_local_tensors():
     pieces = [
         ShardPiece("tied", ((4, 8), (0, 2)), "embedding", ((0, 4), (0, 2))),
         ShardPiece("tied", ((4, 8), (0, 2)), "head", ((10, 14), (0, 2))),

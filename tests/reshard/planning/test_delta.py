@@ -1,7 +1,5 @@
 """What a delta sync selects from the plans of all ranks: data, messages, and progress under NCCL's rules."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np
@@ -58,20 +56,19 @@ def test_changed_pieces_that_follow_each_other_are_one_run():
 
 
 ARRANGEMENTS = {
-    "micro-DP": (RankGrid(tp=4), 1, 2, (0, 0, 0, 0), True),
-    "micro-DP, two stages": (RankGrid(tp=2, pp=2), 1, 1, (0, 0, 0, 0), True),
-    "two nodes": (RankGrid(tp=4), 1, 1, (0, 0, 1, 1), False),
-    "four nodes": (RankGrid(tp=2, dp=2), 1, 1, (0, 1, 2, 3), False),
+    "micro-DP": (RankGrid(tp=4), 2, (0, 0, 0, 0), True),
+    "micro-DP, two stages": (RankGrid(tp=2, pp=2), 1, (0, 0, 0, 0), True),
+    "two nodes": (RankGrid(tp=4), 1, (0, 0, 1, 1), False),
+    "four nodes": (RankGrid(tp=2, dp=2), 1, (0, 1, 2, 3), False),
 }
 
 
 @lru_cache
 def arrange(name):
-    grid, gen_pp, gen_tp, nodes, is_strided = ARRANGEMENTS[name]
-    places = strided_places if is_strided else consecutive_places
-    placed = places(grid, gen_tp=gen_tp, gen_pp=gen_pp) if is_strided else places(grid.size, gen_tp=gen_tp, gen_pp=1)
-    groups = micro_dp_groups(grid, gen_tp=gen_tp, gen_pp=gen_pp) if is_strided else []
-    sources, needs = synthetic.trainers(grid), synthetic.needs(placed, gen_pp, gen_tp)
+    grid, gen_tp, nodes, is_strided = ARRANGEMENTS[name]
+    placed = strided_places(grid, gen_tp=gen_tp) if is_strided else consecutive_places(grid.size, gen_tp=gen_tp)
+    groups = micro_dp_groups(grid, gen_tp=gen_tp) if is_strided else []
+    sources, needs = synthetic.trainers(grid), synthetic.needs(placed, 1, gen_tp)
     rounds = simulate.plans(sources, needs, Topology(nodes), BUCKET_BYTES, groups)
     return sources, needs, groups, rounds
 
@@ -119,14 +116,10 @@ def test_any_selection_delivers_what_has_changed_and_makes_progress(name, data):
     selected = [plan.select(*pair) for plan, pair in zip(plans, zip(marks, gathers, strict=True), strict=True)]
     chosen = [[each.round for each in of_rank] for of_rank in selected]
 
-    posted = [mark_groups(plan, group) for plan, group in zip(plans, members, strict=True)]
-    posted = [
-        [*first, *posted_groups(of_rank, group)] for first, of_rank, group in zip(posted, chosen, members, strict=True)
-    ]
-    assert find_stalls(posted) == []
+    triples = zip(plans, chosen, members, strict=True)
+    assert find_stalls([mark_groups(plan, group) + posted_groups(of, group) for plan, of, group in triples]) == []
 
-    targets = [targets_of(needs[rank], OLD) for rank in range(len(sources))]
-    wanted = [targets_of(needs[rank], OLD) for rank in range(len(sources))]
+    targets, wanted = ([filled(needs[rank], OLD) for rank in range(len(sources))] for _ in range(2))
     simulate.run(rounds, held, wanted, groups)  # a whole sync of the changed weights
     simulate.run(chosen, held, targets, groups)
     for got, want in zip(targets, wanted, strict=True):
@@ -151,8 +144,7 @@ def marks_of(plan, tensors):
 
 def held_tensors(layout, plan, marks):
     """Return the tensors of a rank: the first element of pieces with a mark is `NEW`, all others are `OLD`."""
-    sizes = {piece.local: tuple(stop for _, stop in piece.local_box) for piece in layout.pieces}
-    tensors = {name: np.full(size, OLD, np.float32) for name, size in sizes.items()}
+    tensors = filled(layout, OLD)
     for each in plan.held:
         for (start, _), is_marked in zip(each.cut.pieces, marks[each.cut.marks], strict=True):
             if is_marked:
@@ -160,7 +152,7 @@ def held_tensors(layout, plan, marks):
     return tensors
 
 
-def targets_of(layout, content):
+def filled(layout, content):
     sizes = {piece.local: tuple(stop for _, stop in piece.local_box) for piece in layout.pieces}
     return {name: np.full(size, content, np.float32) for name, size in sizes.items()}
 

@@ -10,25 +10,21 @@ import pytest
 
 from megarl.errors import WeightSyncError
 from megarl.placement.rank_grid import RankGrid
-from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import GenerationPlace
 from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
-from megarl.reshard.transfer.process_groups import NCCL_ORDER, TransferGroup, connect_group
+from megarl.reshard.transfer.heartbeat import BUSY_LIMITS
+from megarl.reshard.transfer.process_groups import NCCL_ORDER, TransferGroup, abort_connect, connect_group
 from megarl.reshard.transfer.sink import Parameters
 from megarl.reshard.transfer.sync_store import open_store
 from megarl.reshard.transfer.transport import Transport
 from tests.reshard import synthetic
-from tests.reshard.rank_process import RankProcess, TransferMember, call
+from tests.reshard.rank_process import ABORT, Ranks, TransferMember, call
 from tests.reshard.transfer.test_executor import value
 from tests.time_limits import HANG_SECONDS
 
 BUCKET_BYTES = 16_384
-TIMEOUT = 6.0
-SLACK = 30.0
-"""Extra seconds that a process on a busy machine may take to notice a failure."""
-
-SENDERS, RECEIVERS = (0, 1), (2, 3)
+RECEIVERS = (2, 3)
 NO_STATS = SyncStats(bytes_sent=0, bytes_received=0, bytes_delivered=0, buckets=0, peak_extra_bytes=0)
 
 
@@ -43,112 +39,47 @@ def arrangement(nodes=(0, 0, 1, 1), bucket_bytes=BUCKET_BYTES):
     )
 
 
-class Ranks:
-    """Processes of all ranks, and the store through which they connect."""
-
-    def __init__(self, transfer_spec, backend="gloo", timeout_seconds=TIMEOUT, abort_seconds=10.0):
-        self.transfer_spec, self.backend = transfer_spec, backend
-        self._timeout_seconds, self._abort_seconds = timeout_seconds, abort_seconds
-        self.store = open_store("127.0.0.1")
-        self.ranks = [self.start(rank) for rank in range(self.transfer_spec.size)]
-        self.num_connects = 0
-        for rank in self.ranks:
-            rank.wait_started()
-
-    def start(self, rank):
-        return RankProcess(TransferMember, rank, self.transfer_spec, value)
-
-    def replace(self, rank):
-        self.ranks[rank].close()
-        self.ranks[rank] = self.start(rank)
-        self.ranks[rank].wait_started()
-
-    def connect_all(self):
-        self.num_connects += 1
-        group = TransferGroup(
-            host="127.0.0.1",
-            port=self.store.port,
-            name=f"group {self.num_connects}",
-            size=self.transfer_spec.size,
-            timeout_seconds=self._timeout_seconds,
-            backend=self.backend,
-            abort_seconds=self._abort_seconds,
-        )
-        self.heartbeat = group.heartbeat
-        call(self.ranks, "connect", group)
-
-    def sync(self, number, fault=None, delta=None):
-        return call(self.ranks, "sync", number, fault, delta)
-
-    def failing_sync(self, number, fault, delta=None):
-        """Run a sync with a fault; return the outcomes of the other ranks, by rank."""
-        for rank in self.ranks:
-            rank.begin("sync", number, fault, delta)
-        return {rank.rank: rank.result() for rank in self.ranks if rank.rank != fault[1]}
-
-    def close(self):
-        for rank in self.ranks:
-            rank.close()
+SPEC = arrangement()
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    ranks = Ranks(arrangement())
-    ranks.connect_all()
-    yield ranks
-    ranks.close()
+@pytest.fixture(scope="module", params=["gloo", NCCL_ORDER])
+def ranks(request):
+    """Two trainer ranks, 0 and 1, and two engine ranks on another node, 2 and 3, which relay to each other."""
+    with Ranks(request.param, SPEC.size, TransferMember, SPEC, value) as ranks:
+        yield ranks
 
 
-@pytest.fixture(scope="module")
-def ordered_ranks():
-    """The same ranks over gloo in NCCL's order."""
-    ranks = Ranks(arrangement(), NCCL_ORDER)
-    ranks.connect_all()
-    yield ranks
-    ranks.close()
+def check_sync(ranks, number):
+    """Run a sync; return the statistics by rank."""
+    results = ranks.sync(number)
+    assert [mismatched for _, mismatched in results] == [0] * 4
+    for rank, (stats, _) in enumerate(results):
+        assert stats.bytes_received == (rank in RECEIVERS) * synthetic.MODEL_BYTES
+        # each byte enters the engines' node once, and each engine relays half of it
+        assert stats.bytes_sent == synthetic.MODEL_BYTES / 2
+        assert stats.peak_extra_bytes <= 2 * BUCKET_BYTES
+    return [stats for stats, _ in results]
 
 
-@pytest.fixture(params=["gloo", NCCL_ORDER])
-def sound_ranks(request):
-    """Ranks without a fault, over either transport."""
-    return request.getfixturevalue("ranks" if request.param == "gloo" else "ordered_ranks")
-
-
-def test_three_syncs_are_bitwise_exact_and_match_planned_counts(sound_ranks):
-    ranks = sound_ranks
+def test_three_syncs_are_bitwise_exact_and_match_planned_counts(ranks):
     for number in range(3):
-        results = ranks.sync(number)
-        assert [mismatched for _, mismatched in results] == [0] * 4
-        for rank, (stats, _) in enumerate(results):
-            receives = rank in RECEIVERS
-            planned = ranks.transfer_spec.plan(rank).rounds
-            assert stats.bytes_received == receives * synthetic.MODEL_BYTES
+        for rank, stats in enumerate(check_sync(ranks, number)):
+            planned = SPEC.plan(rank).rounds
             assert stats.bytes_delivered == sum(r.bytes_delivered for r in planned) == stats.bytes_received
             assert stats.bytes_sent == sum(hop.bytes_sent for r in planned for hop in r.hops)
-            # each byte enters the engines' node once, and each engine relays half of it
-            assert stats.bytes_sent == synthetic.MODEL_BYTES / 2
-            assert stats.peak_extra_bytes <= 2 * BUCKET_BYTES
-            assert stats.buckets == (len(planned) if receives else 0)
+            assert stats.buckets == (len(planned) if rank in RECEIVERS else 0)
 
 
-def test_full_tensors_are_sent_within_bounded_memory(sound_ranks):
-    ranks = sound_ranks
+def test_full_tensors_are_sent_within_bounded_memory(ranks):
     whole = ("layers.3", "layers.4", *(f"layers.{i}" for i in range(30, 40)))
-    transfer_spec = replace(ranks.transfer_spec, full_tensors=whole)
+    transfer_spec = replace(SPEC, full_tensors=whole)
     assert [len(part.tensors) for part in transfer_spec.plan_full_tensors(0)] == [5, 5, 2]
     call(ranks.ranks, "prepare", transfer_spec)
     ranks.connect_all()
-    try:
-        for number in (20, 21):
-            results = ranks.sync(number)
-            assert [mismatched for _, mismatched in results] == [0] * 4
-            for rank, (stats, _) in enumerate(results):
-                assert stats.bytes_received == (rank in RECEIVERS) * synthetic.MODEL_BYTES
-                assert stats.bytes_sent == synthetic.MODEL_BYTES / 2
-                assert stats.peak_extra_bytes <= 2 * BUCKET_BYTES
-    finally:
-        call(ranks.ranks, "prepare", ranks.transfer_spec)
-        ranks.connect_all()
+    for number in (20, 21):
+        check_sync(ranks, number)
+    call(ranks.ranks, "prepare", SPEC)
+    ranks.connect_all()
 
 
 def test_all_tensors_may_be_sent_in_full(monkeypatch):
@@ -193,51 +124,91 @@ def test_each_missing_byte_enters_a_node_once(whole):
 @pytest.mark.parametrize("backend", ["gloo", NCCL_ORDER])
 def test_relayed_boxes_reach_a_slow_rank(backend):
     """With one tensor per round, relayed in one direction, the fast rank is a round ahead of the slow one."""
-    ranks = Ranks(arrangement(nodes=(0, 1, 1), bucket_bytes=8192), backend, timeout_seconds=HANG_SECONDS)
-    ranks.connect_all()
-    for slow in (1, 2):
-        assert [mismatched for _, mismatched in ranks.sync(slow, (0.01, slow))] == [0] * 3
-    ranks.close()
+    spec = arrangement(nodes=(0, 1, 1), bucket_bytes=8192)
+    with Ranks(backend, spec.size, TransferMember, spec, value) as ranks:
+        for slow in (1, 2):
+            assert [mismatched for _, mismatched in ranks.sync(slow, (0.01, slow))] == [0] * 3
 
 
-def assert_errors_name_failed_rank(outcomes, failed):
-    """All other ranks fail in time; at least one names the failed rank, others may name a peer that gave up."""
+def check_failures(outcomes):
+    """All ranks have failed in a round, without leaks; return what they say about it."""
     for rank, outcome in outcomes.items():
-        assert re.match(rf"rank {rank}: round [1-9]\d* of the weights: ", outcome.error), outcome.error
-        assert outcome.seconds <= TIMEOUT + SLACK
+        assert re.match(rf"rank {rank}: round \d+ of the weights: ", outcome.error), outcome.error
         assert outcome.buffers == 0
-    assert any(re.search(rf"ranks? (\d, )*{failed}\b", o.error.partition("weights: ")[2]) for o in outcomes.values())
+    return [outcome.error.partition("weights: ")[2] for outcome in outcomes.values()]
 
 
-def assert_next_sync_succeeds(ranks, number):
-    ranks.connect_all()
-    results = ranks.sync(number)
-    assert [mismatched for _, mismatched in results] == [0] * 4
-    assert [stats.bytes_received for stats, _ in results] == [0, 0, *[synthetic.MODEL_BYTES] * 2]
+def check_aborted(ranks, said, reason):
+    """Over gloo, a rank may notice first that the connection to another one is lost."""
+    aborted = [f"the sync was aborted: {reason}" in each for each in said]
+    assert all(aborted) if ranks.backend == NCCL_ORDER else any(aborted), said
 
 
-@pytest.mark.parametrize("stalled", [*SENDERS, *RECEIVERS])
-def test_error_names_stalled_rank_and_next_sync_is_complete(ranks, stalled):
-    outcomes = ranks.failing_sync(3, (signal.SIGSTOP, stalled))
-    assert_errors_name_failed_rank(outcomes, stalled)
-    ranks.ranks[stalled].signal(signal.SIGCONT)
-    late = ranks.ranks[stalled].result()
-    assert late.error.startswith(f"rank {stalled}: round ")
-    assert late.buffers == 0
+def check_next_sync(ranks):
+    """No rank sends or receives before all have connected again."""
     for rank in ranks.ranks:
         rank.begin("sync", 4)
         assert rank.result().error.startswith(f"rank {rank.rank} has no connections to the other ranks")
-    assert_next_sync_succeeds(ranks, 5)
+    ranks.connect_all()
+    check_sync(ranks, 5)
 
 
-@pytest.mark.parametrize("killed", [1, 2])
+@pytest.mark.parametrize(("late", "waiting"), [(0, 2), (3, 1)])
+def test_a_rank_that_waits_until_the_deadline_names_the_late_one(ranks, late, waiting):
+    others = {rank.rank: rank for rank in ranks.ranks if rank.rank != late}
+    call([others[waiting]], "limit", 0.5)
+    for rank in others.values():
+        rank.begin("sync", 3)
+    outcomes = {waiting: others[waiting].result()}
+    ranks.ranks[late].begin("sync", 3)
+    outcomes |= {number: rank.result() for number, rank in others.items() if number != waiting}
+    said = check_failures(outcomes)[0]
+    assert re.search(rf"ranks? (\d, )*{late}\b.* within 0\.5 s$", said), said
+    assert ranks.ranks[late].result().error.startswith(f"rank {late}")
+    check_next_sync(ranks)
+
+
+@pytest.mark.parametrize("stalled", [0, 2])
+def test_stalled_rank_aborts_the_sync_on_all_ranks(ranks, stalled):
+    said = check_failures(ranks.monitored_sync(3, (signal.SIGSTOP, stalled)))
+    check_aborted(ranks, said, f"rank {stalled} gave no sign of life for {ABORT:g} s")
+    ranks.ranks[stalled].signal(signal.SIGCONT)
+    assert check_failures({stalled: ranks.ranks[stalled].result()})
+    check_next_sync(ranks)
+
+
+@pytest.mark.parametrize("killed", [1, 3])
 def test_error_names_dead_rank_and_replacement_connects(ranks, killed):
-    outcomes = ranks.failing_sync(6, (signal.SIGKILL, killed))
-    assert_errors_name_failed_rank(outcomes, killed)
-    assert any(f"lost the connection to rank {killed} " in outcome.error for outcome in outcomes.values())
-    assert all(outcome.seconds < TIMEOUT for outcome in outcomes.values())
+    """Over gloo, all ranks notice it by themselves."""
+    fault = (signal.SIGKILL, killed)
+    if ranks.backend == NCCL_ORDER:
+        said = check_failures(ranks.monitored_sync(6, fault))
+        check_aborted(ranks, said, f"rank {killed} gave no sign of life for {ABORT:g} s")
+    else:
+        said = check_failures(ranks.failing_sync(6, fault))
+        assert any(f"lost the connection to rank {killed} " in each for each in said)
     ranks.replace(killed)
-    assert_next_sync_succeeds(ranks, 7)
+    ranks.connect_all()
+    check_sync(ranks, 7)
+
+
+def test_failed_rank_aborts_the_sync_on_all_ranks_at_once(ranks):
+    said = check_failures(ranks.failing_sync(8, (WeightSyncError("no memory is left"), 1)))
+    if ranks.backend == NCCL_ORDER:
+        check_aborted(ranks, said, "no memory is left")
+    assert ranks.ranks[1].result().error == "no memory is left"
+    check_next_sync(ranks)
+
+
+def test_rank_that_makes_no_progress_aborts_the_sync(ranks, tmp_path):
+    """A trainer rank that lives, but packs nothing for a long time."""
+    end = tmp_path / "end"
+    said = check_failures(ranks.monitored_sync(10, (end, 0)))
+    limit = BUSY_LIMITS * ABORT
+    check_aborted(ranks, said, f"no rank made progress for {limit:g} s: the others wait for rank 0")
+    end.touch()
+    assert "the sync was aborted" in ranks.ranks[0].result().error
+    check_next_sync(ranks)
 
 
 def check_delta_sync(ranks, number, delta, changes):
@@ -248,6 +219,7 @@ def check_delta_sync(ranks, number, delta, changes):
     assert [stats.mark_bytes > 0 for stats, _ in results] == [False, False, *[delta.base is not None] * 2]
 
 
+@pytest.mark.parametrize("ranks", ["gloo"], indirect=True)
 def test_all_weights_are_sent_after_a_rank_has_died_in_a_delta_sync(ranks):
     """The rank dies while it computes digests, before the others have its marks."""
     check_delta_sync(ranks, 8, DeltaUpdate(number=1), changes=True)
@@ -266,31 +238,26 @@ def test_all_weights_are_sent_after_a_rank_has_died_in_a_delta_sync(ranks):
     check_delta_sync(ranks, 10, DeltaUpdate(number=6, base=5), changes=True)
 
 
-def test_connect_times_out_without_the_other_ranks():
+@pytest.mark.parametrize("is_open", [True, False])
+def test_connect_ends_at_its_timeout(is_open):
     store = open_store("127.0.0.1")
-    with pytest.raises(
-        WeightSyncError, match=r"rank 0 of 2 could not connect to the other ranks at 127\.0\.0\.1:\d+ within 1 s"
-    ):
-        connect_group(TransferGroup("127.0.0.1", store.port, "alone", 2, 1.0), 0, "plan")
-
-
-def test_connect_fails_if_store_is_closed():
-    port = open_store("127.0.0.1").port
-    with pytest.raises(
-        WeightSyncError, match=rf"could not connect to the other ranks at 127\.0\.0\.1:{port} within 1 s"
-    ):
-        connect_group(TransferGroup("127.0.0.1", port, "nobody", 2, 1.0), 0, "plan")
+    group = TransferGroup("127.0.0.1", store.port, "alone", 2, 0.5)
+    store = store if is_open else None
+    message = rf"rank 0 of 2 could not connect to the other ranks at 127\.0\.0\.1:{group.port} within 0\.5 s"
+    with pytest.raises(WeightSyncError, match=message):
+        connect_group(group, 0, "plan")
 
 
 def test_ranks_with_different_plans_do_not_connect():
     store, errors = open_store("127.0.0.1"), []
-    transfer_group = TransferGroup("127.0.0.1", store.port, "two plans", 2, 1.0)
+    group = TransferGroup("127.0.0.1", store.port, "two plans", 2, HANG_SECONDS)
+    abort_connect(group, store, "for a test")  # the first rank does not wait
     for rank, bucket_bytes in enumerate((8192, 16_384)):
         with pytest.raises(WeightSyncError) as error:
-            TransferRank(arrangement(bucket_bytes=bucket_bytes), rank).connect(transfer_group)
+            TransferRank(arrangement(bucket_bytes=bucket_bytes), rank).connect(group)
         errors.append(str(error.value))
-    assert "rank 0 of 2 could not connect to the other ranks" in errors[0]
-    assert errors[1] == "rank 1 of 2 has another plan than the rank that connected first"
+    plan = "rank 1 of 2 has another plan than the rank that connected first"
+    assert errors == ["the connecting was aborted: for a test", plan]
 
 
 def test_fingerprint_survives_pickling():
@@ -298,14 +265,6 @@ def test_fingerprint_survives_pickling():
     assert pickle.loads(pickle.dumps(transfer_spec)).fingerprint() == transfer_spec.fingerprint()
     assert arrangement(nodes=(0, 0, 0, 0)).fingerprint() != transfer_spec.fingerprint()
     assert replace(transfer_spec, full_tensors=("layers.0",)).fingerprint() != transfer_spec.fingerprint()
-
-
-def test_different_dtypes_are_rejected():
-    transfer_spec = arrangement()
-    half = {name: replace(spec, dtype="bfloat16") for name, spec in synthetic.TENSORS.items()}
-    needs = tuple(WeightLayout(half, layout.pieces) for layout in transfer_spec.needs)
-    with pytest.raises(WeightSyncError, match=r"layers\.0: the engines hold bfloat16, the trainer ranks float32"):
-        replace(transfer_spec, needs=needs).plan(0)
 
 
 def test_no_relay_on_a_single_node():

@@ -24,72 +24,61 @@ from megarl.reshard.planning.rounds import ALIGNMENT, build_rounds
 from tests.reshard import simulate, synthetic
 
 BUCKET = 1 << 20
-LAYOUTS = {  # p-t-d -> p_g-t_g: fraction of the model that a rank receives, HybridFlow's table 2
-    (1, 4, 2, 1, 2): 0.250,
-    (1, 8, 2, 1, 4): 0.125,
-    (2, 8, 2, 2, 4): 0.0625,
-    (8, 8, 2, 1, 8): 0.109375,
-}
-
-
-def received(rounds):
-    counts = Counter()
-    for rank, of_rank in enumerate(rounds):
-        for this in of_rank:
-            counts[rank] += sum(message.num_bytes for hop in this.hops for message in hop.receives)
-    return counts
+BYTES = {"bfloat16": 2, "float32": 4}
+LAYOUTS = [(1, 4, 2, 1, 2), (1, 8, 2, 1, 4), (2, 8, 2, 2, 4), (8, 8, 2, 1, 8)]  # p-t-d -> p_g-t_g
 
 
 def sent(rounds):
     return [sum(hop.bytes_sent for this in of_rank for hop in this.hops) for of_rank in rounds]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_micro_dp_bytes_match_closed_form_and_lower_bound(layout):
-    p, t, d, pg, tg = layout
+def strided(p, t, d, pg, tg):
+    """Return sources, needs, topology and groups of strided placement on one node."""
     grid = RankGrid(tp=t, dp=d, pp=p)
-    sources = synthetic.trainers(grid)
     needs = synthetic.needs(strided_places(grid, gen_tp=tg, gen_pp=pg), pg, tg)
     groups = micro_dp_groups(grid, gen_tp=tg, gen_pp=pg)
-    index = cached_index(sources, needs, Topology.single(grid.size), BUCKET, groups=groups)
+    return synthetic.trainers(grid), needs, Topology.single(grid.size), groups
+
+
+def plan_consecutive(grid, gen_tp, bucket_bytes=BUCKET):
+    """Return sources, needs and the rounds of all ranks of consecutive placement on one node."""
+    sources = synthetic.trainers(grid)
+    needs = synthetic.needs(consecutive_places(grid.size, gen_tp=gen_tp), 1, gen_tp)
+    return sources, needs, simulate.plans(sources, needs, Topology.single(grid.size), bucket_bytes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_micro_dp_matches_closed_form_and_lower_bound_and_stays_in_its_group(layout):
+    p, t, _, pg, tg = layout
+    sources, needs, topology, groups = strided(*layout)
+    index = cached_index(sources, needs, topology, BUCKET, groups=groups)
     got = {rank: plan_rank(index, rank).bytes_received for rank in needs}
-    closed_form = (t * p - tg * pg) / (tg * pg * t * p)
-    assert closed_form == pytest.approx(LAYOUTS[layout])
+    closed_form = (t * p - tg * pg) / (tg * pg * t * p)  # HybridFlow's table 2
     assert {num_bytes / synthetic.MODEL_BYTES for num_bytes in got.values()} == {closed_form}
     assert rank_bounds(sources, needs) == got
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_micro_dp_stays_in_its_group_and_all_ranks_send_equally(layout):
-    p, t, d, pg, tg = layout
-    grid = RankGrid(tp=t, dp=d, pp=p)
-    groups = micro_dp_groups(grid, gen_tp=tg, gen_pp=pg)
     group_of = {rank: i for i, group in enumerate(groups) for rank in group}
-    assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
-    needs = synthetic.needs(strided_places(grid, gen_tp=tg, gen_pp=pg), pg, tg)
-    rounds = simulate.plans(synthetic.trainers(grid), needs, Topology.single(grid.size), BUCKET, groups)
+    assert sorted(rank for group in groups for rank in group) == list(range(len(sources)))
+    rounds = simulate.plans(sources, needs, topology, BUCKET, groups)
     for rank, of_rank in enumerate(rounds):
         assert all(group_of[send.to] == group_of[rank] for r in of_rank for hop in r.hops for send in hop.sends)
-    assert len(set(sent(rounds))) == 1
+    assert len(set(sent(rounds))) == 1  # all ranks send equally much
 
 
-def test_micro_dp_uses_all_gather_within_a_pipeline_stage():
+@pytest.mark.parametrize(
+    ("layout", "gathers"), [((1, 4, 2, 1, 2), True), ((1, 8, 2, 1, 4), True), ((2, 2, 1, 1, 2), False)], ids=str
+)
+def test_micro_dp_uses_all_gather_within_a_pipeline_stage(layout, gathers):
     """Pipeline stages hold different tensors, so their boxes cannot be gathered as equal shares of one."""
-    for layout, gathers in {(1, 4, 2, 1, 2): True, (1, 8, 2, 1, 4): True, (2, 2, 1, 1, 2): False}.items():
-        p, t, d, pg, tg = layout
-        grid = RankGrid(tp=t, dp=d, pp=p)
-        needs = synthetic.needs(strided_places(grid, gen_tp=tg, gen_pp=pg), pg, tg)
-        groups = micro_dp_groups(grid, gen_tp=tg, gen_pp=pg)
-        for of_rank in simulate.plans(synthetic.trainers(grid), needs, Topology.single(grid.size), BUCKET, groups):
-            assert {bool(this.gathers) for this in of_rank} == {gathers}
-            assert {any(hop.receives for hop in this.hops) for this in of_rank} == {not gathers}
+    sources, needs, topology, groups = strided(*layout)
+    for of_rank in simulate.plans(sources, needs, topology, BUCKET, groups):
+        assert {bool(this.gathers) for this in of_rank} == {gathers}
+        assert {any(hop.receives for hop in this.hops) for this in of_rank} == {not gathers}
 
 
 def test_groups_match_the_paper_example():
     grid = RankGrid(tp=4, dp=2, pp=1)
-    places = strided_places(grid, gen_tp=2)
     replicas = {}
-    for rank, place in enumerate(places):
+    for rank, place in enumerate(strided_places(grid, gen_tp=2)):
         replicas.setdefault(place.replica, []).append((place.tp, rank))
     assert sorted([r for _, r in sorted(x)] for x in replicas.values()) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert sorted(micro_dp_groups(grid, gen_tp=2)) == [(0, 1), (2, 3), (4, 5), (6, 7)]
@@ -97,26 +86,23 @@ def test_groups_match_the_paper_example():
 
 def test_exact_with_consecutive_placement_matches_the_paper():
     """1-4-2 -> 1-2 with consecutive ranks: the mean is 0.375 of the model, the maximum 0.5."""
-    grid = RankGrid(tp=4, dp=2, pp=1)
-    sources = synthetic.trainers(grid)
-    needs = synthetic.needs(consecutive_places(8, gen_tp=2), 1, 2)
-    got = received(simulate.plans(sources, needs, Topology.single(8), BUCKET))
-    fractions = [got[rank] / synthetic.MODEL_BYTES for rank in range(8)]
-    assert sum(fractions) / 8 == pytest.approx(0.375)
-    assert max(fractions) == pytest.approx(0.5)
-    assert {rank: got[rank] for rank in needs} == rank_bounds(sources, needs)
+    sources, needs, rounds = plan_consecutive(RankGrid(tp=4, dp=2), 2)
+    got = [sum(m.num_bytes for this in of_rank for hop in this.hops for m in hop.receives) for of_rank in rounds]
+    assert (sum(got) / 8, max(got)) == (0.375 * synthetic.MODEL_BYTES, 0.5 * synthetic.MODEL_BYTES)
+    assert dict(enumerate(got)) == rank_bounds(sources, needs)
 
 
-def test_error_for_non_dividing_sizes_shows_the_arithmetic():
+def test_impossible_plans_are_refused():
+    """Boxes travel as raw bytes, and what a rank holds itself is copied: neither converts dtypes."""
     with pytest.raises(ConfigError, match=r"tp 3 % 2 = 1.*exact"):
         strided_places(RankGrid(tp=3), gen_tp=2)
-
-
-def test_error_for_missing_elements_names_tensor_and_box():
-    grid = RankGrid(tp=2)
-    sources = synthetic.trainers(grid)[:1]
+    sources, needs, _ = plan_consecutive(RankGrid(tp=2), 1)
     with pytest.raises(WeightSyncError, match=r"layers\.0: rank 0 needs .*384 elements"):
-        simulate.plans(sources, synthetic.needs(consecutive_places(1, gen_tp=1), 1, 1), Topology.single(1), BUCKET)
+        simulate.plans(sources[:1], {0: needs[0]}, Topology.single(1), BUCKET)
+    half = {name: replace(spec, dtype="bfloat16") for name, spec in synthetic.TENSORS.items()}
+    needs = {rank: WeightLayout(half, need.pieces) for rank, need in needs.items()}
+    with pytest.raises(WeightSyncError, match=r"layers\.0: the engines hold bfloat16, the trainer ranks float32"):
+        simulate.plans(sources, needs, Topology.single(2), BUCKET)
 
 
 @st.composite
@@ -159,25 +145,6 @@ def worlds(draw):
     return sources, needs, Topology(nodes)
 
 
-def element(tensors, name):
-    """Return the unsigned integer dtype of the tensor's element size: any bit pattern is a valid value."""
-    return {"float32": np.uint32, "bfloat16": np.uint16}[tensors[name].dtype]
-
-
-def make_tensors(sources, needs):
-    """Return full random tensors, each rank's shards of them, and zeroed target tensors."""
-    rng, tensors = np.random.default_rng(0), sources[0].tensors
-    whole = {
-        name: rng.integers(1, 1 << 16, spec.shape).astype(element(tensors, name)) for name, spec in tensors.items()
-    }
-    held = [{p.local: whole[p.tensor][slices(p.box)] for p in layout.pieces} for layout in sources]
-    targets = [{} for _ in sources]
-    for rank, need in needs.items():
-        for p in need.pieces:
-            targets[rank][p.local] = np.zeros([stop for _, stop in p.local_box], element(tensors, p.tensor))
-    return whole, held, targets
-
-
 @given(
     worlds(),
     st.integers(16, 400),
@@ -186,10 +153,10 @@ def make_tensors(sources, needs):
     st.sampled_from([8, 1 << 20]),
     st.sampled_from([1, MAX_REMOTE_PEERS]),
 )
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_random_plans_deliver_every_element(case, bucket_bytes, relay, grouped, large_bytes, max_peers):
     sources, needs, topology = case
-    whole, held, targets = make_tensors(sources, needs)
+    whole, held, targets = simulate.make_tensors(sources, needs)
     groups = [range(i, min(i + 2, len(sources))) for i in range(0, len(sources), 2)] if grouped else []
     with (
         mock.patch("megarl.reshard.planning.rounds.LARGE_MESSAGE_BYTES", large_bytes),
@@ -216,7 +183,7 @@ def test_copies_after_an_all_gather_of_another_dtype_are_aligned():
     needs = dict.fromkeys(range(3), need)
     rounds = simulate.plans(sources, needs, Topology.single(3), BUCKET, [range(3)])
     assert rounds[0][0].gathers
-    expected, held, targets = make_tensors(sources, needs)
+    expected, held, targets = simulate.make_tensors(sources, needs)
     simulate.run(rounds, held, targets, [range(3)])
     assert all((targets[rank][name] == expected[name]).all() for rank in range(3) for name in tensors)
 
@@ -233,18 +200,18 @@ def missing_bytes_by_box(need, held):
         for mine in held.pieces:
             if mine.tensor == piece.tensor:
                 marks[slices(mine.box)] = False
-        total += marks[slices(piece.box)].sum() * np.dtype(element(need.tensors, piece.tensor)).itemsize
+        total += marks[slices(piece.box)].sum() * BYTES[need.tensors[piece.tensor].dtype]
     return total
 
 
 @given(worlds())
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_each_missing_box_enters_a_node_once(case):
     """If ranks of a node need the same box, one of them fetches and relays it."""
     sources, needs, topology = case
     equal_needs = {rank: WeightLayout(need.tensors, needs[0].pieces) for rank, need in needs.items()}
     rounds = simulate.plans(sources, equal_needs, topology, 1 << 20)
-    _, held, targets = make_tensors(sources, equal_needs)
+    _, held, targets = simulate.make_tensors(sources, equal_needs)
     entered = Counter()
     for source, to, num_bytes in simulate.run(rounds, held, targets):
         if not topology.same_node(source, to):
@@ -258,9 +225,7 @@ def test_each_missing_box_enters_a_node_once(case):
 
 def test_no_rotation_if_holders_are_evenly_loaded():
     """1-4-2 -> 1-2: two ranks need what two others hold; each always receives from the same one."""
-    grid = RankGrid(tp=4, dp=2)
-    needs = synthetic.needs(strided_places(grid, gen_tp=2), 1, 2)
-    rounds = simulate.plans(synthetic.trainers(grid), needs, Topology.single(8), 1 << 16)
+    rounds = simulate.plans(*strided(1, 4, 2, 1, 2)[:3], 1 << 16)
     for of_rank in rounds:
         assert {len(this.hops[0].receives) for this in of_rank} == {1}
         assert len({message.source for this in of_rank for message in this.hops[0].receives}) == 1
@@ -269,12 +234,9 @@ def test_no_rotation_if_holders_are_evenly_loaded():
 
 def test_pipeline_stages_are_interleaved():
     """All pipeline stages send in every round instead of one stage after another."""
-    grid = RankGrid(pp=4, tp=2)
-    needs = synthetic.needs(consecutive_places(8, gen_tp=2), 1, 2)
-    rounds = simulate.plans(synthetic.trainers(grid), needs, Topology.single(8), 1 << 15)
+    _, _, rounds = plan_consecutive(RankGrid(pp=4, tp=2), 2, 1 << 15)
     assert len(rounds[0]) > 4
-    for number in range(len(rounds[0])):
-        assert all(rounds[rank][number].hops[0].sends for rank in range(8))
+    assert all(this.hops[0].sends for of_rank in rounds for this in of_rank)
 
 
 @given(worlds())
@@ -283,16 +245,13 @@ def test_lower_bounds_against_brute_force(case):
     sources, needs, topology = case
     bounds = rank_bounds(sources, needs)
     for rank, need in needs.items():
-        wanted, have = {}, {}
-        for marks, layout in ((wanted, need), (have, sources[rank])):
-            for piece in layout.pieces:
-                marks.setdefault(piece.tensor, np.zeros(need.tensors[piece.tensor].shape, bool))[slices(piece.box)] = (
-                    True
-                )
-        missing = sum(
-            (marks & ~have.get(name, np.zeros_like(marks))).sum() * (4 if need.tensors[name].dtype == "float32" else 2)
-            for name, marks in wanted.items()
-        )
+        missing = 0
+        for name, spec in need.tensors.items():
+            marks = np.zeros(spec.shape, bool)
+            for layout, is_missing in ((need, True), (sources[rank], False)):
+                for piece in (p for p in layout.pieces if p.tensor == name):
+                    marks[slices(piece.box)] = is_missing
+            missing += marks.sum() * BYTES[spec.dtype]
         assert bounds[rank] == missing
     assert all(value >= 0 for value in node_bounds(sources, needs, topology).values())
 
@@ -312,7 +271,7 @@ def test_rounds_fit_the_bucket_except_single_rows(case, bucket_bytes):
 
 
 @given(worlds(), st.integers(16, 240), st.booleans(), st.sampled_from([8, 1 << 20]))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_packed_sends_fit_the_bucket_except_single_tensor_parts(case, bucket_bytes, relay, large_bytes):
     sources, needs, topology = case
     with mock.patch("megarl.reshard.planning.rounds.LARGE_MESSAGE_BYTES", large_bytes):
@@ -340,23 +299,11 @@ def test_a_box_for_several_ranks_is_packed_once():
 
 
 def test_large_contiguous_boxes_are_not_packed():
-    grid = RankGrid(tp=4)
-    needs = synthetic.needs(consecutive_places(4, gen_tp=1), 1, 1)
     with mock.patch("megarl.reshard.planning.rounds.LARGE_MESSAGE_BYTES", 8):
-        rounds = simulate.plans(synthetic.trainers(grid), needs, Topology.single(4), BUCKET)
+        _, _, rounds = plan_consecutive(RankGrid(tp=4), 1)
     hops = [this.hops[0] for of_rank in rounds for this in of_rank]
     assert {send.staging_offset for hop in hops for send in hop.sends} == {None}
     assert {hop.staging_bytes for hop in hops} == {0}
-
-
-def test_error_for_different_dtypes_names_tensor_and_both():
-    """Boxes travel as raw bytes, and what a rank holds itself is copied: neither converts dtypes."""
-    grid = RankGrid(tp=2)
-    half = {name: replace(spec, dtype="bfloat16") for name, spec in synthetic.TENSORS.items()}
-    needs = synthetic.needs(consecutive_places(2, gen_tp=1), 1, 1)
-    needs = {rank: WeightLayout(half, need.pieces) for rank, need in needs.items()}
-    with pytest.raises(WeightSyncError, match=r"layers\.0: the engines hold bfloat16, the trainer ranks float32"):
-        simulate.plans(synthetic.trainers(grid), needs, Topology.single(2), BUCKET)
 
 
 def test_subtract_is_exact():

@@ -1,9 +1,6 @@
-"""Planning of DeepSeek-V3 on one rank, from 2,048 trainer ranks to 1,024 generation ranks, within a time limit.
+"""Planning of DeepSeek-V3 on one rank, from 2,048 trainer ranks to 1,024 generation ranks."""
 
-Times are CPU times, the better of two, since the machine may be busy.
-"""
-
-import time
+from functools import lru_cache
 
 import pytest
 
@@ -18,11 +15,10 @@ from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.lower_bounds import rank_bounds
 from megarl.reshard.planning.plan_cache import cached_plan, clear_plan_cache
 from megarl.reshard.transfer.bucket import torch_dtype
+from tests.reshard.calls import count_calls
 
 GEN_RANKS, GEN_TP, RANKS_OF_A_MACHINE = 1024, 32, 8
 BUCKET = 1 << 28
-SLACK = 3
-"""Factor by which a core may be slower while others use its hyperthread and memory."""
 
 
 @pytest.fixture(scope="module")
@@ -44,32 +40,26 @@ def topology(sources):
 
 
 @pytest.fixture(scope="module")
-def plan(sources, needs, topology):
+def make_plan(sources, needs, topology):
     return lambda rank: cached_plan(sources, needs, topology, rank, BUCKET).rounds
 
 
+@pytest.fixture(scope="module")
+def plan(make_plan):
+    return lru_cache(make_plan)
+
+
 @pytest.mark.parametrize("rank", [5, 1500])
-def test_planning_takes_seconds_cold_and_milliseconds_cached(plan, rank):
-    """Rank 5 trains and generates; rank 1500 only trains, so it only sends."""
-    cold = []
-    for _ in range(2):
-        clear_plan_cache()
-        cold.append(cpu_seconds(plan, rank))
-    assert min(cold) < 2 * SLACK
-    assert min(cpu_seconds(plan, rank) for _ in range(5)) < 2e-3 * SLACK
-
-
-def cpu_seconds(plan, rank):
-    start = time.process_time()
-    plan(rank)
-    return time.process_time() - start
+def test_planning_takes_few_calls_cold_and_hardly_any_cached(plan, make_plan, rank):
+    """Rank 5 trains and generates; rank 1500 only trains, so it only sends. A million calls take about a second."""
+    clear_plan_cache()
+    assert count_calls(plan, rank) < 5_000_000
+    assert count_calls(make_plan, rank) < 25_000
 
 
 def test_received_bytes_equal_the_lower_bound(sources, needs, plan):
-    bounds = rank_bounds(sources, needs)
-    for rank in (5, 700):
-        received = sum(message.num_bytes for this in plan(rank) for hop in this.hops for message in hop.receives)
-        assert received == bounds[rank] == missing_bytes(sources[rank], needs[rank])
+    received = sum(message.num_bytes for this in plan(5) for hop in this.hops for message in hop.receives)
+    assert received == rank_bounds(sources, needs)[5] == missing_bytes(sources[5], needs[5])
 
 
 def missing_bytes(held, need):
@@ -83,26 +73,26 @@ def missing_bytes(held, need):
     return missing
 
 
-def test_ranks_have_few_peers_on_other_machines(plan, topology):
-    """Without limits, each of these ranks would exchange messages with 2,039 others."""
-    for rank in (5, 700, 1500):
-        peers = {send.to for this in plan(rank) for hop in this.hops for send in hop.sends}
-        peers |= {message.source for this in plan(rank) for hop in this.hops for message in hop.receives}
-        assert sum(not topology.same_node(rank, peer) for peer in peers) <= MAX_REMOTE_PEERS
-
-
-def test_sends_match_receives(plan):
+@pytest.mark.parametrize("rank", [5, pytest.param(1023, marks=pytest.mark.slow)])
+def test_sends_match_receives(plan, rank):
     """Both ends derive the same messages independently."""
-    for rank in (5, 1023):
-        receiver = plan(rank)
-        num_hops = len(receiver[0].hops)
-        peers = [sorted({m.source for this in receiver for m in this.hops[hop].receives}) for hop in range(num_hops)]
-        first_hop = peers[0]
-        sampled = {first_hop[len(first_hop) // 2], first_hop[-1], *(ranks[0] for ranks in peers if ranks)}
-        assert max(sampled) >= GEN_RANKS  # a rank that only trains
-        assert len(sampled) > 3  # relays of several hops
-        for source in sampled:
-            sent = [[m.num_bytes for m in hop.sends if m.to == rank] for this in plan(source) for hop in this.hops]
-            got = [[m.num_bytes for m in hop.receives if m.source == source] for this in receiver for hop in this.hops]
-            assert sent == got
-            assert any(got)
+    receiver = plan(rank)
+    num_hops = len(receiver[0].hops)
+    peers = [sorted({m.source for this in receiver for m in this.hops[hop].receives}) for hop in range(num_hops)]
+    first_hop = peers[0]
+    sampled = {first_hop[len(first_hop) // 2], first_hop[-1], *(ranks[0] for ranks in peers if ranks)}
+    assert max(sampled) >= GEN_RANKS  # a rank that only trains
+    assert len(sampled) > 3  # relays of several hops
+    for source in sampled:
+        sent = [[m.num_bytes for m in hop.sends if m.to == rank] for this in plan(source) for hop in this.hops]
+        got = [[m.num_bytes for m in hop.receives if m.source == source] for this in receiver for hop in this.hops]
+        assert sent == got
+        assert any(got)
+
+
+@pytest.mark.parametrize("rank", [5, 1500, pytest.param(700, marks=pytest.mark.slow)])
+def test_ranks_have_few_peers_on_other_machines(plan, topology, rank):
+    """Without limits, each of these ranks would exchange messages with 2,039 others."""
+    peers = {send.to for this in plan(rank) for hop in this.hops for send in hop.sends}
+    peers |= {message.source for this in plan(rank) for hop in this.hops for message in hop.receives}
+    assert sum(not topology.same_node(rank, peer) for peer in peers) <= MAX_REMOTE_PEERS

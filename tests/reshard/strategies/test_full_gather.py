@@ -10,29 +10,22 @@ from megarl.reshard.strategies.full_gather import owned_parts
 from tests.reshard.scenarios import scenario
 from tests.reshard.synthetic import MODEL_BYTES
 
-FRACTIONS = {  # p-t-d -> p_g-t_g: fraction of the model received by every rank with ds_chat, hybridflow_v, micro_dp
-    (1, 4, 2, 1, 2): (0.875, 0.750, 0.250),
-    (1, 8, 2, 1, 4): (0.9375, 0.875, 0.125),
-    (2, 8, 2, 2, 4): (0.96875, 0.9375, 0.0625),
-    (8, 8, 2, 1, 8): (0.9921875, 0.984375, 0.109375),
+BYTES = {  # p-t-d -> p_g-t_g: fractions of the model that every rank receives, and then holds in excess
+    (1, 4, 2, 1, 2): {"ds_chat": (0.875, 1 / 8), "hybridflow_v": (0.750, 1 / 4), "micro_dp": (0.250, 0)},
+    (1, 8, 2, 1, 4): {"ds_chat": (0.9375, 1 / 16), "hybridflow_v": (0.875, 1 / 8), "micro_dp": (0.125, 0)},
+    (2, 8, 2, 2, 4): {"ds_chat": (0.96875, 1 / 32), "hybridflow_v": (0.9375, 1 / 16), "micro_dp": (0.0625, 0)},
+    (8, 8, 2, 1, 8): {"hybridflow_v": (0.984375, 0), "micro_dp": (0.109375, 0)},
 }
 
 
-@pytest.mark.parametrize("layout", FRACTIONS)
-@pytest.mark.parametrize("index", range(3))
-def test_received_bytes_match_closed_form(layout, index):
+@pytest.mark.parametrize("layout", BYTES)
+def test_received_and_redundant_bytes_are_those_of_the_paper(layout):
     case = scenario(*layout)
-    strategy = ("ds_chat", "hybridflow_v", "micro_dp")[index]
-    received = {of_rank.bytes_received for of_rank in forecast(arrange(strategy, case), case).stats}
-    assert received == {FRACTIONS[layout][index] * MODEL_BYTES}
-
-
-@pytest.mark.parametrize("layout", list(FRACTIONS)[:3])
-def test_redundant_bytes_match_the_paper(layout):
-    case = scenario(*layout)
-    p, t, d, _, _ = layout
-    kept = {s: redundant_bytes(arrange(s, case), case.sources) for s in ("ds_chat", "hybridflow_v", "micro_dp")}
-    assert kept == {"ds_chat": MODEL_BYTES / (t * p * d), "hybridflow_v": MODEL_BYTES / (t * p), "micro_dp": 0}
+    for strategy, (received, redundant) in BYTES[layout].items():
+        arrangement = arrange(strategy, case)
+        stats = forecast(arrangement, case).stats
+        assert {of_rank.bytes_received for of_rank in stats} == {received * MODEL_BYTES}
+        assert redundant_bytes(arrangement, case.sources) == redundant * MODEL_BYTES
 
 
 @pytest.mark.parametrize("strategy", ["ds_chat", "hybridflow_v"])

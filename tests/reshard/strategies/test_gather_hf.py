@@ -1,10 +1,7 @@
 """Full tensors on every rank of a replica: the plan, its closed forms, and real ranks against it."""
 
-from __future__ import annotations
-
 import mmap
-import time
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,19 +11,20 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.forecast import forecast
+from megarl.reshard.analysis.nccl_progress import PostedGroup, find_stalls
 from megarl.reshard.analysis.scenario import Scenario, arrange, even_nodes
-from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, extent, slices, volume
 from megarl.reshard.layout.micro_dp import model_replicas
 from megarl.reshard.planning.strategy import Sinks, SyncContext
 from megarl.reshard.strategies.gather_hf import GatherHf
 from megarl.reshard.strategies.gather_plan import plan_buckets
 from megarl.reshard.transfer import transport
-from megarl.reshard.transfer.bucket import lay_out, open_bucket, torch_dtype
+from megarl.reshard.transfer.bucket import lay_out, map_bucket, torch_dtype
 from megarl.reshard.transfer.byte_counter import ByteCounter
-from tests.megatron.ranks import run_ranks
+from tests.megatron.ranks import CollectingSink, run_ranks
+from tests.reshard.rank_process import held_tensors, wrong_elements
 from tests.reshard.scenarios import scenario
 from tests.reshard.synthetic import MODEL_BYTES
-from tests.time_limits import HANG_SECONDS
 
 TENSORS = {
     "rows": TensorSpec((8, 6), "float32"),
@@ -39,6 +37,7 @@ TENSORS = {
 }
 WHOLE_EVERYWHERE = ("norm", "last")
 EXPERTS = ("expert.0", "expert.1")
+BUCKET_BYTES = 4000
 DENSE = tuple(name for name in TENSORS if name not in EXPERTS)
 
 
@@ -63,7 +62,7 @@ def shard_group_layouts(size: int, names=DENSE) -> list[WeightLayout]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1000, 10**9])
-def test_every_tensor_is_gathered_in_full_in_bounded_buckets(size: int, bucket_bytes: int) -> None:
+def test_every_tensor_is_gathered_in_full_in_bounded_buckets(size, bucket_bytes):
     plans = plan_buckets([[[shard_group_layouts(size, tuple(TENSORS))]]], bucket_bytes)
     assert [slot.name for plan in plans for slot in plan.slots] == list(TENSORS)
     for plan in plans:
@@ -81,27 +80,27 @@ def test_every_tensor_is_gathered_in_full_in_bounded_buckets(size: int, bucket_b
             assert (seen == 1).all()
 
 
-def test_buckets_are_packed_tightly() -> None:
+def test_buckets_are_packed_tightly():
     sizes = [lay_out([(n, torch_dtype(s.dtype), s.shape)])[1] for n, s in TENSORS.items()]
     held = [[[shard_group_layouts(1, tuple(TENSORS))]]]
     assert [len(plan_buckets(held, size)) for size in (sum(sizes), sum(sizes) - 1, 1)] == [1, 2, len(TENSORS)]
 
 
-def test_stages_and_experts_use_the_shard_group_that_holds_them() -> None:
+def test_stages_and_experts_use_the_shard_group_that_holds_them():
     stages = [shard_group_layouts(2, DENSE[:2]), shard_group_layouts(2, DENSE[1:])]
     expert_groups = [shard_group_layouts(1, EXPERTS[:1]), shard_group_layouts(1, EXPERTS[1:])]
     (plan,) = plan_buckets([[stages], [expert_groups]], 10**9)
     assert [(g.kind, g.shard_group) for g in plan.gathers] == [(0, 0), (0, 0), (0, 1), (0, 1), (0, 1), (1, 0), (1, 1)]
 
 
-def test_error_names_tensor_with_missing_elements() -> None:
+def test_error_names_tensor_with_missing_elements():
     lacks_norm = shard_group_layouts(1, tuple(name for name in DENSE if name != "norm"))
     for tensor, found, held in (("rows", "24 of 48", shard_group_layouts(2)[:1]), ("norm", "0 of 33", lacks_norm)):
         with pytest.raises(WeightSyncError, match=rf"^{tensor}: the tensor-parallel ranks .* hold {found} elements$"):
             plan_buckets([[[held]]], 10**9)
 
 
-def test_partially_overlapping_boxes_are_rejected() -> None:
+def test_partially_overlapping_boxes_are_rejected():
     spec = {"w": TensorSpec((4,), "float32")}
     layouts = [WeightLayout(spec, (ShardPiece("w", (box,), "w", ((0, 3),)),)) for box in ((0, 3), (1, 4))]
     with pytest.raises(AssertionError, match="overlap in part"):
@@ -134,17 +133,6 @@ def value(tensor: str, sync: int) -> torch.Tensor:
     return torch.from_numpy(rng.random(spec.shape)).to(torch_dtype(spec.dtype))
 
 
-class Sink:
-    """A sink that keeps a copy of what it receives."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-
-    def load(self, bucket):
-        self.tensors.update({name: tensor.clone() for name, tensor in open_bucket(bucket).items()})
-        return lambda: None
-
-
 def make_sources(grid: RankGrid) -> list[WeightLayout]:
     """Split dense tensors over tensor ranks, the first two on the first stage; one expert per expert-parallel rank."""
     layouts = []
@@ -158,30 +146,77 @@ def make_sources(grid: RankGrid) -> list[WeightLayout]:
     return layouts
 
 
-def push_on_rank(grid: RankGrid, senders: list[int]):
-    """Run two syncs with changed weights on every rank; return the wrong tensors and the statistics."""
+def make_context(grid: RankGrid, senders: Sequence[int] = (0,), **fields) -> SyncContext:
+    """Return the context of rank 0."""
+    replicas, topology = model_replicas(grid), even_nodes(grid.size, 1)
+    sources = make_sources(grid)
+    return SyncContext(rank=0, sources=sources, topology=topology, senders=senders, model_replicas=replicas, **fields)
+
+
+def make_on_rank(make, context: SyncContext, bucket_bytes: int, **options):
+    """Return a strategy of this rank, and the tensors that the rank holds."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
+    strategy = make(replace(context, rank=dist.get_rank()), bucket_bytes, **options)
+    return strategy, held_tensors(context.sources[dist.get_rank()], value, 0)
+
+
+def gather_results(mine):
+    """Return the results of all ranks, by rank."""
+    import torch.distributed as dist
+
+    out = [None] * dist.get_world_size()
+    dist.all_gather_object(out, mine)
+    dist.destroy_process_group()
+    return out
+
+
+class Engine(CollectingSink):
+    """A fake engine rank that records what it receives, and in which way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.boxes: dict[str, torch.Tensor] = {}
+
+    def load(self, bucket):
+        self.calls.append("whole")
+        return super().load(bucket)
+
+    def load_boxes(self, index, bucket):
+        self.calls.append("boxes")
+        data = map_bucket(bucket) if bucket else None
+        for slot in bucket.slots if bucket else ():
+            flat = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
+            full = self.boxes.setdefault(slot.local, torch.full(TENSORS[slot.local].shape, torch.nan, dtype=flat.dtype))
+            full[slices(slot.local_box)] = flat.view(extent(slot.local_box))
+        return lambda: None
+
+
+def push_on_rank(make, context: SyncContext):
+    """Run two syncs with changed weights on every rank; return what is wrong, the order of calls, and statistics."""
+    import torch.distributed as dist
+
+    strategy, _ = make_on_rank(make, context, BUCKET_BYTES)
     rank = dist.get_rank()
-    sources = make_sources(grid)
-    context = SyncContext(
-        rank=rank,
-        sources=sources,
-        topology=even_nodes(grid.size, 1),
-        senders=senders,
-        model_replicas=model_replicas(grid),
-    )
-    strategy = GatherHf(context, 4000)
-    wrong, all_stats = [], []
+    need, wrong, calls, all_stats = context.needs.get(rank), [], [], []
+    full = set(context.full_tensors or TENSORS)
     for sync in range(2):
-        held = {p.local: value(p.tensor, sync)[slices(p.box)].clone() for p in sources[rank].pieces}
-        sink = Sink()
-        all_stats.append(strategy.push(held, Sinks(full_tensors=(sink,)) if rank in senders else Sinks()))
-        if rank in senders:
-            wrong += [name for name in TENSORS if not torch.equal(sink.tensors[name], value(name, sync))]
+        engine = Engine()
+        sinks = (engine,) if rank in context.senders else ()
+        held = held_tensors(context.sources[rank], value, sync)
+        all_stats.append(strategy.push(held, Sinks(full_tensors=sinks, boxes=None if need is None else engine)))
+        calls.append(engine.calls)
+        wrong += [f"{name} came whole" for name in set(engine.tensors) ^ (full if sinks else set())]
+        wrong += [name for name, tensor in engine.tensors.items() if not torch.equal(tensor, value(name, sync))]
+        if need is not None:
+            boxes = [p for p in need.pieces if p.tensor not in full and volume(p.box)]
+            wrong += [f"{name} came as boxes" for name in engine.boxes.keys() - {p.local for p in boxes}]
+            if wrong_elements(WeightLayout(need.tensors, tuple(boxes)), engine.boxes, value, sync):
+                wrong.append("boxes")
     strategy.close()
-    return gather_results((wrong, all_stats))
+    return gather_results((wrong, calls, all_stats))
 
 
 @pytest.mark.parametrize(
@@ -206,116 +241,57 @@ def test_real_ranks_are_bitwise_exact_and_match_planned_counts(sizes, senders, t
         sources=tuple(make_sources(grid)),
         engine=((make_sources(RankGrid())[0],),),
         topology=even_nodes(grid.size, 1),
-        bucket_bytes=4000,
+        bucket_bytes=BUCKET_BYTES,
     )
     planned = forecast(replace(arrange("gather_hf", case), senders=tuple(senders)), case).stats
-    for rank, (wrong, all_stats) in enumerate(run_ranks(push_on_rank, grid.size, tmp_path, grid, senders)):
+    results = run_ranks(push_on_rank, grid.size, tmp_path, GatherHf, make_context(grid, senders))
+    for rank, (wrong, _, all_stats) in enumerate(results):
         assert wrong == []
         assert all_stats == [planned[rank]] * 2
         # the largest tensor, which has a bucket of its own, takes up to 3 * 2720 bytes with its padding
         assert all_stats[0].peak_extra_bytes <= 2 * max(mmap.PAGESIZE, 8192) + 3 * 2720
 
 
-def count_waits_on_rank(grid: RankGrid, bucket_bytes: int):
-    """Return the number of buckets, and of the times that this rank waited for others in one push."""
-    import torch.distributed as dist
-
-    from megarl.reshard.strategies import gather_hf
-
-    dist.init_process_group("gloo")
-    strategy, held = make_strategy_on_rank(grid, bucket_bytes, timeout_seconds=None)
-    waits = []
-
-    def wait_for(messages, deadline):
-        waits.append(len(messages))
-        transport.wait_for(messages, deadline)
-
-    gather_hf.wait_for = wait_for
-    strategy.push(held, Sinks())
-    strategy.close()
-    return gather_results((len(strategy._plans), waits))
-
-
-def gather_results(mine):
-    """Return the results of all ranks, by rank."""
-    import torch.distributed as dist
-
-    out = [None] * dist.get_world_size()
-    dist.all_gather_object(out, mine)
-    dist.destroy_process_group()
-    return out
-
-
-def make_strategy_on_rank(grid: RankGrid, bucket_bytes: int, timeout_seconds):
-    """Return the strategy of this rank, with rank 0 as the only sender, and the tensors that the rank holds."""
-    import torch.distributed as dist
-
-    rank, sources = dist.get_rank(), make_sources(grid)
-    context = SyncContext(
-        rank=rank,
-        sources=sources,
-        topology=even_nodes(grid.size, 1),
-        senders=[0],
-        model_replicas=model_replicas(grid),
-    )
-    held = {p.local: value(p.tensor, 0)[slices(p.box)].clone() for p in sources[rank].pieces}
-    return GatherHf(context, bucket_bytes, timeout_seconds=timeout_seconds), held
-
-
-def test_all_tensors_of_a_bucket_are_gathered_together(tmp_path):
-    """A rank waits once for the all-gathers and once for the broadcasts of a bucket, however many tensors it has."""
-    for num_buckets, waits in run_ranks(count_waits_on_rank, 4, tmp_path, RankGrid(tp=2, pp=2), 10**9):
-        assert num_buckets == 1
-        assert len(waits) == 2
-        assert waits[1] == len(TENSORS)
-
-
-STALLED, TIMEOUT_SECONDS = 1, 2.0
+STALLED = 1
 
 
 def push_with_stalled_rank(grid: RankGrid):
-    """Push without rank `STALLED`; return the error of each rank and the seconds until it was raised."""
+    """Push without rank `STALLED`; return the error of each rank."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
-    strategy, held = make_strategy_on_rank(grid, 10**9, TIMEOUT_SECONDS)
+    strategy, held = make_on_rank(GatherHf, make_context(grid), 10**9, timeout_seconds=1.0)
     if dist.get_rank() == STALLED:
-        time.sleep(3 * TIMEOUT_SECONDS)
-        return gather_results((None, 0.0))
-    started = time.monotonic()
+        return gather_results(None)
     with pytest.raises(WeightSyncError) as error:
         strategy.push(held, Sinks())
-    seconds = time.monotonic() - started
     strategy.close()
-    return gather_results((str(error.value), seconds))
+    return gather_results(str(error.value))
 
 
 def test_push_ends_at_its_deadline(tmp_path):
     grid = RankGrid(tp=2, pp=2)
-    for rank, (error, seconds) in enumerate(run_ranks(push_with_stalled_rank, grid.size, tmp_path, grid)):
-        if rank != STALLED:
-            assert error is not None
-            assert error.startswith(f"rank {rank}: full tensors: "), error
-            assert seconds < HANG_SECONDS
-        if rank == 0:
-            assert "nothing from rank 1 within 2 s" in error
+    errors = run_ranks(push_with_stalled_rank, grid.size, tmp_path, grid)
+    assert errors.pop(STALLED) is None
+    for rank, error in zip((0, 2, 3), errors, strict=True):
+        assert error.startswith(f"rank {rank}: full tensors: "), error
+    assert "nothing from rank 1 within 1 s" in errors[0]
 
 
 def record_on_rank(grid: RankGrid, bucket_bytes: int):
-    """Push on every rank, rank 0 delivers; return what each rank did: groups of collectives, and waits for all so far.
+    """Push on every rank, rank 0 delivers; return the groups of collectives that each rank posted, in order.
 
-    A group of collectives is (kind of collective, name and ranks of the process group, sizes in bytes).
+    A group is (kind of collective, name and ranks of the process group, sizes in bytes). Also return the number of
+    buckets, and of messages in each wait.
     """
     import torch.distributed as dist
 
     from megarl.reshard.strategies import gather_hf
 
-    dist.init_process_group("gloo")
-    strategy, held = make_strategy_on_rank(grid, bucket_bytes, timeout_seconds=None)
-    events = []
+    strategy, held = make_on_rank(GatherHf, make_context(grid), bucket_bytes)
+    events, waits = [], []
 
     def wait_for(messages, deadline):
-        events.append("wait")
+        waits.append(len(messages))
         transport.wait_for(messages, deadline)
 
     def identify(group):
@@ -336,45 +312,25 @@ def record_on_rank(grid: RankGrid, bucket_bytes: int):
     gather_hf.wait_for, gather_hf.ByteCounter = wait_for, Recorder
     strategy.push(held, Sinks())
     strategy.close()
-    return gather_results(events)
-
-
-def run_in_nccl_order(by_rank):
-    """Replay the events of all ranks by NCCL's rules; return the ranks that never end.
-
-    Each process group is a communicator with a stream on every rank. A group of collectives is one kernel: it runs once
-    it is the first that has not ended on the streams of all members. A rank that waits posts nothing.
-    """
-    posted = [{} for _ in by_rank]  # communicator -> groups of collectives, in order
-    ended = Counter()  # groups that have ended, by communicator
-    at, is_moving = [0] * len(by_rank), True
-    while is_moving:
-        is_moving = False
-        for rank, events in enumerate(by_rank):
-            while at[rank] < len(events):
-                event = events[at[rank]]
-                if event == "wait":
-                    if any(len(stream) > ended[c] for c, stream in posted[rank].items()):
-                        break
-                else:
-                    posted[rank].setdefault(event[1], []).append(event)
-                at[rank], is_moving = at[rank] + 1, True
-        for communicator in {each for streams in posted for each in streams}:
-            streams = [posted[member].get(communicator, []) for member in communicator[1]]
-            while all(len(stream) > ended[communicator] for stream in streams):
-                calls = {stream[ended[communicator]] for stream in streams}
-                assert len(calls) == 1, "members call different collectives"
-                ended[communicator] += 1
-                is_moving = True
-    return [rank for rank, events in enumerate(by_rank) if at[rank] < len(events)]
+    return gather_results((events, len(strategy._plans), waits))
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "ep": 2, "etp": 1}], ids=str)
 def test_collectives_progress_by_the_rules_of_nccl(sizes, tmp_path):
     grid = RankGrid(**sizes)
-    by_rank = run_ranks(record_on_rank, grid.size, tmp_path, grid, 4000)
-    assert all(events for events in by_rank[:2])
-    assert run_in_nccl_order(by_rank) == []
-    # a rank that leaves the last group of collectives out stops others
-    missing = max(i for i, event in enumerate(by_rank[1]) if event != "wait")
-    assert run_in_nccl_order([by_rank[0], by_rank[1][:missing], *by_rank[2:]]) != []
+    by_rank = [events for events, _, _ in run_ranks(record_on_rank, grid.size, tmp_path, grid, 4000)]
+    assert all(by_rank[:2])
+    for name, members in {event[1] for events in by_rank for event in events}:
+        calls = [[event for event in by_rank[member] if event[1] == (name, members)] for member in members]
+        assert calls == [calls[0]] * len(members)  # the same on all of them
+    posted = [[PostedGroup(all_gathers=1, communicator=members) for _, (_, members), _ in each] for each in by_rank]
+    assert find_stalls(posted) == []
+    assert find_stalls([posted[0], posted[1][:-1], *posted[2:]]) != []
+
+
+def test_all_tensors_of_a_bucket_are_gathered_together(tmp_path):
+    """A rank waits once for the all-gathers and once for the broadcasts of a bucket, however many tensors it has."""
+    for _, num_buckets, waits in run_ranks(record_on_rank, 4, tmp_path, RankGrid(tp=2, pp=2), 10**9):
+        assert num_buckets == 1
+        assert len(waits) == 2
+        assert waits[1] == len(TENSORS)

@@ -1,7 +1,5 @@
 """Copies boxes of a bucket that another process owns, and prints the checksum of each copy."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,10 +1,9 @@
-from __future__ import annotations
-
 import functools
 import inspect
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from megarl.reshard.transfer.bucket import (
     BoxBucket,
     DeviceBuffer,
     SharedBuffer,
-    dtype_name,
+    WeightBucket,
     identify_memory,
     lay_out,
     make_buffer,
@@ -26,6 +25,7 @@ from megarl.reshard.transfer.bucket import (
     open_bucket,
     torch_dtype,
 )
+from tests.reshard.rank_process import call_in_process
 
 SHAPES = [
     ("a", torch.float32, (3, 5)),
@@ -35,7 +35,7 @@ SHAPES = [
 ]
 
 
-def test_slots_are_aligned_and_do_not_overlap() -> None:
+def test_slots_are_aligned_and_do_not_overlap():
     slots, num_bytes = lay_out(SHAPES)
     end = 0
     for slot, (name, dtype, shape) in zip(slots, SHAPES, strict=True):
@@ -48,45 +48,36 @@ def test_slots_are_aligned_and_do_not_overlap() -> None:
     assert lay_out([]) == ((), 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32])
-def test_dtype_names_round_trip(dtype: torch.dtype) -> None:
-    assert torch_dtype(dtype_name(dtype)) is dtype
-
-
-def test_open_bucket_views_shared_memory_without_copies() -> None:
+@pytest.mark.usefixtures("fake_cuda")
+@pytest.mark.parametrize("make", [SharedBuffer, partial(DeviceBuffer, device=torch.device("cpu"))], ids=["host", "gpu"])
+def test_open_bucket_views_memory_without_copies(make):
     slots, num_bytes = lay_out(SHAPES)
-    buffer = SharedBuffer(num_bytes)
-    try:
-        tensors = open_bucket(buffer.describe(slots))
-        assert list(tensors) == [name for name, _, _ in SHAPES]
-        for seed, slot in enumerate(slots):
-            torch.manual_seed(seed)
-            value = (100 * torch.randn(slot.shape)).to(torch_dtype(slot.dtype))
-            buffer.view(slot).copy_(value)
-            assert torch.equal(tensors[slot.name], value)
-    finally:
-        buffer.close()
+    buffer = make(num_bytes)
+    tensors = open_bucket(buffer.describe(slots))
+    assert list(tensors) == [name for name, _, _ in SHAPES]
+    for seed, slot in enumerate(slots):
+        torch.manual_seed(seed)
+        value = (100 * torch.randn(slot.shape)).to(torch_dtype(slot.dtype))
+        buffer.view(slot).copy_(value)
+        assert torch.equal(tensors[slot.name], value)
+    buffer.close()
 
 
-READER = """
-import sys
-from megarl.reshard.transfer.bucket import WeightBucket, TensorSlot, open_bucket
-path, size = sys.argv[1], int(sys.argv[2])
-bucket = WeightBucket(path, size, (TensorSlot("a", "float32", (4,), 64),))
-print(open_bucket(bucket)["a"].tolist())
-"""
+def read(bucket: WeightBucket) -> list[float]:
+    return open_bucket(bucket)["a"].tolist()
 
 
-def test_another_process_reads_a_bucket_until_it_is_closed() -> None:
+def test_another_process_reads_a_bucket_until_it_is_closed():
     buffer = SharedBuffer(4096)
     slots, _ = lay_out([("first", torch.float32, (1,)), ("a", torch.float32, (4,))])
     buffer.view(slots[1]).copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    command = [sys.executable, "-c", READER, buffer.path, str(buffer.num_bytes)]
-    assert subprocess.check_output(command, text=True) == "[1.0, 2.0, 3.0, 4.0]\n"
+    bucket = buffer.describe(slots)
+    assert call_in_process(read, bucket) == [1.0, 2.0, 3.0, 4.0]
     buffer.close()
     buffer.close()
     assert not os.path.exists(buffer.path)
-    assert subprocess.run(command, capture_output=True).returncode != 0
+    with pytest.raises(RuntimeError, match="No such file"):
+        open_bucket(bucket)
 
 
 DEVICE_READER = """
@@ -98,7 +89,7 @@ print(data.device.type, data[:4].tolist())
 
 
 @pytest.mark.gpu
-def test_device_memory_is_read_without_a_copy() -> None:
+def test_device_memory_is_read_without_a_copy():
     buffer = make_buffer(10, torch.device("cuda"))
     assert isinstance(buffer, DeviceBuffer)
     bucket = BoxBucket(buffer.path, buffer.num_bytes, ())
@@ -111,7 +102,7 @@ def test_device_memory_is_read_without_a_copy() -> None:
 
 
 @pytest.mark.gpu
-def test_closing_device_memory_frees_it_also_where_a_view_is_left() -> None:
+def test_closing_device_memory_frees_it_also_where_a_view_is_left():
     before = torch.cuda.memory_allocated()
     buffer = DeviceBuffer(2**22, torch.device("cuda"))
     view = buffer.bytes[:8]
@@ -125,7 +116,7 @@ UUIDS = ["GPU-a", "GPU-b"]
 
 
 @pytest.fixture
-def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def fake_cuda(monkeypatch) -> list[str]:
     """Fake torch's IPC handles without a device; return the list of calls that release memory."""
     made: dict[bytes, torch.Tensor] = {}
     calls: list[str] = []
@@ -155,7 +146,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_device_memory_is_identified_by_its_handle(fake_cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_memory_is_identified_by_its_handle(fake_cuda, monkeypatch):
     """The reader sees the owner's GPU under another number."""
     buffer = DeviceBuffer(10, torch.device("cpu"))
     bucket = BoxBucket(buffer.path, buffer.num_bytes, ())
@@ -171,16 +162,7 @@ def test_device_memory_is_identified_by_its_handle(fake_cuda: list[str], monkeyp
         map_bucket(bucket)
 
 
-def test_full_tensors_are_opened_in_device_memory(fake_cuda: list[str]) -> None:
-    slots, num_bytes = lay_out(SHAPES)
-    buffer = DeviceBuffer(num_bytes, torch.device("cpu"))
-    opened = open_bucket(buffer.describe(slots))
-    for slot in slots:
-        buffer.view(slot).fill_(3)
-        assert (opened[slot.name] == 3).all()
-
-
-def test_closing_device_memory_frees_the_storage_and_collects_what_others_have_released(fake_cuda: list[str]) -> None:
+def test_closing_device_memory_frees_the_storage_and_collects_what_others_have_released(fake_cuda):
     buffer = DeviceBuffer(10, torch.device("cpu"))
     assert fake_cuda == ["ipc_collect"]  # of the buffers of the last push
     view = buffer.bytes[:4]

@@ -1,20 +1,16 @@
 """Delta syncs over random layouts, between threads: what arrives, and what travels."""
 
-from __future__ import annotations
-
 import mmap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import TensorSpec, slices
+from megarl.reshard.layout.layout import TensorSpec
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning import delta as delta_planning
 from megarl.reshard.planning import rounds as round_planning
@@ -22,12 +18,12 @@ from megarl.reshard.planning.plan_cache import cached_plan
 from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.delta_sync import DeltaSync
 from megarl.reshard.transfer.sink import Parameters
-from tests.reshard.rank_process import empty_parameters
+from tests.reshard.rank_process import empty_parameters, held_tensors, wrong_elements
 from tests.reshard.transfer.test_random_layouts import (
     BUCKET_BYTES,
     COLUMNS,
-    TIMEOUT,
     TRANSPORTS,
+    connect,
     layouts,
     split_rows,
     value,
@@ -57,7 +53,7 @@ class Cluster:
     nodes: tuple
 
     def __post_init__(self):
-        store, self.world = dist.HashStore(), len(self.sources)
+        self.world = len(self.sources)
         self.weights = {name: value(name).clone() for name in self.sources[0].tensors}
         self.targets = [empty_parameters(self.needs[rank]) for rank in range(self.world)]
         self.plans = [
@@ -66,12 +62,7 @@ class Cluster:
         ]
         self.deltas = [DeltaSync(rank, plan.rounds) for rank, plan in enumerate(self.plans)]
         self.pool = ThreadPoolExecutor(self.world)
-
-        def connect(rank):
-            group = dist.ProcessGroupGloo(store, rank, self.world, timedelta(seconds=60))
-            return TRANSPORTS[self.transport](group, TIMEOUT)
-
-        self.connections = list(self.pool.map(connect, range(self.world)))
+        self.connections = connect(self.transport, self.world)
 
     def __enter__(self):
         return self
@@ -85,8 +76,7 @@ class Cluster:
         """Run a sync; return by rank its statistics, or its error."""
 
         def run(rank):
-            held = {p.local: self.weights[p.tensor][slices(p.box)].clone() for p in self.sources[rank].pieces}
-            sink = Parameters(self.targets[rank])
+            held, sink = held_tensors(self.sources[rank], self.value, 0), Parameters(self.targets[rank])
             try:
                 return self.deltas[rank].run(held, sink, update, self.connections[rank])
             except WeightSyncError as error:
@@ -95,11 +85,10 @@ class Cluster:
         return list(self.pool.map(run, range(self.world)))
 
     def wrong_elements(self):
-        return sum(
-            int((self.targets[rank][p.local][slices(p.local_box)] != self.weights[p.tensor][slices(p.box)]).sum())
-            for rank in range(self.world)
-            for p in self.needs[rank].pieces
-        )
+        return sum(wrong_elements(need, self.targets[rank], self.value, 0) for rank, need in self.needs.items())
+
+    def value(self, tensor, _):
+        return self.weights[tensor]
 
     def messages(self):
         """Yield (source, destination, hop), tensor and rows of every box of the plan, without the selection's code."""
@@ -151,7 +140,7 @@ def change(weights, rows_of):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12)
 @given(drawn=layouts(), data=st.data())
 def test_changed_pieces_travel_and_nothing_else(transport, drawn, data):
     """After a whole sync, two sparse ones: engines hold all weights, and counted bytes are those of changed pieces."""

@@ -1,7 +1,5 @@
 """The exchange of layouts between trainer ranks: what every rank knows afterwards, how many bytes that takes."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Sequence
 
@@ -42,7 +40,7 @@ def exchange(layouts: Sequence[WeightLayout]) -> list[list[WeightLayout]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_rank_knows_the_boxes_of_all_ranks_and_its_own_names(name: str) -> None:
+def test_every_rank_knows_the_boxes_of_all_ranks_and_its_own_names(name):
     held = trainer_layouts(tiny(name), GRID, "float32")
     for rank, found in enumerate(exchange(held)):
         assert found[rank] == held[rank]
@@ -54,7 +52,7 @@ def test_every_rank_knows_the_boxes_of_all_ranks_and_its_own_names(name: str) ->
             ]
 
 
-def test_plans_from_exchanged_layouts_are_those_from_full_layouts() -> None:
+def test_plans_from_exchanged_layouts_are_those_from_full_layouts():
     case = scenario(2, 2, 2, 1, 4, nodes=2)
     needs = arrange("exact", case).needs
     for rank, found in enumerate(exchange(case.sources)):
@@ -64,14 +62,14 @@ def test_plans_from_exchanged_layouts_are_those_from_full_layouts() -> None:
         assert cached_plan(found, needs, case.topology, rank, 1 << 16) == expected
 
 
-def test_ranks_that_hold_different_models_are_named_on_every_rank() -> None:
+def test_ranks_that_hold_different_models_are_named_on_every_rank():
     held = trainer_layouts(tiny("qwen3_moe"), RankGrid(dp=3), "float32")
     other = trainer_layouts(tiny("qwen3_moe"), RankGrid(), "bfloat16")[0]
     with pytest.raises(WeightSyncError, match="of all tensors on rank 2 are not those on rank 0"):
         exchange([held[0], held[1], other])
 
 
-def test_layouts_of_a_large_model_take_little_to_send() -> None:
+def test_layouts_of_a_large_model_take_little_to_send():
     model = load_architecture(DEEPSEEK_V3, origin="test")
     grid = RankGrid(pp=16, tp=8, dp=16, ep=64, etp=1)
     held = trainer_layouts(model, grid, "bfloat16", PipelineSplit(last=1))

@@ -1,19 +1,21 @@
 """Groups of otherwise unrelated processes, which exchange tensors over gloo or NCCL."""
 
-from __future__ import annotations
-
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from megarl.errors import WeightSyncError
+from megarl.reshard.transfer import process_groups
 from megarl.reshard.transfer.process_groups import NCCL_ORDER, TransferGroup, connect_group
 from megarl.reshard.transfer.sync_store import open_store
 from megarl.reshard.transfer.transport import Deadline, wait_for
 from tests.megatron.ranks import run_ranks
+from tests.reshard.rank_process import wait_until
 from tests.time_limits import HANG_SECONDS
 
 
@@ -39,43 +41,33 @@ def test_unrelated_processes_exchange_tensors(backend, tmp_path):
     assert run_ranks(exchange, 2, tmp_path, store.port, backend, device=device) == [[10.0] * 3, [11.0] * 3]
 
 
-def connect_in_threads(size, delays, timeout_seconds, backend="gloo"):
-    """Connect some ranks of a group of `size`, each after its delay; return seconds or the error by rank."""
-    store, started = open_store("127.0.0.1"), time.monotonic()
-
-    def connect(rank):
-        time.sleep(delays[rank])
-        transfer_group = TransferGroup("127.0.0.1", store.port, "threads", size, timeout_seconds, backend)
-        try:
-            transport = connect_group(transfer_group, rank, "plan")
-        except WeightSyncError as error:
-            return str(error)
-        return time.monotonic() - started, transport
-
-    with ThreadPoolExecutor(len(delays)) as pool:
-        outcomes = list(pool.map(connect, range(len(delays))))
-    for outcome in outcomes:
-        if isinstance(outcome, tuple):
-            outcome[1].close()
-    return [outcome if isinstance(outcome, str) else outcome[0] for outcome in outcomes]
-
-
 @pytest.mark.parametrize("backend", ["gloo", NCCL_ORDER])
 def test_no_rank_is_connected_before_all_are(backend):
-    assert all(seconds >= 0.5 for seconds in connect_in_threads(3, [0.0, 0.5, 0.0], HANG_SECONDS, backend))
+    store = open_store("127.0.0.1")
+    group = TransferGroup("127.0.0.1", store.port, "threads", 3, HANG_SECONDS, backend)
+    with ThreadPoolExecutor(3) as pool:
+        connecting = [pool.submit(connect_group, group, rank, "plan") for rank in (0, 2)]
+        wait_until(partial(PrefixStore(group.name, store).check, ["rank 0", "rank 2"]))
+        assert not any(future.done() for future in connecting)
+        connecting.append(pool.submit(connect_group, group, 1, "plan"))
+    for future in connecting:
+        future.result().close()
 
 
 @pytest.mark.parametrize("backend", ["gloo", NCCL_ORDER])
-def test_error_names_the_ranks_that_did_not_connect(backend):
-    outcomes = connect_in_threads(4, [0.0, 0.0], 0.5, backend)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.startswith(f"rank {rank} of 4 could not connect to the other ranks at 127.0.0.1:")
-        assert outcome.endswith("within 0.5 s: nothing from ranks 2, 3")
+def test_error_names_the_ranks_that_did_not_connect(backend, monkeypatch):
+    store = open_store("127.0.0.1")
+    # only the wait for the other ranks ends at the timeout
+    monkeypatch.setattr(process_groups, "TCPStore", lambda host, port, timeout: dist.TCPStore(host, port))
+    for rank, missing in enumerate(["1, 2, 3", "2, 3"]):
+        with pytest.raises(WeightSyncError) as error:
+            connect_group(TransferGroup("127.0.0.1", store.port, "alone", 4, 0.2, backend), rank, "plan")
+        said = str(error.value)
+        assert said.startswith(f"rank {rank} of 4 could not connect to the other ranks at 127.0.0.1:")
+        assert said.endswith(f"within 0.2 s: nothing from ranks {missing}")
 
 
 def test_environment_is_restored_after_the_creation_of_a_group(monkeypatch):
-    from megarl.reshard.transfer import process_groups
-
     for before in ("3", None):
         monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
         if before is None:

@@ -6,34 +6,30 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import cached_plan
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.nccl_order import NcclOrderTransport
 from megarl.reshard.transfer.sink import Parameters
 from megarl.reshard.transfer.transport import Transport
-from tests.reshard.rank_process import empty_parameters
-from tests.time_limits import HANG_SECONDS
+from tests.reshard.rank_process import NEVER, empty_parameters, held_tensors, wrong_elements
 
 COLUMNS = 8
 BUCKET_BYTES = 12_288
-TIMEOUT = HANG_SECONDS
-"""Seconds after which a sync counts as stuck; it takes a fraction of one."""
-
 TRANSPORTS = {
-    "gloo": lambda group, seconds: Transport(group, timeout_seconds=seconds, is_exclusive=True, coalesces=False),
-    "nccl order": lambda group, seconds: NcclOrderTransport(group, timeout_seconds=seconds, is_connected=True),
+    "gloo": lambda group: Transport(group, timeout_seconds=NEVER, is_exclusive=True, coalesces=False),
+    "nccl order": lambda group: NcclOrderTransport(group, timeout_seconds=NEVER, is_connected=True),
 }
 
 
-def value(name):
+def value(name, sync=0):
     rows = int(name.split(".")[1])
-    return torch.rand(rows, COLUMNS, generator=torch.Generator().manual_seed(len(name) * rows))
+    return torch.rand(rows, COLUMNS, generator=torch.Generator().manual_seed(len(name) * rows + sync))
 
 
 def split_rows(specs, owners, world, prefix):
@@ -66,33 +62,37 @@ def layouts(draw):
     return split_rows(specs, held, world, "train"), dict(enumerate(needs)), nodes
 
 
-def run_sync(transport, sources, needs, nodes, seconds=TIMEOUT):
+def connect(transport, size):
+    """Return a transport for each rank, between threads of this process."""
+    store, never = dist.HashStore(), timedelta(seconds=NEVER)
+    with ThreadPoolExecutor(size) as pool:
+        groups = pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, size, never), range(size))
+        return [TRANSPORTS[transport](group) for group in groups]
+
+
+def run_sync(transport, sources, needs, nodes):
     """Run one sync on threads; return by rank the error or the number of wrong elements."""
-    store, world = dist.HashStore(), len(sources)
+    connections = connect(transport, len(sources))
 
     def run(rank):
-        group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=60))
-        connection = TRANSPORTS[transport](group, seconds)
         plan = cached_plan(sources, needs, Topology(nodes), rank, BUCKET_BYTES)
-        held = {p.local: value(p.tensor)[slices(p.box)].clone() for p in sources[rank].pieces}
-        target = empty_parameters(needs[rank])
+        held, target = held_tensors(sources[rank], value, 0), empty_parameters(needs[rank])
+        executor = BoxExecutor(rank, plan.rounds, plan.buffer_sizes, transport=connections[rank])
         try:
-            BoxExecutor(rank, plan.rounds, plan.buffer_sizes, transport=connection).run(held, Parameters(target))
+            executor.run(held, Parameters(target))
         except WeightSyncError as error:
             return str(error)
-        wrong = [(target[p.local][slices(p.local_box)] != value(p.tensor)[slices(p.box)]) for p in needs[rank].pieces]
-        return connection, sum(int(part.sum()) for part in wrong)
+        return wrong_elements(needs[rank], target, value, 0)
 
-    with ThreadPoolExecutor(world) as pool:
-        outcomes = list(pool.map(run, range(world)))
-    for outcome in outcomes:
-        if not isinstance(outcome, str):
-            outcome[0].close()
-    return [outcome if isinstance(outcome, str) else outcome[1] for outcome in outcomes]
+    with ThreadPoolExecutor(len(sources)) as pool:
+        outcomes = list(pool.map(run, range(len(sources))))
+    for connection in connections:
+        connection.close()
+    return outcomes
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 @given(layouts())
 def test_random_layouts_arrive(transport, drawn):
     sources, needs, nodes = drawn
@@ -106,21 +106,20 @@ def test_one_tensor_that_every_rank_needs_from_every_rank(transport):
     specs = {"t0.4096": TensorSpec((4096, COLUMNS), "float32"), "t1.32": TensorSpec((32, COLUMNS), "float32")}
     sources = split_rows(specs, {name: [list(range(world))] for name in specs}, world, "train")
     needs = split_rows(specs, {name: [[rank] for rank in range(world)] for name in specs}, world, "gen")
-    outcomes = run_sync(transport, sources, dict(enumerate(needs)), (0,) * world)
-    assert outcomes == [0] * world
+    assert run_sync(transport, sources, dict(enumerate(needs)), (0,) * world) == [0] * world
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_boxes_pass_several_nodes(transport):
     """One rank holds what six ranks on nodes of their own need: they forward it to each other, in three hops."""
-    world = 7
-    specs = {f"t{i}.{rows}": TensorSpec((rows, COLUMNS), "float32") for i, rows in enumerate([2000, 700, 3, 40, 900])}
+    world, nodes, sizes = 7, tuple(range(7)), [2000, 700, 3, 40, 900]
+    specs = {f"t{i}.{rows}": TensorSpec((rows, COLUMNS), "float32") for i, rows in enumerate(sizes)}
     sources = split_rows(specs, {name: [[0]] for name in specs}, world, "train")
-    needs = split_rows(specs, {name: [[rank] for rank in range(1, world)] for name in specs}, world, "gen")
-    plans = [
-        cached_plan(sources, dict(enumerate(needs)), Topology(tuple(range(world))), r, BUCKET_BYTES) for r in range(7)
-    ]
+    needs = dict(
+        enumerate(split_rows(specs, {name: [[rank] for rank in range(1, world)] for name in specs}, world, "gen"))
+    )
+    plans = [cached_plan(sources, needs, Topology(nodes), rank, BUCKET_BYTES) for rank in range(world)]
     assert {len(plan.rounds[0].hops) for plan in plans} == {3}
-    sent = [sum(hop.bytes_sent for this in plan.rounds for hop in this.hops) for plan in plans]
-    assert sent[0] == sum(rows * COLUMNS * 4 for rows in (2000, 700, 3, 40, 900))  # once, instead of six times
-    assert run_sync(transport, sources, dict(enumerate(needs)), tuple(range(world))) == [0] * world
+    sent = sum(hop.bytes_sent for this in plans[0].rounds for hop in this.hops)
+    assert sent == sum(sizes) * COLUMNS * 4  # once, instead of six times
+    assert run_sync(transport, sources, needs, nodes) == [0] * world

@@ -1,7 +1,5 @@
 """Digests of samples by several trainer ranks, against the full tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -29,7 +27,7 @@ def rank_digests(first: int, last: int, full: dict[str, torch.Tensor] = FULL) ->
     return digest_samples(WeightLayout(TENSORS, pieces), local, SAMPLES)
 
 
-def test_samples_are_put_together_from_the_parts_of_all_ranks() -> None:
+def test_samples_are_put_together_from_the_parts_of_all_ranks():
     expected = merge_digests(SAMPLES, [rank_digests(0, 4), rank_digests(4, 8), rank_digests(0, 4)])
     assert [(box.tp_rank, box.tensor, box.box) for box in expected] == [
         (1, "w", ((2, 4), (0, 3))),
@@ -41,7 +39,7 @@ def test_samples_are_put_together_from_the_parts_of_all_ranks() -> None:
         assert box.digest == digest(FULL[box.tensor][slices(box.box)].to(dtypes[box.tensor]))
 
 
-def test_trainer_ranks_that_differ_are_named() -> None:
+def test_trainer_ranks_that_differ_are_named():
     """Data-parallel replicas that have diverged."""
     other = {"w": FULL["w"].clone(), "v": FULL["v"]}
     other["w"][3, 1] += 1e-6
@@ -49,6 +47,6 @@ def test_trainer_ranks_that_differ_are_named() -> None:
         merge_digests(SAMPLES, [rank_digests(0, 4), rank_digests(4, 8), rank_digests(0, 4, other)])
 
 
-def test_a_sample_that_no_rank_holds_is_an_error() -> None:
+def test_a_sample_that_no_rank_holds_is_an_error():
     with pytest.raises(WeightSyncError, match=r"no trainer rank holds w at \[\(2, 7\), \(0, 3\)\]"):
         merge_digests(SAMPLES, [rank_digests(0, 1)])

@@ -17,6 +17,7 @@ from megarl.sandbox import tiers
 from megarl.sandbox.local_sandbox import LocalSandbox
 from tests.reward.conftest import decode, make_trajectory
 from tests.sandbox.corpus.forgeries import FORGERIES
+from tests.sandbox.local_tiers import PATIENT, patience
 
 MBPP_ROW = {
     "text": "Write a function to find the longest common prefix of a list of strings.",
@@ -42,8 +43,16 @@ def prompt(tmp_path) -> Prompt:
     return Prompt(prompt_id="mbpp.jsonl:1", text="Q?", token_ids=(81,), row=row.fields)
 
 
-def make_scorer(**fields) -> RewardScorer:
-    return RewardScorer(RewardsConfig.model_validate({"terms": {"tests": {"type": "code", **fields}}}), decode)
+@pytest.fixture(scope="module", autouse=True)
+def _patience():
+    with patience():
+        yield
+
+
+def make_scorer(*, sandbox=None, **fields) -> RewardScorer:
+    sandbox = {**PATIENT, "allow_unsafe": True} | (sandbox or {})
+    term = {"type": "code", "sandbox": sandbox, **fields}
+    return RewardScorer(RewardsConfig.model_validate({"terms": {"tests": term}}), decode)
 
 
 def score(scorer: RewardScorer, prompt: Prompt, *completions: str):
@@ -53,21 +62,19 @@ def score(scorer: RewardScorer, prompt: Prompt, *completions: str):
 
 
 def test_runs_the_tests_of_a_row(prompt):
-    texts = (RIGHT, HALF, MBPP_ROW["code"], "no program", "```python\nwhile True: pass\n```")
-    found = score(make_scorer(sandbox={"wall_seconds": 1.0}), prompt, *texts)
-    assert [t.reward for t in found] == [1.0, 0.0, 1.0, 0.0, 0.0]
-    assert [round(t.rewards["tests/passed"], 3) for t in found] == [1.0, 0.333, 1.0, 0.0, 0.0]
+    found = score(make_scorer(), prompt, RIGHT, HALF, MBPP_ROW["code"], "no program")
+    assert [t.reward for t in found] == [1.0, 0.0, 1.0, 0.0]
+    assert [round(t.rewards["tests/passed"], 3) for t in found] == [1.0, 0.333, 1.0, 0.0]
     assert [t.reward for t in score(make_scorer(score="share"), prompt, RIGHT, HALF)] == [1.0, 1 / 3]
     assert [t.reward for t in score(make_scorer(require_block=True), prompt, MBPP_ROW["code"])] == [0.0]
+    endless = score(make_scorer(sandbox={"wall_seconds": 0.1}), prompt, "```python\nwhile True: pass\n```")
+    assert [t.reward for t in endless] == [0.0]
 
 
 def test_forged_results_score_0(prompt):
-    texts = [
-        source.replace("answer(x)", "common_prefix(words)").replace("(x)", "(words)") for source in FORGERIES.values()
-    ]
-    two = Prompt(
-        prompt_id=prompt.prompt_id, text="", token_ids=(), row={**prompt.row, "test_list": MBPP_ROW["test_list"][:2]}
-    )
+    texts = [text.replace("answer(x)", "common_prefix(words)").replace("(x)", "(words)") for text in FORGERIES.values()]
+    row = {**prompt.row, "test_list": MBPP_ROW["test_list"][:2]}
+    two = Prompt(prompt_id=prompt.prompt_id, text="", token_ids=(), row=row)
     assert [t.reward for t in score(make_scorer(), two, *texts)] == [0.0] * len(texts)
 
 
@@ -83,30 +90,29 @@ BAD_PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("source", BAD_PROGRAMS, ids=BAD_PROGRAMS.values())
-def test_bad_programs_score_0_and_are_no_failures(prompt, source):
-    (found,) = score(make_scorer(), prompt, f"```python\n{source}\n```")
-    assert (found.reward, found.reward_errors) == (0.0, {})
+def test_bad_programs_score_0_and_are_no_failures(prompt):
+    found = score(make_scorer(), prompt, *(f"```python\n{source}\n```" for source in BAD_PROGRAMS))
+    for name, trajectory in zip(BAD_PROGRAMS.values(), found, strict=True):
+        assert (trajectory.reward, trajectory.reward_errors) == (0.0, {}), name
 
 
-def test_programs_that_close_their_streams_are_scored_by_their_output():
-    row = {"tests": [{"input": "3 4\n", "output": "7"}]}
-    prompt = Prompt(prompt_id="p:1", text="", token_ids=(), row=row)
-    right = "import sys\nprint(sum(map(int, input().split())))\nsys.stdin.close()\nsys.stdout.close()"
+def test_programs_are_scored_by_what_they_print():
+    row = {"tests": [{"input": "3 4\n", "output": "7\n"}, {"input": "1 1", "output": "2"}]}
+    both, first = (
+        Prompt(prompt_id="p:1", text="", token_ids=(), row={"tests": row["tests"][:count]}) for count in (2, 1)
+    )
+    adds = "import sys\nprint(sum(map(int, input().split())))\n"
+    found = score(make_scorer(tests_field="tests"), both, adds, "print(7)")
+    assert [t.reward for t in found] == [1.0, 0.0]
+    closes = f"{adds}sys.stdin.close()\nsys.stdout.close()"
     texts = [
-        right,
+        closes,
         "import os\nos.write(1, b'7\\xff')",
         "import os\nos.write(1, b'7\\0')",
         "print(7, end='\\r\\n \\n')",
     ]
-    assert [t.reward for t in score(make_scorer(tests_field="tests"), prompt, *texts)] == [1.0, 0.0, 0.0, 1.0]
-
-
-def test_programs_that_read_and_print():
-    row = {"tests": [{"input": "3 4\n", "output": "7\n"}, {"input": "1 1", "output": "2"}]}
-    prompt = Prompt(prompt_id="p:1", text="", token_ids=(), row=row)
-    found = score(make_scorer(tests_field="tests"), prompt, "print(sum(map(int, input().split())))", "print(7)")
-    assert [t.reward for t in found] == [1.0, 0.0]
+    found = score(make_scorer(tests_field="tests"), first, *texts)
+    assert [t.reward for t in found] == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_a_lost_sandbox_is_a_failure_and_no_reward(prompt, monkeypatch):
@@ -130,7 +136,7 @@ def test_refuses_rows_and_machines(prompt, monkeypatch):
         score(make_scorer(), Prompt(prompt_id="mbpp.jsonl:1", text="", token_ids=(), row=row), RIGHT)
     monkeypatch.setattr(tiers, "find_tier_problem", {"bubblewrap": "none", "launcher": "none", "runsc": "none"}.get)
     with pytest.raises(ConfigError, match=r"reward.terms.tests.sandbox needs a sandbox that works on this machine"):
-        make_scorer()
+        make_scorer(sandbox={"allow_unsafe": False})
 
 
 def test_finds_the_last_block():

@@ -1,14 +1,13 @@
-"""The term `judge` against a local server with the answers of an OpenAI-compatible chat endpoint."""
+"""The term `judge` with a service that answers as an OpenAI-compatible chat endpoint does."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from aiohttp import web
+from httpx import Response
 from openai.types.chat import ChatCompletion
 
 from megarl.batch.trajectory import Prompt, Trajectory
@@ -16,38 +15,21 @@ from megarl.config.reward import RewardsConfig
 from megarl.errors import ConfigError, RewardError
 from megarl.reward.reward_scorer import RewardScorer
 from tests.reward.conftest import decode, make_trajectory
-from tests.reward.services.local_service import Faults, LocalService
+from tests.reward.services.local_service import URL, Faults, LocalService
 
 RUBRIC = "Question: {prompt}\nReference: {answer}\nAnswer: {completion}\nEnd with 'Score: N', N from 1 to 5."
 FIELDS = {
-    "type": "judge",
-    "model": "judge-7b",
-    "rubric": RUBRIC,
-    "min_score": 1,
-    "max_score": 5,
-    "backoff_seconds": 0.01,
-    "timeout_seconds": 0.25,
-    "breaker": {"failures": 5, "cooldown_seconds": 0.05},
-}
+    "type": "judge", "model": "judge-7b", "rubric": RUBRIC, "min_score": 1, "max_score": 5, "backoff_seconds": 0.01,
+    "timeout_seconds": 0.25, "breaker": {"failures": 5, "cooldown_seconds": 0.05},
+}  # fmt: skip
 PROMPT = Prompt(prompt_id="a.jsonl:1", text="What is 3 + 4?", token_ids=(1,), row={}, answer="7")
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 def reply(text: str | None) -> dict[str, Any]:
     """Return a chat completion, checked by OpenAI's own types."""
     message = {"role": "assistant", "content": text}
-    tree = {
-        "id": "chatcmpl-1",
-        "object": "chat.completion",
-        "created": 1,
-        "model": "judge-7b",
-        "choices": [{"index": 0, "finish_reason": "stop", "logprobs": None, "message": message}],
-        "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-    }
+    choices = [{"index": 0, "finish_reason": "stop", "logprobs": None, "message": message}]
+    tree = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "judge-7b", "choices": choices}
     return ChatCompletion.model_validate(tree).model_dump()
 
 
@@ -59,16 +41,15 @@ def grade(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def score(service: LocalService, texts: Sequence[str], prompt: Prompt = PROMPT, **fields: Any) -> list[Trajectory]:
-    async def main() -> list[Trajectory]:
-        async with service.serve() as address:
-            config = RewardsConfig.model_validate({"terms": {"style": {**FIELDS, "url": f"{address}/v1/", **fields}}})
-            scorer = RewardScorer(config, decode)
-            try:
-                return (await scorer.score([make_trajectory(text) for text in texts], prompt)).trajectories
-            finally:
-                await scorer.close()
+    async def work() -> list[Trajectory]:
+        config = RewardsConfig.model_validate({"terms": {"style": {**FIELDS, "url": f"{URL}/v1/", **fields}}})
+        scorer = RewardScorer(config, decode)
+        try:
+            return (await scorer.score([make_trajectory(text) for text in texts], prompt)).trajectories
+        finally:
+            await scorer.close()
 
-    return asyncio.run(main())
+    return service.run(work)
 
 
 def test_scores_are_scaled_to_0_to_1() -> None:
@@ -86,15 +67,9 @@ def test_the_request_is_that_of_a_chat_endpoint(monkeypatch: pytest.MonkeyPatch)
     text = "I say {answer} and {prompt} 3"
     score(service, [text], api_key_env="JUDGE_KEY", system="Be strict.", extra_body={"seed": 1}, max_tokens=9)
     rubric = RUBRIC.replace("{prompt}", PROMPT.text).replace("{answer}", "7").replace("{completion}", text)
-    assert service.requests == [
-        {
-            "model": "judge-7b",
-            "messages": [{"role": "system", "content": "Be strict."}, {"role": "user", "content": rubric}],
-            "temperature": 0.0,
-            "max_tokens": 9,
-            "seed": 1,
-        }
-    ]
+    messages = [{"role": "system", "content": "Be strict."}, {"role": "user", "content": rubric}]
+    options = {"temperature": 0.0, "max_tokens": 9, "seed": 1}
+    assert service.requests == [{"model": "judge-7b", "messages": messages, **options}]
     assert service.headers[0]["Authorization"] == "Bearer secret"
 
 
@@ -113,13 +88,13 @@ def test_faults_of_the_endpoint_change_no_score() -> None:
         (lambda _: reply("Score: 6"), "the judge's score needs to be between 1 and 5, got 6"),
         (lambda _: reply(None), "the judge's reply needs to be text, got None"),
         (lambda _: {"choices": []}, "the answer needs choices[0].message.content, got {'choices': []}"),
-        (lambda _: web.Response(status=404, text="no model"), "refused the request with status 404: 'no model'"),
+        (lambda _: Response(404, text="no model"), "refused the request with status 404: 'no model'"),
     ],
 )
 def test_a_reply_without_a_score_is_a_failure(answer: Callable[[Any], Any], message: str) -> None:
     service = LocalService(answer)
     (scored,) = score(service, ["it is 3"])
-    assert scored.reward_errors["style"].startswith(f"reward.terms.style (judge, {service.url}/v1/): ")
+    assert scored.reward_errors["style"].startswith(f"reward.terms.style (judge, {URL}/v1/): ")
     assert message in scored.reward_errors["style"]
     assert (scored.rewards, len(service.requests)) == ({}, 2)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from megarl.batch.trajectory import Prompt
 from megarl.data.tiny_checkpoint import EOS, train_tokenizer
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.engine import Generation, GenerationRequest, Sampling
-from tests.rollout.whole_batches import WholeBatches
+from tests.rollout.whole_batches import WholeBatches, make_generation
 
 PROMPT = (40, 41, 42)
 
@@ -39,18 +38,9 @@ class CountingEngine(WholeBatches):
         length = self.lengths.pop(0)
         count = np.arange(self.num_sampled, self.num_sampled + min(length, request.sampling.max_new_tokens))
         self.num_sampled += len(count)
-        return Generation(
-            token_ids=(100 + count).astype(np.int32),
-            logprobs=(-1.0 - count).astype(np.float32),
-            policy_versions=np.full(len(count), 3, np.int32),
-            finish_reason="stop" if length <= request.sampling.max_new_tokens else "length",
+        return make_generation(
+            100 + count, -1.0 - count, 3, "stop" if length <= request.sampling.max_new_tokens else "length"
         )
-
-    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        return [await self.generate(request) for request in requests]
-
-    async def abort(self, request_id: str) -> None:
-        raise AssertionError(request_id)
 
 
 def start(engine: Any, tokenizer: Any = None, *, max_new_tokens: int = 20, seed: int | None = None) -> Episode:
@@ -156,11 +146,6 @@ def test_text_is_observed_without_special_tokens(tokenizer: Any) -> None:
     episode.observe([tokenizer.eos_token_id])
     assert episode.token_ids[-1] == tokenizer.eos_token_id
     assert episode.decode(episode.token_ids[len(PROMPT) :]) == text
-
-
-def test_row_and_answer_are_those_of_the_prompt() -> None:
-    episode = start(CountingEngine([]))
-    assert (episode.row, episode.prompt.answer) == ({"level": 2}, "7")
 
 
 def test_forks_keep_each_sampled_token_in_one_sequence() -> None:

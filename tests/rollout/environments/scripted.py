@@ -8,18 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from megarl.batch.scored_group import ScoredGroup
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config.data import DataConfig
 from megarl.config.rollout import EnvironmentConfig
-from megarl.rollout.engine import Generation, GenerationRequest, Sampling
+from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.rollout.environments.environment import Step, Task
 from megarl.rollout.environments.environment_agent import EnvironmentAgent
 from megarl.rollout.rollout_worker import GroupJob, RolloutWorker, RolloutWorkerSpec
 from megarl.rollout.scorer import Scorer
-from tests.rollout.whole_batches import WholeBatches
+from tests.rollout.whole_batches import WholeBatches, make_generation, make_group_job
 
 
 @dataclass
@@ -37,18 +35,7 @@ class TextEngine(WholeBatches):
         text = self.reply(self.tokenizer.decode(request.token_ids), request.request_id)
         ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
         taken = ids[: request.sampling.max_new_tokens]
-        return Generation(
-            token_ids=np.array(taken, np.int32),
-            logprobs=np.full(len(taken), -0.5, np.float32),
-            policy_versions=np.zeros(len(taken), np.int32),
-            finish_reason="stop" if len(taken) == len(ids) else "length",
-        )
-
-    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        return list(await asyncio.gather(*map(self.generate, requests)))
-
-    async def abort(self, request_id: str) -> None:
-        raise AssertionError(request_id)
+        return make_generation(taken, reason="stop" if len(taken) == len(ids) else "length")
 
 
 class TurnScorer:
@@ -90,7 +77,8 @@ class Echo:
         open_environments["open"] -= 1
 
 
-def prompt(tokenizer: Any, text: str = "is it?", number: int = 1) -> Prompt:
+def make_prompt(tokenizer: Any, number: int = 1, text: str = "is it?", **row: Any) -> Prompt:
+    """Return the prompt of a row; `row` has further fields."""
     rendered = tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
     )
@@ -98,7 +86,7 @@ def prompt(tokenizer: Any, text: str = "is it?", number: int = 1) -> Prompt:
         prompt_id=f"d.jsonl:{number}",
         text=rendered,
         token_ids=tuple(tokenizer.encode(rendered)),
-        row={"prompt": text, "answer": "7"},
+        row={"prompt": text, "answer": "7", **row},
         answer="7",
     )
 
@@ -114,11 +102,6 @@ def make_worker(engine: TextEngine, environment: type, *, scorer: Scorer | None 
 
 
 def make_job(tokenizer: Any, *, num_samples: int = 2, max_new_tokens: int = 200, number: int = 1) -> GroupJob:
-    return GroupJob(
-        prompt=prompt(tokenizer, number=number),
-        group_id=number,
-        num_samples=num_samples,
-        sampling=Sampling(temperature=1.0, max_new_tokens=max_new_tokens),
-        seed=(0, 1),
-        request_id=f"step-1-{number}",
+    return make_group_job(
+        make_prompt(tokenizer, number=number), group_id=number, num_samples=num_samples, max_new_tokens=max_new_tokens
     )

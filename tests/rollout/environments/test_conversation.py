@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.data.tiny_checkpoint import EOS, PAD
-from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import AgentError, DataError
 from megarl.rollout.environments.conversation import ChatRenderer, bounded, require_chat_template
 from tests.rollout.environments.chat_templates import APPEND, SORTED_CALLS, STABLE, STRIPS_THOUGHTS, chat_tokenizer
@@ -101,25 +98,6 @@ def test_templates_are_checked_at_the_start() -> None:
         check(STRIPS_THOUGHTS, "forbid")
     with pytest.raises(DataError, match=r"^rollout.env.forks needs to be forbid, got allow: gspo cannot$"):
         check(APPEND, "allow", "gspo cannot")
-
-
-@pytest.mark.skipif(
-    "MEGARL_SMOLLM2" not in os.environ, reason="needs MEGARL_SMOLLM2, the folder that examples/real-model writes"
-)
-def test_smollm2_only_appends() -> None:
-    tokenizer = load_tokenizer(Path(os.environ["MEGARL_SMOLLM2"]))
-    renderer = ChatRenderer(tokenizer)
-    assert renderer.find_rewriting() is None
-    messages = [USER]
-    prompt = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-    reply = tokenizer.encode("Yes, it is.", add_special_tokens=False)
-    found = renderer.extension(messages, "Yes, it is.", [WHY], tokenizer.eos_token_id, None)
-    assert [*prompt, *reply, tokenizer.eos_token_id, *found.token_ids] == tokenizer.apply_chat_template(
-        [*messages, {"role": "assistant", "content": "Yes, it is."}, WHY],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=False,
-    )
 
 
 CALL = {"id": "c00000000", "type": "function", "function": {"name": "look", "arguments": {"at": [1]}}}

@@ -191,7 +191,7 @@ class NoReply(NoClose):
     [
         (
             {"path": "AN_OBJECT"},
-            r"needs a class, which is created anew for each episode, .* an object of type object",
+            r"needs a class, one object of which is created for each episode, .* an object of type object",
         ),
         ({"path": "NoClose"}, r"needs a class with the methods reset, step, close, .*:NoClose has no close"),
         (

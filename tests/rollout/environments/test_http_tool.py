@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -17,6 +16,13 @@ from megarl.batch.trajectory import Prompt
 from megarl.errors import AgentError
 from megarl.rollout.environments.environment import Step, Task
 from megarl.rollout.environments.http_tool import HttpTool
+from tests.rollout.clock import UNREACHED_SECONDS
+
+RESPONSES = {
+    "/api/big": (200, b"y" * 1_000_000),
+    "/api/bytes": (200, b"\xff\x00a\xf0"),
+    "/api/missing": (404, b"no such town"),
+}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -25,51 +31,34 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self.server.asked.append((self.command, self.path, self.headers.get("Authorization")))  # type: ignore[attr-defined]
-        status, text = 200, ""
-        if self.path == "/api/slow":
-            time.sleep(2)
-        elif self.path == "/api/drip":
-            self.send_response(200)
-            self.send_header("Content-Length", "1000")
-            self.end_headers()
-            with contextlib.suppress(OSError):  # the client has left
-                for _ in range(40):
+        server: Any = self.server
+        server.asked.append((self.command, self.path, self.headers.get("Authorization")))
+        with contextlib.suppress(OSError):  # the client has left, or has read enough
+            if self.path == "/api/slow":
+                server.ended.wait()
+            elif self.path == "/api/drip":
+                self.respond(200, length=10**6)
+                while not server.ended.wait(0.01):
                     self.wfile.write(b"x")
-                    time.sleep(0.05)
-            self.close_connection = True
-            return
-        elif self.path == "/api/big":
-            text = "y" * 1_000_000
-        elif self.path == "/api/bytes":
-            self.send_response(200)
-            self.send_header("Content-Length", "4")
-            self.end_headers()
-            self.wfile.write(b"\xff\x00a\xf0")
-            return
-        elif self.path == "/api/garbage":
-            self.wfile.write(b"no protocol\xff\r\n\r\n")
-            self.close_connection = True
-            return
-        elif self.path == "/api/missing":
-            status, text = 404, "no such town"
-        elif self.path == "/api/away":
-            status = 302
-        elif self.path == "/api/count":
-            text = str(int((self.headers.get("Cookie") or "n=0").rpartition("=")[2]) + 1)
-        elif self.command == "POST":
-            text = self.rfile.read(int(self.headers["Content-Length"])).decode() + "!"
-        else:
-            text = "Tiku"
+            elif self.path == "/api/garbage":
+                self.wfile.write(b"no protocol\xff\r\n\r\n")
+            elif self.path == "/api/away":
+                self.respond(302, Location="/private")
+            elif self.path == "/api/count":
+                count = str(int((self.headers.get("Cookie") or "n=0").rpartition("=")[2]) + 1)
+                self.respond(200, count.encode(), **{"Set-Cookie": f"n={count}"})
+            elif self.command == "POST":
+                self.respond(200, self.rfile.read(int(self.headers["Content-Length"])) + b"!")
+            else:
+                self.respond(*RESPONSES.get(self.path, (200, b"Tiku")))
+        self.close_connection = self.path in ("/api/slow", "/api/drip", "/api/garbage")
+
+    def respond(self, status: int, body: bytes = b"", *, length: int | None = None, **headers: str) -> None:
         self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        if status == 302:
-            self.send_header("Location", "/private")
-        if self.path == "/api/count":
-            self.send_header("Set-Cookie", f"n={text}")
+        for name, value in {"Content-Length": str(length or len(body)), **headers}.items():
+            self.send_header(name, value)
         self.end_headers()
-        with contextlib.suppress(OSError):  # the client has read enough
-            self.wfile.write(text.encode())
+        self.wfile.write(body)
 
     do_POST = do_GET
 
@@ -80,10 +69,11 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Any]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.asked = []  # type: ignore[attr-defined]
+        server.asked, server.ended = [], threading.Event()  # type: ignore[attr-defined]
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
+        server.ended.set()  # type: ignore[attr-defined]
         server.shutdown()
         thread.join()
 
@@ -91,6 +81,9 @@ def server() -> Iterator[Any]:
 def make_task(shared: dict[str, Any], answer: str | None = "Tiku") -> Task:
     prompt = Prompt(prompt_id="p:1", text="", token_ids=(), row={}, answer=answer)
     return Task(prompt=prompt, messages=[{"role": "user", "content": "?"}], seed=1, shared=shared)
+
+
+LIMITS = {"timeout_seconds": UNREACHED_SECONDS, "max_bytes": 100}
 
 
 def talk(server: Any, *replies: str, episodes: int = 1, **kwargs: Any) -> list[str | float]:
@@ -101,7 +94,7 @@ def talk(server: Any, *replies: str, episodes: int = 1, **kwargs: Any) -> list[s
         found: list[str | float] = []
         shared: dict[str, Any] = {}
         for _ in range(episodes):
-            env = HttpTool(**{"allow": [url], "base_url": url, "timeout_seconds": 0.5, "max_bytes": 100, **kwargs})
+            env = HttpTool(**{"allow": [url], "base_url": url, **LIMITS, **kwargs})
             await env.reset(make_task(shared))
             for reply in replies:
                 step = await env.step(reply.replace("URL", url))
@@ -122,11 +115,9 @@ def test_responses_and_answers(server: Any) -> None:
 
 
 def test_limits_of_time_and_bytes_are_told(server: Any) -> None:
-    started = time.monotonic()
-    slow, drip, big = talk(server, "http GET /slow", "http GET /drip", "http GET /big")
-    assert time.monotonic() - started < 2.4  # half a second each: one of them without a limit takes 2 s
-    assert slow == drip == "error: no response within 0.5 s"
-    assert big == f"200 {'y' * 100}\n(cut after 100 bytes)"
+    late = talk(server, "http GET /slow", "http GET /drip", timeout_seconds=0.2, max_bytes=100_000)
+    assert late == ["error: no response within 0.2 s"] * 2
+    assert talk(server, "http GET /big") == [f"200 {'y' * 100}\n(cut after 100 bytes)"]
     assert talk(server, f"http POST /a {'z' * 101}", methods=["POST"]) == ["error: a body has at most 100 bytes"]
 
 
@@ -212,7 +203,7 @@ def test_proxies_of_the_environment_are_not_used(server: Any, monkeypatch: pytes
 
 def test_an_api_that_cannot_be_reached_fails_the_episode() -> None:
     async def main() -> Step:
-        env = HttpTool(allow=["http://127.0.0.1:1"])
+        env = HttpTool(allow=["http://127.0.0.1:1"], **LIMITS)
         await env.reset(make_task({}))
         return await env.step("http GET http://127.0.0.1:1/a")
 

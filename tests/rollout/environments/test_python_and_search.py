@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
 
 import pytest
 from rank_bm25 import BM25Okapi
@@ -16,6 +19,7 @@ from megarl.rollout.environments.python_interpreter import PythonInterpreter
 from megarl.rollout.environments.search import Search, normalize
 from megarl.sandbox.guest.limits import Limits
 from megarl.sandbox.local_sandbox import LocalSandbox
+from tests.sandbox.local_tiers import PATIENT, patience
 
 CONTEXT = [["Ada Lovelace", ["Ada was a mathematician.", " She wrote notes."]], ["Lund", ["Lund is a city in Sweden."]]]
 HOTPOT_ROW = {
@@ -46,19 +50,32 @@ def content(step: Step) -> str:
     return str(message["content"])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _patience() -> Iterator[None]:
+    with patience():
+        yield
+
+
+def python(answer: str = "42", **limits: Any) -> Any:
+    """Return a context manager with the environment in an episode; its sandbox is the best of this machine."""
+    env = PythonInterpreter(sandbox={"allow_unsafe": True, **PATIENT, **limits})
+    env.reset(make_task(answer))
+    return closing(env)
+
+
 def test_python_keeps_variables_and_scores_answers() -> None:
-    env = PythonInterpreter(sandbox={"wall_seconds": 2.0, "output_kib": 1})
-    try:
-        env.reset(make_task("42"))
+    with python(output_kib=1) as env:
         assert content(env.step("I define x.\n```python\nx = 40\n```")) == "(no output)"
         assert content(env.step("```\nx + 2\n```")) == "42"
         assert content(env.step("```py\nprint('a')\nx / 0\n```")) == "a\nZeroDivisionError: division by zero"
         assert len(content(env.step("```\nprint('x' * 100000)\n```"))) <= 1025
-        assert content(env.step("```\nwhile True: pass\n```")) == "error: the code took too long; variables are lost"
-        assert "NameError" in content(env.step("```\nx\n```"))
         assert env.step("So it is #### 42") == Step(reward=1.0, done=True)
-    finally:
-        env.close()
+
+
+def test_python_ends_code_that_takes_too_long() -> None:
+    with python(wall_seconds=0.2) as env:
+        for _ in range(2):
+            assert "took too long; variables are lost" in content(env.step("```\nwhile True: pass\n```"))
 
 
 @pytest.mark.parametrize(
@@ -76,32 +93,25 @@ def test_python_keeps_variables_and_scores_answers() -> None:
     ],
 )
 def test_python_tells_how_code_has_ended(code: str, text: str) -> None:
-    env = PythonInterpreter(sandbox={"wall_seconds": 5.0})
-    try:
-        env.reset(make_task("42"))
+    with python() as env:
         env.step("```\nx = 1\n```")
         assert content(env.step(f"```\n{code}\n```")) == text
-        assert content(env.step("```\n6 * 7\n```")) == "42"
-    finally:
-        env.close()
+        after = content(env.step("```\nx\n```"))
+        assert after == ("NameError: name 'x' is not defined" if "variables are lost" in text else "1")
 
 
 @pytest.mark.parametrize("reply", ["#### 41", "42", "no code"])
 def test_python_gives_no_reward_for_other_answers(reply: str) -> None:
-    env = PythonInterpreter(sandbox={"allow_unsafe": True})
-    env.reset(make_task("42"))
-    assert env.step(reply) == Step(reward=0.0, done=True)
-    env.close()
+    with python() as env:
+        assert env.step(reply) == Step(reward=0.0, done=True)
 
 
 def test_python_never_sees_the_answer() -> None:
-    env = PythonInterpreter()
-    env.reset(make_task("48611"))
     found = "text = repr(sys.modules) + str(vars(sys.modules['__main__'])) + str(dict(os.environ)) + str(sys.argv)"
     frames = "frame = sys._getframe()\nwhile frame:\n    text += str(frame.f_locals)\n    frame = frame.f_back"
     code = f"import os, sys\n{found}\n{frames}\nprint(text.count(str(48610 + 1)), len(text) > 1000)"
-    assert content(env.step(f"```\n{code}\n```")) == "0 True"
-    env.close()
+    with python("48611") as env:
+        assert content(env.step(f"```\n{code}\n```")) == "0 True"
 
 
 def test_a_sandbox_that_cannot_start_fails_the_episode(monkeypatch) -> None:

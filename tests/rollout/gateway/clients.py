@@ -1,6 +1,6 @@
 """Harnesses of the tests: conversations by several clients and APIs, without a word about tokens.
 
-Clients do not load certificates, which takes longer than a conversation.
+Clients do not load certificates, which takes longer than a conversation, and wait as long as it takes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ async def talk(task: Task, base_url: str, api_key: str, *, kinds: Sequence[str] 
 
 async def ask_raw(base_url: str, api_key: str, messages: Messages, **options: Any) -> str:
     """Post to the path of the session, without an API key."""
-    async with httpx.AsyncClient(verify=False) as client:
-        response = await client.post(
-            f"{base_url}/chat/completions", json={"model": "m", "messages": messages, **options}, timeout=60
-        )
+    body = {"model": "m", "messages": messages, **options}
+    async with httpx.AsyncClient(verify=False, timeout=None) as client:
+        response = await client.post(f"{base_url}/chat/completions", json=body)
     response.raise_for_status()
     return str(response.json()["choices"][0]["message"]["content"])
 
@@ -46,8 +45,8 @@ async def ask_raw_stream(base_url: str, api_key: str, messages: Messages) -> str
     headers = {"Authorization": f"Bearer {api_key}"}
     text = ""
     async with (
-        httpx.AsyncClient(headers=headers, verify=False) as client,
-        client.stream("POST", f"{root}/v1/chat/completions", json=body, timeout=60) as response,
+        httpx.AsyncClient(headers=headers, verify=False, timeout=None) as client,
+        client.stream("POST", f"{root}/v1/chat/completions", json=body) as response,
     ):
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
@@ -57,22 +56,28 @@ async def ask_raw_stream(base_url: str, api_key: str, messages: Messages) -> str
 
 async def ask_sync(base_url: str, api_key: str, messages: Messages) -> str:
     def ask() -> str:
-        with OpenAI(base_url=base_url, api_key=api_key, http_client=httpx.Client(verify=False)) as client:
+        plain = httpx.Client(verify=False)
+        with OpenAI(base_url=base_url, api_key=api_key, timeout=None, http_client=plain) as client:
             found = client.chat.completions.create(model="m", messages=list(messages))  # type: ignore[arg-type]
         return found.choices[0].message.content or ""
 
     return await asyncio.to_thread(ask)
 
 
+def make_client(base_url: str, api_key: str) -> AsyncOpenAI:
+    plain = httpx.AsyncClient(verify=False)
+    return AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=None, http_client=plain)
+
+
 async def ask_async(base_url: str, api_key: str, messages: Messages) -> str:
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=httpx.AsyncClient(verify=False)) as client:
+    async with make_client(base_url, api_key) as client:
         found = await client.chat.completions.create(model="m", messages=list(messages))  # type: ignore[arg-type]
     return found.choices[0].message.content or ""
 
 
 async def ask_stream(base_url: str, api_key: str, messages: Messages) -> str:
     text = ""
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=httpx.AsyncClient(verify=False)) as client:
+    async with make_client(base_url, api_key) as client:
         stream: Any = await client.chat.completions.create(model="m", messages=list(messages), stream=True)  # type: ignore[call-overload]
         async for chunk in stream:
             text += chunk.choices[0].delta.content or ""
@@ -80,7 +85,7 @@ async def ask_stream(base_url: str, api_key: str, messages: Messages) -> str:
 
 
 async def ask_responses(base_url: str, api_key: str, messages: Messages) -> str:
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=httpx.AsyncClient(verify=False)) as client:
+    async with make_client(base_url, api_key) as client:
         found = await client.responses.create(model="m", input=list(messages))  # type: ignore[arg-type]
     return found.output_text
 
@@ -88,7 +93,7 @@ async def ask_responses(base_url: str, api_key: str, messages: Messages) -> str:
 async def ask_responses_stream(base_url: str, api_key: str, messages: Messages) -> str:
     """Return the text of the deltas, which is that of the last event."""
     text, last = "", ""
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=httpx.AsyncClient(verify=False)) as client:
+    async with make_client(base_url, api_key) as client:
         stream: Any = await client.responses.create(model="m", input=list(messages), stream=True)  # type: ignore[call-overload]
         async for event in stream:
             if event.type == "response.output_text.delta":

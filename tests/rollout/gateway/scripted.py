@@ -18,9 +18,10 @@ from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.gateway.harness_agent import HarnessAgent
 from megarl.rollout.gateway.reply_parser import PlainTextParser, ReplyParser
 from megarl.rollout.gateway.session import Session
-from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec
-from tests.rollout.environments.scripted import TurnScorer
-from tests.rollout.whole_batches import WholeBatches
+from megarl.rollout.rollout_worker import GroupSummary, RolloutWorker, RolloutWorkerSpec
+from tests.rollout.clock import UNREACHED_SECONDS, iterate, run_in_event_loop
+from tests.rollout.environments.scripted import TurnScorer, make_prompt
+from tests.rollout.whole_batches import WholeBatches, make_generation, make_group_job
 
 
 @dataclass
@@ -34,11 +35,9 @@ class SeededEngine(WholeBatches):
     reply: Callable[[str], str] | None = None
     in_letters: bool = False
     """Whether a reply consists of the tokens of its letters, which its text is not encoded to."""
-    seconds: float = 0.0
     log: list[tuple[GenerationRequest, Generation]] = field(default_factory=list)
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        await asyncio.sleep(self.seconds)
         rng = np.random.default_rng([*request.token_ids, request.sampling.seed or 0])
         if self.reply is None:
             ids = rng.integers(2, len(self.tokenizer) - 1, size=rng.integers(1, 13)).tolist()
@@ -49,20 +48,10 @@ class SeededEngine(WholeBatches):
             ids = [token for part in parts for token in self.tokenizer.encode(part, add_special_tokens=False)]
         ids = [*ids, self.tokenizer.eos_token_id]
         taken = ids[: request.sampling.max_new_tokens]
-        generation = Generation(
-            token_ids=np.array(taken, np.int32),
-            logprobs=-rng.random(len(taken), np.float32),
-            policy_versions=rng.integers(0, 3, len(taken), np.int32),
-            finish_reason="stop" if len(taken) == len(ids) else "length",
-        )
+        logprobs, versions = -rng.random(len(taken), np.float32), rng.integers(0, 3, len(taken), np.int32)
+        generation = make_generation(taken, logprobs, versions, "stop" if len(taken) == len(ids) else "length")
         self.log.append((request, generation))
         return generation
-
-    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        return list(await asyncio.gather(*map(self.generate, requests)))
-
-    async def abort(self, request_id: str) -> None:
-        raise AssertionError(request_id)
 
 
 def make_agent(
@@ -72,37 +61,35 @@ def make_agent(
     if function is not None:
         config["path"] = f"{function.__module__}:{function.__qualname__}"
     needs_reward = config.pop("needs_reward", False)
-    section = HarnessConfig(**{"max_seconds": 60.0, **config})
+    section = HarnessConfig(**{"max_seconds": UNREACHED_SECONDS, **config})
     data = DataConfig.model_validate({"path": "d.jsonl", "fields": {"answer": "answer"}})
     return HarnessAgent(section, data, tokenizer, needs_reward=needs_reward, parser=parser)
 
 
 def run_groups(
-    engine: Any, agent: Any, prompts: Sequence[Prompt], *, num_samples: int = 1, max_new_tokens: int = 1000
+    engine: Any, agent: Any, prompts: Sequence[Prompt], *, seconds: float = 1e9, **changes: Any
 ) -> list[tuple[GroupSummary, list[Trajectory]]]:
-    """Return the groups of all prompts, which run at the same time, each with the seed of its number."""
+    """Return the groups of all prompts, which run at the same time, each with the seed of its number.
+
+    Args:
+        seconds: time limit of an episode.
+        changes: further fields of the jobs, such as `num_samples`, which is 1.
+    """
 
     async def main() -> list[tuple[GroupSummary, list[Trajectory]]]:
-        spec = RolloutWorkerSpec(request_timeout_seconds=600.0, agent=agent, agent_path="the agent")
+        spec = RolloutWorkerSpec(request_timeout_seconds=seconds, agent=agent, agent_path="the agent")
         worker = RolloutWorker(spec, [engine], TurnScorer(), tokenizer=engine.tokenizer)
-        jobs = [
-            GroupJob(
-                prompt=each,
-                group_id=number,
-                num_samples=num_samples,
-                sampling=Sampling(temperature=1.0, max_new_tokens=max_new_tokens),
-                seed=(0, 1),
-                request_id=f"step-1-{number}",
-            )
-            for number, each in enumerate(prompts)
-        ]
+        changes.setdefault("num_samples", 1)
+        jobs = [make_group_job(each, group_id=number, **changes) for number, each in enumerate(prompts)]
         try:
             return list(await asyncio.gather(*map(worker.rollout_group, jobs)))
         finally:
-            if isinstance(agent, HarnessAgent):
+            await iterate(5)
+            assert not getattr(engine, "in_flight", {}), "requests are in flight after the episodes"
+            if hasattr(agent, "close"):
                 await agent.close()
 
-    return asyncio.run(main())
+    return run_in_event_loop(main())
 
 
 def make_session(engine: SeededEngine, number: int) -> Session:
@@ -112,20 +99,6 @@ def make_session(engine: SeededEngine, number: int) -> Session:
     episode = Episode(make_prompt(tokenizer), tokenizer, engine, sampling, request_id=f"r-{number}", group_id=0)
     config = HarnessConfig(path="a:b", max_seconds=1e6)
     return Session(episode, config, ChatRenderer(tokenizer), PlainTextParser(), can_call=False)
-
-
-def make_prompt(tokenizer: Any, number: int = 1, text: str = "is it?", **row: Any) -> Prompt:
-    """Return the prompt of a row; `row` has further fields."""
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
-    return Prompt(
-        prompt_id=f"d.jsonl:{number}",
-        text=rendered,
-        token_ids=tuple(tokenizer.encode(rendered)),
-        row={"prompt": text, "answer": "7", **row},
-        answer="7",
-    )
 
 
 def sampled_ids(trajectories: Sequence[Trajectory]) -> list[list[int]]:

@@ -14,15 +14,15 @@ import pytest
 from megarl.errors import WorkerError
 from megarl.rollout.batching_engine import BatchingEngine
 from megarl.rollout.continuation import no_tokens
-from megarl.rollout.engine import Generation, GenerationRequest, Sampling
+from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.rollout.environments.environment import Task
+from megarl.rollout.gateway import harness_agent
 from megarl.rollout.gateway.reply_parser import SglangParser
 from megarl.rollout.gateway.turn_request import TurnRequest
-from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec
-from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
-from tests.rollout.environments.scripted import TurnScorer
+from megarl.rollout.rollout_worker import GroupSummary
+from tests.rollout.clock import UNREACHED_SECONDS, in_event_loop, jump
 from tests.rollout.gateway.clients import ask_raw
-from tests.rollout.gateway.scripted import SeededEngine, make_agent, make_prompt, make_session
+from tests.rollout.gateway.scripted import SeededEngine, make_agent, make_prompt, make_session, run_groups
 from tests.rollout.gateway.test_programs import ASK
 
 QUICK, LONG = "is it?", "and for ever?"
@@ -33,20 +33,24 @@ QUICK, LONG = "is it?", "and for ever?"
 class EndlessEngine(SeededEngine):
     """Samples replies to `LONG` until they are aborted, and others at once."""
 
+    holds: bool = False
+    """Whether others are sampled until their events are set."""
     in_flight: dict[str, asyncio.Event] = field(default_factory=dict)
-    """By request id, set once the request is aborted."""
+    """By request id, set once the sampling of the request is to end."""
     aborted: list[str] = field(default_factory=list)
     mark: Path | None = None
     """A file that is created when a request is in flight."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        if LONG not in self.tokenizer.decode(request.token_ids):
+        if LONG not in self.tokenizer.decode(request.token_ids) and not self.holds:
             return await super().generate(request)
         stop = self.in_flight[request.request_id] = asyncio.Event()
         if self.mark is not None:
             self.mark.touch()
         await stop.wait()
         del self.in_flight[request.request_id]
+        if request.request_id not in self.aborted:
+            return await super().generate(request)
         return replace(no_tokens(), finish_reason="abort")
 
     async def abort(self, request_id: str) -> None:
@@ -56,38 +60,15 @@ class EndlessEngine(SeededEngine):
             self.in_flight[request_id].set()
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return chat_tokenizer(APPEND)
-
-
-def run_group(engine: EndlessEngine, agent: Any, seconds: float = 60.0) -> GroupSummary | WorkerError:
-    """Run a group of one episode; return its summary or error once no request is in flight, within a few iterations."""
-
-    async def main() -> GroupSummary | WorkerError:
-        engines.append(engine)
-        spec = RolloutWorkerSpec(request_timeout_seconds=seconds, agent=agent, agent_path="the agent")
-        worker = RolloutWorker(spec, [engine], TurnScorer(), tokenizer=engine.tokenizer)
-        job = GroupJob(
-            prompt=make_prompt(engine.tokenizer, text=QUICK),
-            group_id=0,
-            num_samples=1,
-            sampling=Sampling(temperature=1.0, max_new_tokens=1000),
-            seed=(0, 1),
-            request_id="step-1-0",
-        )
-        found: GroupSummary | WorkerError
-        try:
-            found, _ = await worker.rollout_group(job)
-        except WorkerError as e:
-            found = e
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert engine.in_flight == {}
-        await agent.close()
-        return found
-
-    return asyncio.run(main())
+def run_group(engine: EndlessEngine, agent: Any) -> Any:
+    """Run a group of one episode, after which no request is in flight; return its summary or error."""
+    engines.append(engine)
+    prompt = make_prompt(engine.tokenizer, text=QUICK)
+    try:
+        ((summary, _),) = run_groups(engine, agent, [prompt], seconds=2 * UNREACHED_SECONDS)
+    except WorkerError as e:
+        return e
+    return summary
 
 
 engines: list[EndlessEngine] = []
@@ -95,12 +76,12 @@ engines: list[EndlessEngine] = []
 
 
 async def begin(base_url: str, text: str, num: int = 1) -> list[asyncio.Task[str]]:
-    """Ask so many questions; the engine is sampling those that it samples for long when this returns."""
+    """Ask so many questions; the engine is sampling the answers when this returns."""
     asked = [
         asyncio.ensure_future(ask_raw(base_url, "", [{"role": "user", "content": f"{text} {n}"}])) for n in range(num)
     ]
-    await asyncio.sleep(0.1)
-    while text == LONG and len(engines[-1].in_flight) < num:
+    await asyncio.sleep(0.1)  # in which also a question that the engine is sampling already may arrive
+    while len(engines[-1].in_flight) < num:
         await asyncio.sleep(0.01)
     return asked
 
@@ -129,13 +110,14 @@ async def go_on_after_a_limit(task: Task, base_url: str, api_key: str) -> None:
 
 
 async def wait_for_ever(task: Task, base_url: str, api_key: str) -> None:
-    await ask_raw(base_url, api_key, [{"role": "user", "content": LONG}])
+    await begin(base_url, LONG)
+    jump(3 * UNREACHED_SECONDS)
+    await asyncio.sleep(1e6)
 
 
 def test_a_request_that_a_program_has_left_is_aborted_at_its_end(tokenizer: Any) -> None:
     engine = EndlessEngine(tokenizer)
     summary = run_group(engine, make_agent(tokenizer, disconnect_and_return))
-    assert isinstance(summary, GroupSummary)
     assert engine.aborted == ["step-1-0-0.1"]
     assert summary.kept == (0,)  # the first turn is trained on
     assert summary.trajectories[0].num_turns == len(engine.log) == 1
@@ -144,17 +126,9 @@ def test_a_request_that_a_program_has_left_is_aborted_at_its_end(tokenizer: Any)
 def test_the_requests_of_a_program_that_fails_are_aborted_in_both_attempts(tokenizer: Any) -> None:
     engine = EndlessEngine(tokenizer)
     summary = run_group(engine, make_agent(tokenizer, disconnect_and_raise))
-    assert isinstance(summary, GroupSummary)
     assert "no such tool" in summary.trajectories[0].reward_errors["environment"]
-    ids = [
-        "step-1-0-0",
-        "step-1-0-0.1",
-        "step-1-0-0.2",
-        "step-1-0-0-retry1",
-        "step-1-0-0-retry1.1",
-        "step-1-0-0-retry1.2",
-    ]
-    assert engine.aborted == ids
+    attempts = ("step-1-0-0", "step-1-0-0-retry1")
+    assert engine.aborted == [f"{attempt}{turn}" for attempt in attempts for turn in ("", ".1", ".2")]
 
 
 def test_the_request_of_a_command_that_dies_is_aborted(tokenizer: Any, tmp_path: Path) -> None:
@@ -168,7 +142,6 @@ os.remove({str(engine.mark)!r})
 os.kill(os.getpid(), 9)
 """
     summary = run_group(engine, make_agent(tokenizer, command=[sys.executable, "-c", ASK + script]))
-    assert isinstance(summary, GroupSummary)
     assert "ended with exit code -9" in summary.trajectories[0].reward_errors["environment"]
     assert engine.aborted == ["step-1-0-0", "step-1-0-0-retry1"]
 
@@ -176,34 +149,33 @@ os.kill(os.getpid(), 9)
 def test_requests_are_aborted_when_a_program_does_not_end_after_a_limit(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.rollout.gateway.harness_agent.END_SECONDS", 0.1)
+    monkeypatch.setattr(harness_agent, "END_SECONDS", 0.1)
     engine = EndlessEngine(tokenizer)
     summary = run_group(engine, make_agent(tokenizer, go_on_after_a_limit, max_turns=2))
-    assert isinstance(summary, GroupSummary)
     assert summary.trajectories[0].finish_reason == "turns"
     assert engine.aborted == ["step-1-0-0", "step-1-0-0.1"]
 
 
 def test_requests_are_aborted_once_when_the_episode_times_out(tokenizer: Any) -> None:
     engine = EndlessEngine(tokenizer)
-    error = run_group(engine, make_agent(tokenizer, wait_for_ever), seconds=0.3)
+    error = run_group(engine, make_agent(tokenizer, wait_for_ever, max_seconds=1e6))
     assert isinstance(error, WorkerError)
-    assert "did not finish within 0.3 s" in str(error)
+    assert f"did not finish within {2 * UNREACHED_SECONDS} s" in str(error)
     assert engine.aborted == ["step-1-0-0"]
 
 
 async def disconnect_and_ask_again(task: Task, base_url: str, api_key: str) -> None:
-    """Give up a request that the engine is sampling, and send it again once it has been sampled for a while."""
+    """Give up a request that the engine is sampling, send it again, give it up again, and have it sampled."""
     await cancel_all(await begin(base_url, QUICK))
-    await asyncio.sleep(0.1)
     await cancel_all(await begin(base_url, QUICK))
+    for event in engines[-1].in_flight.values():
+        event.set()
     await ask_raw(base_url, api_key, [{"role": "user", "content": f"{QUICK} 0"}])
 
 
 def test_a_request_whose_client_is_gone_goes_on_while_the_session_lasts(tokenizer: Any) -> None:
-    engine = EndlessEngine(tokenizer, seconds=0.4)
+    engine = EndlessEngine(tokenizer, holds=True)
     summary = run_group(engine, make_agent(tokenizer, disconnect_and_ask_again))
-    assert isinstance(summary, GroupSummary)
     assert (engine.aborted, len(engine.log)) == ([], 1)
     assert summary.trajectories[0].num_turns == 1
 
@@ -214,17 +186,19 @@ async def end_while_a_request_arrives(task: Task, base_url: str, api_key: str) -
 
     async def body() -> Any:
         yield b'{"messages": ['
-        await asyncio.sleep(0.3)
+        await closed[-1].wait()
         yield b'{"role": "user", "content": "and for ever?"}]}'
 
     async def send() -> None:
-        async with httpx.AsyncClient(verify=False) as client:
+        async with httpx.AsyncClient(verify=False, timeout=None) as client:
             late.append(await client.post(f"{base_url}/chat/completions", content=body()))
 
+    closed.append(asyncio.Event())
     sending.append(asyncio.ensure_future(send()))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # in which the beginning may arrive
 
 
+closed: list[asyncio.Event] = []
 late: list[httpx.Response] = []
 sending: list[asyncio.Task[None]] = []
 
@@ -235,6 +209,7 @@ def test_a_request_that_arrives_as_its_session_is_closed_is_refused(tokenizer: A
 
     async def agent_and_late_request(episode: Any) -> Any:
         trajectories = await agent(episode)
+        closed[-1].set()
         await asyncio.gather(*sending)
         return trajectories
 
@@ -271,30 +246,33 @@ def test_a_request_that_was_not_sent_yet_is_not_sent_after_its_session_is_closed
 
 
 SLOW_CHILD = """
-import json, sys, time
+import json, os, sys, time
 sys.stdin.readline()
 print("{}", flush=True)
 for line in sys.stdin:
     text = json.loads(line)["text"]
-    time.sleep(0.3 if text == "slow" else 0)
+    if text == "slow":
+        open("begun", "w").close()
+        while not os.path.exists("go"):
+            time.sleep(0.01)
     print(json.dumps({"content": text, "reasoning": "", "calls": []}), flush=True)
 """
 
 
-def test_the_answer_for_a_cancelled_caller_is_not_taken_for_the_next_one(
+@in_event_loop
+async def test_the_answer_for_a_cancelled_caller_is_not_taken_for_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child = tmp_path / "child.py"
     child.write_text(SLOW_CHILD)
     monkeypatch.setattr("megarl.rollout.gateway.reply_parser.CHILD", child)
-
-    async def main() -> None:
-        parser = SglangParser(tool_parser="qwen25", reasoning_parser=None)
-        assert (await parser.parse("a", [])).content == "a"
-        slow = asyncio.ensure_future(parser.parse("slow", []))
-        await asyncio.sleep(0.1)
-        slow.cancel()
-        assert (await parser.parse("b", [])).content == "b"
-        await parser.close()
-
-    asyncio.run(main())
+    monkeypatch.chdir(tmp_path)
+    parser = SglangParser(tool_parser="qwen25", reasoning_parser=None)
+    assert (await parser.parse("a", [])).content == "a"
+    slow = asyncio.ensure_future(parser.parse("slow", []))
+    while not Path("begun").exists():
+        await asyncio.sleep(0.01)
+    slow.cancel()
+    Path("go").touch()
+    assert (await parser.parse("b", [])).content == "b"
+    await parser.close()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import textwrap
-import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,10 +18,12 @@ from pydantic import ValidationError
 from megarl.config.harness import HarnessConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.errors import ConfigError
+from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.rollout.environments.environment import Task
+from megarl.rollout.gateway import harness_agent
 from megarl.rollout.gateway.program import check_harness
-from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
-from tests.rollout.gateway.clients import ask_raw, talk
+from tests.rollout.clock import UNREACHED_SECONDS, iterate, jump
+from tests.rollout.gateway.clients import ask_raw
 from tests.rollout.gateway.scripted import SeededEngine, logged_ids, make_agent, make_prompt, run_groups, sampled_ids
 
 ASK = """
@@ -35,11 +37,6 @@ def ask(messages):
     )
     return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
 """
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return chat_tokenizer(APPEND)
 
 
 def run_script(
@@ -87,7 +84,7 @@ def test_a_command_gets_its_task_and_may_return_a_reward(tokenizer: Any, tmp_pat
 FAILURES = {
     "exit code": ("ask(task['messages']); print('no disk'); sys.exit(3)", "ended with exit code 3: no disk"),
     "death": ("ask(task['messages']); os.kill(os.getpid(), 9)", "ended with exit code -9"),
-    "hang": ("import time; ask(task['messages']); time.sleep(600)", "did not end and asked for no further turn within"),
+    "hang": ("import time; time.sleep(6000)", "did not end and asked for no further turn within"),
     "no request": ("pass", "ended without a request to the policy"),
     "no reward": ("ask(task['messages'])", "needs to return a reward for the term of type environment, got none"),
     "bad reward": (
@@ -102,9 +99,11 @@ FAILURES = {
 def test_a_program_that_fails_twice_is_left_out_and_never_a_reward_of_0(
     tokenizer: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.rollout.gateway.harness_agent.END_SECONDS", 0.5)
     script, message = FAILURES[name]
-    limits = {"max_seconds": 2.0} if name == "hang" else {}
+    limits = {}
+    if name == "hang":
+        monkeypatch.setattr(harness_agent, "END_SECONDS", 0.1)
+        limits["max_seconds"] = 0.1
     _, summary, (trajectory,) = run_script(tokenizer, script, needs_reward=name == "no reward", **limits)
     assert message in trajectory.reward_errors["environment"]
     assert not trajectory.loss_mask.any()
@@ -135,13 +134,14 @@ def test_a_program_that_fails_after_a_limit_is_truncated(tokenizer: Any) -> None
     assert summary.kept == (0,)
 
 
-def test_no_process_of_a_program_survives_its_episode(tokenizer: Any) -> None:
+def test_no_process_of_a_program_survives_its_episode(tokenizer: Any, tmp_path: Path) -> None:
     _, summary, _ = run_script(
         tokenizer,
-        """
+        f"""
         import subprocess
-        sleep = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(3600)"]
-        subprocess.Popen(sleep, env={})  # in the group of the program
+        code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(3600)  # {tmp_path}"
+        sleep = [sys.executable, "-c", code]
+        subprocess.Popen(sleep, env={{}})  # in the group of the program
         subprocess.Popen(sleep, start_new_session=True)  # a daemon
         if os.fork() == 0:
             os.setsid()
@@ -153,7 +153,7 @@ def test_no_process_of_a_program_survives_its_episode(tokenizer: Any) -> None:
         """,
     )
     assert summary.kept == (0,)
-    assert not list(_with_command("sleep(3600)"))
+    assert not list(_with_command(str(tmp_path)))
 
 
 def _with_command(text: str) -> Iterator[str]:
@@ -166,6 +166,7 @@ def _with_command(text: str) -> Iterator[str]:
 
 async def hang_for_ever(task: Task, base_url: str, api_key: str) -> None:
     await ask_raw(base_url, api_key, list(task.messages))
+    jump(3 * UNREACHED_SECONDS)
     await asyncio.sleep(1e6)
 
 
@@ -175,32 +176,44 @@ async def raise_an_error(task: Task, base_url: str, api_key: str) -> None:
 
 
 @pytest.mark.parametrize(("function", "message"), [(hang_for_ever, "did not end"), (raise_an_error, "no such tool")])
-def test_functions_fail_as_commands_do(
-    tokenizer: Any, function: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megarl.rollout.gateway.harness_agent.END_SECONDS", 0.1)
-    agent = make_agent(tokenizer, function, max_seconds=0.5)
+def test_functions_fail_as_commands_do(tokenizer: Any, function: Any, message: str) -> None:
+    agent = make_agent(tokenizer, function)
     ((_, (trajectory,)),) = run_groups(SeededEngine(tokenizer), agent, [make_prompt(tokenizer)])
     assert message in trajectory.reward_errors["environment"]
 
 
-def test_a_turn_that_is_sampled_when_the_time_is_over_is_trained(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megarl.rollout.gateway.harness_agent.END_SECONDS", 0.1)
-    engine = SeededEngine(tokenizer, seconds=1.0)
-    agent = make_agent(tokenizer, hang_for_ever, max_seconds=0.2)
+class LateEngine(SeededEngine):
+    """The time of an episode is over while a request is in flight."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        jump(3 * UNREACHED_SECONDS)
+        await iterate()
+        return await super().generate(request)
+
+
+def test_a_turn_that_is_sampled_when_the_time_is_over_is_trained(tokenizer: Any) -> None:
+    engine = LateEngine(tokenizer)
+    agent = make_agent(tokenizer, hang_for_ever)
     ((summary, trajectories),) = run_groups(engine, agent, [make_prompt(tokenizer)])
     assert summary.trajectories[0].finish_reason == "seconds"
     assert sampled_ids(trajectories) == logged_ids(engine)
 
 
+running: Counter[str] = Counter()
+
+
+async def count_programs(task: Task, base_url: str, api_key: str) -> None:
+    running["now"] += 1
+    running["most"] = max(running["most"], running["now"])
+    await ask_raw(base_url, api_key, list(task.messages))
+    running["now"] -= 1
+
+
 def test_no_more_programs_run_at_once_than_allowed(tokenizer: Any) -> None:
-    engine = SeededEngine(tokenizer, seconds=0.1)
-    agent = make_agent(tokenizer, talk, max_programs=2)
-    start = time.monotonic()
-    run_groups(engine, agent, [make_prompt(tokenizer, number, turns=1) for number in range(6)])
-    assert time.monotonic() - start >= 0.3
+    running.clear()
+    agent = make_agent(tokenizer, count_programs, max_programs=2)
+    run_groups(SeededEngine(tokenizer), agent, [make_prompt(tokenizer, number) for number in range(6)])
+    assert running == {"now": 0, "most": 2}
 
 
 def not_async(task: Task, base_url: str, api_key: str) -> None: ...

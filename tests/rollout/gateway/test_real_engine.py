@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from megarl.data.tiny_checkpoint import write_tiny_model
@@ -15,10 +16,11 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
 from megarl.rollout.environments.environment import Task
+from tests.rollout.clock import ENGINE_LIMITS
 from tests.rollout.gateway.clients import KINDS, ask_raw, talk
 from tests.rollout.gateway.scripted import make_agent, make_prompt, run_groups
 from tests.rollout.gateway.test_tokens import sample_directly
-from tests.rollout.remote import RemoteEngine
+from tests.rollout.remote import RemoteEngine, started
 from tests.rollout.whole_batches import WholeBatches
 
 TURN_TOKENS = 16
@@ -32,6 +34,8 @@ class Engine(WholeBatches):
         self.lock = asyncio.Lock()
         self.finish_reasons: list[str] = []
         """Of the requests that were answered, in the order of the answers."""
+        self.stopped: psutil.Process | None = None
+        """A scheduler that is stopped until a request is aborted."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         async with self.lock:
@@ -39,11 +43,10 @@ class Engine(WholeBatches):
         self.finish_reasons.append(found.finish_reason)
         return found
 
-    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        return [await self.generate(request) for request in requests]
-
     async def abort(self, request_id: str) -> None:
         await asyncio.to_thread(self.remote.call, "abort", request_id)
+        if self.stopped is not None:
+            self.stopped.resume()
         async with self.lock:  # its request has been answered
             pass
 
@@ -53,14 +56,9 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RemoteEng
     folder = tmp_path_factory.mktemp("models") / "chat"
     write_tiny_model(folder, ["some text"] * 3, seed=0, chat=True)
     stop = read_stop_token_ids(str(folder))
-    engine = RemoteEngine(
-        EngineSpec(model_path=str(folder), max_total_tokens=8192, deterministic=True, stop_token_ids=stop)
-    )
-    try:
-        engine.call("start")
+    limits = {"max_total_tokens": 8192, "stop_token_ids": stop, **ENGINE_LIMITS}
+    with started(EngineSpec(model_path=str(folder), deterministic=True), **limits) as engine:
         yield engine, folder
-    finally:
-        engine.close()
 
 
 def test_the_gateway_samples_as_direct_sampling(remote: tuple[RemoteEngine, Path]) -> None:
@@ -82,7 +80,7 @@ engines: list[Engine] = []
 
 
 async def leave_a_request(task: Task, base_url: str, api_key: str) -> None:
-    """Return once the engine samples a reply."""
+    """Return once the engine has the request, which it has not sampled by then."""
     asked = asyncio.ensure_future(ask_raw(base_url, api_key, list(task.messages)))
     while not engines[-1].lock.locked():
         await asyncio.sleep(0.01)
@@ -94,6 +92,8 @@ def test_a_request_that_a_program_has_left_ends_in_the_engine(remote: tuple[Remo
     tokenizer = load_tokenizer(str(folder))
     ours = Engine(engine, tokenizer)
     engines.append(ours)
+    (ours.stopped,) = engine.scheduler_processes()
+    ours.stopped.suspend()
     run_groups(ours, make_agent(tokenizer, leave_a_request), [make_prompt(tokenizer)], max_new_tokens=480)
     assert ours.finish_reasons == ["abort"]
     assert engine.call("health").num_requests == 0

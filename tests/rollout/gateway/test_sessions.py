@@ -8,12 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI
 
 from megarl.batch.trajectory import Trajectory
 from megarl.rollout.environments.environment import Task
 from megarl.rollout.gateway.reply_parser import PlainTextParser, SglangParser
 from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
+from tests.rollout.gateway.clients import make_client
 from tests.rollout.gateway.scripted import SeededEngine, logged_ids, make_agent, make_prompt, run_groups, sampled_ids
 
 QUESTION = {"role": "user", "content": "is it?"}
@@ -22,20 +22,13 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 answers: list[httpx.Response] = []
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return chat_tokenizer(APPEND)
-
-
 async def post_all(task: Task, base_url: str, api_key: str, *, path: str, bodies: list[Any]) -> float:
     """Send the bodies one after the other, lists of them at the same time, and keep the responses."""
     answers.clear()
-    async with httpx.AsyncClient(verify=False) as client:
+    async with httpx.AsyncClient(verify=False, timeout=None) as client:
         for each in bodies:
             together = each if isinstance(each, list) else [each]
-            answers.extend(
-                await asyncio.gather(*(client.post(f"{base_url}/{path}", json=body, timeout=60) for body in together))
-            )
+            answers.extend(await asyncio.gather(*(client.post(f"{base_url}/{path}", json=body) for body in together)))
     return 1.0
 
 
@@ -111,7 +104,7 @@ async def ask_with_other_keys(task: Task, base_url: str, api_key: str) -> None:
     assert root.startswith("http://127.0.0.1:")
     url = f"{root}/v1/chat/completions"
     key = {"Authorization": f"Bearer {api_key}"}
-    async with httpx.AsyncClient(verify=False) as client:
+    async with httpx.AsyncClient(verify=False, timeout=None) as client:
         answers.append(await client.post(url, json=chat("is it?")))
         answers.append(await client.post(f"{root}/s/{api_key}x/v1/chat/completions", json=chat("is it?"), headers=key))
         answers.append(await client.post(url, json=chat("is it?"), headers=key))
@@ -199,7 +192,7 @@ async def call_through_responses(task: Task, base_url: str, api_key: str) -> Non
     """Answer a call and send back the items of the response, as the Agents SDK does."""
     tool: Any = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}, "strict": True}
     items: list[Any] = [QUESTION]
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=httpx.AsyncClient(verify=False)) as client:
+    async with make_client(base_url, api_key) as client:
         for turn in range(3):
             options: Any = {"model": "m", "input": items, "tools": [tool], "instructions": "be brief", "temperature": 0}
             if task.prompt.row["stream"]:

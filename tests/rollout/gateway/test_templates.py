@@ -19,7 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from jinja2 import TemplateError
 
@@ -35,6 +34,7 @@ from megarl.rollout.gateway.reply_parser import ParsedReply, ToolCall
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.gateway.turn_request import RefusedRequestError
 from tests.rollout.gateway.scripted import make_prompt, sampled_ids
+from tests.rollout.whole_batches import WholeBatches, make_generation
 
 FOLDER = Path(sys.prefix) / "templates" / "trl" / "chat_templates"
 """`make test` installs the wheel there; the templates of other names than `*_training` are as published."""
@@ -68,7 +68,7 @@ needs_templates = pytest.mark.skipif(
 
 
 @dataclass
-class ScriptedPolicy:
+class ScriptedPolicy(WholeBatches):
     """Engine and parser of one session: samples the reply that is set, and knows its parts."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -76,18 +76,9 @@ class ScriptedPolicy:
     log: list[tuple[GenerationRequest, Generation]] = field(default_factory=list)
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        count = len(self.token_ids)
-        generation = Generation(
-            token_ids=np.array(self.token_ids, np.int32),
-            logprobs=np.full(count, -1.0, np.float32),
-            policy_versions=np.zeros(count, np.int32),
-            finish_reason="stop",
-        )
+        generation = make_generation(self.token_ids)
         self.log.append((request, generation))
         return generation
-
-    async def abort(self, request_id: str) -> None:
-        raise AssertionError(request_id)
 
     async def parse(self, text: str, tools: Sequence[Message]) -> ParsedReply:
         return self.parts

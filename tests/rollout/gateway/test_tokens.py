@@ -15,19 +15,17 @@ import numpy as np
 import pytest
 
 from megarl.rollout.agents.episode import Episode
+from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Message, Task
-from megarl.rollout.gateway.chat_messages import make_message
 from megarl.rollout.gateway.reply_parser import ParsedReply, ToolCall
-from megarl.rollout.gateway.turn_request import TurnRequest
-from tests.rollout.environments.chat_templates import APPEND, STABLE, STRIPS_THOUGHTS, chat_tokenizer
+from tests.rollout.environments.chat_templates import STABLE, STRIPS_THOUGHTS, chat_tokenizer
 from tests.rollout.gateway.clients import KINDS, talk
 from tests.rollout.gateway.scripted import (
     SeededEngine,
     logged_ids,
     make_agent,
     make_prompt,
-    make_session,
     run_groups,
     sampled_ids,
 )
@@ -48,13 +46,16 @@ async def sample_directly(episode: Episode) -> Any:
     return episode.trajectories()
 
 
-def test_all_clients_sample_as_direct_sampling_with_the_same_seeds() -> None:
-    tokenizer = chat_tokenizer(APPEND)
-    prompts = [make_prompt(tokenizer, number, turns=1 + number % 6) for number in range(200)]
-    direct = run_groups(SeededEngine(tokenizer), sample_directly, prompts)
+def test_all_clients_sample_as_direct_sampling_with_the_same_seeds(tokenizer: Any) -> None:
+    prompts = [make_prompt(tokenizer, number, turns=1 + number % 6) for number in range(6 * len(KINDS))]
+    engine = SeededEngine(tokenizer)
+    direct = run_groups(engine, sample_directly, prompts)
+    outputs = [generation.token_ids[:-1].tolist() for _, generation in engine.log]
+    drifting = [ids for ids in outputs if tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids]
+    assert len(drifting) >= 0.8 * len(outputs)  # do not survive decoding
     agent = make_agent(tokenizer, talk, kwargs={"kinds": list(KINDS)}, max_programs=16)
     served = run_groups(SeededEngine(tokenizer), agent, prompts)
-    assert len(KINDS) == 7
+    assert len(KINDS) == 7  # so that each client has conversations of each length
     for number, ((_, expected), (summary, got)) in enumerate(zip(direct, served, strict=True)):
         assert len(got) == len(expected) == 1
         for name in ("token_ids", "loss_mask", "logprobs", "policy_versions"):
@@ -89,32 +90,6 @@ def test_prompts_begin_with_the_prompt_and_output_before(name: str) -> None:
         assert sampled_ids(trajectories) == sorted(generation.token_ids.tolist() for _, generation in log)
 
 
-def test_outputs_that_do_not_survive_decoding_are_trained_as_sampled() -> None:
-    tokenizer = chat_tokenizer(APPEND)
-    engine, sessions = SeededEngine(tokenizer), []
-
-    async def talk_in_sessions() -> None:
-        for number in range(200):
-            session = make_session(engine, number)
-            messages: tuple[Message, ...] = ({"role": "user", "content": "is it?"},)
-            for turn in range(6):
-                reply = (await session.answer(TurnRequest(messages=messages))).reply
-                assert reply is not None
-                messages += (make_message("assistant", reply.content), {"role": "user", "content": f"why {turn}?"})
-            sessions.append(session)
-
-    asyncio.run(talk_in_sessions())
-    drifting = 0
-    for _, generation in engine.log:
-        ids = generation.token_ids[:-1].tolist()
-        drifting += tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids
-    assert len(engine.log) == 1200
-    assert drifting >= 1000
-    trajectories = [each for session in sessions for each in session.trajectories(None)]
-    assert len(trajectories) == 200
-    assert sampled_ids(trajectories) == logged_ids(engine)
-
-
 class Rewriter:
     """Takes `key=value,...` as a call with sorted arguments as JSON, which no reply has ever been."""
 
@@ -131,10 +106,10 @@ async def call_tools(task: Task, base_url: str, api_key: str) -> None:
     messages: list[dict[str, Any]] = [dict(message) for message in task.messages]
     parameters = {"type": "object", "properties": {"a": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "look", "description": None, "parameters": parameters}}]
-    async with httpx.AsyncClient(verify=False) as client:
+    async with httpx.AsyncClient(verify=False, timeout=None) as client:
         for turn in range(5):
             body = {"messages": messages, "tools": tools}
-            response = await client.post(f"{base_url}/chat/completions", json=body, timeout=60)
+            response = await client.post(f"{base_url}/chat/completions", json=body)
             message = response.raise_for_status().json()["choices"][0]["message"]
             (call,) = message["tool_calls"]
             arguments = json.loads(call["function"]["arguments"])
@@ -151,8 +126,7 @@ async def call_tools(task: Task, base_url: str, api_key: str) -> None:
             ]
 
 
-def test_tool_calls_that_the_parser_rewrites_are_trained_as_sampled() -> None:
-    tokenizer = chat_tokenizer(APPEND)
+def test_tool_calls_that_the_parser_rewrites_are_trained_as_sampled(tokenizer: Any) -> None:
     engine = SeededEngine(tokenizer, reply=lambda prompt: f"b={prompt.count('why')}, a =1")
     agent = make_agent(tokenizer, call_tools, parser=Rewriter())
     groups = run_groups(engine, agent, [make_prompt(tokenizer, number) for number in range(40)])
@@ -167,6 +141,12 @@ def test_tool_calls_that_the_parser_rewrites_are_trained_as_sampled() -> None:
     assert "look" not in text
 
 
+class SlowEngine(SeededEngine):
+    async def generate(self, request: GenerationRequest) -> Generation:
+        await asyncio.sleep(0.05)
+        return await super().generate(request)
+
+
 cut_off: Counter[str] = Counter()
 
 
@@ -174,7 +154,7 @@ async def talk_badly(task: Task, base_url: str, api_key: str) -> None:
     """Cut off 30 % of the turns at random moments, and send them again, up to three times."""
     rng = random.Random(task.seed)
     messages = list(task.messages)
-    async with httpx.AsyncClient(verify=False) as client:
+    async with httpx.AsyncClient(verify=False, timeout=None) as client:
         for turn in range(task.prompt.row["turns"]):
             body = {"messages": messages}
             while rng.random() < 0.3:
@@ -184,17 +164,16 @@ async def talk_badly(task: Task, base_url: str, api_key: str) -> None:
                 except httpx.TimeoutException:
                     cut_off["timeouts"] += 1
             first, second = await asyncio.gather(
-                *(client.post(f"{base_url}/chat/completions", json=body, timeout=60) for _ in range(2))
+                *(client.post(f"{base_url}/chat/completions", json=body) for _ in range(2))
             )
             assert first.raise_for_status().json() == second.json()
             reply = first.json()["choices"][0]["message"]
             messages += [reply, {"role": "user", "content": f"why {turn}?"}]
 
 
-def test_a_retry_gets_the_same_answer_and_nothing_is_trained_twice() -> None:
+def test_a_retry_gets_the_same_answer_and_nothing_is_trained_twice(tokenizer: Any) -> None:
     cut_off.clear()
-    tokenizer = chat_tokenizer(APPEND)
-    engine = SeededEngine(tokenizer, seconds=0.05)
+    engine = SlowEngine(tokenizer)
     prompts = [make_prompt(tokenizer, number, turns=4) for number in range(50)]
     groups = run_groups(engine, make_agent(tokenizer, talk_badly), prompts)
     trajectories = [each for _, group in groups for each in group]

@@ -3,7 +3,6 @@ import logging
 import os
 import signal
 import struct
-import time
 import zlib
 from dataclasses import fields, replace
 
@@ -14,25 +13,20 @@ from megarl.batch.scored_group import TermReport
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config import RunConfig
 from megarl.errors import DataError, WorkerError
-from megarl.rollout.engine import Sampling
 from megarl.rollout.journal.journal import FinishedJob, Journal, journal_fingerprint, parse_step, read_step
 from megarl.rollout.journal.journal_folder import list_steps, read_fingerprints, remove_steps
 from megarl.rollout.journal.record_file import read_records
-from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
+from megarl.rollout.rollout_worker import GroupSummary, summarize
+from tests.rollout.whole_batches import make_group_job
 
 STEP = 12
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
 
 
 def job(group=0, prompt_id=None, num_samples=3, label=f"step-{STEP}"):
-    return GroupJob(
-        prompt=Prompt(prompt_id=prompt_id or f"train.jsonl:{group + 1}", text="", token_ids=(5, 6, 7), row={}),
-        group_id=group,
-        num_samples=num_samples,
-        sampling=Sampling(temperature=1.0, max_new_tokens=64),
-        seed=(0, STEP),
-        request_id=f"{label}-{group}",
-    )
+    prompt = Prompt(prompt_id=prompt_id or f"train.jsonl:{group + 1}", text="", token_ids=(5, 6, 7), row={})
+    names = {"seed": (0, STEP), "request_id": f"{label}-{group}"}
+    return make_group_job(prompt, group_id=group, num_samples=num_samples, **names)
 
 
 def trajectory(request, rng, sampled):
@@ -72,10 +66,20 @@ def journal(folder, fingerprint="ours"):
     return Journal(folder, fingerprint)
 
 
-def append(writer, step, request, summary, found):
-    """Append one group and return the entry that counts."""
-    (entry,) = writer.append(step, [FinishedJob(request, summary, found)])
+def append(writer, request, seed=0, step=STEP):
+    """Append a finished group and return the entry that counts."""
+    (entry,) = writer.append(step, [FinishedJob(request, *finished_group(request, seed))])
     return entry
+
+
+def found_in(reader, count=3, step=STEP):
+    """Return for the first jobs whether the journal has their groups."""
+    return [entry is not None for entry in reader.lookup(step, [job(group) for group in range(count)])]
+
+
+def assert_holds(reader, request, seed=0):
+    """The journal has the group that the job finished with the seed."""
+    assert as_bits(reader.lookup(STEP, [request])[0]) == as_bits(finished_group(request, seed))
 
 
 def as_bits(group):
@@ -92,13 +96,13 @@ def as_bits(group):
 def write_journal(folder, count=3):
     writer = journal(folder)
     for group in range(count):
-        append(writer, STEP, job(group), *finished_group(job(group)))
+        append(writer, job(group))
     (path,) = (folder / "journal" / "step-000012").iterdir()
     return path
 
 
 def test_another_process_reads_a_group_bit_for_bit(tmp_path):
-    appended = [append(journal(tmp_path), STEP, job(g), *finished_group(job(g))) for g in range(3)]
+    appended = [append(journal(tmp_path), job(g)) for g in range(3)]
     found = journal(tmp_path).lookup(STEP, [job(2), job(3), job(0)])
     assert found[1] is None
     assert as_bits(found[0]) == as_bits(appended[2]) == as_bits(finished_group(job(2)))
@@ -113,11 +117,10 @@ def test_another_process_reads_a_group_bit_for_bit(tmp_path):
 
 def test_lookup_sees_new_groups_of_all_writers(tmp_path):
     ours, theirs = journal(tmp_path), journal(tmp_path)
-    assert ours.lookup(STEP, [job(0), job(1)]) == [None, None]
-    append(ours, STEP, job(0), *finished_group(job(0)))
-    append(theirs, STEP, job(1), *finished_group(job(1)))
-    assert None not in ours.lookup(STEP, [job(0), job(1)])
-    assert None not in theirs.lookup(STEP, [job(0), job(1)])
+    assert found_in(ours, 2) == [False, False]
+    append(ours, job(0))
+    append(theirs, job(1))
+    assert found_in(ours, 2) == found_in(theirs, 2) == [True, True]
     assert ours.lookup(STEP + 1, [job(0)]) == [None]
 
 
@@ -129,9 +132,8 @@ def test_killed_writer_loses_only_its_last_group(tmp_path):
     before = records[-2].start + records[-2].length
     for cut in range(before, len(complete), 7):
         path.write_bytes(complete[:cut])
-        found = journal(tmp_path).lookup(STEP, [job(g) for g in range(3)])
-        assert [g is not None for g in found] == [True, True, False], cut
-        assert as_bits(found[1]) == as_bits(finished_group(job(1)))
+        assert found_in(journal(tmp_path)) == [True, True, False], cut
+        assert_holds(journal(tmp_path), job(1))
     for cut in range(0, records[0].start, 5):
         path.write_bytes(complete[:cut])
         assert journal(tmp_path).lookup(STEP, [job(0)]) == [None]
@@ -144,7 +146,7 @@ def test_incomplete_record_is_read_once_it_is_complete(tmp_path):
     reader = journal(tmp_path)
     assert reader.lookup(STEP, [job(2)]) == [None]
     path.write_bytes(complete)
-    assert as_bits(reader.lookup(STEP, [job(2)])[0]) == as_bits(finished_group(job(2)))
+    assert_holds(reader, job(2))
 
 
 @pytest.mark.parametrize("part", ["body", "header", "meta", "beginning"])
@@ -157,13 +159,13 @@ def test_damage_is_logged_and_its_group_is_generated_again(tmp_path, caplog, par
     data[where] ^= 1
     path.write_bytes(data)
     with caplog.at_level(logging.WARNING):
-        found = [g is not None for g in journal(tmp_path).lookup(STEP, [job(g) for g in range(3)])]
+        found = found_in(journal(tmp_path))
     survive = {"body": [1, 0, 1], "meta": [1, 0, 1], "header": [1, 0, 0], "beginning": [0, 0, 0]}[part]
     assert found == [bool(s) for s in survive]
     assert str(path) in caplog.text
     writer = journal(tmp_path)
-    append(writer, STEP, job(1), *finished_group(job(1), seed=5))
-    assert as_bits(journal(tmp_path).lookup(STEP, [job(1)])[0]) == as_bits(finished_group(job(1), seed=5))
+    append(writer, job(1), seed=5)
+    assert_holds(journal(tmp_path), job(1), seed=5)
 
 
 @pytest.mark.parametrize("where", [5, 30], ids=["header", "meta"])
@@ -188,8 +190,8 @@ def test_groups_appended_to_a_file_with_a_damaged_beginning_are_not_used(tmp_pat
 def test_append_returns_the_entry_that_was_written_first(tmp_path):
     first, late = journal(tmp_path), journal(tmp_path)
     assert late.lookup(STEP, [job()]) == [None]
-    append(first, STEP, job(), *finished_group(job(), seed=1))
-    assert as_bits(append(late, STEP, job(), *finished_group(job(), seed=2))) == as_bits(finished_group(job(), seed=1))
+    append(first, job(), seed=1)
+    assert as_bits(append(late, job(), seed=2)) == as_bits(finished_group(job(), seed=1))
     assert len(list((tmp_path / "journal" / "step-000012").iterdir())) == 1
 
 
@@ -199,7 +201,7 @@ def test_all_readers_choose_the_same_of_two_entries(tmp_path):
     folder.mkdir(parents=True)
     early = journal(tmp_path / "run")
     for name, seed in (("z", 1), ("a", 0)):
-        append(journal(tmp_path / name), STEP, job(), *finished_group(job(), seed=seed))
+        append(journal(tmp_path / name), job(), seed=seed)
         (path,) = (tmp_path / name / "journal" / "step-000012").iterdir()
         path.rename(folder / f"{name}.groups")
         assert as_bits(early.lookup(STEP, [job()])[0]) == as_bits(finished_group(job(), seed=seed))
@@ -216,9 +218,9 @@ def test_different_job_with_the_same_id_is_logged_and_generated_again(tmp_path, 
     with caplog.at_level(logging.WARNING):
         assert again.lookup(STEP, [other]) == [None]
     assert "step-12-0: the journal has another job under this name (prompt train.jsonl:1" in caplog.text
-    append(again, STEP, other, *finished_group(other))
-    assert as_bits(journal(tmp_path).lookup(STEP, [other])[0]) == as_bits(finished_group(other))
-    assert as_bits(journal(tmp_path).lookup(STEP, [job()])[0]) == as_bits(finished_group(job()))
+    append(again, other)
+    assert_holds(journal(tmp_path), other)
+    assert_holds(journal(tmp_path), job())
 
 
 def test_journal_of_another_run_is_rejected(tmp_path):
@@ -239,7 +241,7 @@ def test_records_of_another_run_in_the_same_file_are_rejected(tmp_path):
     path = write_journal(tmp_path / "run", count=1)
     reader = journal(tmp_path / "run")
     assert reader.lookup(STEP, [job(0), job(1)])[1] is None
-    append(journal(tmp_path / "other", "theirs"), STEP, job(1), *finished_group(job(1)))
+    append(journal(tmp_path / "other", "theirs"), job(1))
     (other,) = (tmp_path / "other" / "journal" / "step-000012").iterdir()
     path.write_bytes(path.read_bytes() + other.read_bytes())
     for each in (reader, reader, journal(tmp_path / "run")):
@@ -272,7 +274,7 @@ def test_journal_of_another_format_is_rejected(tmp_path, first, got):
     for read in (
         lambda: reader.lookup(STEP, [job()]),
         lambda: reader.lookup(STEP, [job()]),
-        lambda: append(reader, STEP, job(), *finished_group(job())),
+        lambda: append(reader, job()),
         lambda: read_step(tmp_path, STEP),
         lambda: read_fingerprints(tmp_path),
     ):
@@ -293,18 +295,13 @@ def test_handwritten_record_of_this_format_is_accepted(tmp_path):
 
 def test_groups_that_are_appended_together_count_once(tmp_path):
     """Of two groups of the same job the first one counts, also one of another process; other jobs get their own."""
-    theirs = append(journal(tmp_path), STEP, job(0), *finished_group(job(0), seed=5))
+    theirs = append(journal(tmp_path), job(0), seed=5)
     requests = [job(0), job(1), job(1), job(1, prompt_id="another"), job(2)]
     groups = [finished_group(request, seed) for seed, request in enumerate(requests)]
     writer = journal(tmp_path)
     found = writer.append(STEP, [FinishedJob(request, *group) for request, group in zip(requests, groups, strict=True)])
-    assert [as_bits(entry) for entry in found] == [
-        as_bits(theirs),
-        as_bits(groups[1]),
-        as_bits(groups[1]),
-        as_bits(groups[3]),
-        as_bits(groups[4]),
-    ]
+    expected = [theirs, groups[1], groups[1], groups[3], groups[4]]
+    assert [as_bits(entry) for entry in found] == [as_bits(group) for group in expected]
     assert len(read_step(tmp_path, STEP)) == 4
     assert writer.append(STEP, []) == []
 
@@ -312,12 +309,12 @@ def test_groups_that_are_appended_together_count_once(tmp_path):
 def test_write_error_names_the_file(tmp_path):
     (tmp_path / "journal").write_text("a file where the folder belongs")
     with pytest.raises(WorkerError, match=r"step-12-0 is done but cannot be written to .*step-000012/.*\.groups: "):
-        append(journal(tmp_path), STEP, job(), *finished_group(job()))
+        append(journal(tmp_path), job())
 
 
 def test_full_disk_keeps_earlier_groups(tmp_path, monkeypatch):
     writer = journal(tmp_path)
-    append(writer, STEP, job(0), *finished_group(job(0)))
+    append(writer, job(0))
     write = os.write
 
     def full(descriptor, data):
@@ -326,10 +323,10 @@ def test_full_disk_keeps_earlier_groups(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(WorkerError, match="No space left on device"):
-        append(writer, STEP, job(1), *finished_group(job(1)))
+        append(writer, job(1))
     monkeypatch.setattr(os, "write", write)
-    append(writer, STEP, job(2), *finished_group(job(2)))
-    assert [g is not None for g in journal(tmp_path).lookup(STEP, [job(g) for g in range(3)])] == [True, False, True]
+    append(writer, job(2))
+    assert found_in(journal(tmp_path)) == [True, False, True]
 
 
 def test_remove_steps(tmp_path):
@@ -337,7 +334,7 @@ def test_remove_steps(tmp_path):
     remove_steps(tmp_path, up_to=3)
     writer = journal(tmp_path)
     for step in (0, 2, 9, 10, 11):
-        append(writer, step, job(), *finished_group(job()))
+        append(writer, job(), step=step)
     (tmp_path / "journal" / "step-000009.kept").mkdir()
     assert list_steps(tmp_path) == [0, 2, 9, 10, 11]
     remove_steps(tmp_path, up_to=2)
@@ -351,7 +348,7 @@ def test_step_that_cannot_be_removed_is_removed_by_the_next_call(tmp_path, monke
     """On NFS, removing a file that a process has open renames it instead, so that its folder is not empty."""
     writer = journal(tmp_path)
     for step in (1, 2, 3):
-        append(writer, step, job(), *finished_group(job()))
+        append(writer, job(), step=step)
     rmdir = os.rmdir
 
     def busy(path, **given):
@@ -367,20 +364,9 @@ def test_step_that_cannot_be_removed_is_removed_by_the_next_call(tmp_path, monke
     assert list_steps(tmp_path) == [3]
 
 
-@pytest.mark.parametrize(
-    ("request_id", "step"),
-    [
-        ("step-12-3", 12),
-        ("step-12-1-3", 12),
-        ("step-12-greedy-3", 12),
-        ("step-12-1-greedy-3", 12),
-        ("evaluate-10-3", 10),
-        ("evaluate-3", None),
-        ("1-3", None),
-    ],
-)
-def test_parse_step(request_id, step):
-    assert parse_step(request_id) == step
+def test_parse_step():
+    assert {parse_step(f"step-12-{rest}") for rest in ("3", "1-3", "greedy-3", "1-greedy-3")} == {12}
+    assert [parse_step(request_id) for request_id in ("evaluate-10-3", "evaluate-3", "1-3")] == [10, None, None]
 
 
 def config(**changes):
@@ -434,15 +420,17 @@ def test_appended_groups_survive_a_killed_process(tmp_path):
             try:
                 writer = journal(tmp_path)
                 for group in range(incarnation * 10_000, 10**6):
-                    append(writer, STEP, job(group), *finished_group(job(group)))
+                    append(writer, job(group))
                     os.write(write_end, group.to_bytes(4, "little"))
             finally:
                 os._exit(1)
-        data = os.read(read_end, 4 * 20)
-        time.sleep(0.02 + 0.003 * incarnation)
+        os.close(write_end)
+        data = b""
+        while len(data) < 4 * (20 + 7 * incarnation):
+            data += os.read(read_end, 4)
+            assert data, "the process has ended"
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        os.close(write_end)
         while more := os.read(read_end, 65536):
             data += more
         os.close(read_end)

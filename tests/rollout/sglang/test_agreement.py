@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
@@ -18,7 +17,8 @@ from megarl.rollout.engine import GenerationRequest, Sampling
 from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
 from tests.megatron.fidelity.models import CONFIGS, save_model
 from tests.megatron.fidelity.reference import SHORT, draw, score
-from tests.rollout.remote import RemoteEngine
+from tests.rollout.clock import ENGINE_LIMITS
+from tests.rollout.remote import RemoteEngine, started
 from tests.rollout.sglang.test_cpu_determinism import assert_batch_independent
 
 PROMPT_LENGTHS = (1, *SHORT, 300)
@@ -34,24 +34,10 @@ def models(tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "models"
 
 
-@contextmanager
-def started_engine(folder: str, *, deterministic: bool = True, tp: int = 1) -> Iterator[RemoteEngine]:
-    engine = RemoteEngine(
-        EngineSpec(
-            model_path=folder,
-            tp=tp,
-            max_total_tokens=16_384,
-            max_running_requests=64,
-            mem_fraction=0.3,
-            deterministic=deterministic,
-            stop_token_ids=read_stop_token_ids(folder),
-        )
-    )
-    try:
-        engine.call("start")
-        yield engine
-    finally:
-        engine.close()
+def started_engine(folder: str, **changes: object) -> AbstractContextManager[RemoteEngine]:
+    settings = {"max_total_tokens": 16_384, "max_running_requests": 64, "mem_fraction": 0.3, "deterministic": True}
+    stop = read_stop_token_ids(folder)
+    return started(EngineSpec(model_path=folder), stop_token_ids=stop, **settings | ENGINE_LIMITS | changes)
 
 
 def sample(engine, vocab_size):

@@ -9,16 +9,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from megarl.batch.scored_group import ScoredGroup
-from megarl.batch.trajectory import Prompt
 from megarl.errors import LostEngineError
 from megarl.rollout import partial_outputs
 from megarl.rollout.continuation import continue_after, tokens_from
 from megarl.rollout.engine import GenerationRequest, Sampling
-from megarl.rollout.rollout_worker import GroupJob, RolloutWorker, RolloutWorkerSpec
+from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
 from tests.rollout import reference
+from tests.rollout.clock import UNREACHED_SECONDS
 from tests.rollout.remote import RemoteEngine, sync
 from tests.rollout.sglang.test_in_flight import prompts
+from tests.rollout.whole_batches import NoScores, make_group_job
+from tests.time_limits import HANG_SECONDS
 
 TOLERANCE = 1e-4
 LONGEST_PREFIX = 64
@@ -85,10 +86,10 @@ def test_partial_outputs_are_beginnings_of_the_completions(engine, model_dir):
     pending = [engine.submit("generate", request) for request in batch]
     reports: list[dict] = [{}]
     for version in (1, 2, 3):
-        for _ in range(4):
+        for _ in range(2):
             reports.append(next_report(engine, batch, pending, reports[-1]))
         sync(engine, reference.changed(model_dir, seed=100 + version), version)
-    whole = {request.request_id: p.result(240) for request, p in zip(batch, pending, strict=True)}
+    whole = {request.request_id: p.result(HANG_SECONDS) for request, p in zip(batch, pending, strict=True)}
     assert engine.call("partial_outputs", {request.request_id: 0 for request in batch}) == {}
     checked = [(whole[request_id], part) for report in reports for request_id, part in report.items()]
     assert len(checked) >= 12
@@ -124,28 +125,18 @@ class AsyncEngine:
         return await asyncio.wrap_future(self.engine.submit(method, *arguments))
 
 
-class NoScores:
-    async def score(self, trajectories, prompt):
-        return ScoredGroup(trajectories=trajectories)
-
-
 def test_group_continues_after_its_engine_is_killed(engine, spec, monkeypatch):
     monkeypatch.setattr(partial_outputs, "REPORT_SECONDS", 0.05)
-    job = GroupJob(
-        prompt=Prompt(prompt_id="train.jsonl:1", text="", token_ids=(5, 6, 7), row={}),
-        group_id=3,
-        num_samples=8,
-        sampling=Sampling(temperature=1.0, max_new_tokens=480),
-        seed=(1, 2),
-        request_id="1-3",
-    )
+    job = make_group_job(num_samples=8, max_new_tokens=480)
 
     async def rollout(*engines, kill=None):
-        worker = RolloutWorker(RolloutWorkerSpec(request_timeout_seconds=120), engines, NoScores(), tokenizer=None)
+        worker = RolloutWorker(
+            RolloutWorkerSpec(request_timeout_seconds=UNREACHED_SECONDS), engines, NoScores(), tokenizer=None
+        )
         group = asyncio.create_task(worker.rollout_group(job))
         if kill is not None:
             outputs = worker._pool.live(0).engine.partial_outputs
-            while outputs.num_tokens < 400:
+            while outputs.num_tokens < 50:
                 await asyncio.sleep(0.02)
             kill()
         _, trajectories = await group

@@ -14,8 +14,10 @@ from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, dtype_name, lay_o
 from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
 from tests.megatron.fidelity.measure import measure
 from tests.rollout import reference
+from tests.rollout.clock import ENGINE_LIMITS, UNREACHED_SECONDS
 from tests.rollout.conftest import EOS
-from tests.rollout.remote import RemoteEngine, sync
+from tests.rollout.remote import started, sync
+from tests.time_limits import HANG_SECONDS
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +31,7 @@ def engine(model_dir):
     pytest.importorskip("sgl_kernel", reason="needs SGLang's CUDA kernels: make setup-gpu")
     pytest.importorskip("torch_memory_saver", reason="needs SGLang's memory saver: make setup-gpu")
     stop = read_stop_token_ids(model_dir)
-    engine = RemoteEngine(
+    with started(
         EngineSpec(
             model_path=model_dir,
             device="cuda",
@@ -37,12 +39,11 @@ def engine(model_dir):
             mem_fraction=0.3,
             releases_memory=True,
             stop_token_ids=stop,
+            **ENGINE_LIMITS,
             extra_args={"attention_backend": "triton"},  # the default has no kernels for heads of this size
         )
-    )
-    engine.call("start")
-    yield engine
-    engine.close()
+    ) as engine:
+        yield engine
 
 
 def mean_difference(model, generations):
@@ -87,14 +88,14 @@ def test_boxes_in_device_memory_are_written_bitwise(engine, model_dir, tmp_path)
         for slot, (local, box, t) in zip(slots, boxes, strict=True)
     )
     engine.call("begin_weights")
-    sender = BoxSender("trainer rank 0", "engine 0 rank 0", [box_slots], 30.0)
+    sender = BoxSender("trainer rank 0", "engine 0 rank 0", [box_slots], UNREACHED_SECONDS)
     engine.call("prepare_boxes", [sender.offer])
     receiving = engine.submit("receive_weights")
     sender.begin()
     sender.load_boxes(0, BoxBucket(buffer.path, buffer.num_bytes, box_slots))()
     buffer.bytes.fill_(0xA5)  # whoever still reads it reads rubbish
     buffer.close()
-    assert receiving.result(30) == []
+    assert receiving.result(HANG_SECONDS) == []
     sender.close()
     engine.call("end_weights", 1)
     generations = engine.generate(PROMPTS, temperature=1.0, max_new_tokens=24)

@@ -3,7 +3,6 @@ import dataclasses
 import shutil
 import signal
 import socket
-import time
 
 import psutil
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from megarl.errors import ConfigError, LostEngineError, WorkerError
 from megarl.rollout.sglang.sglang_engine import SglangEngine
 from tests.end_to_end.launched import wait_until
-from tests.rollout.remote import RemoteEngine, requests
+from tests.rollout.remote import RemoteEngine, begin_requests, requests
 from tests.time_limits import HANG_SECONDS
 
 PROMPT = [1, 2, 3]
@@ -24,11 +23,16 @@ def has_exited(process):
         return True
 
 
+def schedulers(engine):
+    """Return the schedulers that the host has started; they are forked from a server."""
+    return [scheduler for child in psutil.Process(engine.process.pid).children() for scheduler in child.children()]
+
+
 def test_killed_scheduler_fails_current_and_later_calls(spec):
-    engine = RemoteEngine(spec)
-    try:
+    with RemoteEngine(spec) as engine:
         engine.call("start")
         (scheduler,) = engine.scheduler_processes()
+        scheduler.suspend()
         pending = engine.submit("generate_many", requests([PROMPT] * 4, max_new_tokens=480))
         scheduler.kill()
         with pytest.raises(WorkerError, match=r"scheduler process of TP rank 0 was ended by SIGKILL"):
@@ -36,8 +40,6 @@ def test_killed_scheduler_fails_current_and_later_calls(spec):
         for method in ("health", "begin_weights", "abort_all"):
             with pytest.raises(WorkerError, match="SIGKILL"):
                 engine.call(method)
-    finally:
-        engine.close()
     assert engine.process.returncode == 0
 
 
@@ -47,44 +49,29 @@ def test_failed_start_reports_the_log_tail(spec, model_dir, tmp_path):
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     logs = tmp_path / "logs"
-    engine = RemoteEngine(dataclasses.replace(spec, model_path=str(broken), log_dir=str(logs)))
-    try:
+    with RemoteEngine(dataclasses.replace(spec, model_path=str(broken), log_dir=str(logs))) as engine:
         with pytest.raises(WorkerError, match=r"(?s)did not start: .*scheduler-\d+\.log:\n.*Error"):
             engine.call("start")
         assert len(list(logs.glob("scheduler-*.log"))) == 1
         with pytest.raises(WorkerError, match="not running"):
             engine.call("generate_many", requests([PROMPT]))
-    finally:
-        engine.close()
 
 
 def test_scheduler_killed_during_startup_is_a_lost_engine(spec):
-    engine = RemoteEngine(spec)
-    host = psutil.Process(engine.process.pid)
-
-    def schedulers():
-        return [scheduler for child in host.children() for scheduler in child.children()]  # forked from a server
-
-    try:
+    with RemoteEngine(dataclasses.replace(spec, waits_for_memory=True)) as engine:  # for which it waits for ever
         start = engine.submit("start")
-        assert wait_until(schedulers)
-        for process in schedulers():
+        assert wait_until(lambda: schedulers(engine))
+        for process in schedulers(engine):
             process.kill()
         with pytest.raises(LostEngineError, match="the engine did not start: "):
             start.result(HANG_SECONDS)
-    finally:
-        engine.close()
 
 
 def test_start_timeout_stops_the_engine(spec):
-    engine = RemoteEngine(dataclasses.replace(spec, start_timeout_seconds=0.5))
-    try:
-        with pytest.raises(WorkerError, match=r"did not start within 0\.5 s"):
+    with RemoteEngine(dataclasses.replace(spec, start_timeout_seconds=0.1)) as engine:
+        with pytest.raises(WorkerError, match=r"did not start within 0\.1 s"):
             engine.call("start")
-        host = psutil.Process(engine.process.pid)
-        assert not [scheduler for child in host.children() for scheduler in child.children()]
-    finally:
-        engine.close()
+        assert not schedulers(engine)
 
 
 @pytest.mark.parametrize("moment", ["while it generates", "while it starts"])
@@ -96,9 +83,7 @@ def test_schedulers_die_with_a_killed_host(spec, moment):
         assert wait_until(lambda: len(host.children()) > 1)
     else:
         start.result(HANG_SECONDS)
-        pending = engine.submit("generate_many", requests([PROMPT] * 4, max_new_tokens=480))
-        time.sleep(0.2)
-        assert not pending.done()
+        begin_requests(engine, [PROMPT] * 4, max_new_tokens=480)
     children = host.children(recursive=True)
     assert children
     engine.process.send_signal(signal.SIGKILL)

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.rollout.sglang import engine_host
 from megarl.rollout.sglang.engine_host import EngineHost
-from tests.time_limits import HANG_SECONDS
+from tests.rollout.clock import LOOP_CLOCK, in_virtual_time
 
 
 class FakeTokenizerManager:
@@ -24,7 +24,7 @@ class FakeTokenizerManager:
 @pytest.fixture
 def host(monkeypatch):
     """An engine host whose two schedulers have used `spent` seconds of CPU time."""
-    monkeypatch.setattr(engine_host, "PING_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(engine_host, "time", LOOP_CLOCK)
     host = EngineHost(SimpleNamespace(log_dir=None))
     host._engine = SimpleNamespace(tokenizer_manager=FakeTokenizerManager())
     host.spent = [1.0, 1.0]
@@ -36,61 +36,52 @@ def host(monkeypatch):
     return host
 
 
-async def ping_returns(host, seconds=0.1):
+async def ping_returns(host, seconds=60):
     ping = asyncio.create_task(host._ping())
     done, _ = await asyncio.wait([ping], timeout=seconds)
     ping.cancel()
     return bool(done)
 
 
-def test_ping_returns_once_the_schedulers_reply(host):
-    async def main():
-        host.tokenizer_manager.gate.set()
-        assert await ping_returns(host)
-
-    asyncio.run(main())
+@in_virtual_time
+async def test_ping_returns_once_the_schedulers_reply(host):
+    host.tokenizer_manager.gate.set()
+    assert await ping_returns(host)
 
 
-def test_ping_returns_if_all_schedulers_use_cpu_time(host):
-    async def main():
-        ping = asyncio.create_task(host._ping())
-        await asyncio.sleep(0.05)
-        host.spent = [2.0, 1.0]
-        await asyncio.sleep(0.05)
-        assert not ping.done()
-        host.spent = [2.0, 1.5]
-        await asyncio.wait_for(ping, HANG_SECONDS)
-
-    asyncio.run(main())
+@in_virtual_time
+async def test_ping_returns_if_all_schedulers_use_cpu_time(host):
+    ping = asyncio.create_task(host._ping())
+    await asyncio.sleep(5)
+    host.spent = [2.0, 1.0]
+    await asyncio.sleep(5)
+    assert not ping.done()
+    host.spent = [2.0, 1.5]
+    await ping
 
 
-def test_ping_does_not_return_for_a_hung_engine_and_is_sent_once(host):
-    async def main():
-        assert not await ping_returns(host)
-        assert not await ping_returns(host)
-        assert host.tokenizer_manager.num_pings == 1
-        host.tokenizer_manager.gate.set()
-        assert await ping_returns(host)
-
-    asyncio.run(main())
+@in_virtual_time
+async def test_ping_does_not_return_for_a_hung_engine_and_is_sent_once(host):
+    assert not await ping_returns(host)
+    assert not await ping_returns(host)
+    assert host.tokenizer_manager.num_pings == 1
+    host.tokenizer_manager.gate.set()
+    assert await ping_returns(host)
 
 
-def test_cpu_time_counts_only_for_max_busy_seconds(host, monkeypatch):
+@in_virtual_time
+async def test_cpu_time_counts_only_for_max_busy_seconds(host):
     async def spin():
         while True:
             host.spent = [spent + 1 for spent in host.spent]
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(engine_host.PING_POLL_SECONDS / 2)
 
-    async def main():
-        spinning = asyncio.create_task(spin())
-        assert await ping_returns(host)
-        monkeypatch.setattr(engine_host, "MAX_BUSY_SECONDS", 0.05)
-        await asyncio.sleep(0.1)
-        assert not await ping_returns(host)
-        host.tokenizer_manager.gate.set()
-        assert await ping_returns(host)
-        host.tokenizer_manager.gate.clear()
-        assert await ping_returns(host)  # a second ping
-        spinning.cancel()
-
-    asyncio.run(main())
+    spinning = asyncio.create_task(spin())
+    assert await ping_returns(host)
+    await asyncio.sleep(engine_host.MAX_BUSY_SECONDS)
+    assert not await ping_returns(host)
+    host.tokenizer_manager.gate.set()
+    assert await ping_returns(host)
+    host.tokenizer_manager.gate.clear()
+    assert await ping_returns(host)  # a second ping
+    spinning.cancel()

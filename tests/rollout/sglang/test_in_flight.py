@@ -1,6 +1,5 @@
 """Weight updates while requests are in flight: each token has the log-probability of the version that it names."""
 
-import random
 import time
 from itertools import pairwise
 
@@ -10,6 +9,7 @@ import torch
 
 from tests.rollout import reference
 from tests.rollout.remote import requests, sync
+from tests.time_limits import HANG_SECONDS
 
 TOLERANCE = 1e-4
 NOTICED = 1e-2
@@ -53,25 +53,36 @@ def logprobs_of_batch(model, prompts, generations):
 
 
 def generate_during_pushes(engine, versions, batch, max_new_tokens):
-    """Return the generations of all prompts; weights are pushed at random times in about the first third of them.
+    """Return the generations of all prompts; weights are pushed whenever the longest has grown by 50 tokens or more.
 
-    They are generated once before, to learn how long that takes on this machine at this time.
+    The engine tells its host of tokens 50 at a time. How many more it has sampled by the time of a push is left to
+    chance.
     """
-    rng = random.Random(0)
     first, *others = versions.weights
+    assert 50 * (len(others) + 2) <= max_new_tokens, "the last push may come too late"
     sync(engine, versions.weights[first], first)
-    start = time.perf_counter()
-    engine.generate(batch, max_new_tokens=max_new_tokens)
-    seconds = (time.perf_counter() - start) / (2 * len(others))
-    pending = [engine.submit("generate", r) for r in requests(batch, max_new_tokens=max_new_tokens)]
-    in_flight = []
+    sent = requests(batch, max_new_tokens=max_new_tokens)
+    pending = [engine.submit("generate", r) for r in sent]
+    known, in_flight = 0, []
     for version in others:
-        time.sleep(rng.uniform(0.2, 1) * seconds)
+        known = wait_for_tokens(engine, sent, known + 50)
         in_flight.append(sum(not p.done() for p in pending))
         sync(engine, versions.weights[version], version)
-    generations = [p.result(240) for p in pending]
+    generations = [p.result(HANG_SECONDS) for p in pending]
     assert min(in_flight) > 0, f"requests in flight at each push: {in_flight}"
     return generations
+
+
+def wait_for_tokens(engine, sent, num):
+    """Wait until a request in flight has `num` tokens; return how many the longest has."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while True:
+        parts = engine.call("partial_outputs", {r.request_id: 0 for r in sent})
+        longest = max((len(part.token_ids) for part in parts.values()), default=0)
+        if longest >= num:
+            return longest
+        assert time.monotonic() < deadline, f"no request has {num} tokens; the longest has {longest}"
+        time.sleep(0.01)
 
 
 def check_spans(versions, batch, generations):
@@ -105,7 +116,7 @@ def test_long_requests_lose_no_token(engine, model_dir, pause_mode):
     versions, batch = Versions(model_dir, 6), prompts(16)
     before = engine.call("num_attempts")
     generations = generate_during_pushes(engine, versions, batch, max_new_tokens=440)
-    num_continued = engine.call("num_attempts") - before - 2 * len(batch)  # generated once without pushes, too
+    num_continued = engine.call("num_attempts") - before - len(batch)
     assert num_continued >= 5 if pause_mode == "abort" else num_continued == 0
     for g in generations:
         assert g.finish_reason in ("stop", "length")

@@ -6,14 +6,13 @@ import pytest
 
 from megarl.errors import LostEngineError, WeightSyncError, WorkerError
 from megarl.rollout.engine_spec import EngineSpec
-from megarl.rollout.sglang import engine_host, multi_node_host
 from megarl.rollout.sglang.engine_host import EngineHost
 from megarl.rollout.sglang.multi_node_host import MultiNodeHost
 from megarl.rollout.sglang.weight_update.messages import Reply, checked_path, send_reply
 from megarl.rollout.sglang.weight_update.rank_files import find_unresponsive, reply_prefix
-from tests.time_limits import HANG_SECONDS
+from tests.rollout.clock import in_virtual_time
 
-SPEC = EngineSpec(model_path="", tp=6, nnodes=3, dist_init_addr="10.0.0.1:1", answer_timeout_seconds=0.2)
+SPEC = EngineSpec(model_path="", tp=6, nnodes=3, dist_init_addr="10.0.0.1:1", answer_timeout_seconds=20)
 NUMBER = 7
 
 
@@ -68,16 +67,8 @@ class World:
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Run a coroutine function with a `World`."""
-    monkeypatch.setattr(multi_node_host, "ROOT_CAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(multi_node_host, "NODE_SHUTDOWN_SECONDS", 0.1)
-    monkeypatch.setattr(engine_host, "PING_POLL_SECONDS", 0.01)
-
-    async def main(test):
-        await asyncio.wait_for(test(World(tmp_path, monkeypatch)), HANG_SECONDS)
-
-    return lambda test: asyncio.run(main(test))
+def make_world(tmp_path, monkeypatch):
+    return lambda: World(tmp_path, monkeypatch)
 
 
 def test_nodes_have_the_ranks_of_the_engine_in_order():
@@ -88,88 +79,80 @@ def test_nodes_have_the_ranks_of_the_engine_in_order():
     )
 
 
-def test_all_nodes_start_at_the_same_time(run):
-    async def test(world):
-        start = asyncio.ensure_future(world.host.start())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert [node.calls for node in world.nodes] == [[("start", "10.0.0.1:1")]] * 2
-        assert not start.done()
-        await asyncio.sleep(0)
-        for each in (world, *world.nodes):
-            each.starting.set_result(None)
+@in_virtual_time
+async def test_all_nodes_start_at_the_same_time(make_world):
+    world = make_world()
+    start = asyncio.ensure_future(world.host.start())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [node.calls for node in world.nodes] == [[("start", "10.0.0.1:1")]] * 2
+    assert not start.done()
+    await asyncio.sleep(0)
+    for each in (world, *world.nodes):
+        each.starting.set_result(None)
+    await start
+    assert not world.stopped
+
+
+@in_virtual_time
+async def test_first_error_of_a_start_is_raised_and_all_nodes_are_stopped(make_world):
+    world = make_world()
+    world.nodes[1].starting.set_exception(WorkerError("no memory on node2"))
+    with pytest.raises(WorkerError, match="no memory on node2"):
+        await world.host.start()
+    assert world.stopped
+    assert all("shutdown" in node.calls for node in world.nodes)
+
+
+@in_virtual_time
+async def test_killed_process_explains_the_errors_of_the_other_nodes(make_world):
+    world = make_world()
+    world.starting.set_exception(WorkerError("connection closed by peer"))
+    asyncio.get_running_loop().call_later(1, world.nodes[0].starting.set_exception, LostEngineError("SIGKILL on node1"))
+    with pytest.raises(LostEngineError, match="SIGKILL on node1"):
+        await world.host.start()
+
+
+@in_virtual_time
+async def test_cancelled_start_stops_all_nodes(make_world):
+    world = make_world()
+    world.nodes[0].hangs = True
+    start = asyncio.ensure_future(world.host.start())
+    await asyncio.sleep(0.01)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await start
-        assert not world.stopped
-
-    run(test)
-
-
-def test_first_error_of_a_start_is_raised_and_all_nodes_are_stopped(run):
-    async def test(world):
-        world.nodes[1].starting.set_exception(WorkerError("no memory on node2"))
-        with pytest.raises(WorkerError, match="no memory on node2"):
-            await world.host.start()
-        assert world.stopped
-        assert all("shutdown" in node.calls for node in world.nodes)
-
-    run(test)
+    assert world.stopped
+    assert all("shutdown" in node.calls for node in world.nodes)
 
 
-def test_killed_process_explains_the_errors_of_the_other_nodes(run):
-    async def test(world):
-        world.starting.set_exception(WorkerError("connection closed by peer"))
-        asyncio.get_running_loop().call_later(
-            0.03, world.nodes[0].starting.set_exception, LostEngineError("SIGKILL on node1")
-        )
-        with pytest.raises(LostEngineError, match="SIGKILL on node1"):
-            await world.host.start()
-
-    run(test)
-
-
-def test_cancelled_start_stops_all_nodes(run):
-    async def test(world):
-        world.nodes[0].hangs = True
-        start = asyncio.ensure_future(world.host.start())
-        await asyncio.sleep(0.01)
-        start.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await start
-        assert world.stopped
-        assert all("shutdown" in node.calls for node in world.nodes)
-
-    run(test)
+@in_virtual_time
+async def test_loss_of_a_node_is_the_loss_of_the_engine(make_world):
+    world = make_world()
+    await world.start()
+    assert world.host.failure is None
+    world.nodes[1].ended.set_exception(LostEngineError("the scheduler process of TP rank 4 on node2 was ended"))
+    while world.host.failure is None:
+        await asyncio.sleep(0.001)
+    assert str(world.host.failure) == "the scheduler process of TP rank 4 on node2 was ended"
+    assert isinstance(world.host.failure, LostEngineError)
 
 
-def test_loss_of_a_node_is_the_loss_of_the_engine(run):
-    async def test(world):
-        await world.start()
-        assert world.host.failure is None
-        world.nodes[1].ended.set_exception(LostEngineError("the scheduler process of TP rank 4 on node2 was ended"))
-        while world.host.failure is None:
-            await asyncio.sleep(0.001)
-        assert str(world.host.failure) == "the scheduler process of TP rank 4 on node2 was ended"
-        assert isinstance(world.host.failure, LostEngineError)
-
-    run(test)
-
-
-def test_replies_come_from_the_folders_of_all_nodes(run):
-    async def test(world):
-        await world.start()
-        folders = await world.host.folders()
-        assert [folder[-5:] for folder in folders] == ["node0", "node0", "node1", "node1", "node2", "node2"]
-        for rank in (0, 1, 3):
-            send_reply(Reply(rank, result=rank), {"reply": reply_prefix(folders[rank], NUMBER)})
-        checked_path(reply_prefix(folders[2], NUMBER), 2).touch()
-        states = await world.host.reply_states(NUMBER)
-        assert states == ["replied", "replied", "checked", "replied", "missing", "missing"]
-        assert find_unresponsive(states) == [4, 5]
-        replies = await world.host.take_replies(NUMBER)
-        assert replies == [Reply(0, result=0), Reply(1, result=1), None, Reply(3, result=3), None, None]
-        assert await world.host.reply_states(NUMBER) == ["missing"] * 6
-
-    run(test)
+@in_virtual_time
+async def test_replies_come_from_the_folders_of_all_nodes(make_world):
+    world = make_world()
+    await world.start()
+    folders = await world.host.folders()
+    assert [folder[-5:] for folder in folders] == ["node0", "node0", "node1", "node1", "node2", "node2"]
+    for rank in (0, 1, 3):
+        send_reply(Reply(rank, result=rank), {"reply": reply_prefix(folders[rank], NUMBER)})
+    checked_path(reply_prefix(folders[2], NUMBER), 2).touch()
+    states = await world.host.reply_states(NUMBER)
+    assert states == ["replied", "replied", "checked", "replied", "missing", "missing"]
+    assert find_unresponsive(states) == [4, 5]
+    replies = await world.host.take_replies(NUMBER)
+    assert replies == [Reply(0, result=0), Reply(1, result=1), None, Reply(3, result=3), None, None]
+    assert await world.host.reply_states(NUMBER) == ["missing"] * 6
 
 
 @pytest.mark.parametrize(
@@ -185,31 +168,29 @@ def test_ranks_that_wait_for_others_are_not_unresponsive(states, unresponsive):
     assert find_unresponsive(states) == unresponsive
 
 
-def test_shared_file_can_be_read_on_every_node(run):
-    async def test(world):
-        await world.start()
-        paths = await world.host.share_file("spec", b"plan")
-        assert len(paths) == 6
-        assert len(set(paths)) == 3
-        assert {open(path, "rb").read() for path in paths} == {b"plan"}  # noqa: SIM115
-        await world.host.remove_file("spec")
-        with pytest.raises(FileNotFoundError):
-            open(paths[5], "rb")  # noqa: SIM115
+@in_virtual_time
+async def test_shared_file_can_be_read_on_every_node(make_world):
+    world = make_world()
+    await world.start()
+    paths = await world.host.share_file("spec", b"plan")
+    assert len(paths) == 6
+    assert len(set(paths)) == 3
+    assert {open(path, "rb").read() for path in paths} == {b"plan"}  # noqa: SIM115
+    await world.host.remove_file("spec")
+    with pytest.raises(FileNotFoundError):
+        open(paths[5], "rb")  # noqa: SIM115
 
-    run(test)
 
-
-def test_node_that_does_not_answer_is_named(run):
-    async def test(world):
-        await world.start()
-        world.nodes[0].hangs = True
-        with pytest.raises(WeightSyncError, match=r"the engine's host on node1 did not answer within 0\.2 s"):
-            await world.host.take_replies(NUMBER)
-        ping = asyncio.ensure_future(world.host._ping())
-        await asyncio.sleep(0.3)
-        assert not ping.done()
-        ping.cancel()
-        await world.host.shutdown()
-        assert world.stopped
-
-    run(test)
+@in_virtual_time
+async def test_node_that_does_not_answer_is_named(make_world):
+    world = make_world()
+    await world.start()
+    world.nodes[0].hangs = True
+    with pytest.raises(WeightSyncError, match=r"the engine's host on node1 did not answer within 20 s"):
+        await world.host.take_replies(NUMBER)
+    ping = asyncio.ensure_future(world.host._ping())
+    await asyncio.sleep(30)
+    assert not ping.done()
+    ping.cancel()
+    await world.host.shutdown()
+    assert world.stopped

@@ -6,8 +6,11 @@ import pytest
 from megarl.errors import WeightSyncError, WorkerError
 from tests.rollout import reference
 from tests.rollout.conftest import EOS
-from tests.rollout.remote import requests, sync
+from tests.rollout.remote import begin_requests, let_work, requests, sync
+from tests.rollout.sglang.test_in_flight import pause_mode
 from tests.time_limits import HANG_SECONDS
+
+__all__ = ["pause_mode"]
 
 PROMPTS = [[(7 * i + 3 * j) % 240 for j in range(5 + 4 * i)] for i in range(6)]
 
@@ -18,7 +21,7 @@ def model(model_dir):
 
 
 def wait_running(engine):
-    """Wait until the engine has a request, which has many tokens, so that a fast engine does not finish it."""
+    """Wait until the engine has a request."""
     deadline = time.monotonic() + HANG_SECONDS
     while engine.call("health").num_requests == 0:
         assert time.monotonic() < deadline, "the engine has no request"
@@ -69,34 +72,34 @@ def test_samples_of_one_prompt_differ_and_have_the_policy_version(engine):
         assert g.policy_versions.tolist() == [0] * len(g.token_ids)
 
 
-def test_aborted_request_returns_the_tokens_so_far(engine):
-    (request,) = requests([PROMPTS[1]], temperature=1.0, max_new_tokens=480)
-    pending = engine.submit("generate", request)
-    time.sleep(0.2)
-    engine.call("abort", request.request_id)
-    generation = pending.result(30)
-    assert generation.finish_reason in ("abort", "stop")
-    assert len(generation.token_ids) == len(generation.logprobs) == len(generation.policy_versions) < 480
+@pytest.mark.parametrize("method", ["abort", "abort_all"])
+def test_aborted_requests_return_the_tokens_so_far(engine, method):
+    """Requests may end by themselves before they are aborted: they are repeated until one has not."""
+    for _ in range(100):
+        sent, pending = begin_requests(engine, PROMPTS[:1] if method == "abort" else PROMPTS, max_new_tokens=480)
+        engine.call(method, *([sent[0].request_id] if method == "abort" else []))
+        generations = [p.result(HANG_SECONDS) for p in pending]
+        aborted = [g for g in generations if g.finish_reason == "abort"]
+        if aborted:
+            break
+    assert aborted
+    assert {g.finish_reason for g in generations} <= {"abort", "stop", "length"}
+    for g in aborted:
+        assert 0 < len(g.token_ids) == len(g.logprobs) == len(g.policy_versions) < 480
+    assert engine.call("health").num_requests == 0
 
 
 def test_repeated_request_replaces_the_first_one(engine):
     """A worker repeats a request in place of another worker that has died."""
-    (request,) = requests([PROMPTS[1]], temperature=0.0, max_new_tokens=480)
-    first = engine.submit("generate", request)
-    wait_running(engine)
-    second = engine.submit("generate", request)
+    (request,) = requests([PROMPTS[1]], temperature=0.0, max_new_tokens=100)
+    (scheduler,) = engine.scheduler_processes()
+    scheduler.suspend()
+    first, second = [engine.submit("generate", request) for _ in range(2)]
+    scheduler.resume()
     with pytest.raises(WorkerError, match=f"request {request.request_id} was replaced by a newer request"):
-        first.result(30)
-    (alone,) = engine.generate([PROMPTS[1]], temperature=0.0, max_new_tokens=480)
-    assert second.result(30).token_ids.tolist() == alone.token_ids.tolist()
-    assert engine.call("health").num_requests == 0
-
-
-def test_abort_all_ends_every_request(engine):
-    pending = [engine.submit("generate", r) for r in requests(PROMPTS, max_new_tokens=480)]
-    time.sleep(0.2)
-    engine.call("abort_all")
-    assert all(len(p.result(30).token_ids) < 480 for p in pending)
+        first.result(HANG_SECONDS)
+    (alone,) = engine.generate([PROMPTS[1]], temperature=0.0, max_new_tokens=100)
+    assert second.result(HANG_SECONDS).token_ids.tolist() == alone.token_ids.tolist()
     assert engine.call("health").num_requests == 0
 
 
@@ -108,11 +111,10 @@ def test_request_that_exceeds_the_context_is_named(engine):
 
 
 def test_released_engine_needs_its_memory_and_an_update_before_it_generates(engine, model):
-    long, short = requests([PROMPTS[0]], max_new_tokens=480), requests([PROMPTS[1]], temperature=0.0)
-    running = engine.submit("generate", *long)
-    time.sleep(0.2)
+    short = requests([PROMPTS[1]], temperature=0.0)
+    _, (running,) = begin_requests(engine, [PROMPTS[0]], max_new_tokens=480)
     engine.call("release", ("kv_cache",))  # waits for requests in flight
-    assert len(running.result(1).token_ids) > 0
+    assert running.result(HANG_SECONDS).finish_reason in ("stop", "length")
     with pytest.raises(WorkerError, match="the engine has released its KV cache; it cannot generate before resume"):
         engine.call("generate", *short)
     engine.call("resume", ("weights", "kv_cache"))
@@ -133,21 +135,19 @@ def test_released_engine_needs_its_memory_and_an_update_before_it_generates(engi
     assert after.logprobs.tolist() == before.logprobs.tolist()
 
 
-@pytest.mark.parametrize("pause_mode", ["retract", "abort"])
-def test_held_requests_continue_with_the_new_weights_once_the_memory_is_back(engine, model, pause_mode):
-    (long,), (late,) = requests([PROMPTS[0]], max_new_tokens=480), requests([PROMPTS[1]], temperature=0.0)
-    engine.call("set_pause_mode", pause_mode)
+@pytest.mark.usefixtures("pause_mode")
+def test_held_requests_continue_with_the_new_weights_once_the_memory_is_back(engine, model):
+    (late,) = requests([PROMPTS[1]], temperature=0.0)
     engine.call("set_holds_requests", True)
     try:
-        running = engine.submit("generate", long)
-        wait_running(engine)
+        _, (running,) = begin_requests(engine, [PROMPTS[0]], temperature=0.0, max_new_tokens=480)
         engine.call("release", ("kv_cache",))
         engine.call("release", ("weights",))
         waiting = engine.submit("generate", late)
         engine.call("resume", ("weights",))
         engine.call("randomize_weights")
         sync(engine, model.state_dict(), 5)
-        time.sleep(0.2)
+        let_work(engine)
         assert not running.done()
         assert not waiting.done()
         engine.call("resume", ("weights", "kv_cache"))
@@ -157,20 +157,17 @@ def test_held_requests_continue_with_the_new_weights_once_the_memory_is_back(eng
         assert set(waiting.result(HANG_SECONDS).policy_versions.tolist()) == {5}
     finally:
         engine.call("set_holds_requests", False)
-        engine.call("set_pause_mode", "retract")
     sync(engine, model.state_dict(), 0)
     assert engine.call("generate", *requests([PROMPTS[1]], temperature=0.0)).policy_versions.tolist()[-1] == 0
 
 
 def test_request_aborted_by_its_caller_is_not_continued(engine, model):
-    (long,) = requests([PROMPTS[0]], max_new_tokens=400)
     engine.call("set_pause_mode", "abort")
     try:
-        running = engine.submit("generate", long)
-        wait_running(engine)
+        (long,), (running,) = begin_requests(engine, [PROMPTS[0]], temperature=0.0, max_new_tokens=400)
         engine.call("begin_weights")
         engine.call("abort", long.request_id)
-        time.sleep(0.1)
+        let_work(engine)
         assert not running.done()
         sync(engine, model.state_dict(), 0)  # begins another update
         generation = running.result(HANG_SECONDS)
@@ -180,19 +177,15 @@ def test_request_aborted_by_its_caller_is_not_continued(engine, model):
         engine.call("set_pause_mode", "retract")
 
 
-@pytest.mark.parametrize("pause_mode", ["retract", "abort"])
-def test_request_that_comes_and_is_aborted_during_a_pause_is_not_sent(engine, model, pause_mode):
-    engine.call("set_pause_mode", pause_mode)
-    try:
-        engine.call("begin_weights")
-        before = engine.call("num_attempts")
-        (request,) = requests([PROMPTS[0]], max_new_tokens=400)
-        waiting = engine.submit("generate", request)
-        time.sleep(0.1)
-        engine.call("abort", request.request_id)
-        sync(engine, model.state_dict(), 0)  # begins another update
-        assert waiting.result(HANG_SECONDS).finish_reason == "abort"
-        assert engine.call("num_attempts") == before
-        assert engine.generate([PROMPTS[1]])[0].finish_reason in ("stop", "length")
-    finally:
-        engine.call("set_pause_mode", "retract")
+@pytest.mark.usefixtures("pause_mode")
+def test_request_that_comes_and_is_aborted_during_a_pause_is_not_sent(engine, model):
+    engine.call("begin_weights")
+    before = engine.call("num_attempts")
+    (request,) = requests([PROMPTS[0]], max_new_tokens=400)
+    waiting = engine.submit("generate", request)
+    wait_running(engine)
+    engine.call("abort", request.request_id)
+    sync(engine, model.state_dict(), 0)  # begins another update
+    assert waiting.result(HANG_SECONDS).finish_reason == "abort"
+    assert engine.call("num_attempts") == before
+    assert engine.generate([PROMPTS[1]])[0].finish_reason in ("stop", "length")

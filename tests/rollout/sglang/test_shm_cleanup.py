@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from megarl.rollout.sglang.shm_cleanup import MIN_AGE_SECONDS, remove_abandoned_queues, remove_queues_of
+from tests.time_limits import HANG_SECONDS
 
 
 def make_queue(folder: Path, pid: int, *, age: float = 2 * MIN_AGE_SECONDS) -> Path:
@@ -35,7 +36,7 @@ def test_queues_of_dead_processes_are_removed(tmp_path: Path) -> None:
 
 
 def test_young_queues_are_kept(tmp_path: Path) -> None:
-    young = make_queue(tmp_path, find_dead_pid(), age=0.0)
+    young = make_queue(tmp_path, find_dead_pid(), age=-HANG_SECONDS)
     remove_abandoned_queues(tmp_path)
     assert young.exists()
 

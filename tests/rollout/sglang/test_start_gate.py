@@ -6,9 +6,8 @@ import asyncio
 import fcntl
 import importlib.abc
 import importlib.machinery
-import multiprocessing
 import sys
-import time
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from megarl.rollout.sglang import engine_host, scheduler_process
 from megarl.rollout.sglang.engine_host import EngineHost
 from megarl.rollout.sglang.scheduler_process import SchedulerProcess
 from megarl.rollout.sglang.start_gate import ALLOWED_MESSAGE, WAITING_MESSAGE, StartGate, wait_at_gate
+from tests.rollout.clock import UNREACHED_SECONDS, in_event_loop, iterate, jump
 from tests.time_limits import HANG_SECONDS
 
 
@@ -32,19 +32,28 @@ def is_closed(path: str) -> bool:
     return False
 
 
-def test_processes_wait_until_the_gate_is_open(tmp_path: Path) -> None:
-    gate = StartGate()
+def test_schedulers_wait_until_the_gate_is_open(tmp_path: Path) -> None:
+    """They are threads here: locks of files belong to their descriptors."""
+    gate, events = StartGate(), list[str]()
     path = gate.close(str(tmp_path))
-    waiting = [multiprocessing.get_context("spawn").Process(target=wait_at_gate, args=(path,)) for _ in range(2)]
-    for process in waiting:
-        process.start()
-    waiting[0].join(0.5)
+
+    def pass_gate() -> None:
+        arrived.wait(HANG_SECONDS)
+        wait_at_gate(path)
+        events.append("passed")
+
+    arrived = threading.Barrier(3)
+    waiting = [threading.Thread(target=pass_gate, daemon=True) for _ in range(2)]
+    for thread in waiting:
+        thread.start()
+    arrived.wait(HANG_SECONDS)
+    waiting[0].join(0.05)
     assert is_closed(path)
-    assert all(process.is_alive() for process in waiting)
+    events.append("open")
     gate.open()
-    for process in waiting:
-        process.join(HANG_SECONDS)
-        assert process.exitcode == 0
+    for thread in waiting:
+        thread.join(HANG_SECONDS)
+    assert events == ["open", "passed", "passed"]
     assert not is_closed(path)
 
 
@@ -93,25 +102,32 @@ def test_a_scheduler_waits_after_its_imports_and_before_it_runs(monkeypatch: pyt
     assert {"import sglang.srt.managers.scheduler", "import sglang.srt.models.registry"} <= set(events[:-2])
 
 
-def test_the_time_limit_of_a_start_counts_from_the_opened_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_the_time_limit_of_a_start_counts_from_the_opened_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = StartGate()
     monkeypatch.setattr(engine_host, "PROCESS_GATE", gate)
     monkeypatch.setattr(EngineHost, "_run", lambda self, ready: None)  # never ready
     spec: Any = SimpleNamespace(
-        log_dir=None, port=None, node_rank=0, waits_for_memory=True, start_timeout_seconds=0.2, node_name=""
+        log_dir=None,
+        port=None,
+        node_rank=0,
+        waits_for_memory=True,
+        start_timeout_seconds=UNREACHED_SECONDS,
+        node_name="",
     )
-
-    async def main() -> None:
-        start = asyncio.ensure_future(EngineHost(spec).start())
-        await asyncio.wait([start], timeout=0.6)
-        assert not start.done()
-        opened_at = time.monotonic()
-        gate.open()
-        with pytest.raises(WorkerError, match=r"did not start within 0\.2 s"):
-            await start
-        assert time.monotonic() - opened_at >= 0.2
-
-    asyncio.run(main())
+    start = asyncio.ensure_future(EngineHost(spec).start())
+    await iterate()
+    jump(2 * UNREACHED_SECONDS)
+    await iterate()
+    assert not start.done()
+    gate.open()
+    await iterate()
+    assert not start.done()
+    while not start.done():
+        jump(UNREACHED_SECONDS)
+        await asyncio.sleep(0.01)
+    with pytest.raises(WorkerError, match=rf"did not start within {UNREACHED_SECONDS} s"):
+        await start
 
 
 def assert_waited_before_allocating(log: str) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 import signal
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -13,16 +13,13 @@ from megarl.errors import LostEngineError, WeightSyncError, WorkerError
 from megarl.process.ports import find_unused_port
 from tests.end_to_end.components import engine_host
 from tests.end_to_end.launched import wait_until
-from tests.rollout.conftest import tiny_qwen3
-from tests.rollout.remote import RemoteEngine, requests, send_bucket
+from tests.rollout.remote import RemoteEngine, requests, send_bucket, started
+from tests.rollout.sglang.serving import PROMPTS, assert_blocked
 from tests.rollout.sglang.test_engine_failures import has_exited
-from tests.rollout.sglang.weight_update.test_network_receive import World, assert_blocked, assert_serves
-from tests.rollout.sglang.weight_update.test_update_session import PROMPTS
+from tests.rollout.sglang.weight_update.test_network_receive import World, assert_serves
 from tests.time_limits import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
-
-ANSWER_SECONDS = 10.0
 
 
 def over_two_nodes(spec, **changes):
@@ -38,15 +35,13 @@ def processes_of(engine):
 
 
 @pytest.fixture(scope="module")
-def world(spec, tmp_path_factory):
-    """A model with one key-value head for both ranks and a padded vocabulary; the trainer ranks are on a third node."""
-    folder = tmp_path_factory.mktemp("two_nodes")
-    tiny_qwen3(folder / "model", num_key_value_heads=1, vocab_size=252)
-    here = over_two_nodes(spec, model_path=str(folder / "model"), answer_timeout_seconds=ANSWER_SECONDS)
-    world = World(here, folder, nodes=(0, 0, 1, 2))
-    world.connect()
-    yield world
-    world.close()
+def world(spec, uneven_dir, tmp_path_factory):
+    """The trainer ranks are on a third node."""
+    with started(over_two_nodes(spec, model_path=uneven_dir)) as engine:
+        world = World(engine, uneven_dir, tmp_path_factory.mktemp("versions"), nodes=(0, 0, 1, 2))
+        world.connect()
+        yield world
+        world.close()
 
 
 def seeded(temperature):
@@ -57,17 +52,13 @@ def seeded(temperature):
 
 
 def test_completions_are_those_of_an_engine_on_one_node(world, spec):
-    on_one_node = RemoteEngine(dataclasses.replace(spec, model_path=world.model_dir, tp=2))
-    on_one_node.call("start")
-    try:
+    with started(spec, model_path=world.model_dir, tp=2) as on_one_node:
         assert on_one_node.call("layouts") == world.layouts
         for temperature in (0.0, 1.0):
             here, there = (e.call("generate_many", seeded(temperature)) for e in (world.engine, on_one_node))
             for a, b in zip(here, there, strict=True):
                 assert a.token_ids.tobytes() == b.token_ids.tobytes()
                 assert a.logprobs.tobytes() == b.logprobs.tobytes()
-    finally:
-        on_one_node.close()
 
 
 def test_sync_is_bitwise_exact_on_both_nodes(world):
@@ -92,7 +83,7 @@ def stop_for_ping(world):
     host.send_signal(signal.SIGSTOP)
     ping = world.engine.submit("ping")
     try:
-        time.sleep(1.0)
+        world.engine.generate(PROMPTS)  # which the schedulers of both nodes complete without the host
         return ping.done()
     finally:
         host.send_signal(signal.SIGCONT)
@@ -114,11 +105,16 @@ def test_rank_of_the_second_node_that_does_not_answer_is_named(world):
     stalled.send_signal(signal.SIGSTOP)
     bucket = {"model.norm.weight": world.versions("model.norm.weight", 3)}
     try:
-        with pytest.raises(WeightSyncError, match=r"TP rank 1 \(pid \d+, stopped\) on node1 did not answer .* 10 s$"):
-            send_bucket(world.engine, bucket)
+        with ThreadPoolExecutor() as pool:
+            sending = pool.submit(send_bucket, world.engine, bucket)
+            world.engine.call("pass_time_limit", "the command to load model.norm.weight")
+            with pytest.raises(
+                WeightSyncError, match=r"TP rank 1 \(pid \d+, stopped\) on node1 did not answer .* 1200 s$"
+            ):
+                sending.result(HANG_SECONDS)
     finally:
         stalled.send_signal(signal.SIGCONT)
-    assert_blocked(world, 2)
+    assert_blocked(world.engine, 2)
     world.engine.call("begin_weights")
     world.connect()
     world.sync(3)
@@ -131,7 +127,6 @@ def test_death_of_a_scheduler_of_the_second_node_ends_the_engine(world):
     assert len(processes) > 6
     pending = world.engine.submit("generate_many", requests(PROMPTS, max_new_tokens=400))
     watch = world.engine.submit("watch")
-    time.sleep(0.5)
     world.engine.scheduler_processes()[1].kill()
     with pytest.raises(LostEngineError, match=r"^the engine's scheduler process of TP rank "):
         pending.result(HANG_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megarl.reward.code.grading import TestCase, is_passed
 from megarl.sandbox.fork_server_client import ForkServer
@@ -21,6 +23,7 @@ from tests.sandbox.corpus import bombs, files, kernel, network, processes
 from tests.sandbox.corpus.attack import REACHED, Attack
 from tests.sandbox.corpus.forgeries import FORGERIES, HONEST
 from tests.sandbox.corpus.targets import Targets
+from tests.time_limits import HANG_SECONDS
 
 ATTACKS = [*files.ATTACKS, *network.ATTACKS, *processes.ATTACKS, *kernel.ATTACKS, *bombs.ATTACKS]
 
@@ -32,14 +35,16 @@ EXEMPT = {
 }
 """Tier -> name of a program that reaches its target there, and why that gives it nothing."""
 
-LIMITS = Limits(
-    wall_seconds=1.0,
-    cpu_seconds=1,
-    memory_bytes=128 * MIB,
-    disk_bytes=16 * MIB,
-    max_processes=12,
-    output_bytes=32 * 1024,
-)
+SIZES: dict[str, Any] = {
+    "memory_bytes": 128 * MIB,
+    "disk_bytes": 16 * MIB,
+    "max_processes": 12,
+    "output_bytes": 32 * 1024,
+}
+LIMITS = Limits(wall_seconds=1.0, cpu_seconds=1, **SIZES)
+PATIENT_LIMITS = Limits(wall_seconds=2 * HANG_SECONDS, cpu_seconds=int(2 * HANG_SECONDS), **SIZES)
+"""Limits of the honest program and of forgeries, which end by themselves."""
+
 MAX_GROWTH = 50 * MIB
 """Bytes by which the corpus may enlarge this process and its fork server together."""
 
@@ -89,6 +94,7 @@ def check_tier(
     report = Report(tier, {attack.name: exempt[attack.name] for attack in attacks if attack.name in exempt})
     attacks = [attack for attack in attacks if attack.name not in report.exempt]
     began_at = time.monotonic()
+    known = find_traces(server)
     sandbox = LocalSandbox(tier, LIMITS, server)
     sandbox.run(Program(source="", cases=[Case()]))  # starts the fork server
     pids = [pid for pid in (os.getpid(), server.pid) if pid is not None]
@@ -110,7 +116,7 @@ def check_tier(
             else:
                 report.failures.append(f"{attack.name}: {problem}")
                 targets.prepare()
-    passed = dict(find_passed_forgeries(sandbox))
+    passed = dict(find_passed_forgeries(LocalSandbox(tier, PATIENT_LIMITS, server)))
     report.failures += [f"forgery {name}: {problem}" for name, problem in passed.items()]
     report.refused = len(FORGERIES.keys() - passed.keys())
     report.growth = sum(peak(pid) - start for pid, start in zip(pids, before, strict=True))
@@ -118,7 +124,7 @@ def check_tier(
         report.failures.append(f"the host's memory grew by {report.growth / MIB:.0f} MiB")
     if report.overrun > max_overrun:
         report.failures.append(f"{report.slowest} ended {report.overrun:.2f} s after its limit, not {max_overrun} s")
-    report.failures += [f"left behind: {left}" for left in find_leftovers(server)]
+    report.failures += [f"left behind: {left}" for left in find_leftovers(server, known)]
     report.seconds = time.monotonic() - began_at
     return report
 
@@ -157,20 +163,23 @@ def find_passed_forgeries(sandbox: LocalSandbox) -> Iterator[tuple[str, str]]:
                 yield name, f"passes with {outcome}"
 
 
-def find_leftovers(server: ForkServer) -> list[str]:
-    """Return processes, mounts and control groups that sandboxes have left behind."""
-    deadline = time.monotonic() + 5  # the last supervisor exits after it has reported
-    while (processes := descendants(server.pid)) and time.monotonic() < deadline:
+def find_leftovers(server: ForkServer, known: frozenset[str]) -> list[str]:
+    """Return the traces other than `known` ones that sandboxes have left behind."""
+    deadline = time.monotonic() + HANG_SECONDS  # the last supervisor exits after it has reported
+    while (left := sorted(find_traces(server) - known)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    found = [f"process {pid}" for pid in processes]
-    found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if "megarl" in line]
+    return left
+
+
+def find_traces(server: ForkServer) -> frozenset[str]:
+    """Return processes of sandboxes, mounts in this namespace, and control groups whose supervisors have ended."""
+    found = {f"process {pid}" for pid in descendants(server.pid)}
+    found |= {line for line in Path("/proc/self/mounts").read_text().splitlines() if "megarl" in line}
     for folder, names, _ in os.walk("/sys/fs/cgroup"):
-        found += [
-            f"{folder}/{name}"
-            for name in names
-            if name.startswith("megarl-sandbox-") and not Path(f"/proc/{name.rpartition('-')[2]}").exists()
-        ]
-    return found
+        groups = {Path(folder, name) for name in names if name.startswith("megarl-sandbox-")}
+        ended = {group for group in groups if not Path(f"/proc/{group.name.rpartition('-')[2]}").exists()}
+        found |= {str(group) for group in ended if group.exists()}
+    return frozenset(found)
 
 
 def descendants(root: int | None) -> list[int]:
@@ -188,15 +197,27 @@ def descendants(root: int | None) -> list[int]:
 
 def parent(pid: int) -> int:
     """Return the parent of a process; 0 if it has ended."""
+    return int((_stat(pid) or [b"", b"0"])[1])
+
+
+def state(pid: int) -> str | None:
+    """Return the letter of a process's state, such as T: stopped; None if there is no such process."""
+    fields = _stat(pid)
+    return fields[0].decode() if fields else None
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Return the fields of /proc/PID/stat after the name; none if there is no such process."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        return 0
+        return []
 
 
 def reset_peak(pid: int) -> int:
-    """Set the peak of a process's resident memory to its present value, and return that in bytes."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    """Set the peak of a process's resident memory to its present value, where the kernel can, and return its bytes."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
     return peak(pid)
 
 
@@ -217,7 +238,7 @@ def find_fault_outside(attack: Attack, targets: Targets) -> str | None:
         capture_output=True,
         pass_fds=[targets.fd],
         cwd=str(targets.places["folder"]),
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=False,
     )
     (Path(str(targets.places["folder"])) / "link").unlink(missing_ok=True)

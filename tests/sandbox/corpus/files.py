@@ -52,8 +52,6 @@ ATTACKS = make_attacks(
         "write_file": "open(T['writable'], 'w').write('changed'); reached()",
         "delete_file": "os.remove(T['writable']); reached()",
         "create_file": "open(T['folder'] + '/created', 'w').write('x'); reached()",
-        "write_library": "open(os.__file__, 'a'); reached()",
-        "write_usr": "open('/usr/lib/megarl-corpus', 'w'); os.remove('/usr/lib/megarl-corpus'); reached()",
         "read_sysfs": "reached(len(os.listdir('/sys')) > 0)",
         "read_network_cards": "reached(len(os.listdir('/sys/class/net')) > 0)",
         "read_connections": "reached(f\":{T['tcp']:04X}\" in open('/proc/net/tcp').read())",
@@ -72,22 +70,19 @@ ATTACKS = make_attacks(
                 except OSError:
                     pass
             """,
+    }
+)
+ATTACKS += make_attacks(
+    {
+        "write_library": "open(os.__file__, 'a'); reached()",
+        "write_usr": "open('/usr/lib/megarl-corpus', 'w'); os.remove('/usr/lib/megarl-corpus'); reached()",
         "read_memory_of_host": """
             memory = open(f"/proc/{T['host']}/mem", 'rb', 0)
             memory.seek(T['address'])
             print(memory.read(64))
             """,
-    }
-)
-ATTACKS = [attack for attack in ATTACKS if attack.name not in {"write_library", "write_usr", "read_memory_of_host"}] + (
-    make_attacks(
-        {
-            attack.name: attack.body
-            for attack in ATTACKS
-            if attack.name in {"write_library", "write_usr", "read_memory_of_host"}
-        },
-        needs_root=True,
-    )
+    },
+    needs_root=True,
 )
 ATTACKS += make_attacks(
     {

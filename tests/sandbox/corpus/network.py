@@ -4,21 +4,19 @@ from tests.sandbox.corpus.attack import make_attacks
 
 ATTACKS = make_attacks(
     {
-        "tcp_v4": "print(socket.create_connection(('127.0.0.1', T['tcp']), 2).recv(200))",
-        "tcp_v6": "print(socket.create_connection(('::1', T['tcp6']), 2).recv(200))",
+        "tcp_v4": "print(socket.create_connection(('127.0.0.1', T['tcp'])).recv(200))",
+        "tcp_v6": "print(socket.create_connection(('::1', T['tcp6'])).recv(200))",
         "tcp_host_address": """
             s = socket.socket()
-            s.settimeout(2)
             s.connect(('0.0.0.0', T['tcp']))
             print(s.recv(200))
             """,
         "http": """
             import urllib.request
-            print(urllib.request.urlopen(f"http://127.0.0.1:{T['http']}/", timeout=2).read())
+            print(urllib.request.urlopen(f"http://127.0.0.1:{T['http']}/").read())
             """,
         "udp": """
             s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            s.settimeout(2)
             s.sendto(b'x', ('127.0.0.1', T['udp']))
             print(s.recv(200))
             """,
@@ -40,7 +38,7 @@ ATTACKS = make_attacks(
             """,
         "bash_tcp": """
             import subprocess
-            print(subprocess.run(['bash', '-c', f"timeout 2 head -c 40 < /dev/tcp/127.0.0.1/{T['tcp']}"],
+            print(subprocess.run(['bash', '-c', f"head -c 40 < /dev/tcp/127.0.0.1/{T['tcp']}"],
                                  capture_output=True).stdout)
             """,
         "read_by_asyncio": """

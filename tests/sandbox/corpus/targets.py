@@ -67,8 +67,8 @@ class Targets:
         (self._folder / "hard").unlink(missing_ok=True)
         (self._folder / "created").unlink(missing_ok=True)
         if self._victim is None or self._victim.poll() is not None:
-            command = [sys.executable, "-S", "-c", "import time; time.sleep(600)", self.marker]
-            self._victim = subprocess.Popen(command)
+            command = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()", self.marker]
+            self._victim = subprocess.Popen(command, stdin=subprocess.PIPE)
         self.places["victim"] = self._victim.pid
 
     def find_change(self) -> str | None:
@@ -85,7 +85,7 @@ class Targets:
     def _end_victim(self) -> None:
         if self._victim is not None:
             self._victim.kill()
-            self._victim.wait()
+            self._victim.communicate()
 
     def _serve(self, family: int, address: object) -> object:
         server = socket.socket(family)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.errors import WeightSyncError
+from megarl.process.atomic_files import atomic_write
 from megarl.reshard.layout.layout import Box
 from megarl.reshard.layout.sampled_boxes import SampledBox, sample_boxes
 from megarl.reshard.planning.disaggregated import TransferSpec
@@ -328,7 +329,9 @@ class WeightSession:
     async def abort(self, reason: str) -> None:
         """Close the update, if it is open; the TP ranks stop waiting for boxes."""
         if self._received:
-            self._abort_file.write_text(f"the update was aborted: {reason}")
+            # in one step: the TP ranks read the file as soon as it exists
+            with atomic_write(self._abort_file, make_folder=False) as draft:
+                draft.write_text(f"the update was aborted: {reason}")
         else:
             await self.close(reason)
 

@@ -1,11 +1,11 @@
 """Compares traced layouts with the effect of SGLang's own `load_weights`, element by element, with real values.
 
-The value of every element of the Hugging Face tensors is its index over all tensors. Run as `python oracle.py <cases>`,
-where <cases> is JSON, with the environment of an engine; prints the differences as JSON.
+The value of every element of the Hugging Face tensors is its index over all tensors. `main` runs in a process with the
+environment of an engine; the cases and the differences are JSON.
 """
 
 import json
-import sys
+from pathlib import Path
 
 import torch
 
@@ -56,6 +56,6 @@ def compare(folder, device, tp, ep):
     return out
 
 
-if __name__ == "__main__":
-    cases = json.loads(sys.argv[1])
-    sys.stdout.write(json.dumps({label: compare(*case) for label, case in cases.items()}))
+def main(cases, file):
+    """Write the differences of all cases to a file."""
+    Path(file).write_text(json.dumps({label: compare(*case) for label, case in json.loads(cases).items()}))

@@ -1,21 +1,22 @@
 """Offline traces of SGLang's models, compared with their own loaders, and the trace cache."""
 
+import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES
 
 from megarl.errors import DataError
 from megarl.reshard.layout.layout import volume
-from megarl.rollout.sglang.engine_environment import make_engine_environment
+from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.weight_layout import offline_trace
 from megarl.rollout.sglang.weight_layout.offline_trace import trace_engine, trace_layouts
 from megarl.rollout.sglang.weight_update.message_encoding import decode_traces, encode_traces
-from tests.rollout.remote import fork_traces
+from tests.rollout.engine_server import ForkedProcess
+from tests.rollout.remote import engine_variables, fork_traces, server_address
+from tests.rollout.sglang.weight_layout import oracle
 from tests.time_limits import HANG_SECONDS
 
 SIZES = {
@@ -62,20 +63,12 @@ LATENT = {
     },
 }
 MODELS = {
-    "qwen2": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "qwen3": ("qwen3", {"head_dim": 32}),
-    "llama": ("llama", {}),
-    "qwen3_moe": ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 1}),
-    "deepseek_v3": ("deepseek_v3", LATENT),
-    "gemma2": ("gemma2", {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}),
-}
-ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
+    "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32},
+    "llama": {},
+    "qwen3_moe": EXPERTS | {"decoder_sparse_step": 1},
+    "deepseek_v3": LATENT,
+    "gemma2": {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"},
 }
 CASES = {
     f"{model} {device} tp {tp}": (model, device, tp, 1)
@@ -85,51 +78,53 @@ CASES = {
     if model != "gemma2" or tp == 2
 }
 CASES |= {f"{model} tp {tp} ep 2": (model, "cpu", tp, 2) for model in ("qwen3_moe", "deepseek_v3") for tp in (2, 4)}
+SAMPLE = {label for label, (_, _, tp, ep) in CASES.items() if (tp, ep) == (2, 1)}
+SAMPLE |= {"qwen2 cuda tp 1", "qwen3 cpu tp 4", "qwen3 cuda tp 4", "deepseek_v3 tp 4 ep 2"}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Model -> folder that contains only a config.json."""
     root = tmp_path_factory.mktemp("configs")
-    for name, (model_type, changes) in MODELS.items():
-        config = AutoConfig.for_model(model_type, **(SIZES | changes), architectures=[ARCHITECTURES[name]])
+    for name, changes in MODELS.items():
+        config = AutoConfig.for_model(name, **(SIZES | changes), architectures=[ARCHITECTURES[name]])
         config.save_pretrained(root / name)
     return {name: str(root / name) for name in MODELS}
 
 
 @pytest.fixture(scope="module")
-def comparisons(folders):
-    cases = {label: (folders[model], *rest) for label, (model, *rest) in CASES.items()}
-    script = Path(__file__).with_name("oracle.py")
-    child = subprocess.run(
-        [sys.executable, str(script), json.dumps(cases)],
-        env=os.environ | make_engine_environment("cpu", 4),
-        capture_output=True,
-        timeout=HANG_SECONDS,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    return json.loads(child.stdout.splitlines()[-1])
+def compare(folders, tmp_path_factory):
+    """Function that compares all cases of the sample, or all others, in one process."""
+
+    @functools.cache
+    def compare(is_sample):
+        cases = {
+            label: (folders[case[0]], *case[1:]) for label, case in CASES.items() if (label in SAMPLE) == is_sample
+        }
+        file = tmp_path_factory.mktemp("oracle") / "differences.json"
+        variables = engine_variables(EngineSpec(model_path="", tp=4))
+        process = ForkedProcess(server_address(), variables, oracle.main, json.dumps(cases), str(file))
+        assert process.wait(HANG_SECONDS) == 0
+        return json.loads(file.read_text())
+
+    return compare
 
 
-@pytest.mark.parametrize("label", CASES)
-def test_layout_locates_every_element(comparisons, label):
-    ranks = comparisons[label]
+@pytest.mark.parametrize(
+    "label", [pytest.param(label, marks=() if label in SAMPLE else pytest.mark.slow) for label in CASES]
+)
+def test_layout_locates_every_element(compare, label):
+    ranks = compare(label in SAMPLE)[label]
     model, device, tp, _ = CASES[label]
     assert len(ranks) == tp
     for rank in ranks:
         assert rank["different"] == []
         assert rank["untouched"] == []
+        assert len(rank["derived"]) == (9 if model == "gemma2" else 0)
+        assert all("norm" in name for name in rank["derived"])
     if device == "cuda":
         num_vocabularies = 1 if model in ("qwen2", "gemma2") else 2
         assert sum(rank["padding"] for rank in ranks) == num_vocabularies * 12 * 64
-
-
-def test_derived_tensors_are_found(comparisons):
-    for label, ranks in comparisons.items():
-        for rank in ranks:
-            assert len(rank["derived"]) == (9 if label.startswith("gemma2") else 0)
-            assert all("norm" in name for name in rank["derived"])
 
 
 @pytest.mark.usefixtures("cache")
@@ -151,6 +146,7 @@ def cache(monkeypatch, tmp_path):
 
 
 def test_config_json_is_sufficient_and_the_second_trace_comes_from_the_cache(folders, cache, monkeypatch):
+    fork_traces(monkeypatch)
     config = str(Path(folders["qwen3_moe"]) / "config.json")
     layouts = trace_layouts(config, tp=2, dtype="bfloat16")
     full_tensors = layouts[0].tensors

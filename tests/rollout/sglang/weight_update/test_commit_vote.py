@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megarl.rollout.sglang.weight_update import weight_loader
 from megarl.rollout.sglang.weight_update.commit_vote import CommitVote
 from megarl.rollout.sglang.weight_update.messages import checked_path, dump_command, read_reply, reply_path
+from tests.rollout.clock import UNREACHED_SECONDS
 from tests.rollout.sglang.weight_update.test_weight_loader import Engine, command
 
 __all__ = ["command"]
@@ -22,7 +23,7 @@ def both():
     store = dist.HashStore()
 
     def run(rank, work):
-        return work(rank, dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=10)))
+        return work(rank, dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=UNREACHED_SECONDS)))
 
     def run_both(work):
         with ThreadPoolExecutor(2) as pool:

@@ -7,9 +7,9 @@ import pytest
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.weight_update.control_calls import ControlCalls
-from tests.time_limits import HANG_SECONDS
+from tests.rollout.clock import in_virtual_time
 
-SECONDS = 0.1
+SECONDS = 10
 
 
 class Host:
@@ -48,51 +48,41 @@ class Calls(ControlCalls):
             self._begun = False
 
 
-def run(main):
-    async def start():
-        return await asyncio.wait_for(main(Calls()), HANG_SECONDS)
-
-    return asyncio.run(start())
-
-
-def test_late_answer_is_waited_for_and_used():
-    async def main(calls):
-        with pytest.raises(WeightSyncError, match=r"the engine did not answer begin_weight_update within 0\.1 s"):
-            await calls.begin()
-        assert calls.has_pending
-        with pytest.raises(WeightSyncError, match=r"has not answered begin_weight_update yet, .* restarted"):
-            await calls.pause()
-        assert calls.sent == ["begin"]
-        calls.answers.set()
+@in_virtual_time
+async def test_late_answer_is_waited_for_and_used():
+    calls = Calls()
+    with pytest.raises(WeightSyncError, match=r"the engine did not answer begin_weight_update within 10 s"):
         await calls.begin()
-        assert calls.sent == ["begin", "end", "begin"]
-        assert not calls.has_pending
-
-    run(main)
-
-
-def test_late_failure_belongs_to_the_call_that_timed_out():
-    async def main(calls):
-        with pytest.raises(WeightSyncError, match="did not answer flush_cache"):
-            await calls.flush()
-        calls.answers.set()
+    assert calls.has_pending
+    with pytest.raises(WeightSyncError, match=r"has not answered begin_weight_update yet, .* restarted"):
         await calls.pause()
-        with pytest.raises(WeightSyncError, match="still running"):
-            await calls.flush()
+    assert calls.sent == ["begin"]
+    calls.answers.set()
+    await calls.begin()
+    assert calls.sent == ["begin", "end", "begin"]
+    assert not calls.has_pending
 
-    run(main)
+
+@in_virtual_time
+async def test_late_failure_belongs_to_the_call_that_timed_out():
+    calls = Calls()
+    with pytest.raises(WeightSyncError, match="did not answer flush_cache"):
+        await calls.flush()
+    calls.answers.set()
+    await calls.pause()
+    with pytest.raises(WeightSyncError, match="still running"):
+        await calls.flush()
 
 
-def test_call_of_a_cancelled_caller_is_waited_for():
-    async def main(calls):
-        gone = asyncio.create_task(calls.begin())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
-        assert calls.has_pending
-        asyncio.get_running_loop().call_later(SECONDS / 2, calls.answers.set)
-        await calls.end()
-        assert calls.sent == ["begin", "end"]
-
-    run(main)
+@in_virtual_time
+async def test_call_of_a_cancelled_caller_is_waited_for():
+    calls = Calls()
+    gone = asyncio.create_task(calls.begin())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    assert calls.has_pending
+    asyncio.get_running_loop().call_later(SECONDS / 2, calls.answers.set)
+    await calls.end()
+    assert calls.sent == ["begin", "end"]

@@ -19,15 +19,13 @@ from megarl.reshard.transfer.process_groups import TransferGroup
 from megarl.reshard.transfer.sync_store import open_store
 from tests.reshard.rank_process import RankProcess, TransferMember
 from tests.rollout import reference
-from tests.rollout.conftest import tiny_qwen3
-from tests.rollout.remote import RemoteEngine
-from tests.rollout.sglang.weight_update.test_update_session import PROMPTS
+from tests.rollout.remote import started
+from tests.rollout.sglang.serving import assert_blocked, assert_completes
 from tests.time_limits import HANG_SECONDS
 
 SYNC_SECONDS = 2 * HANG_SECONDS
-FAULT_SECONDS = 5.0
+FAULT_SECONDS = 10.0
 """Time limit of a sync whose sender or receiver is stopped."""
-ANSWER_SECONDS = 10.0
 NUM_VERSIONS = 12
 
 
@@ -63,19 +61,17 @@ def trainer_layouts(tensors):
 class World:
     """The engine, the trainer's ranks, and the store through which they connect."""
 
-    def __init__(self, spec, folder, nodes=(0, 0, 1, 1)):
-        self.model_dir, self.versions = spec.model_path, Versions(str(folder))
+    def __init__(self, engine, model_dir, folder, nodes=(0, 0, 1, 1), **transfer):
+        self.engine, self.model_dir, self.versions = engine, model_dir, Versions(str(folder))
         for version in range(1, NUM_VERSIONS):
-            save_file(reference.changed(spec.model_path, seed=version), folder / f"{version}.safetensors")
-        self.engine = RemoteEngine(spec)
-        self.engine.call("start")
+            save_file(reference.changed(model_dir, seed=version), folder / f"{version}.safetensors")
         self.layouts = self.engine.call("layouts")
         self.transfer_spec = TransferSpec(
             sources=trainer_layouts(self.layouts[0].tensors),
             needs=self.layouts,
             num_engines=1,
             nodes=nodes,
-            bucket_bytes=1 << 16,
+            **{"bucket_bytes": 1 << 16, **transfer},
         )
         self.trainers = [RankProcess(TransferMember, rank, self.transfer_spec, self.versions) for rank in range(2)]
         self.store, self.num_connects = open_store("127.0.0.1"), 0
@@ -92,13 +88,21 @@ class World:
             assert trainer.result().error is None
         self.connect(transfer_spec)
 
-    def connect(self, transfer_spec=None, seconds=SYNC_SECONDS):
+    def try_to_connect(self, transfer_spec=None, seconds=SYNC_SECONDS):
+        """Return the errors of the engine and of the trainer's ranks."""
         transfer_group = self.transfer_group(seconds)
         connecting = self.engine.submit("join_trainer", transfer_spec or self.transfer_spec, 0, transfer_group)
         for trainer in self.trainers:
             trainer.begin("connect", transfer_group)
-        connecting.result(HANG_SECONDS)
-        assert [trainer.result().error for trainer in self.trainers] == [None, None]
+        error = connecting.exception(HANG_SECONDS)
+        return [error, *(trainer.result().error for trainer in self.trainers)]
+
+    def connect(self, transfer_spec=None):
+        assert self.try_to_connect(transfer_spec) == [None] * 3
+
+    def connect_with_limit(self):
+        """Connect for syncs that end after `FAULT_SECONDS`; again, if connecting takes longer on a busy machine."""
+        assert [None] * 3 in (self.try_to_connect(seconds=FAULT_SECONDS) for _ in range(10))
 
     def begin(self, version, fault=None, delta=None):
         """Begin a sync; return the future of the engine's `receive_weights`."""
@@ -117,36 +121,24 @@ class World:
         return [*(outcome.value[0] for outcome in sent), *received]
 
     def close(self):
-        self.engine.close()
         for trainer in self.trainers:
             trainer.close()
 
 
 @pytest.fixture(scope="module")
-def world(spec, tmp_path_factory):
-    """A model with one key-value head for both ranks, and a vocabulary that needs padding."""
-    folder = tmp_path_factory.mktemp("network_receive")
-    tiny_qwen3(folder / "model", num_key_value_heads=1, vocab_size=252)
-    world = World(
-        dataclasses.replace(spec, model_path=str(folder / "model"), tp=2, answer_timeout_seconds=ANSWER_SECONDS), folder
-    )
-    world.connect()
-    yield world
-    world.close()
+def world(spec, uneven_dir, tmp_path_factory):
+    with started(spec, model_path=uneven_dir, tp=2) as engine:
+        world = World(engine, uneven_dir, tmp_path_factory.mktemp("versions"))
+        world.connect()
+        yield world
+        world.close()
 
 
 def assert_serves(world, version):
     weights = world.versions.all_of(version)
     for layout, hashes in zip(world.layouts, world.engine.call("piece_hashes"), strict=True):
         assert hashes == {(p.tensor, p.box): digest(weights[p.tensor][slices(p.box)]) for p in layout.pieces}
-    generations = world.engine.generate(PROMPTS)
-    assert reference.worst_difference(reference.load(world.model_dir, weights), PROMPTS, generations) <= 1e-4
-    assert {v for g in generations for v in g.policy_versions} == {version}
-
-
-def assert_blocked(world, version):
-    with pytest.raises(WeightSyncError, match=f"the engine holds parts of version {version} and of an update"):
-        world.engine.generate(PROMPTS)
+    assert_completes(world.engine, world.model_dir, weights, version)
 
 
 def test_three_syncs_are_bitwise_exact_and_counted(world):
@@ -185,7 +177,7 @@ def test_delta_sync_sends_changed_boxes_only(world):
 
 
 def test_stalled_sender_blocks_the_engine_until_the_next_sync(world):
-    world.connect(seconds=FAULT_SECONDS)
+    world.connect_with_limit()
     receiving = world.begin(4, (signal.SIGSTOP, 1))
     with pytest.raises(WeightSyncError, match=r"TP rank 0: .*TP rank 1: ") as failure:
         receiving.result(HANG_SECONDS)
@@ -195,10 +187,10 @@ def test_stalled_sender_blocks_the_engine_until_the_next_sync(world):
     other = world.trainers[0].result()
     assert other.error.startswith("rank 0: round ")
     assert other.buffers == 0
-    assert_blocked(world, 3)
+    assert_blocked(world.engine, 3)
     world.trainers[1].signal(signal.SIGCONT)
     assert world.trainers[1].result().error.startswith("rank 1: round ")
-    assert_blocked(world, 3)
+    assert_blocked(world.engine, 3)
     world.connect()
     world.sync(5)
     assert_serves(world, 5)
@@ -206,18 +198,16 @@ def test_stalled_sender_blocks_the_engine_until_the_next_sync(world):
 
 def test_stalled_receiver_is_reported_and_the_next_sync_repairs_it(world):
     stalled = world.engine.scheduler_processes()[1]
-    world.connect(seconds=FAULT_SECONDS)
+    world.connect_with_limit()
     receiving = world.begin(6, (signal.SIGSTOP, 1))
     wait_until_stopped(world.trainers[1].process.pid)
     stalled.send_signal(signal.SIGSTOP)
     world.trainers[1].signal(signal.SIGCONT)
-    seconds = FAULT_SECONDS + ANSWER_SECONDS
-    with pytest.raises(
-        WeightSyncError, match=rf"TP rank 1 \(pid \d+, stopped\) did not answer .* within {seconds:g} s"
-    ):
-        receiving.result(HANG_SECONDS)
     assert all(re.match(r"rank \d: round \d+ of the weights: ", t.result().error) for t in world.trainers)
-    assert_blocked(world, 5)
+    world.engine.call("pass_time_limit", "the command to receive weights")
+    with pytest.raises(WeightSyncError, match=r"TP rank 1 \(pid \d+, stopped\) did not answer .* within 1210 s"):
+        receiving.result(HANG_SECONDS)
+    assert_blocked(world.engine, 5)
     stalled.send_signal(signal.SIGCONT)
     world.engine.call("begin_weights")
     world.connect()
@@ -237,10 +227,8 @@ def test_plan_that_does_not_fit_is_rejected_before_connecting(world):
     broken = [dataclasses.replace(p, local="nonsense") if "norm" in p.local else p for p in world.layouts[1].pieces]
     needs = [world.layouts[0], WeightLayout(world.layouts[1].tensors, tuple(broken))]
     spec = dataclasses.replace(world.transfer_spec, needs=needs)
-    start = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"^TP rank 1: nonsense is no parameter of the engine"):
         world.engine.call("join_trainer", spec, 0, world.transfer_group())
-    assert time.monotonic() - start < HANG_SECONDS
     assert_serves(world, 7)
     world.connect()
     world.sync(9)
@@ -253,7 +241,7 @@ def test_gap_in_the_plan_is_found_at_the_end(world):
     world.prepare(dataclasses.replace(world.transfer_spec, needs=[world.layouts[0], short]))
     with pytest.raises(WeightSyncError, match=r"^TP rank 1: .*down_proj\.weight was not written at"):
         world.sync(10)
-    assert_blocked(world, 9)
+    assert_blocked(world.engine, 9)
     world.prepare(world.transfer_spec)
     world.sync(11)
     assert_serves(world, 11)
@@ -261,7 +249,7 @@ def test_gap_in_the_plan_is_found_at_the_end(world):
 
 def test_receive_without_connections_is_rejected(world):
     with pytest.raises(WeightSyncError, match=r"rank 2 of 4 could not connect .*: nothing from ranks 0, 1"):
-        world.engine.call("join_trainer", world.transfer_spec, 0, world.transfer_group(seconds=1.0))
+        world.engine.call("join_trainer", world.transfer_spec, 0, world.transfer_group(seconds=3.0))
     world.engine.call("begin_weights")
     with pytest.raises(WeightSyncError, match="rank 2 has no connections to the other ranks"):
         world.engine.call("receive_weights")

@@ -20,6 +20,7 @@ from megarl.rollout.sglang.weight_update.messages import (
     reply_path,
 )
 from megarl.rollout.sglang.weight_update.planned_boxes import PlannedBoxes
+from tests.rollout.clock import UNREACHED_SECONDS
 from tests.rollout.remote import box_bucket
 
 
@@ -115,9 +116,9 @@ def execute(model, command, tmp_path):
 @pytest.mark.parametrize("fault", ["missing bucket", "short bucket", "aborted", "withdrawn"])
 def test_failed_receive_is_reported_to_both_sides(model, tmp_path, fault):
     (buffer, bucket), abort_file = box_bucket(BOXES[0]), tmp_path / "abort"
-    sender = BoxSender("trainer rank 0", "engine 0 rank 0", [bucket.slots], 30.0)
+    sender = BoxSender("trainer rank 0", "engine 0 rank 0", [bucket.slots], UNREACHED_SECONDS)
     prepare = prepare_boxes_command(sender.offer, "unused", "float32")
-    receive = receive_boxes_command(1, abort_file, 30.0, selected=False)
+    receive = receive_boxes_command(1, abort_file, UNREACHED_SECONDS, selected=False)
     assert execute(model, prepare, tmp_path).error is None
     sender.begin()
     if fault == "aborted":

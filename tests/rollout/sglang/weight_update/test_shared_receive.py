@@ -1,6 +1,7 @@
 """Weight updates by boxes from senders on the same node, on a real engine."""
 
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, 
 from megarl.reshard.transfer.sync_store import open_store
 from megarl.rollout.engine import EngineUpdate
 from tests.rollout import reference
-from tests.rollout.remote import Senders, boxes_of, requests, send_bucket, send_rounds, sync, sync_boxes
-from tests.rollout.sglang.weight_update.test_update_session import PROMPTS, assert_serves, served
+from tests.rollout.remote import Senders, boxes_of, let_work, requests, send_bucket, send_rounds, sync, sync_boxes
+from tests.rollout.sglang.serving import PROMPTS, assert_blocked, assert_serves
+from tests.rollout.sglang.weight_update.test_update_session import served
 from tests.time_limits import HANG_SECONDS
 
 __all__ = ["served"]
@@ -26,44 +28,6 @@ NORM_BOX = ((0, 64),)
 def layout(engine):
     (layout,) = engine.call("layouts")
     return layout
-
-
-def test_successive_syncs_are_bitwise_exact(engine, layout, model_dir, tmp_path):
-    for version in (1, 2, 3):
-        weights = reference.changed(model_dir, seed=version)
-        engine.call("randomize_weights")
-        sync_boxes(engine, [layout], weights, version, num_rounds=version)
-        assert_serves(engine, model_dir, weights, version, tmp_path)
-
-
-def test_parts_of_pieces_are_written(engine, layout, model_dir, tmp_path):
-    """Cut at odd rows and columns, as plans do."""
-    weights = reference.changed(model_dir, seed=4)
-    engine.call("randomize_weights")
-    boxes = []
-    for local, box, elements in boxes_of(layout, weights):
-        cut = tuple(start + (stop - start) // 3 for start, stop in box)
-        for corner in range(2 ** len(box)):
-            sides = [(corner >> d) & 1 for d in range(len(box))]
-            part = tuple((c, b[1]) if s else (b[0], c) for b, c, s in zip(box, cut, sides, strict=True))
-            here = tuple((p[0] - b[0], p[1] - b[0]) for p, b in zip(part, box, strict=True))
-            boxes.append((local, part, elements[slices(here)]))
-    engine.call("begin_weights")
-    send_rounds(engine, [[boxes[1::2]], [boxes[::2]]])
-    engine.call("end_weights", 4)
-    assert_serves(engine, model_dir, weights, 4, tmp_path)
-
-
-def test_boxes_and_full_tensors_in_one_update(engine, layout, model_dir, tmp_path):
-    weights = reference.changed(model_dir, seed=6)
-    norms = {name: t for name, t in weights.items() if "norm" in name}
-    engine.call("randomize_weights")
-    engine.call("begin_weights")
-    send_bucket(engine, norms)
-    pieces = [p for p in layout.pieces if p.tensor not in norms]
-    send_rounds(engine, [[[(p.local, p.local_box, weights[p.tensor][slices(p.box)]) for p in pieces]]])
-    engine.call("end_weights", 6)
-    assert_serves(engine, model_dir, weights, 6, tmp_path)
 
 
 def test_piece_hashes_match_the_weights(engine, layout, served):
@@ -121,8 +85,7 @@ def test_lost_sender_blocks_the_engine_until_the_next_update(engine, layout, mod
             wait()
     with pytest.raises(WeightSyncError, match=r"TP rank 0: .*trainer rank 0 has aborted the sync, or has ended"):
         receiving.result(HANG_SECONDS)
-    with pytest.raises(WeightSyncError, match="parts of version 5"):
-        engine.generate(PROMPTS)
+    assert_blocked(engine, 5)
     sync_boxes(engine, [layout], served, 6)
     assert_serves(engine, model_dir, served, 6, tmp_path)
 
@@ -146,22 +109,30 @@ class Controller:
             time.sleep(0.01)
 
 
+@contextmanager
+def updating(engine, layout, weights, update, num_rounds=1):
+    """Begin an update in one call; return the senders of its boxes and its future."""
+    boxes = boxes_of(layout, weights)
+    with Senders(engine, [[boxes[i::num_rounds]] for i in range(num_rounds)]) as senders:
+        senders.prepare()
+        future = engine.submit("update_weights", update)
+        senders.begin()
+        yield senders, future
+
+
 def test_update_in_one_call_commits_only_once_all_engines_have_received(engine, layout, model_dir, served, tmp_path):
     weights, controller = reference.changed(model_dir, seed=6), Controller(others=1)
-    with Senders(engine, [[boxes_of(layout, weights)]]) as senders:
-        senders.prepare()
-        updating = engine.submit("update_weights", controller.update(6))
-        senders.begin()
+    with updating(engine, layout, weights, controller.update(6)) as (senders, update):
         senders.send_all()
         controller.wait_received()
-        time.sleep(0.1)
+        let_work(engine)
         assert not controller.decision.has_everyone_received()
-        assert not updating.done()
+        assert not update.done()
         assert engine.call("health").policy_version == 5
         controller.decision.report_received(TransferredBytes())
         assert controller.decision.has_everyone_received()
         controller.decision.decide()
-        report = updating.result(HANG_SECONDS)
+        report = update.result(HANG_SECONDS)
         assert (report.stats, report.open_seconds > 0, report.commit_seconds > 0) == ((), True, True)
         assert_serves(engine, model_dir, weights, 6, tmp_path)
 
@@ -169,51 +140,42 @@ def test_update_in_one_call_commits_only_once_all_engines_have_received(engine, 
 @pytest.mark.parametrize("when", ["before the boxes", "after them"])
 def test_update_that_the_controller_aborts(engine, layout, model_dir, served, tmp_path, when):
     weights, controller = reference.changed(model_dir, seed=6), Controller()
-    with Senders(engine, [[boxes_of(layout, weights)]]) as senders:
-        senders.prepare()
-        updating = engine.submit("update_weights", controller.update(6))
-        senders.begin()
+    with updating(engine, layout, weights, controller.update(6)) as (senders, update):
         if when == "after them":
             senders.send_all()
             controller.wait_received()
         controller.decision.decide("engine 3 is lost")
         with pytest.raises(WeightSyncError, match="the update was aborted: engine 3 is lost"):
-            updating.result(HANG_SECONDS)
-    with pytest.raises(WeightSyncError, match="parts of version 5"):
-        engine.generate(PROMPTS)
-    with Senders(engine, [[boxes_of(layout, served)]]) as senders:
-        senders.prepare()
-        updating = engine.submit("update_weights", controller.update(7))
-        senders.begin()
+            update.result(HANG_SECONDS)
+    assert_blocked(engine, 5)
+    with updating(engine, layout, served, controller.update(7)) as (senders, update):
         senders.send_all()
         controller.wait_received()
         controller.decision.decide()
-        updating.result(HANG_SECONDS)
+        update.result(HANG_SECONDS)
     assert_serves(engine, model_dir, served, 7, tmp_path)
 
 
 def test_update_ends_with_its_controller(engine, layout, model_dir, served):
     """The store is the controller's."""
     controller = Controller()
-    with Senders(engine, [[boxes_of(layout, served)]]) as senders:
-        senders.prepare()
-        updating = engine.submit("update_weights", controller.update(6))
-        senders.begin()
-        time.sleep(0.5)
+    with updating(engine, layout, served, controller.update(6), num_rounds=2) as (senders, update):
+        for wait in senders.send(0):
+            wait()
         del controller.store, controller.decision
         with pytest.raises(WeightSyncError, match=r"the store of the sync at 127\.0\.0\.1:.* has ended"):
-            updating.result(HANG_SECONDS)
+            update.result(HANG_SECONDS)
     sync_boxes(engine, [layout], served, 5)
 
 
 def test_full_tensors_in_one_call(engine, model_dir, served, tmp_path):
     weights, controller = reference.changed(model_dir, seed=6), Controller()
     engine.call("begin_weights")
-    updating = engine.submit("update_weights", controller.update(6, begins=False, receives=False))
+    update = engine.submit("update_weights", controller.update(6, begins=False, receives=False))
     send_bucket(engine, weights)
     controller.wait_received()
     controller.decision.decide()
-    updating.result(HANG_SECONDS)
+    update.result(HANG_SECONDS)
     assert_serves(engine, model_dir, weights, 6, tmp_path)
 
 
@@ -227,8 +189,7 @@ def test_unwritten_part_is_reported_and_blocks_the_engine_until_a_complete_updat
     with pytest.raises(WeightSyncError, match=r"model\.norm\.weight was not written at \[60:64\]"):
         engine.call("end_weights", 7)
     assert engine.call("health").policy_version == 5
-    with pytest.raises(WeightSyncError, match="parts of version 5"):
-        engine.generate(PROMPTS)
+    assert_blocked(engine, 5)
     sync(engine, weights, 7)
     assert_serves(engine, model_dir, weights, 7, tmp_path)
 

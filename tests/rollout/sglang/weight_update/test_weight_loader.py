@@ -74,27 +74,22 @@ def test_valid_bucket_is_written(model, command):
     assert model.b.tolist() == [2.0] * 4
 
 
-def test_invalid_bucket_is_rejected_completely(model, command):
-    reply = execute(model, command(a=torch.ones(4), c=torch.ones(4), b=torch.ones(5)))
+@pytest.mark.parametrize(
+    ("tensors", "change", "error"),
+    [
+        ({"c": torch.ones(4), "b": torch.ones(5)}, {}, "c is no tensor of the model; b needs shape [4], got [5]"),
+        ({}, {"path": "/gone"}, "FileNotFoundError"),
+        ({}, {"num_bytes": 40_960_000}, "needs 40960000 bytes, got 4096"),
+    ],
+    ids=["tensors", "path", "size"],
+)
+def test_invalid_bucket_is_rejected_completely(model, command, tensors, change, error):
+    invalid = command(a=torch.ones(4), **tensors)
+    invalid["bucket"] |= change
+    reply = execute(model, invalid)
     assert not reply.wrote
-    assert reply.error == "c is no tensor of the model; b needs shape [4], got [5]"
+    assert error in reply.error
     assert model.a.tolist() == [0.0] * 4
-
-
-def test_missing_bucket_is_rejected(model, command):
-    gone = command(a=torch.ones(4))
-    gone["bucket"]["path"] += "-gone"
-    reply = execute(model, gone)
-    assert not reply.wrote
-    assert reply.error.startswith("FileNotFoundError")
-
-
-def test_bucket_shorter_than_declared_is_rejected(model, command):
-    short = command(a=torch.ones(4))
-    short["bucket"]["num_bytes"] *= 10_000
-    reply = execute(model, short)
-    assert not reply.wrote
-    assert "needs 40960000 bytes, got 4096" in reply.error
 
 
 def test_failure_during_the_write_is_reported(model, command):

@@ -1,0 +1,35 @@
+"""GRPO that waits before some steps, so that a test can disturb the run at a known step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl import algorithms as rl
+from megarl.algorithms.grpo import Grpo
+from megarl.batch.trajectory import Prompt
+from megarl.config.algorithms.group_baseline import GrpoConfig
+
+
+def pause_file(run_dir: str | Path, step: int) -> Path:
+    """Return the file because of which the run waits before `step`, for as long as it exists."""
+    return Path(run_dir).with_name(f"pause-{step}")
+
+
+class Pausing(Grpo):
+    Config = GrpoConfig
+
+    def train(self, run: rl.RLRun, config: GrpoConfig) -> None:
+        begin_steps = run.steps
+
+        def steps() -> Iterator[list[Prompt]]:
+            for prompts in begin_steps():
+                while pause_file(run.config.run_dir, run.step).exists():
+                    assert run._checkpoints is not None
+                    run._checkpoints.poll()  # completes one that is being written
+                    time.sleep(0.05)
+                yield prompts
+
+        run.steps = steps  # type: ignore[method-assign]
+        super().train(run, config)

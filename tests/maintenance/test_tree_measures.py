@@ -1,0 +1,55 @@
+"""`make measures` finds what each of its measures is for, in a tree of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.maintenance import tree_measures
+
+BAD_MODULE = '''"""Two words."""
+
+def long():
+    """Return a number, after many lines."""
+{lines}
+    try:
+        return 1
+    except (ValueError, Exception):
+        return 2
+'''
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Write a tree with one place for each measure; return its files."""
+    files = {f"megarl/run/m{i}.py": "" for i in range(16)}
+    files |= {"megarl/a/same.py": "", "megarl/b/same.py": "", "-q/rows.jsonl": "{}", "docs/page.md": "It goes on.\n"}
+    files["megarl/bad.py"] = BAD_MODULE.format(lines="    x = 1\n" * 80)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(tree_measures, "ROOT", tmp_path)
+    return sorted(files)
+
+
+def test_each_measure_finds_its_places(tree: list[str]) -> None:
+    assert tree_measures.measure(tree) == {
+        "packages with too many files": ["megarl/run: 16 files, at most 15"],
+        "base names that occur more than once": ["same.py: 2 files"],
+        "docstrings of at most three words": ["megarl/bad.py:1: Two words."],
+        "broad excepts": ["megarl/bad.py:88: except of any exception"],
+        "words to avoid": ["docs/page.md:1: goes on"],
+        "functions of more than 80 lines": ["megarl/bad.py:3: long: 87 lines"],
+        "unexpected names": ["-q: not among the names of the root", "-q/rows.jsonl: begins with -"],
+    }
+
+
+def test_a_figure_above_its_limit_fails_and_lists_its_places(
+    tree: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tree_measures, "tracked_files", lambda: tree)
+    assert tree_measures.main() == 1
+    printed = capsys.readouterr().out
+    assert "  -q/rows.jsonl: begins with -" in printed
+    assert "same.py" not in printed  # within its limit

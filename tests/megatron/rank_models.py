@@ -1,0 +1,121 @@
+"""Helpers of functions that run on test ranks (`ranks.py`): models, trainers, this rank's requests, gathering.
+
+megatron-core is imported within the functions, since the process that starts the ranks must not import it unprepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.trainer import OptimizerConfig, ParallelConfig
+from megarl.megatron.request_split import split_by_dp, split_forward_by_dp
+from megarl.megatron.requests import ForwardRequest, ModelSpec, TrainerSpec, TrainRequest
+from megarl.placement.rank_grid import RankGrid
+
+
+def model_spec(path: str, parallel: ParallelConfig | Mapping[str, Any] | None = None, **fields: Any) -> ModelSpec:
+    """Describe a model in float32 unless `fields` has another dtype; `parallel` may be the sizes that are not 1."""
+    sizes = parallel if isinstance(parallel, ParallelConfig) else ParallelConfig(**(parallel or {}))
+    return ModelSpec(**{"model_path": path, "dtype": "float32", "parallel": sizes, **fields})
+
+
+def trainer_spec(model: ModelSpec, *, steps: int = 10, **optimizer: Any) -> TrainerSpec:
+    """Describe a trainer; `optimizer` has the fields of its optimizer."""
+    return TrainerSpec(model=model, optimizer=OptimizerConfig(**optimizer), optimizer_steps=steps)
+
+
+def make_model(spec: ModelSpec) -> Any:
+    """Return this rank's part of the model."""
+    from megarl.megatron.runtime import platform
+
+    platform.prepare()
+    from megarl.megatron.modeling.megatron_model import MegatronModel
+
+    return MegatronModel(spec)
+
+
+def make_trainer(spec: TrainerSpec) -> Any:
+    """Return this rank's part of the trainer."""
+    from megarl.megatron.runtime import platform
+
+    platform.prepare()
+    from megarl.megatron.training.trainer import MegatronTrainer
+
+    return MegatronTrainer(spec)
+
+
+def own_part(model: Any, request: TrainRequest | ForwardRequest) -> Any:
+    """Return this rank's part of a request."""
+    grid = RankGrid.of(model.spec.parallel, dist.get_world_size())
+    split = split_by_dp if isinstance(request, TrainRequest) else split_forward_by_dp
+    return split(request, grid)[dist.get_rank()]
+
+
+def assert_same_bits(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> None:
+    """Check that tensors of the same names are equal."""
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    assert [name for name, tensor in want.items() if not torch.equal(got[name], tensor)] == []
+
+
+def gather(value: Any) -> list[Any]:
+    """Return `value` of every rank."""
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
+
+
+def gather_metrics(model: Any, metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of the first replica's output rank, which alone are complete."""
+    return gather(metrics)[RankGrid.of(model.spec.parallel, dist.get_world_size()).output_rank(0)]
+
+
+def train_step(trainer: Any, request: TrainRequest) -> dict[str, float]:
+    """Take one step of a trainer, or of a trainer worker; return its complete metrics."""
+    model = trainer.model if hasattr(trainer, "model") else trainer._model
+    return gather_metrics(model, trainer.train_step(own_part(model, request)).metrics)
+
+
+def collect_gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return this rank's gradients under the local names of its layout."""
+    model = trainer.model
+    of = {parameter.data_ptr(): parameter for chunk in model.chunks for parameter in chunk.module.parameters()}
+    rank_tensors = {name: of.get(tensor.data_ptr()) for name, tensor in model.tensors().items()}
+    return {name: parameter.main_grad.clone() for name, parameter in rank_tensors.items() if parameter is not None}
+
+
+def record_gradients(trainer: Any) -> list[dict[str, torch.Tensor]]:
+    """Return a list to which every update of the trainer appends this rank's gradients, before they are clipped."""
+    recorded: list[dict[str, torch.Tensor]] = []
+    prepare = trainer._optimizer.prepare_grads
+
+    def record_then_prepare() -> Any:
+        recorded.append(collect_gradients(trainer))
+        return prepare()
+
+    trainer._optimizer.prepare_grads = record_then_prepare
+    return recorded
+
+
+def gather_full(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return, on rank 0, full Hugging Face tensors from the shards of all ranks; replicas are equal up to rounding."""
+    full_tensors: dict[str, torch.Tensor] = {}
+    shards = gather((model.layout, tensors))
+    for layout, rank_tensors in shards if dist.get_rank() == 0 else ():
+        for piece in layout.pieces:
+            if piece.local not in rank_tensors:
+                continue
+            local = rank_tensors[piece.local][tuple(slice(*b) for b in piece.local_box)]
+            full = full_tensors.setdefault(
+                piece.tensor, torch.full(layout.tensors[piece.tensor].shape, torch.nan).to(local)
+            )
+            target = full[tuple(slice(*b) for b in piece.box)]
+            if not target.isnan().any():
+                assert torch.allclose(local, target, rtol=1e-5, atol=1e-6), f"ranks disagree about {piece.tensor}"
+            target.copy_(local)
+    for name, tensor in full_tensors.items():
+        assert not tensor.isnan().any(), f"no rank holds all of {name}"
+    return full_tensors

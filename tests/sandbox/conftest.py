@@ -1,0 +1,23 @@
+"""Fixtures of sandboxes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.sandbox.fork_server_client import ForkServer
+from tests.sandbox.local_tiers import patience
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _patience() -> Iterator[None]:
+    with patience():
+        yield
+
+
+@pytest.fixture(scope="module")
+def server(_patience: None) -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
