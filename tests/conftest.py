@@ -55,10 +55,16 @@ DEVICE_PARAMETER = re.compile(r"\.parametrize\([^)]*\"device\"")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import only files with tests of GPUs where those are chosen, since most others need Ray or SGLang."""
-    if not GPU_MARKS.fullmatch(config.option.markexpr) or collection_path.suffix != ".py":
+    """Import only files and folders with tests of GPUs where those are chosen: most others need Ray or SGLang."""
+    if not GPU_MARKS.fullmatch(config.option.markexpr):
         return None
-    return None if has_gpu_tests(collection_path.read_text()) else True
+    if collection_path.is_dir():
+        files = collection_path.rglob("test_*.py")
+    elif collection_path.suffix == ".py":
+        files = iter([collection_path])
+    else:
+        return None
+    return None if any(has_gpu_tests(file.read_text()) for file in files) else True
 
 
 def has_gpu_tests(source: str) -> bool:

@@ -20,7 +20,14 @@ def test_resumed_run_uses_the_commit_that_it_began_with(
 ) -> None:
     files = {file.name: file.read_bytes() for file in (world / "model").iterdir()}
     config = write_sft(world, tmp_path, model={"path": "org/tiny"}, checkpoint={"every": 1})
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    patient = {"HF_HUB_ETAG_TIMEOUT": "1200", "HF_HUB_DOWNLOAD_TIMEOUT": "1200"}
+    for name, value in {
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
+        **patient,
+    }.items():
+        monkeypatch.setenv(name, value)
     with serve_hub() as hub:
         commit = hub.commit("org/tiny", files)
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)

@@ -28,9 +28,9 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
-import pytest
 
 from tests.end_to_end.launched import has_ended, wait_until
+from tests.required_tools import skip_or_fail
 from tests.time_limits import END_SECONDS, HANG_SECONDS
 
 PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "mount", "hostname")
@@ -206,7 +206,7 @@ class Hosts:
     def __enter__(self) -> Hosts:
         reason = missing()
         if reason is not None:
-            pytest.skip(reason)
+            skip_or_fail(reason)
         with self._stack as stack:
             self._switch = self._start_host("switch", "", ["sh", "-c", f"echo ready; exec {' '.join(IDLE_COMMAND)}"])
             self._switch.run("ip", "link", "add", "br0", "up", "type", "bridge")

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests.required_tools import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,8 +15,9 @@ SCRIPTS = sorted(
 )
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: make setup-test-tools")
 def test_shellcheck_finds_no_problems():
+    if shutil.which("shellcheck") is None:
+        skip_or_fail("needs shellcheck: make setup-test-tools")
     assert SCRIPTS
     done = subprocess.run(
         ["shellcheck", "--external-sources", *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False

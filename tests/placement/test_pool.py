@@ -14,7 +14,7 @@ from megarl.errors import ConfigError, WorkerError
 from megarl.placement import pool
 from megarl.placement.assign import resolve_device
 from megarl.placement.nodes import ClusterNode
-from megarl.placement.pool import reserve, reserve_pools, start_cluster
+from megarl.placement.pool import SlotPool, reserve, reserve_pools, start_cluster
 from tests.time_limits import HANG_SECONDS
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -73,8 +73,13 @@ class Holder:
     """An actor that Ray restarts."""
 
     def hold(self) -> int:
-        config = PlacementConfig(slots_per_node=num_cpus() - 3, start_timeout_seconds=HANG_SECONDS)
-        return len(reserve(config).slots)
+        return len(self._reserve().slots)
+
+    def release(self) -> None:
+        remove_placement_group(self._reserve().group)
+
+    def _reserve(self) -> SlotPool:
+        return reserve(PlacementConfig(slots_per_node=num_cpus() - 3, start_timeout_seconds=HANG_SECONDS))
 
     def pid(self) -> int:
         return os.getpid()
@@ -86,6 +91,7 @@ def test_restarted_actor_takes_over_its_slots() -> None:
         assert ray.get(holder.hold.remote(), timeout=HANG_SECONDS) > num_cpus() / 2
         os.kill(ray.get(holder.pid.remote()), signal.SIGKILL)
     assert ray.get(holder.hold.remote(), timeout=HANG_SECONDS) > num_cpus() / 2
+    ray.get(holder.release.remote(), timeout=HANG_SECONDS)
     ray.kill(holder)
 
 

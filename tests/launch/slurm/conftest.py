@@ -9,6 +9,7 @@ import pytest
 
 from tests.launch.slurm.cluster import SlurmCluster, missing
 from tests.launch.slurm.job import Job
+from tests.required_tools import skip_or_fail
 
 Submit = Callable[..., Job]
 
@@ -18,7 +19,7 @@ def slurm() -> Iterator[SlurmCluster]:
     """Slurm cluster with the nodes n1 and n2."""
     reason = missing()
     if reason is not None:
-        pytest.skip(reason)
+        skip_or_fail(reason)
     cluster = SlurmCluster()
     try:
         cluster.start()
