@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.batch.pack import pack
+from megarl.batch.pack import pack, padded_length
 from megarl.batch.trajectory import Trajectory
 
 TOKENS = ("token_ids_T", "position_ids_T", "target_ids_T", "mask_T", "rollout_logprobs_T", "sequence_tokens_T")
@@ -94,6 +94,13 @@ def test_each_sequence_is_padded(multiple: int, sequence_multiple: int) -> None:
         assert torch.equal(taken.columns[name][plain.mask_T], column_T[plain.mask_T]), name
     assert torch.equal(taken.columns["advantages"], plain.columns["advantages"])
     assert batch.mask_T.sum() == plain.mask_T.sum()
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+def test_sequences_are_padded_to_two_equal_chunks_per_context_parallel_rank(cp: int) -> None:
+    chunks = 2 * cp if cp > 1 else 1
+    for length in range(1, 30):
+        assert padded_length(length, cp) == min(n for n in range(length, length + chunks) if n % chunks == 0)
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
