@@ -29,7 +29,7 @@ from megarl.batch.trajectory import Trajectory
 from megarl.errors import DataError
 from megarl.tracking.rollout_log import write_rollouts
 from tests.benchmarks.fake_reports import log_step
-from tests.end_to_end.launched import wait_until
+from tests.time_limits import wait_until
 
 STEPS, PROMPTS, SAMPLES = 4, 3, 2
 NAMES = ("optimizer.param", "optimizer.exp_avg")

@@ -31,11 +31,11 @@ from megarl.checkpoint.run_lock import (
 )
 from megarl.errors import ConfigError, DataError, LostLockError
 from tests.checkpoint.run_folder import take_over
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 RACERS = 8
 TIMEOUT = 10 * HANG_SECONDS
-ALIVE, DEAD = TIMEOUT - 2 * HANG_SECONDS, TIMEOUT + 10
+ALIVE, DEAD = TIMEOUT - UNREACHED_SECONDS, TIMEOUT + 10
 """Seconds since a lock of another host was touched."""
 FORK = multiprocessing.get_context("fork")
 
@@ -103,10 +103,7 @@ def write_lock_of_another_host(run_dir: Path, age: float) -> None:
 
 
 def wait_for_touch(path: Path) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while path.stat().st_mtime == 0:
-        assert time.monotonic() < deadline, "nobody touches the lock"
-        time.sleep(0.01)
+    assert wait_until(lambda: path.stat().st_mtime != 0), "nobody touches the lock"
 
 
 @pytest.mark.parametrize("trials", [3, pytest.param(20, marks=pytest.mark.slow)])

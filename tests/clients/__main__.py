@@ -20,7 +20,7 @@ from megarl.batch.trajectory import Trajectory
 from megarl.rollout.engine import Generation, GenerationRequest
 from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
 from tests.rollout.gateway.scripted import SeededEngine, make_agent, make_prompt, run_groups
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import UNREACHED_SECONDS
 
 SCRIPTS = Path(__file__).parent / "scripts"
 FRAMEWORKS = ("openai-agents", "langgraph", "smolagents")
@@ -54,7 +54,7 @@ def run(name: str, python: Path, num_episodes: int) -> dict[str, Any]:
         env={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
         tool_parser="qwen25",
         max_programs=2,
-        max_seconds=2 * HANG_SECONDS,
+        max_seconds=UNREACHED_SECONDS,
     )
     prompts = [make_prompt(tokenizer, number, f"{number + 11}*{number + 37}?") for number in range(num_episodes)]
     groups = run_groups(engine, agent, prompts, max_new_tokens=60_000)

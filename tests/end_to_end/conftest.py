@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.end_to_end.launched import LaunchedCommand, list_steps, wait_until
+from tests.end_to_end.launched import LaunchedCommand, list_steps
 from tests.end_to_end.tiny_world import write_run, write_world
+from tests.time_limits import wait_until
 
 if TYPE_CHECKING:
     from tests.end_to_end.components import Components, SharedRanks

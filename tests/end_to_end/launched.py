@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 MARKER = "MEGARL_TEST_RUN"
 """An environment variable that every process of a run inherits."""
@@ -198,13 +197,3 @@ def has_ended(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = HANG_SECONDS) -> bool:
-    """Poll until the condition is true; return False on timeout."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.conftest import Launch
-from tests.end_to_end.launched import LaunchedCommand, process_title, wait_until
+from tests.end_to_end.launched import LaunchedCommand, process_title
 from tests.end_to_end.tiny_world import write_run
+from tests.time_limits import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -23,10 +23,9 @@ from megarl.reshard.layout.sampled_boxes import SampledBox
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.transfer.sample_digests import PartDigests
 from tests.end_to_end.components import Components, SharedRanks, engine_host, started
-from tests.end_to_end.launched import wait_until
 from tests.end_to_end.test_components import LOGPROB_MISMATCH, differing
 from tests.end_to_end.tiny_world import run_tree
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 DISAGGREGATED = {"slots_per_node": 2, "pools": {"engines": {}}, "rollout": {"pool": "engines"}}
 

@@ -24,10 +24,10 @@ from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import RetryCounts
 from megarl.supervision.restart_budget import RestartBudget
 from tests.end_to_end.components import SMALL_BUCKETS, Components, SharedRanks, engine_host, started
-from tests.end_to_end.launched import has_ended, wait_until
+from tests.end_to_end.launched import has_ended
 from tests.end_to_end.test_components import differing
 from tests.end_to_end.tiny_world import run_tree
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 LONG = Sampling(temperature=1.0, max_new_tokens=100)
 ROLLOUT: dict[str, Any] = {"max_new_tokens": 100}

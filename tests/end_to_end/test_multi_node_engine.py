@@ -16,7 +16,7 @@ import ray
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.bucket import digest
 from tests.end_to_end.components import Components, engine_host
-from tests.end_to_end.launched import LaunchedCommand, wait_until
+from tests.end_to_end.launched import LaunchedCommand
 from tests.end_to_end.test_components import LOGPROB_MISMATCH
 from tests.end_to_end.test_lost_engines import (
     StartedRun,
@@ -26,7 +26,7 @@ from tests.end_to_end.test_lost_engines import (
     kill,
     started_run,
 )
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.slow
 

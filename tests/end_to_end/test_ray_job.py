@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from tests.end_to_end.conftest import StartHead
-from tests.end_to_end.launched import process_title, wait_until
+from tests.end_to_end.launched import process_title
 from tests.end_to_end.tiny_world import run_tree
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import yaml
 from megarl.data.demo_arithmetic import write_arithmetic
 from megarl.data.tiny_checkpoint import CHAT_TEMPLATE, write_tiny_model
 from megarl.data.tokenizer import load_tokenizer
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import UNREACHED_SECONDS
 
 NUM_HELD_OUT = 6
 
@@ -24,7 +24,7 @@ EVERY = 4
 
 LR = 2e-3
 
-PATIENCE = 2 * HANG_SECONDS
+PATIENCE = UNREACHED_SECONDS
 PATIENT: dict[str, dict[str, Any]] = {
     "placement": {"start_timeout_seconds": PATIENCE, "node_check_timeout_seconds": PATIENCE},
     "rollout": {"request_timeout_seconds": PATIENCE},

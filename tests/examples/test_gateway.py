@@ -15,8 +15,8 @@ import pytest
 
 from megarl.data.tiny_checkpoint import CHAT_TEMPLATE
 from megarl.rollout.gateway.reply_parser import ParsedReply, SglangParser
-from tests.end_to_end.launched import wait_until
 from tests.rollout.environments.chat_templates import chat_tokenizer
+from tests.time_limits import wait_until
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gateway"

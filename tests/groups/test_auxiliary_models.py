@@ -25,7 +25,7 @@ from tests.algorithms.scripted_run import Call, FakeRolloutGroup, train_with_fak
 from tests.megatron.fidelity.models import save_model, save_value_model
 from tests.megatron.fidelity.reference import _load
 from tests.run.finished_groups import completion, finished_group, run_config
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
 
 STEPS, PROMPTS, SAMPLES = 2, 2, 4
 VARYING = ("time/", "controller/", "tokens_per_second")
@@ -76,7 +76,7 @@ def run(cluster: None, tmp_path_factory: pytest.TempPathFactory, folders: dict[s
         placement: dict[str, Any] = {
             "slots_per_node": 2,
             "offload_idle_models": offload,
-            "start_timeout_seconds": 2 * HANG_SECONDS,
+            "start_timeout_seconds": UNREACHED_SECONDS,
         }
         if dedicated:
             placement |= {"pools": {"elsewhere": {"slots_per_node": 2}}, "critic": {"pool": "elsewhere"}}
@@ -96,7 +96,7 @@ def run(cluster: None, tmp_path_factory: pytest.TempPathFactory, folders: dict[s
                 "steps": STEPS,
                 "optimizer": {"lr": 1e-2},
                 "max_tokens_per_micro_batch": 30,
-                "timeout_seconds": 2 * HANG_SECONDS,
+                "timeout_seconds": UNREACHED_SECONDS,
             },
             tracking={"tensorboard": False, "rollouts": False},
             limits={"logprob_kl": None, "logprob_abs_p99": None},  # no engine has computed the log-probabilities

@@ -16,9 +16,9 @@ from tests.end_to_end.tiny_world import write_world
 from tests.launch import in_process
 from tests.launch.hosts import Hosts
 from tests.launch.skewed_clock import skew_clocks
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
 
-PATIENT = {"start_timeout_seconds": 2 * HANG_SECONDS, "node_check_timeout_seconds": 2 * HANG_SECONDS}
+PATIENT = {"start_timeout_seconds": UNREACHED_SECONDS, "node_check_timeout_seconds": UNREACHED_SECONDS}
 """Time limits of the section `placement`."""
 
 

@@ -29,9 +29,9 @@ from types import TracebackType
 
 import psutil
 
-from tests.end_to_end.launched import has_ended, wait_until
+from tests.end_to_end.launched import has_ended
 from tests.required_tools import skip_or_fail
-from tests.time_limits import END_SECONDS, HANG_SECONDS
+from tests.time_limits import END_SECONDS, HANG_SECONDS, wait_until
 
 PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "mount", "hostname")
 

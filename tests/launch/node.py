@@ -16,7 +16,7 @@ from megarl.launch.node_world import detect_node_world, with_secret
 from megarl.process import subreaper
 from megarl.process.early_stop_signal import stop_signal_blocked
 from tests.launch.skewed_clock import skew_clocks_once_exists
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
 
 
 def notify(line: str) -> None:
@@ -33,7 +33,7 @@ def main() -> int:
     if "refuse" in os.environ.get("FAKE_RAY", ""):
         ray_node.TAIL_TIMEOUT_SECONDS = HANG_SECONDS
     for name in ("COMMAND_GRACE_SECONDS", "REPEATED_SIGNAL_SECONDS"):
-        setattr(head_node, name, float(os.environ.get(name, 2 * HANG_SECONDS)))
+        setattr(head_node, name, float(os.environ.get(name, UNREACHED_SECONDS)))
     subreaper.GRACE_SECONDS = 0.3
     world = detect_node_world({}, rank=int(rank), size=int(size), head=f"127.0.0.1:{port}")
     world = with_secret(world, os.environ, insecure=False)

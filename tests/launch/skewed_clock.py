@@ -13,9 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from megarl.launch import connection, rendezvous
-from tests.time_limits import HANG_SECONDS
-
-JUMP_SECONDS = 2 * HANG_SECONDS
+from tests.time_limits import UNREACHED_SECONDS
 
 
 def skew_clocks(offset: Callable[[], float]) -> None:
@@ -25,9 +23,9 @@ def skew_clocks(offset: Callable[[], float]) -> None:
 
 
 def skew_clocks_once_exists(file: Path) -> None:
-    """Make the clocks of this process jump by `JUMP_SECONDS` when the file appears."""
+    """Make the clocks of this process jump by `UNREACHED_SECONDS` when the file appears."""
     connection.MAX_HEARTBEAT_INTERVAL_SECONDS = 0.5  # the loops wake often, and notice that it is there
-    skew_clocks(lambda: JUMP_SECONDS if file.exists() else 0.0)
+    skew_clocks(lambda: UNREACHED_SECONDS if file.exists() else 0.0)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.end_to_end.launched import wait_until
 from tests.launch.hosts import Host, Hosts
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 SERVER = """
 import hashlib, socket

@@ -11,10 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.end_to_end.launched import wait_until
 from tests.end_to_end.tiny_world import write_sft
 from tests.launch.hosts import Hosts
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "launch/torchrun/hosts.sh"
 

@@ -12,9 +12,7 @@ import psutil
 import pytest
 
 from megarl.process.ports import find_unused_port
-from tests.end_to_end.launched import wait_until
-from tests.launch.skewed_clock import JUMP_SECONDS
-from tests.time_limits import END_SECONDS, HANG_SECONDS
+from tests.time_limits import END_SECONDS, HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 PREPARATIONS = {
     "ends on SIGTERM": "signal.signal(signal.SIGTERM, lambda *_: time.sleep(0.3) or sys.exit(7))",
@@ -35,7 +33,7 @@ MARK = "MEGARL_TEST_LAUNCH"
 
 SECRET = "the secret of all nodes of these tests"
 
-NEVER = str(JUMP_SECONDS)
+NEVER = str(UNREACHED_SECONDS)
 
 
 class Nodes:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.launched import process_title, wait_until
+from tests.end_to_end.launched import process_title
 from tests.end_to_end.test_repeat import COMPARED_METRICS
 from tests.end_to_end.tiny_world import write_run
 from tests.launch.conftest import PATIENT
 from tests.launch.hosts import Command, Host, Hosts
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 SECRET = "the secret of all nodes of these tests"
 

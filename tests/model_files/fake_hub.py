@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import close_session, constants
 
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import UNREACHED_SECONDS
 
 GATED = "org/gated"
 
@@ -118,7 +118,7 @@ def hub_of_this_process(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterato
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
-            monkeypatch.setattr(constants, name, 2 * HANG_SECONDS)
+            monkeypatch.setattr(constants, name, UNREACHED_SECONDS)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         close_session()  # a client reads NO_PROXY when it is created
         yield served

@@ -14,8 +14,7 @@ import pytest
 
 from megarl.process import stack_dump
 from megarl.process.stack_dump import ProcessInfo, read_stacks
-from tests.end_to_end.launched import wait_until
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 SLEEPING = psutil.STATUS_SLEEPING
 
@@ -61,7 +60,7 @@ def hung_process(tmp_path: Path) -> Iterator[tuple[ProcessInfo, int]]:
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PER_PROCESS_SECONDS", "OWN_DUMP_SECONDS"):
-        monkeypatch.setattr(stack_dump, name, 2 * HANG_SECONDS)
+        monkeypatch.setattr(stack_dump, name, UNREACHED_SECONDS)
     monkeypatch.setattr(stack_dump, "POLL_SECONDS", 0.2)  # a dump that pauses for longer is taken for complete
 
 

@@ -22,10 +22,7 @@ from megarl.reshard.transfer.heartbeat import HeartbeatSpec, HeartbeatTracker, S
 from megarl.reshard.transfer.process_groups import TransferGroup
 from megarl.reshard.transfer.sink import Parameters
 from megarl.reshard.transfer.sync_store import open_store
-from tests.time_limits import HANG_SECONDS
-
-NEVER = 2 * HANG_SECONDS
-"""Seconds of time limits that do not end before a test is taken for hung."""
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 ABORT = 0.4
 """Seconds without a sign of life, of the clock of `PacedTracker`."""
@@ -108,7 +105,7 @@ class PatientGroup(TransferGroup):
 
     @property
     def heartbeat(self):
-        return FrequentBeats(self.host, self.port, self.name, self.size, NEVER)
+        return FrequentBeats(self.host, self.port, self.name, self.size, UNREACHED_SECONDS)
 
 
 class FrequentBeats(HeartbeatSpec):
@@ -144,7 +141,7 @@ class Ranks:
     def connect_all(self):
         self._num_connects += 1
         name = f"group {self._num_connects}"
-        group = PatientGroup("127.0.0.1", self.store.port, name, self.size, NEVER, self.backend)
+        group = PatientGroup("127.0.0.1", self.store.port, name, self.size, UNREACHED_SECONDS, self.backend)
         self.heartbeat = group.heartbeat
         call(self.ranks, "connect", group)
 
@@ -251,7 +248,7 @@ class FaultyTensors(dict):
             raise self._fault
         elif self._left == 0 and isinstance(self._fault, Path):
             _mark_of(self._fault).touch()
-            wait_until(self._fault.exists)
+            assert wait_until(self._fault.exists)
         elif self._left == 0:
             os.kill(os.getpid(), self._fault)
         return super().__getitem__(name)
@@ -260,14 +257,6 @@ class FaultyTensors(dict):
 def _mark_of(path):
     """Return the file that exists when a rank waits for `path`."""
     return path.with_suffix(".waiting")
-
-
-def wait_until(condition):
-    """Wait until a condition holds, as long as the test is not taken for hung."""
-    end = time.monotonic() + HANG_SECONDS
-    while not condition():
-        assert time.monotonic() < end, "the event did not come"
-        time.sleep(0.005)
 
 
 def held_tensors(layout, value, sync):

@@ -21,7 +21,7 @@ from megarl.reward import math_equivalence, python_term, rules
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.reward.terms import FormatTerm
 from tests.reward.conftest import decode, make_trajectory
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
 
 HERE = __name__
 
@@ -138,7 +138,7 @@ def scorer(**terms: dict[str, Any]) -> RewardScorer:
 
 def python(name: str, **fields: Any) -> dict[str, Any]:
     return {
-        "type": "python", "path": f"{HERE}:{name}", "on_error": "raise", "timeout_seconds": 2 * HANG_SECONDS, **fields
+        "type": "python", "path": f"{HERE}:{name}", "on_error": "raise", "timeout_seconds": UNREACHED_SECONDS, **fields
     }  # fmt: skip
 
 

@@ -7,11 +7,11 @@ import pytest
 from megarl.reward import math_equivalence, rules
 from megarl.reward.rules import numeric_reward
 from tests.gsm8k import GSM8K_FOLDERS
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import UNREACHED_SECONDS
 
 
 def score(text: str, answer: str, *, strict: bool = False, finished: bool = True) -> float:
-    return numeric_reward(text, answer, strict=strict, finished=finished, timeout_seconds=2 * HANG_SECONDS)
+    return numeric_reward(text, answer, strict=strict, finished=finished, timeout_seconds=UNREACHED_SECONDS)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_unevaluated_arithmetic_scores_zero(prediction: str) -> None:
 def test_equivalent_expressions(
     prediction: str, reference: str, reward: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(math_equivalence, "START_TIMEOUT_SECONDS", 2 * HANG_SECONDS)
+    monkeypatch.setattr(math_equivalence, "START_TIMEOUT_SECONDS", UNREACHED_SECONDS)
     assert score(rf"so \boxed{{{prediction}}}", reference) == reward
 
 

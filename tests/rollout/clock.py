@@ -8,21 +8,18 @@ from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import UNREACHED_SECONDS
 from tests.virtual_time import run_in_virtual_time
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-UNREACHED_SECONDS = 2 * HANG_SECONDS
-"""A time limit that is not reached, however slow the machine is."""
 
 ENGINE_LIMITS = {
     "start_timeout_seconds": UNREACHED_SECONDS,
     "round_timeout_seconds": UNREACHED_SECONDS,
     "answer_timeout_seconds": UNREACHED_SECONDS,
 }
-"""Fields of `EngineSpec`."""
+"""Fields of `EngineSpec` with time limits, none of which is reached."""
 
 
 def jump(seconds: float) -> None:

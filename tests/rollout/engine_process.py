@@ -13,8 +13,9 @@ from multiprocessing.connection import Client
 from megarl.errors import LostEngineError
 from megarl.rollout.sglang.engine_host import EngineHost
 from megarl.rollout.sglang.sglang_engine import SglangEngine
-from tests.rollout.clock import UNREACHED_SECONDS, iterate, jump, run_in_event_loop
+from tests.rollout.clock import iterate, jump, run_in_event_loop
 from tests.rollout.remote import RemoteEngine
+from tests.time_limits import UNREACHED_SECONDS
 
 
 class TestableEngine(SglangEngine):

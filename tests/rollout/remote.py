@@ -26,9 +26,9 @@ from megarl.rollout.engine import GenerationRequest, Sampling
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.engine_environment import make_engine_environment
 from megarl.rollout.sglang.weight_layout import offline_trace, trace_child
-from tests.rollout.clock import UNREACHED_SECONDS, run_in_event_loop
+from tests.rollout.clock import run_in_event_loop
 from tests.rollout.engine_server import ForkedProcess, start_server
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
 
 
 @functools.cache

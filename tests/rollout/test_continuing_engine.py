@@ -14,8 +14,8 @@ from megarl.rollout import partial_outputs
 from megarl.rollout.continuation import tokens_from
 from megarl.rollout.engine import UNFINISHED, Generation, GenerationRequest
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
-from tests.rollout.clock import UNREACHED_SECONDS
 from tests.rollout.whole_batches import NoScores, WholeBatches, make_generation, make_group_job
+from tests.time_limits import UNREACHED_SECONDS
 from tests.virtual_time import run_in_virtual_time
 
 MAX_NEW_TOKENS = 40

@@ -1,4 +1,4 @@
-"""Fixtures of sandboxes."""
+"""Fixtures: a fork server, and limits of time that are not reached by chance."""
 
 from __future__ import annotations
 

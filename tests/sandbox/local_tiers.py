@@ -11,9 +11,9 @@ import pytest
 from megarl.sandbox import fork_server_client, local_sandbox, service, session, tiers
 from megarl.sandbox.guest.limits import Limits
 from tests.required_tools import skip_or_fail
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import UNREACHED_SECONDS
 
-PATIENT = {"wall_seconds": 2 * HANG_SECONDS, "cpu_seconds": int(2 * HANG_SECONDS)}
+PATIENT = {"wall_seconds": UNREACHED_SECONDS, "cpu_seconds": int(UNREACHED_SECONDS)}
 """Limits of a program that ends by itself."""
 
 HOST_LIMITS = {
@@ -35,7 +35,7 @@ def patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module, names in HOST_LIMITS.items():
             for name in names:
-                patch.setattr(module, name, 2 * HANG_SECONDS)
+                patch.setattr(module, name, UNREACHED_SECONDS)
         patch.setattr(tiers, "Limits", patient_limits)
         yield
 

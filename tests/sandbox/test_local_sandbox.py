@@ -6,9 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter, OrderedDict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,7 +21,7 @@ from megarl.sandbox.sandbox import Case, Interpreter, Outcome, Program
 from megarl.sandbox.tiers import LOCAL_TIERS, find_tier_problem
 from tests.sandbox.corpus.check import descendants, find_leftovers, find_traces, parent, state
 from tests.sandbox.local_tiers import best_tier, patient_limits, require_tier
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import wait_until
 
 OUTPUT_BYTES = 1000
 SIZES = {"memory_bytes": 128 * MIB, "output_bytes": OUTPUT_BYTES}
@@ -227,13 +226,6 @@ def test_a_cell_at_its_limit_of_time_takes_the_variables_with_it(sandbox, server
     interpreter.close()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_nothing_runs_between_cells(server):
     """The processes of an interpreter are stopped when its cell has ended."""
     tier = best_tier()
@@ -247,7 +239,7 @@ def test_nothing_runs_between_cells(server):
             assert interpreter.run(cell).stdout == "7\n"
             programs = set(descendants(server.pid)) - before
             assert len(programs) == 2
-            wait_until(lambda programs=programs: all(state(pid) == "T" for pid in programs))
+            assert wait_until(lambda programs=programs: all(state(pid) == "T" for pid in programs))
     finally:
         interpreter.close()
 
@@ -289,5 +281,5 @@ os.kill(os.getpid(), signal.SIGKILL)
     known = find_traces(server)
     found = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     pid = int(found.stdout)
-    wait_until(lambda: state(pid) in (None, "Z"))  # in a container, nobody may wait for it
+    assert wait_until(lambda: state(pid) in (None, "Z"))  # in a container, nobody may wait for it
     assert find_leftovers(server, known) == []

@@ -12,10 +12,7 @@ import pytest
 from megarl.errors import HungWorkerError, WorkerError
 from megarl.supervision.phase_watchdog import PhaseWatchdog
 from megarl.workers import failures
-from tests.end_to_end.launched import wait_until
-from tests.time_limits import HANG_SECONDS
-
-NEVER = 2 * HANG_SECONDS
+from tests.time_limits import UNREACHED_SECONDS, wait_until
 
 
 class FakeRay:
@@ -66,7 +63,7 @@ def test_late_phase_fails_with_rank_names_once_the_stacks_are_on_disk(
     assert [line.split(";")[0] for line in messages] == [what] * 2
 
 
-@pytest.mark.parametrize("seconds", [None, NEVER])
+@pytest.mark.parametrize("seconds", [None, UNREACHED_SECONDS])
 def test_phases_within_the_timeout_are_not_affected(
     seconds: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -106,7 +103,7 @@ def test_phase_fails_even_if_stacks_cannot_be_collected_or_written(
 def test_outer_phase_can_fail_after_an_inner_phase_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     messages: list[str] = []
     outer = PhaseWatchdog(0.1, messages.append, lambda: "", tmp_path)
-    inner = PhaseWatchdog(NEVER, print, lambda: "", tmp_path)
+    inner = PhaseWatchdog(UNREACHED_SECONDS, print, lambda: "", tmp_path)
     # ready once the outer phase is too late
     FakeRay(monkeypatch, lambda ref: ref == "0" and len(messages) == 2)
 

@@ -15,10 +15,9 @@ import pytest
 from megarl.errors import LostLockError
 from megarl.tracking import heartbeat as module
 from megarl.tracking.heartbeat import Heartbeat
-from tests.end_to_end.launched import wait_until
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
-OFTEN, NEVER = 0.05, 2 * HANG_SECONDS
+OFTEN = 0.05
 """Intervals of writes in seconds."""
 
 
@@ -41,7 +40,7 @@ def writers() -> list[threading.Thread]:
 def test_file_has_the_state_of_the_run(path: Path) -> None:
     messages: list[str] = []
     began = datetime.now(UTC)
-    heartbeat = Heartbeat(path, steps=40, notify=messages.append, interval_seconds=NEVER)
+    heartbeat = Heartbeat(path, steps=40, notify=messages.append, interval_seconds=UNREACHED_SECONDS)
     assert wait_until(path.exists)
     first = read(path)
     assert (first["pid"], first["host"], first["status"]) == (os.getpid(), socket.gethostname(), "starting")
@@ -78,9 +77,11 @@ def test_file_is_rewritten_while_nothing_changes(path: Path) -> None:
 
 
 def test_writes_are_rate_limited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_INTERVAL_SECONDS", NEVER)
+    monkeypatch.setattr(module, "MIN_INTERVAL_SECONDS", UNREACHED_SECONDS)
     writes: list[int] = []
-    heartbeat = Heartbeat(path, steps=1, notify=print, interval_seconds=NEVER, require_lock=lambda: writes.append(1))
+    heartbeat = Heartbeat(
+        path, steps=1, notify=print, interval_seconds=UNREACHED_SECONDS, require_lock=lambda: writes.append(1)
+    )
     assert wait_until(path.exists)
     for step in range(500):
         heartbeat.phase(step, "short")

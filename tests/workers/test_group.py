@@ -55,8 +55,7 @@ from megarl.workers.payload import (
 from megarl.workers.stack_collector import collect_stacks
 from megarl.workers.stragglers import MIN_CONSECUTIVE_STEPS, StragglerMonitor
 from megarl.workers.worker_host import AsyncWorkerHost
-from tests.end_to_end.launched import wait_until
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -84,7 +83,7 @@ class Worker:
         match how[self.rank]:
             case "stall":
                 assert self.released is not None
-                wait_until(self.released.exists, 2 * HANG_SECONDS)
+                wait_until(self.released.exists, UNREACHED_SECONDS)
             case "ValueError":
                 raise ValueError("of no use")
             case "RewardError":
@@ -335,7 +334,7 @@ def test_dead_and_silent_processes_are_found(mortal: tuple[WorkerProcesses, Work
     group.begin(Worker.fail, ("stall", "nothing"), dispatch=BROADCAST)
     assert wait_until(lambda: find_losses(actors, 1.0) == (None, ["worker rank 0"]))
     os.kill(ray.get(processes.actors[1].process_info.remote()).pid, signal.SIGKILL)
-    loss, _ = find_losses(actors, 2 * HANG_SECONDS)
+    loss, _ = find_losses(actors, UNREACHED_SECONDS)
     assert isinstance(loss, LostWorkerError)
     assert str(loss).startswith("liveness check: worker rank 1 died. ")
 
@@ -449,7 +448,7 @@ def test_life_of_an_async_host(tmp_path: Path) -> None:
     log = tmp_path / "log"
     host: Any = ray.remote(AsyncWorkerHost).options(num_cpus=0, max_concurrency=100).remote({"FLAG": "flag"})
     ray.get(host.stop.remote(), timeout=HANG_SECONDS)  # without a worker, this does nothing
-    building = host.build.remote(Slow.make, (log, 2 * HANG_SECONDS), {}, time.time())
+    building = host.build.remote(Slow.make, (log, UNREACHED_SECONDS), {}, time.time())
     assert wait_until(log.exists)
     assert not ray.wait([building], timeout=0)[0]
     ray.get(host.stop.remote(), timeout=HANG_SECONDS)

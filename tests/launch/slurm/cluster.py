@@ -11,8 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.end_to_end.launched import wait_until
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[3]
 """The checkout, from which jobs are submitted."""

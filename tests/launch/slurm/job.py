@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.end_to_end.launched import MARKER, has_ended, process_title, wait_until
+from tests.end_to_end.launched import MARKER, has_ended, process_title
 from tests.launch.slurm.cluster import ROOT, SlurmCluster
-from tests.time_limits import END_SECONDS, HANG_SECONDS
+from tests.time_limits import END_SECONDS, HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 SCRIPTS = ROOT / "launch/slurm"
 
@@ -50,7 +50,7 @@ class Job:
         # not in `folder`: the paths of Ray's sockets begin with it, and their length is limited
         self.temporary = Path(tempfile.mkdtemp(prefix="m"))
         environment = {MARKER: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), "VENV": sys.prefix}
-        environment |= dict.fromkeys(("JOIN_TIMEOUT", "NODE_TIMEOUT"), str(int(2 * HANG_SECONDS)))
+        environment |= dict.fromkeys(("JOIN_TIMEOUT", "NODE_TIMEOUT"), str(int(UNREACHED_SECONDS)))
         self.id = cluster.run(
             *("sbatch", "--parsable", f"--output={folder / 'log'}", *options, SCRIPTS / script, *arguments),
             environment=environment | knobs,

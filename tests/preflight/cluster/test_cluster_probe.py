@@ -25,8 +25,7 @@ from megarl.preflight.cluster.cluster_probe import cluster_probe
 from megarl.preflight.cluster.findings import MIN_MEMORY, MIN_SHARED_MEMORY, messages
 from megarl.preflight.cluster.node_report import ProbeRequest
 from tests.cli.tiny_run import write_config, write_tiny_run
-from tests.end_to_end.launched import wait_until
-from tests.time_limits import END_SECONDS, HANG_SECONDS
+from tests.time_limits import END_SECONDS, HANG_SECONDS, wait_until
 
 NOTHING = ProbeRequest(readable={}, writable={}, token="token")
 PATIENT = PlacementConfig(node_check_timeout_seconds=HANG_SECONDS)

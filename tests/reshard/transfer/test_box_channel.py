@@ -11,8 +11,7 @@ from megarl.errors import WeightSyncError
 from megarl.reshard.transfer import box_channel
 from megarl.reshard.transfer.box_channel import BoxOffer, BoxReceiver, BoxSender, decode_slots, encode_slots
 from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, map_bucket
-from tests.reshard.rank_process import wait_until
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 ROUNDS = [
     [BoxSlot("a", ((0, 2), (3, 5)), "float32", 0), BoxSlot("b", ((1, 4),), "bfloat16", 64)],
@@ -61,7 +60,7 @@ def accept(sender):
         sender.begin()
         return sender._connection is not None
 
-    wait_until(begin)
+    assert wait_until(begin)
 
 
 def bucket_of(buffer):

@@ -20,17 +20,9 @@ from megarl.reshard.transfer.process_groups import (
 )
 from megarl.reshard.transfer.sink import Parameters
 from tests.reshard import synthetic
-from tests.reshard.rank_process import (
-    ABORT,
-    NEVER,
-    FaultyTensors,
-    Ranks,
-    call,
-    empty_parameters,
-    held_tensors,
-    wrong_elements,
-)
+from tests.reshard.rank_process import ABORT, FaultyTensors, Ranks, call, empty_parameters, held_tensors, wrong_elements
 from tests.reshard.transfer.test_executor import value
+from tests.time_limits import UNREACHED_SECONDS
 
 GRID = RankGrid(tp=4)
 
@@ -51,9 +43,9 @@ class ColocatedMember:
             dist.init_process_group("gloo", store=store, rank=self._rank, world_size=GRID.size)
         destroy_group(self._gather)
         destroy_group(self._sync_group)
-        self._sync_group, self._gather = make_sync_group(NEVER), make_group(self._rank, self._groups)
+        self._sync_group, self._gather = make_sync_group(UNREACHED_SECONDS), make_group(self._rank, self._groups)
         backend, heartbeat = transfer_group.backend, transfer_group.heartbeat
-        self._transport = make_sync_transport(self._sync_group, NEVER, backend, heartbeat)
+        self._transport = make_sync_transport(self._sync_group, UNREACHED_SECONDS, backend, heartbeat)
 
     def sync(self, number, fault=None, _=None):
         """Run one sync; return the number of wrong elements."""

@@ -15,7 +15,8 @@ from megarl.reshard.transfer.bucket import map_bucket, torch_dtype
 from megarl.reshard.transfer.process_groups import NCCL_ORDER
 from tests.megatron.ranks import run_ranks
 from tests.reshard import synthetic
-from tests.reshard.rank_process import NEVER, empty_parameters, held_tensors, wrong_elements
+from tests.reshard.rank_process import empty_parameters, held_tensors, wrong_elements
+from tests.time_limits import UNREACHED_SECONDS
 
 BUCKET_BYTES = 16_384
 
@@ -72,7 +73,7 @@ def reshard(grid, gen_pp, gen_tp, nodes, direct, large_bytes, backend):
     sources = synthetic.trainers(grid)
     needs, groups = arrangement(grid, gen_pp, gen_tp, nodes)
     context = SyncContext(rank=rank, sources=sources, needs=needs, topology=Topology(nodes), groups=groups)
-    strategy, sink = BoxStrategy(context, BUCKET_BYTES, NEVER, backend), MemorySink(needs[rank], device)
+    strategy, sink = BoxStrategy(context, BUCKET_BYTES, UNREACHED_SECONDS, backend), MemorySink(needs[rank], device)
     mismatched, all_stats = 0, []
     for sync in range(3):
         mine = {name: held.to(device) for name, held in held_tensors(sources[rank], value, sync).items()}

@@ -14,8 +14,8 @@ from megarl.reshard.transfer.heartbeat import HeartbeatSpec, HeartbeatTracker, R
 from megarl.reshard.transfer.process_groups import TransferGroup, abort_connect, connect_group
 from megarl.reshard.transfer.sync_store import open_store
 from megarl.reshard.transfer.transport import SyncActivity, Transport
-from tests.reshard.rank_process import NEVER, RankProcess, wait_until
-from tests.time_limits import HANG_SECONDS
+from tests.reshard.rank_process import RankProcess
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 
 def beat(number, **activity):
@@ -93,15 +93,15 @@ def test_rank_notices_that_the_store_does_not_answer(monkeypatch):
     for _ in range(4):  # twice the limit in all
         clock.now += 0.2
         transport.raise_if_aborted()
-        wait_until(lambda: beats[0]._last_contact == clock.now)
+        assert wait_until(lambda: beats[0]._last_contact == clock.now)
     owner.signal(signal.SIGSTOP)
-    wait_until(owner.is_stopped_or_dead)
+    assert wait_until(owner.is_stopped_or_dead)
 
     def is_cut_off():
         clock.now += 0.2
         return beats[0].is_cut_off
 
-    wait_until(is_cut_off)
+    assert wait_until(is_cut_off)
     with pytest.raises(LostRankError, match="the store of the sync does not answer"):
         transport.raise_if_aborted()
     owner.close()
@@ -109,7 +109,7 @@ def test_rank_notices_that_the_store_does_not_answer(monkeypatch):
 
 def test_connecting_ranks_do_not_wait_for_one_that_failed():
     store = open_store("127.0.0.1")
-    group = TransferGroup("127.0.0.1", store.port, "halves", 2, NEVER)
+    group = TransferGroup("127.0.0.1", store.port, "halves", 2, UNREACHED_SECONDS)
     abort_connect(group, store, "engine 0 died")
     with pytest.raises(WeightSyncError, match="the connecting was aborted: engine 0 died"):
         connect_group(group, 0, "plan")
@@ -118,7 +118,7 @@ def test_connecting_ranks_do_not_wait_for_one_that_failed():
 def test_failure_is_passed_on_although_the_heartbeat_is_closed_at_once():
     store = open_store("127.0.0.1")
     for number in range(20):
-        spec = HeartbeatSpec("127.0.0.1", store.port, f"sync {number}", 1, NEVER)
+        spec = HeartbeatSpec("127.0.0.1", store.port, f"sync {number}", 1, UNREACHED_SECONDS)
         transport, reasons = Transport(None), queue.Queue()
         beats = RankHeartbeat(spec, 0, transport.activity, reasons.put)
         beats.report_failure("no memory is left")

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from megarl.errors import WeightSyncError
 from megarl.reshard.transfer.nccl_order import NcclOrderTransport
 from megarl.reshard.transfer.transport import Deadline, Transport, wait_for
-from tests.reshard.rank_process import NEVER, wait_until
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 
 def full(value, size=8):
@@ -25,7 +24,7 @@ def full(value, size=8):
 
 def make_groups(size):
     """Return a gloo group for each rank, in threads of this process."""
-    store, never = dist.HashStore(), timedelta(seconds=NEVER)
+    store, never = dist.HashStore(), timedelta(seconds=UNREACHED_SECONDS)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, size, never), range(size)))
 
@@ -37,7 +36,7 @@ def make_ranks():
 
     def make(size, kind=NcclOrderTransport, **options):
         options = {"coalesces": False, "is_exclusive": True} if kind is Transport else {"is_connected": True} | options
-        made.extend(kind(group, timeout_seconds=NEVER, **options) for group in make_groups(size))
+        made.extend(kind(group, timeout_seconds=UNREACHED_SECONDS, **options) for group in make_groups(size))
         return made[-size:]
 
     yield make
@@ -60,7 +59,7 @@ def is_stuck(make_ranks):
 
 def is_done(messages):
     try:
-        wait_for(messages, Deadline(NEVER))
+        wait_for(messages, Deadline(UNREACHED_SECONDS))
     except WeightSyncError:
         return False
     return True
@@ -145,7 +144,7 @@ def test_aborted_group_never_writes(make_ranks, is_stuck):
     messages = start(a, receives=[(arrived, 1)])
     a.close()
     with pytest.raises(WeightSyncError, match="the communicator was aborted"):
-        wait_for(messages, Deadline(NEVER))
+        wait_for(messages, Deadline(UNREACHED_SECONDS))
     assert is_stuck(start(b, [(full(1), 0)]))
     assert torch.equal(arrived, full(0))
     with pytest.raises(WeightSyncError, match="the connections were closed"):
@@ -162,7 +161,7 @@ def test_abort_is_local(make_ranks, is_stuck, kind):
         assert is_stuck(messages)
     else:
         with pytest.raises(WeightSyncError, match="lost the connection to rank 0"):
-            wait_for(messages, Deadline(NEVER))
+            wait_for(messages, Deadline(UNREACHED_SECONDS))
 
 
 def test_abort_ends_waits_although_other_connections_are_broken(make_ranks):
@@ -171,10 +170,10 @@ def test_abort_ends_waits_although_other_connections_are_broken(make_ranks):
     messages = start(c, receives=[(full(0), 1)])
     a.close()
     with pytest.raises(WeightSyncError):
-        wait_for(start(c, receives=[(full(0), 0)]), Deadline(NEVER))
+        wait_for(start(c, receives=[(full(0), 0)]), Deadline(UNREACHED_SECONDS))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(is_done, messages)
-        wait_until(lambda: c.activity.waits_for == (1,))
+        assert wait_until(lambda: c.activity.waits_for == (1,))
         c.close()
         assert not waiting.result()
     b.close()
@@ -193,7 +192,7 @@ def test_lost_rank_stops_only_the_groups_that_need_it(make_ranks, is_stuck):
 
 def test_abort_ends_all_threads(make_ranks):
     before = set(threading.enumerate())
-    a, b = make_ranks(2, watchdog_seconds=NEVER)
+    a, b = make_ranks(2, watchdog_seconds=UNREACHED_SECONDS)
     start(a, receives=[(full(0), 1)])
     start(b, receives=[(full(0), 0)])
     assert len(set(threading.enumerate()) - before) == 4
@@ -205,9 +204,9 @@ def test_abort_ends_all_threads(make_ranks):
 def test_wait_counts_from_the_start_of_the_work_and_marks_it_as_failed(make_ranks):
     a, _ = make_ranks(2)
     (message, _) = start(a, receives=[(full(0), 1)])
-    message.work.started_at -= NEVER
+    message.work.started_at -= UNREACHED_SECONDS
     with pytest.raises(RuntimeError, match="not done"):
-        message.work.wait(timedelta(seconds=NEVER))
+        message.work.wait(timedelta(seconds=UNREACHED_SECONDS))
     assert message.work.is_completed()
 
 
@@ -217,7 +216,7 @@ def test_wait_without_timeout_reports_no_failure(make_ranks):
     a.close()
     assert message.work.wait()
     with pytest.raises(WeightSyncError, match="the communicator was aborted"):
-        wait_for([message], Deadline(NEVER))
+        wait_for([message], Deadline(UNREACHED_SECONDS))
 
 
 def lonely_rank(watchdog_seconds, how, is_ended):
@@ -226,17 +225,23 @@ def lonely_rank(watchdog_seconds, how, is_ended):
     (message, _) = start(transport, receives=[(full(0), 1)])
     if how == "poll":
         with pytest.raises(WeightSyncError, match="nothing from rank 1"):
-            wait_for([message], Deadline(NEVER if is_ended else 0.1))
+            wait_for([message], Deadline(UNREACHED_SECONDS if is_ended else 0.1))
     else:
         with pytest.raises(RuntimeError, match="not done"):
             message.work.wait(timedelta(seconds=0.1))
-        time.sleep(NEVER if is_ended else 0)
+        time.sleep(UNREACHED_SECONDS if is_ended else 0)
     os._exit(7) if how == "wait" else exit(7)
 
 
 @pytest.mark.parametrize(
     ("watchdog_seconds", "how", "is_ended"),
-    [(0.3, "poll", True), (NEVER, "wait", True), (NEVER, "poll", False), (None, "poll", False), (None, "wait", False)],
+    [
+        (0.3, "poll", True),
+        (UNREACHED_SECONDS, "wait", True),
+        (UNREACHED_SECONDS, "poll", False),
+        (None, "poll", False),
+        (None, "wait", False),
+    ],
 )
 def test_watchdog_ends_the_process_unless_errors_are_handled(watchdog_seconds, how, is_ended):
     """A process exits although its threads wait in gloo."""

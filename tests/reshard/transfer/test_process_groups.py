@@ -15,8 +15,7 @@ from megarl.reshard.transfer.process_groups import NCCL_ORDER, TransferGroup, co
 from megarl.reshard.transfer.sync_store import open_store
 from megarl.reshard.transfer.transport import Deadline, wait_for
 from tests.megatron.ranks import run_ranks
-from tests.reshard.rank_process import wait_until
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 
 def exchange(port, backend):
@@ -47,7 +46,7 @@ def test_no_rank_is_connected_before_all_are(backend):
     group = TransferGroup("127.0.0.1", store.port, "threads", 3, HANG_SECONDS, backend)
     with ThreadPoolExecutor(3) as pool:
         connecting = [pool.submit(connect_group, group, rank, "plan") for rank in (0, 2)]
-        wait_until(partial(PrefixStore(group.name, store).check, ["rank 0", "rank 2"]))
+        assert wait_until(partial(PrefixStore(group.name, store).check, ["rank 0", "rank 2"]))
         assert not any(future.done() for future in connecting)
         connecting.append(pool.submit(connect_group, group, 1, "plan"))
     for future in connecting:

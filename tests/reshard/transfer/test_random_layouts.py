@@ -17,13 +17,14 @@ from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.nccl_order import NcclOrderTransport
 from megarl.reshard.transfer.sink import Parameters
 from megarl.reshard.transfer.transport import Transport
-from tests.reshard.rank_process import NEVER, empty_parameters, held_tensors, wrong_elements
+from tests.reshard.rank_process import empty_parameters, held_tensors, wrong_elements
+from tests.time_limits import UNREACHED_SECONDS
 
 COLUMNS = 8
 BUCKET_BYTES = 12_288
 TRANSPORTS = {
-    "gloo": lambda group: Transport(group, timeout_seconds=NEVER, is_exclusive=True, coalesces=False),
-    "nccl order": lambda group: NcclOrderTransport(group, timeout_seconds=NEVER, is_connected=True),
+    "gloo": lambda group: Transport(group, timeout_seconds=UNREACHED_SECONDS, is_exclusive=True, coalesces=False),
+    "nccl order": lambda group: NcclOrderTransport(group, timeout_seconds=UNREACHED_SECONDS, is_connected=True),
 }
 
 
@@ -64,7 +65,7 @@ def layouts(draw):
 
 def connect(transport, size):
     """Return a transport for each rank, between threads of this process."""
-    store, never = dist.HashStore(), timedelta(seconds=NEVER)
+    store, never = dist.HashStore(), timedelta(seconds=UNREACHED_SECONDS)
     with ThreadPoolExecutor(size) as pool:
         groups = pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, size, never), range(size))
         return [TRANSPORTS[transport](group) for group in groups]

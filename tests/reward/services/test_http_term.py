@@ -21,10 +21,10 @@ from megarl.run.reward_failures import RewardFailures
 from tests.reward.conftest import decode, make_trajectory
 from tests.reward.services.local_service import URL, Faults, LocalService
 from tests.run.finished_groups import finished_group
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import UNREACHED_SECONDS
 
 FAST = {"backoff_seconds": 0.01, "timeout_seconds": 0.25, "breaker": {"failures": 5, "cooldown_seconds": 0.05}}
-PATIENT = {"timeout_seconds": 2 * HANG_SECONDS}
+PATIENT = {"timeout_seconds": UNREACHED_SECONDS}
 
 
 def lengths(body: Any) -> list[float]:

@@ -16,7 +16,7 @@ from megarl.batch.trajectory import Prompt
 from megarl.errors import AgentError
 from megarl.rollout.environments.environment import Step, Task
 from megarl.rollout.environments.http_tool import HttpTool
-from tests.rollout.clock import UNREACHED_SECONDS
+from tests.time_limits import UNREACHED_SECONDS
 
 RESPONSES = {
     "/api/big": (200, b"y" * 1_000_000),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megarl.rollout.gateway import harness_agent, reply_parser
-from tests.rollout.clock import UNREACHED_SECONDS
 from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
+from tests.time_limits import UNREACHED_SECONDS
 
 
 @pytest.fixture(scope="session")

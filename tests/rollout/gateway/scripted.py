@@ -19,9 +19,10 @@ from megarl.rollout.gateway.harness_agent import HarnessAgent
 from megarl.rollout.gateway.reply_parser import PlainTextParser, ReplyParser
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.rollout_worker import GroupSummary, RolloutWorker, RolloutWorkerSpec
-from tests.rollout.clock import UNREACHED_SECONDS, iterate, run_in_event_loop
+from tests.rollout.clock import iterate, run_in_event_loop
 from tests.rollout.environments.scripted import TurnScorer, make_prompt
 from tests.rollout.whole_batches import WholeBatches, make_generation, make_group_job
+from tests.time_limits import UNREACHED_SECONDS
 
 
 @dataclass

@@ -20,10 +20,11 @@ from megarl.rollout.gateway import harness_agent
 from megarl.rollout.gateway.reply_parser import SglangParser
 from megarl.rollout.gateway.turn_request import TurnRequest
 from megarl.rollout.rollout_worker import GroupSummary
-from tests.rollout.clock import UNREACHED_SECONDS, in_event_loop, jump
+from tests.rollout.clock import in_event_loop, jump
 from tests.rollout.gateway.clients import ask_raw
 from tests.rollout.gateway.scripted import SeededEngine, make_agent, make_prompt, make_session, run_groups
 from tests.rollout.gateway.test_programs import ASK
+from tests.time_limits import UNREACHED_SECONDS
 
 QUICK, LONG = "is it?", "and for ever?"
 """Text of prompts that are answered at once, and of those that are sampled until they are aborted."""

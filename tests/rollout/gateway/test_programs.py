@@ -22,9 +22,10 @@ from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.rollout.environments.environment import Task
 from megarl.rollout.gateway import harness_agent
 from megarl.rollout.gateway.program import check_harness
-from tests.rollout.clock import UNREACHED_SECONDS, iterate, jump
+from tests.rollout.clock import iterate, jump
 from tests.rollout.gateway.clients import ask_raw
 from tests.rollout.gateway.scripted import SeededEngine, logged_ids, make_agent, make_prompt, run_groups, sampled_ids
+from tests.time_limits import UNREACHED_SECONDS
 
 ASK = """
 import json, os, sys, urllib.request

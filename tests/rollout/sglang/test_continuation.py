@@ -15,11 +15,10 @@ from megarl.rollout.continuation import continue_after, tokens_from
 from megarl.rollout.engine import GenerationRequest, Sampling
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
 from tests.rollout import reference
-from tests.rollout.clock import UNREACHED_SECONDS
 from tests.rollout.remote import RemoteEngine, sync
 from tests.rollout.sglang.test_in_flight import prompts
 from tests.rollout.whole_batches import NoScores, make_group_job
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
 
 TOLERANCE = 1e-4
 LONGEST_PREFIX = 64

@@ -14,10 +14,10 @@ from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, dtype_name, lay_o
 from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
 from tests.megatron.fidelity.measure import measure
 from tests.rollout import reference
-from tests.rollout.clock import ENGINE_LIMITS, UNREACHED_SECONDS
+from tests.rollout.clock import ENGINE_LIMITS
 from tests.rollout.conftest import EOS
 from tests.rollout.remote import started, sync
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,8 @@ import pytest
 
 from megarl.errors import ConfigError, LostEngineError, WorkerError
 from megarl.rollout.sglang.sglang_engine import SglangEngine
-from tests.end_to_end.launched import wait_until
 from tests.rollout.remote import RemoteEngine, begin_requests, requests
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 PROMPT = [1, 2, 3]
 

@@ -19,8 +19,8 @@ from megarl.rollout.sglang import engine_host, scheduler_process
 from megarl.rollout.sglang.engine_host import EngineHost
 from megarl.rollout.sglang.scheduler_process import SchedulerProcess
 from megarl.rollout.sglang.start_gate import ALLOWED_MESSAGE, WAITING_MESSAGE, StartGate, wait_at_gate
-from tests.rollout.clock import UNREACHED_SECONDS, in_event_loop, iterate, jump
-from tests.time_limits import HANG_SECONDS
+from tests.rollout.clock import in_event_loop, iterate, jump
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
 
 
 def is_closed(path: str) -> bool:

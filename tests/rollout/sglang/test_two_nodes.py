@@ -12,12 +12,11 @@ import pytest
 from megarl.errors import LostEngineError, WeightSyncError, WorkerError
 from megarl.process.ports import find_unused_port
 from tests.end_to_end.components import engine_host
-from tests.end_to_end.launched import wait_until
 from tests.rollout.remote import RemoteEngine, requests, send_bucket, started
 from tests.rollout.sglang.serving import PROMPTS, assert_blocked
 from tests.rollout.sglang.test_engine_failures import has_exited
 from tests.rollout.sglang.weight_update.test_network_receive import World, assert_serves
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from tests.sandbox.corpus import bombs, files, kernel, network, processes
 from tests.sandbox.corpus.attack import REACHED, Attack
 from tests.sandbox.corpus.forgeries import FORGERIES, HONEST
 from tests.sandbox.corpus.targets import Targets
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
 
 ATTACKS = [*files.ATTACKS, *network.ATTACKS, *processes.ATTACKS, *kernel.ATTACKS, *bombs.ATTACKS]
 
@@ -42,7 +42,7 @@ SIZES: dict[str, Any] = {
     "output_bytes": 32 * 1024,
 }
 LIMITS = Limits(wall_seconds=1.0, cpu_seconds=1, **SIZES)
-PATIENT_LIMITS = Limits(wall_seconds=2 * HANG_SECONDS, cpu_seconds=int(2 * HANG_SECONDS), **SIZES)
+PATIENT_LIMITS = Limits(wall_seconds=UNREACHED_SECONDS, cpu_seconds=int(UNREACHED_SECONDS), **SIZES)
 """Limits of the honest program and of forgeries, which end by themselves."""
 
 MAX_GROWTH = 50 * MIB

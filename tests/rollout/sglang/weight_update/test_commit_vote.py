@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megarl.rollout.sglang.weight_update import weight_loader
 from megarl.rollout.sglang.weight_update.commit_vote import CommitVote
 from megarl.rollout.sglang.weight_update.messages import checked_path, dump_command, read_reply, reply_path
-from tests.rollout.clock import UNREACHED_SECONDS
 from tests.rollout.sglang.weight_update.test_weight_loader import Engine, command
+from tests.time_limits import UNREACHED_SECONDS
 
 __all__ = ["command"]
 

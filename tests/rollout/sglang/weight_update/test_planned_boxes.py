@@ -20,8 +20,8 @@ from megarl.rollout.sglang.weight_update.messages import (
     reply_path,
 )
 from megarl.rollout.sglang.weight_update.planned_boxes import PlannedBoxes
-from tests.rollout.clock import UNREACHED_SECONDS
 from tests.rollout.remote import box_bucket
+from tests.time_limits import UNREACHED_SECONDS
 
 
 class Engine(nn.Module):

@@ -1,6 +1,5 @@
 """Weight updates by boxes from senders on the same node, on a real engine."""
 
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -16,7 +15,7 @@ from tests.rollout import reference
 from tests.rollout.remote import Senders, boxes_of, let_work, requests, send_bucket, send_rounds, sync, sync_boxes
 from tests.rollout.sglang.serving import PROMPTS, assert_blocked, assert_serves
 from tests.rollout.sglang.weight_update.test_update_session import served
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 __all__ = ["served"]
 
@@ -103,10 +102,7 @@ class Controller:
         return EngineUpdate(policy_version=version, commit=spec, **options)
 
     def wait_received(self, count=1):
-        end = time.monotonic() + HANG_SECONDS
-        while self.decision._add_nothing("received") < count:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        assert wait_until(lambda: self.decision._add_nothing("received") >= count)
 
 
 @contextmanager
