@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray._private import services
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -65,6 +68,7 @@ def start_cluster(config: PlacementConfig) -> bool:
 
     Raises:
         ConfigError: no cluster answers at RAY_ADDRESS.
+        WorkerError: the local cluster did not start within `start_timeout_seconds`.
     """
     address = os.environ.get("RAY_ADDRESS")
     quiet = {"logging_level": "error", "log_to_driver": False}
@@ -77,14 +81,44 @@ def start_cluster(config: PlacementConfig) -> bool:
             raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there: {why}") from e
         return False
     cpus = max(os.cpu_count() or 1, config.total_slots + SPARE_CPUS)
-    ray.init(
-        address="local",
-        num_cpus=cpus,
-        include_dashboard=False,
-        object_store_memory=object_store_bytes(max_bytes=MAX_OBJECT_STORE_BYTES),
-        **quiet,
-    )
+    with _node_start_timeout(config.start_timeout_seconds):
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            object_store_memory=object_store_bytes(max_bytes=MAX_OBJECT_STORE_BYTES),
+            **quiet,
+        )
     return True
+
+
+@contextmanager
+def _node_start_timeout(seconds: float) -> Iterator[None]:
+    """Let Ray wait `seconds` for the node that it starts within the block.
+
+    Ray's own limit is 30 s, without a setting, and busy machines need more.
+
+    Raises:
+        WorkerError: the node did not start in time.
+    """
+    get_node = services.get_node
+    deadline = time.monotonic() + seconds
+
+    def wait_for_node(gcs_address: str, node_id: str) -> Any:
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError as e:  # the node is not registered yet
+                if time.monotonic() >= deadline:
+                    raise WorkerError(
+                        f"the local Ray cluster did not start within {seconds:g} s (placement.start_timeout_seconds)"
+                    ) from e
+
+    services.get_node = wait_for_node
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 def _check_is_listening(address: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import ray
@@ -118,6 +120,49 @@ def test_address_where_no_cluster_answers_is_a_configuration_error(monkeypatch: 
     monkeypatch.setattr(pool.ray, "init", refuse)
     with pytest.raises(ConfigError, match=r"^RAY_ADDRESS=auto: no Ray cluster answers there: Could not find any"):
         start_cluster(PlacementConfig())
+
+
+START_SLOWLY = """
+from types import SimpleNamespace
+import ray, ray._private.node, time
+from ray._private import services
+from megarl.config.placement import PlacementConfig
+from megarl.errors import WorkerError
+from megarl.placement import pool
+
+clock = SimpleNamespace(seconds=0.0)
+virtual = SimpleNamespace(**{**vars(time), "monotonic": lambda: clock.seconds})
+pool.time = ray._private.node.time = virtual
+registered = services.get_node
+
+def register_after(seconds):
+    def get_node(*args):
+        clock.seconds += 10
+        if clock.seconds < seconds:
+            raise RuntimeError("node not found")
+        return registered(*args)
+    services.get_node = get_node
+
+register_after(1000)
+try:
+    pool.start_cluster(PlacementConfig(start_timeout_seconds=200))
+except WorkerError as e:
+    print(e, "at", clock.seconds)
+clock.seconds = 0.0
+register_after(150)
+print(pool.start_cluster(PlacementConfig(start_timeout_seconds=200)), clock.seconds >= 150)
+print(ray.get(ray.remote(lambda: "works").remote()))
+"""
+
+
+def test_local_cluster_may_take_the_whole_start_timeout() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    program = subprocess.run([sys.executable, "-c", START_SLOWLY], env=env, capture_output=True, text=True, check=True)
+    assert program.stdout.splitlines() == [
+        "the local Ray cluster did not start within 200 s (placement.start_timeout_seconds) at 200.0",
+        "True True",
+        "works",
+    ]
 
 
 def _node(name: str, gpus: int) -> ClusterNode:
