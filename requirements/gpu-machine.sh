@@ -1,20 +1,10 @@
 #!/bin/sh
 # Checks that `make setup-gpu` can work on this machine; if not, prints the reason in one line and exits with code 1.
-#   gpu-machine.sh PYTHON
 # If TORCH_CUDA_ARCH_LIST names the GPUs to build for, this machine needs no GPU.
-python=$1
-
 needs() {
   echo "make setup-gpu needs $1" >&2
   exit 1
 }
-
-command -v "$python" >/dev/null || needs "Python 3.11 or 3.12, found no $python; set its path: make setup-gpu PYTHON=..."
-version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || exit 1
-case $version in
-  3.11 | 3.12) ;;
-  *) needs "Python 3.11 or 3.12, got $version; set its path: make setup-gpu PYTHON=..." ;;
-esac
 
 machine=$(uname -s -m)
 [ "$machine" = "Linux x86_64" ] || needs "Linux x86_64, got $machine"

@@ -1,7 +1,7 @@
 """The fields of megatron-core's configurations that `trainer.megatron` can set, and why it cannot set the others.
 
-megatron-core 0.16.1 has 257 fields of TransformerConfig and MLATransformerConfig, 27 of DistributedDataParallelConfig
-and 50 of OptimizerConfig. Each is in exactly one of two tables of its part: allowed, with its type, or refused, with
+megatron-core 0.19.2 has 322 fields of TransformerConfig and MLATransformerConfig, 38 of DistributedDataParallelConfig
+and 63 of OptimizerConfig. Each is in exactly one of two tables of its part: allowed, with its type, or refused, with
 the reason. The tables are data, because a configuration is checked in processes that do not import torch.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-MEGATRON_VERSION = "0.16.1"
+MEGATRON_VERSION = "0.19.2"
 """Version of megatron-core that the tables describe."""
 
 Part = Literal["model", "ddp", "optimizer"]
@@ -35,20 +35,26 @@ ALLOWED: Mapping[Part, Mapping[str, str]] = {
         {
             "bool": "activation_func_fp8_input_store apply_rope_fusion batch_p2p_sync bias_activation_fusion "
             "bias_dropout_fusion clone_scatter_output_in_embedding cpu_offloading cpu_offloading_activations "
-            "cpu_offloading_double_buffering deallocate_pipeline_outputs deterministic_mode "
+            "cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers deallocate_pipeline_outputs "
+            "deterministic_mode "
             "disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache distribute_saved_activations "
-            "fine_grained_activation_offloading first_last_layers_bf16 fp8_wgrad gradient_accumulation_fusion "
-            "moe_permute_fusion moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization "
+            "fine_grained_activation_offloading first_last_layers_bf16 fp8_wgrad fused_residual_rmsnorm "
+            "gradient_accumulation_fusion moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion "
+            "moe_permute_fusion_into_hybridep moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization "
             "moe_shared_expert_overlap overlap_p2p_comm_warmup_flush tp_only_amax_red use_te_activation_func",
-            "int": "cpu_offloading_num_layers min_offloaded_tensor_size moe_deepep_num_sms moe_hybridep_num_sms "
+            "int": "cpu_offloading_num_layers delta_offload_bytes_across_pp_ranks min_offloaded_tensor_size "
+            "mlp_chunks_for_training moe_deepep_num_sms moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing "
             "num_layers_at_end_in_bf16 num_layers_at_start_in_bf16",
+            "int | null": "flash_attention_version fine_grained_offloading_max_inflight_offloads moe_flex_dispatcher_num_sms "
+            "moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute",
+            "float": "activation_offload_fraction",
             "float | null": "moe_z_loss_coeff",
             "auto | flash | fused | unfused": "attention_backend",
             "p2p | a2a | list": "cp_comm_type",
             "e4m3 | hybrid | null": "fp8",
             "tensorwise | blockwise | mxfp8": "fp8_recipe",
             "alltoall | flex": "moe_token_dispatcher_type",
-            "deepep | hybridep": "moe_flex_dispatcher_backend",
+            "deepep | hybridep | ncclep": "moe_flex_dispatcher_backend",
             "fp32 | fp64": "moe_router_dtype",
             "list": "offload_modules",
         }
@@ -120,24 +126,25 @@ REFUSED: Mapping[Part, tuple[RefusedFields, ...]] = {
                 "use_fused_weighted_squared_relu"
             ),
             "engines compute the same log-probabilities without it, and the difference would bias training": (
-                "apply_query_key_layer_scaling fp32_residual_connection qk_clip qk_clip_* "
-                "moe_router_force_load_balancing"
+                "apply_query_key_layer_scaling fp32_residual_connection qk_clip qk_clip_* use_mup mup_* "
+                "moe_router_force_load_balancing moe_router_force_biased"
             ),
             "log-probabilities of the same tokens would differ from pass to pass": (
                 "hidden_dropout attention_dropout moe_input_jitter_eps"
             ),
             "a token's log-probability would depend on the other tokens of its micro-batch": (
-                "moe_token_dropping moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy"
+                "moe_token_dropping moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy"
             ),
             "the expert bias is a part of the policy, and would move at every step without a gradient": (
-                "moe_router_bias_update_rate"
+                "moe_router_bias_update_rate moe_router_quantile_balancing_ema"
             ),
             "weights are read from files and never initialized": (
                 "perform_initialization use_cpu_initialization init_method output_layer_init_method init_method_std "
                 "embedding_init_method embedding_init_method_std init_model_with_meta_device"
             ),
             "multi-token prediction layers are kept as they are and not trained": (
-                "mtp_num_layers mtp_loss_scaling_factor mtp_standalone"
+                "mtp_num_layers mtp_loss_scaling_factor mtp_standalone mtp_use_repeated_layer mtp_detach_heads "
+                "mtp_hybrid_override_pattern mtp_grad_scale_func"
             ),
             "weight sync cuts pipeline stages by trainer.parallel.first_stage_layers and last_stage_layers": (
                 "pipeline_model_parallel_layout account_for_embedding_in_pipeline_split "
@@ -148,11 +155,13 @@ REFUSED: Mapping[Part, tuple[RefusedFields, ...]] = {
             ),
             "the number of micro-batches differs from step to step": "microbatch_group_size_per_vp_stage",
             "its communication buffers and graphs hold micro-batches of one length, and packs differ in length": (
-                "tp_comm_* cuda_graph_* enable_cuda_graph external_cuda_graph use_te_rng_tracker"
+                "tp_comm_* cuda_graph_* enable_cuda_graph external_cuda_graph use_te_rng_tracker moe_ncclep_* "
+                "delay_offload_until_cuda_graph"
             ),
+            "a step whose activations do not fit its buffers would have to be run again": "moe_paged_stash*",
             # see its `attn_forward_func_with_cp`; for training in FP8 its `get_attention_backend` leaves FusedAttention
             # only, for which `nvte_get_fused_attn_backend` needs a batch and not `thd`
-            "Transformer Engine 2.11 does not train packed sequences with it": (
+            "Transformer Engine does not train packed sequences with it": (
                 "hierarchical_context_parallel_sizes fp8_dot_product_attention fp8_multi_head_attention"
             ),
             "megatron-core's own data loader would have to pack the samples, which megarl does": (
@@ -161,11 +170,13 @@ REFUSED: Mapping[Part, tuple[RefusedFields, ...]] = {
             "megatron-core has no such kernel for packed sequences": "fused_single_qkv_rope",
             "its schedule replaces the model's forward pass, at whose end megarl computes log-probabilities": (
                 "overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release "
-                "defer_embedding_wgrad_compute wgrad_deferral_limit"
+                "defer_embedding_wgrad_compute wgrad_deferral_limit overlap_dispatch_backward_with_experts_wgrad "
+                "high_priority_a2a_comm_stream"
             ),
             "megarl computes the loss, its scale and the log-probabilities itself": (
                 "calculate_per_token_loss cross_entropy_loss_fusion cross_entropy_fusion_impl grad_scale_func "
-                "finalize_model_grads_func no_sync_func grad_sync_func param_sync_func timers barrier_with_L1_time"
+                "finalize_model_grads_func no_sync_func grad_sync_func param_sync_func timers barrier_with_L1_time "
+                "moe_grad_scale_func experimental_attention_variant_loss_scale_func fp8_output_proj"
             ),
             "weight sync, checkpoints and offloading need parameters in model.dtype on the device": (
                 "fp8_param fp4_param cpu_offloading_weights"
@@ -181,17 +192,23 @@ REFUSED: Mapping[Part, tuple[RefusedFields, ...]] = {
                 "persist_layer_norm memory_efficient_layer_norm masked_softmax_fusion attention_softmax_in_fp32"
             ),
             "it decides the names and shapes of parameters, which weight sync relies on": (
-                "moe_grouped_gemm moe_use_legacy_grouped_gemm transformer_impl moe_extended_tp"
+                "moe_grouped_gemm transformer_impl use_transformer_engine_op_fuser use_grouped_gemm_for_* "
+                "moe_single_grouped_* moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size "
+                "mla_down_proj_fusion"
+            ),
+            "weight sync and checkpoints read full tensor-parallel shards, which it would divide further": (
+                "tensor_parallel_num_weight_shards gtp_weight_remat_size expert_tensor_parallel_num_weight_shards "
+                "expert_gtp_weight_remat_size"
             ),
             "megarl does not replay routing": "moe_enable_routing_replay",
             "it is deprecated; set moe_token_dispatcher_type: flex and moe_flex_dispatcher_backend": (
                 "moe_enable_deepep"
             ),
-            "it is deprecated and ignored": "async_tensor_model_parallel_allreduce",
             "megarl creates the process groups": "pipeline_model_parallel_comm_backend",
             "it is for inference with megatron-core, and engines are SGLang's": (
                 "flash_decode inference_* use_inference_optimized_layers mlp_chunks_for_prefill cache_mla_latents "
-                "symmetric_ar_type batch_invariant_mode"
+                "symmetric_ar_type batch_invariant_mode moe_pad_experts_for_cuda_graph_inference "
+                "nccl_all_reduce_for_prefill"
             ),
             "it is for megatron-core's own logs and tests": (
                 "test_mode config_logger_dir log_max_attention_logit moe_per_layer_logging _cpu_offloading_context"
@@ -209,11 +226,15 @@ REFUSED: Mapping[Part, tuple[RefusedFields, ...]] = {
             ),
             "weight sync and checkpoints read full tensor-parallel shards, which FSDP does not keep": (
                 "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy "
-                "fsdp_* suggested_communication_unit_size preserve_fp32_weights keep_fp8_transpose_cache "
+                "fsdp_* megatron_fsdp_* suggested_communication_unit_size keep_fp8_transpose_cache "
                 "gradient_reduce_div_fusion"
             ),
             "weight sync, checkpoints and offloading need parameters in model.dtype on the device": (
-                "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag"
+                "fp8_param_gather fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag"
+            ),
+            "the size of buckets is set with bucket_size": "num_buckets",
+            "all gradients are accumulated in one dtype, see grad_reduce_in_fp32": (
+                "param_name_patterns_for_fp32_local_accumulation"
             ),
             "offloading frees the buffers that NCCL would have registered": "nccl_ub disable_symmetric_registration",
             "its schedule replaces the model's forward pass, at whose end megarl computes log-probabilities": (
@@ -230,7 +251,11 @@ REFUSED: Mapping[Part, tuple[RefusedFields, ...]] = {
             "megarl sets it from model.dtype": "fp16 bf16 params_dtype",
             "megarl sets it from trainer.megatron.model.fp8_recipe": "fp8_recipe",
             "megarl sets it from trainer.megatron.ddp.overlap_param_gather": "overlap_param_gather",
-            "checkpoints hold the two moments of Adam": "optimizer sgd_momentum muon_*",
+            "checkpoints hold the two moments of Adam": (
+                "optimizer sgd_momentum muon_* adaptive_muon_* lion_* soap_* use_layer_wise_distributed_optimizer"
+            ),
+            "it skips updates without a record; limits.grad_norm with action: skip does it with one": "grad_norm_skip_threshold",
+            "its graph would keep addresses of memory that offloading frees": "optimizer_cuda_graph",
             "checkpoints hold float32 main parameters": "main_params_dtype store_param_remainders",
             "no scaling of the loss is needed in bfloat16 and float32": (
                 "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"
@@ -253,7 +278,9 @@ NEEDS_TE: Mapping[str, tuple[object, ...]] = {
     "bias_activation_fusion": (True,),
     "cpu_offloading": (True,),
     "fine_grained_activation_offloading": (True,),
+    "flash_attention_version": (2, 3, 4),
     "fp8": ("e4m3", "hybrid"),
+    "fused_residual_rmsnorm": (True,),
     "gradient_accumulation_fusion": (True,),
     "moe_permute_fusion": (True,),
     "moe_router_fusion": (True,),
@@ -268,7 +295,9 @@ NEEDS_TE_LAYERS = (
     "cp_comm_type",
     "cpu_offloading",
     "fine_grained_activation_offloading",
+    "flash_attention_version",
     "fp8",
+    "fused_residual_rmsnorm",
     "use_te_activation_func",
 )
 """Fields of `model` without effect on models whose layers are torch's, on GPUs too."""

@@ -1,22 +1,29 @@
 """Files of a Megatron checkpoint and its index; usable without ranks and without megatron-core.
 
     <root>/latest_checkpointed_iteration.txt    folder to load: `release` or an iteration number
-    <root>/release/ or <root>/iter_0000100/     metadata.json, common.pt, .metadata (the index), *.distcp (the tensors)
+    <root>/release/ or <root>/iter_0000100/     metadata.json, .metadata (the index), *.distcp (the tensors), common.pt
     <root>/hf/                                  config.json, tokenizer and other files of the model folder
 
 The first two are Megatron-LM's. megarl adds the third, which conversion back to Hugging Face format needs. The index is
-a pickle, which is read without executing code of its author, see `index_unpickler`.
+a pickle, which is read without executing code of its author, see `index_unpickler`. What is not a tensor is in
+common.pt, which megarl writes and every version of megatron-core reads; megatron-core 0.19 itself writes it into a
+.distcp file, under the name `COMMON_STATE` of the index.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.errors import DataError
 from megarl.megatron.checkpoint.index_unpickler import UntrustedIndexError, read_untrusted_index
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -24,6 +31,10 @@ RELEASE = "release"
 
 COMPANIONS = "hf"
 """Folder of the Hugging Face files that accompany the weights: config.json, tokenizer."""
+
+
+COMMON_STATE = "common_state/shard_0_1"
+"""Name in the index of what is not a tensor, in checkpoints without common.pt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +77,49 @@ def read_index(folder: Path, *, trust: bool = False) -> Mapping[str, IndexedTens
         UntrustedIndexError: the index needs `trust`.
         DataError: the index cannot be read, or a file that it names is missing or truncated.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    for name in ("metadata.json", "common.pt", ".metadata"):
+    index = _load_index(folder, trust=trust)
+    return {
+        name: IndexedTensor(tuple(stored.size), str(stored.properties.dtype).removeprefix("torch."))
+        for name, stored in index.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }
+
+
+def read_common_state(folder: Path, *, trust: bool = False) -> Mapping[str, object]:
+    """Return what a distributed checkpoint holds besides tensors, without executing code of its author.
+
+    Args:
+        trust: as in `read_index`.
+
+    Raises:
+        DataError: the checkpoint is incomplete, or holds objects of other classes than megatron-core's.
+    """
+    import megatron.core  # noqa: F401  # registers the classes that it stores as safe
+    import torch
+
+    index = _load_index(folder, trust=trust)
+    file: Path = folder / "common.pt"
+    try:
+        if file.is_file():
+            found: Mapping[str, object] = torch.load(file, map_location="cpu", weights_only=True)
+            return found
+        place = next(place for key, place in index.storage_data.items() if key.fqn == COMMON_STATE)
+        file = folder / place.relative_path
+        with file.open("rb") as stream:
+            stream.seek(place.offset)
+            (found,) = torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
+            return found
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as e:
+        raise DataError(f"{file} cannot be read: {e}") from e
+
+
+def _load_index(folder: Path, *, trust: bool) -> Metadata:
+    """Read the index of a checkpoint whose files are complete."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    for name in ("metadata.json", ".metadata"):
         if not (folder / name).is_file():
             raise DataError(f"{folder} is no distributed checkpoint of megatron-core: it has no {name}")
     file = folder / ".metadata"
@@ -79,12 +129,10 @@ def read_index(folder: Path, *, trust: bool = False) -> Mapping[str, IndexedTens
         raise UntrustedIndexError(f"{file} {e}; reading it may execute code of its author") from e
     except (OSError, EOFError, pickle.UnpicklingError, ImportError, AttributeError, ValueError, TypeError) as e:
         raise DataError(f"{file} cannot be read as the index of a checkpoint: {e}") from e
+    if COMMON_STATE not in index.state_dict_metadata and not (folder / "common.pt").is_file():
+        raise DataError(f"{folder} is no distributed checkpoint of megatron-core: it has no common.pt")
     _require_files(folder, index.storage_data)
-    return {
-        name: IndexedTensor(tuple(stored.size), str(stored.properties.dtype).removeprefix("torch."))
-        for name, stored in index.state_dict_metadata.items()
-        if isinstance(stored, TensorStorageMetadata)
-    }
+    return index
 
 
 def _require_files(folder: Path, stored: Mapping[object, object]) -> None:

@@ -7,7 +7,6 @@ into the existing parameters in place, tensor by tensor.
 
 from __future__ import annotations
 
-import pickle
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,9 +19,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -33,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from typing_extensions import override
 
 from megarl.errors import DataError
-from megarl.megatron.checkpoint.checkpoint_files import IndexedTensor, read_index
+from megarl.megatron.checkpoint.checkpoint_files import IndexedTensor, read_common_state, read_index
 from megarl.megatron.families.architecture import HEAD, ModelArchitecture
 from megarl.megatron.families.attention import LatentAttention
 from megarl.megatron.families.parameter_map import ParameterMap
@@ -71,7 +70,7 @@ def save_model(model: MegatronModel, folder: str | Path) -> None:
     try:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-        dist_checkpointing.save(state, str(folder), _StreamingSave("torch_dist", 1), content_metadata=CONTENT_METADATA)
+        dist_checkpointing.save(state, str(folder), _StreamingSave(), content_metadata=CONTENT_METADATA)
     except CheckpointException as e:
         raise DataError(f"{folder}: the checkpoint could not be written, {_first_failed_rank(e)}") from e
     except (OSError, RuntimeError) as e:
@@ -91,7 +90,8 @@ def load_model(model: MegatronModel, folder: str | Path, *, trust: bool = False)
     """
     folder = Path(folder)
     index = read_index(folder, trust=trust)
-    state = sharded_state_dict(model, _read_content_metadata(folder))
+    content = read_common_state(folder, trust=trust).get("content_metadata") or {}
+    state = sharded_state_dict(model, content)
     apply_factories(state)  # splits fused parameters into their stored parts, which are views
     _drop_extra_state(state)
     _require_stored(folder, index, state, model.architecture)
@@ -178,20 +178,20 @@ def checkpoint_name(architecture: ModelArchitecture, name: str) -> str:
     return layer[0] + in_layer
 
 
-class _StreamingSave(SaveShardedStrategy):  # type: ignore[misc]
+class _StreamingSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Save strategy that writes megatron-core's format with torch's writer, without helper processes.
+
+    What is not a tensor goes to common.pt, where megatron-core before 0.19 looks for it too.
 
     On a CPU it also avoids copies. Both writers copy a tensor whose storage holds more than the tensor, such as a part
     of a fused parameter, and keep the copies to the end, which would take half of the model's size.
     """
 
-    @property
-    @override
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
     @override
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        common = sharded_state_dict.pop("common_state")
+        if dist.get_rank() == 0:
+            torch.save(common.data, Path(checkpoint_dir) / "common.pt")
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         for sharded in nested_values(by_key):
             if isinstance(sharded, ShardedTensor):
@@ -201,14 +201,6 @@ class _StreamingSave(SaveShardedStrategy):  # type: ignore[misc]
             storage_writer=FileSystemWriter(checkpoint_dir),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
-
-
-def _read_content_metadata(folder: Path) -> Mapping[str, object]:
-    """Read the content metadata of the checkpoint in `folder`."""
-    try:
-        return dist_checkpointing.load_content_metadata(str(folder)) or {}
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as e:
-        raise DataError(f"{folder / 'common.pt'} cannot be read: {e}") from e
 
 
 def _require_stored(

@@ -33,13 +33,9 @@ class LayerBackend:
         self, architecture: ModelArchitecture, config: TransformerConfig, layers: range, vp_stage: int | None
     ) -> TransformerBlockSubmodules:
         """Return the block spec of a model chunk with these (global) layer numbers."""
-        if self.te_layers:
-            from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        from megarl.megatron.modeling.layer_spec import te_block_spec, torch_block_spec
 
-            return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-        from megarl.megatron.modeling.layer_spec import torch_block_spec
-
-        return torch_block_spec(architecture, layers)
+        return te_block_spec(config, vp_stage) if self.te_layers else torch_block_spec(architecture, layers)
 
     def fusions(self, architecture: ModelArchitecture) -> dict[str, bool]:
         """Return megatron-core's fields of fused kernels."""

@@ -1,12 +1,14 @@
-"""Builds megatron-core GPTModel chunks from a model architecture (a parsed Hugging Face config.json)."""
+"""Builds megatron-core's model chunks from a model architecture (a parsed Hugging Face config.json)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -26,7 +28,7 @@ from megarl.megatron.runtime import platform
 class ModelChunk:
     """A contiguous range of decoder layers on this rank; a rank has several with the interleaved pipeline schedule."""
 
-    module: GPTModel
+    module: LanguageModule
     layers: range
     """Global numbers of its decoder layers."""
     first_expert: int
@@ -52,20 +54,8 @@ def build_chunks(
     for number, layers in enumerate(stage_layers(architecture.num_layers, pp, split)[pp_rank]):
         first, last = pp_rank == 0 and number == 0, pp_rank == pp - 1 and number == split.num_chunks - 1
         vp_stage = number if split.num_chunks > 1 else None
-        module = GPTModel(
-            config=config,
-            transformer_layer_spec=backend.block_spec(architecture, config, layers, vp_stage),
-            vocab_size=padded_vocab(architecture, groups.tp.size()),
-            max_sequence_length=architecture.max_positions,
-            position_embedding_type="rope",
-            rotary_base=architecture.rope.theta,
-            pre_process=first,
-            post_process=last,
-            parallel_output=True,
-            share_embeddings_and_output_weights=architecture.tie_embeddings,
-            pg_collection=groups,
-            vp_stage=vp_stage,
-        )
+        spec = backend.block_spec(architecture, config, layers, vp_stage)
+        module = _make_module(architecture, config, groups, spec, ends=(first, last), vp_stage=vp_stage)
         _apply_architecture(module, architecture, groups, head)
         chunk = ModelChunk(module=module.to(platform.device()), layers=layers, first_expert=first_expert)
         _mark_experts(chunk, architecture)
@@ -73,8 +63,40 @@ def build_chunks(
     return chunks
 
 
+def _make_module(
+    architecture: ModelArchitecture,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    spec: TransformerBlockSubmodules,
+    *,
+    ends: tuple[bool, bool],
+    vp_stage: int | None,
+) -> LanguageModule:
+    """Return megatron-core's model of a chunk; the only place that chooses its class.
+
+    `GPTModel` gets only bug fixes since megatron-core 0.19; new kinds of layers need its `HybridModel`.
+
+    Args:
+        ends: whether the chunk has the embedding, and whether it has the output layer.
+    """
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=padded_vocab(architecture, groups.tp.size()),
+        max_sequence_length=architecture.max_positions,
+        position_embedding_type="rope",
+        rotary_base=architecture.rope.theta,
+        pre_process=ends[0],
+        post_process=ends[1],
+        parallel_output=True,
+        share_embeddings_and_output_weights=architecture.tie_embeddings,
+        pg_collection=groups,
+        vp_stage=vp_stage,
+    )
+
+
 def _apply_architecture(
-    module: GPTModel, architecture: ModelArchitecture, groups: ProcessGroupCollection, head: HeadOptions
+    module: LanguageModule, architecture: ModelArchitecture, groups: ProcessGroupCollection, head: HeadOptions
 ) -> None:
     """Apply features of the architecture that megatron-core has no option for."""
     if isinstance(architecture.attention, GroupedQueryAttention):
@@ -96,7 +118,7 @@ def _mark_experts(chunk: ModelChunk, architecture: ModelArchitecture) -> None:
             parameter.allreduce = False
 
 
-def _scale_embedding(module: GPTModel, scale: float) -> None:
+def _scale_embedding(module: LanguageModule, scale: float) -> None:
     def hook(_: torch.nn.Module, __: object, embedded: Tensor) -> Tensor:
         # rounded to the compute precision first, as Hugging Face does
         return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)

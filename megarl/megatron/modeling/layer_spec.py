@@ -1,8 +1,15 @@
-"""Layer specs without Transformer Engine: megatron-core's local modules where they work, else `torch_layers`."""
+"""Layer specs: those of Transformer Engine as megatron-core makes them, and those of torch.
+
+Specs of torch have megatron-core's local modules where they work, else `torch_layers`.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -15,7 +22,9 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from typing_extensions import override
 
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import LatentAttention
@@ -23,6 +32,29 @@ from megarl.megatron.modeling.torch_attention import TorchAttention
 from megarl.megatron.modeling.torch_layers import DuplicatedLinear, PostNormLinear, RMSNorm
 
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
+
+
+class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
+    """Multi-head latent attention with exactly the layers of its spec.
+
+    Where a model has no query latent (DeepSeek-V2-Lite, Moonlight), megatron-core replaces the query projection of the
+    spec by one with a norm before it, a second norm of the hidden states that these models do not have.
+    """
+
+    @override
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+def te_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Return the block spec of a model chunk with Transformer Engine's layers."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention
+        if attention.module is MLASelfAttention:
+            attention.module = LatentSelfAttention
+    return block
 
 
 def torch_block_spec(architecture: ModelArchitecture, layers: range) -> TransformerBlockSubmodules:
@@ -62,10 +94,8 @@ def _attention(architecture: ModelArchitecture) -> ModuleSpec:
 
 
 def _latent_attention() -> ModuleSpec:
-    # MLASelfAttention accepts only down projections of classes that it knows by name. It also assumes that Transformer
-    # Engine is present and otherwise fails comparing with the missing classes.
+    # MLASelfAttention accepts only down projections of classes that it knows by name
     multi_latent_attention.Linear = DuplicatedLinear
-    multi_latent_attention.HAVE_TE = False
     submodules = MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear,
         linear_q_down_proj=DuplicatedLinear,
@@ -77,12 +107,14 @@ def _latent_attention() -> ModuleSpec:
         q_layernorm=RMSNorm,
         kv_layernorm=RMSNorm,
     )
-    return ModuleSpec(module=MLASelfAttention, params=_CAUSAL, submodules=submodules)
+    return ModuleSpec(module=LatentSelfAttention, params=_CAUSAL, submodules=submodules)
 
 
-def _mlp(architecture: ModelArchitecture) -> ModuleSpec:
+def _mlp(architecture: ModelArchitecture) -> partial[MLP]:
     down = PostNormLinear if architecture.mlp.post_norm else RowParallelLinear
-    return ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=down))
+    return partial(
+        MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=down)
+    )
 
 
 def _moe(architecture: ModelArchitecture) -> ModuleSpec:

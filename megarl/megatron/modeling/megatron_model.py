@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -265,7 +265,7 @@ def zero_loss(output: ModelOutput, packed: LocalPack) -> tuple[Tensor, dict[str,
     return values_t.sum() * 0.0, {}
 
 
-def _model_output(model: GPTModel, output_1t: Tensor, packed: LocalPack) -> ModelOutput:
+def _model_output(model: LanguageModule, output_1t: Tensor, packed: LocalPack) -> ModelOutput:
     """Return the model's output from that of its last stage: values [1, t, 1] or hidden states [1, t or t/tp, h]."""
     head = model.output_layer
     if not isinstance(head, LanguageHead):

@@ -1,6 +1,7 @@
-"""Patches for megatron-core 0.16.1 without Transformer Engine, on the CPU and on gloo; applied by `platform.prepare`.
+"""Patches for megatron-core 0.19.2 without Transformer Engine, on the CPU and on gloo; applied by `platform.prepare`.
 
-Each function fixes one bug and names its symptom.
+Each function fixes one bug and names its symptom. `tests/megatron/runtime/test_mcore_patches.py` fails where
+megatron-core no longer has the bug.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import optimizer_config
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel import mappings, random
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -23,8 +24,6 @@ def patch_missing_transformer_engine() -> None:
     """Define names that megatron-core leaves undefined if Transformer Engine is missing."""
     if find_spec("transformer_engine") is not None:
         return
-    # the router's GEMM: NameError in every MoE layer
-    moe_utils.te_general_gemm = None
     # compares the version None: TypeError in the configuration of an optimizer on the CPU
     optimizer_config.is_te_min_version = _is_never_reached
     # treats fp8=False as fp8 enabled: NameError with selective recomputation

@@ -82,7 +82,7 @@ def squared_norms(optimizer: ChainedOptimizer) -> Tensor:
     parts = [inner] if optimizer.grads_states_parallel_group_is_shared() else [[each] for each in inner]
     squares = []
     for part in parts:
-        gradients = [gradient for each in part for gradient in each.get_main_grads_for_grad_norm()]
+        gradients = [gradient for each in part for gradient in each.get_grads_for_grad_norm()]
         norm = zeros.float()
         if gradients:
             norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, zeros, [gradients], False)
