@@ -56,7 +56,7 @@ $(VENV)/.installed: $(CREATE_VENV) requirements/torch.txt requirements/cpu.txt r
 	@echo "[4/5] megarl"
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@echo "[5/5] bytecode"
-	@$(BIN)/python -m compileall -qq -j 0 $(abspath $(VENV))/lib || true
+	@PYTHONWARNINGS=ignore $(BIN)/python -m compileall -qq -j 0 $(abspath $(VENV))/lib || true
 	@touch $@
 
 $(VENV)/.installed-triton: $(CREATE_VENV) requirements/triton.txt | $(INSTALLED)

@@ -43,10 +43,11 @@ ALLOWED: Mapping[Part, Mapping[str, str]] = {
             "moe_permute_fusion_into_hybridep moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization "
             "moe_shared_expert_overlap overlap_p2p_comm_warmup_flush tp_only_amax_red use_te_activation_func",
             "int": "cpu_offloading_num_layers delta_offload_bytes_across_pp_ranks min_offloaded_tensor_size "
-            "mlp_chunks_for_training moe_deepep_num_sms moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing "
+            "mlp_chunks_for_training moe_hybridep_num_sms_preprocessing "
             "num_layers_at_end_in_bf16 num_layers_at_start_in_bf16",
-            "int | null": "flash_attention_version fine_grained_offloading_max_inflight_offloads moe_flex_dispatcher_num_sms "
-            "moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute",
+            "int | null": "fine_grained_offloading_max_inflight_offloads flash_attention_version moe_deepep_num_sms "
+            "moe_flex_dispatcher_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute "
+            "moe_hybridep_num_sms",
             "float": "activation_offload_fraction",
             "float | null": "moe_z_loss_coeff",
             "auto | flash | fused | unfused": "attention_backend",

@@ -1,18 +1,18 @@
 """Patches for megatron-core 0.19.2 without Transformer Engine, on the CPU and on gloo; applied by `platform.prepare`.
 
-Each function fixes one bug and names its symptom. `tests/megatron/runtime/test_mcore_patches.py` fails where
-megatron-core no longer has the bug.
+Each function fixes one bug and names its symptom. `tests/megatron/runtime/test_mcore_patches.py` calls megatron-core's
+own functions, `__wrapped__` by the patches, and fails where one no longer has its bug.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import optimizer_config
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel import mappings, random
 from megatron.core.transformer.moe import token_dispatcher
@@ -20,39 +20,37 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-def patch_missing_transformer_engine() -> None:
-    """Define names that megatron-core leaves undefined if Transformer Engine is missing."""
-    if find_spec("transformer_engine") is not None:
-        return
-    # compares the version None: TypeError in the configuration of an optimizer on the CPU
-    optimizer_config.is_te_min_version = _is_never_reached
-    # treats fp8=False as fp8 enabled: NameError with selective recomputation
-    random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+def patch_recomputation() -> None:
+    """Recompute without FP8 where Transformer Engine is missing: NameError with selective recomputation.
 
-
-def _is_never_reached(*_: object) -> bool:
-    """Answer whether a version is reached for the version of a package that is missing."""
-    return False
+    megatron-core takes `fp8=False`, the default that nearly all its callers use, for fp8 enabled.
+    """
+    if find_spec("transformer_engine") is None:
+        random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 def patch_expert_token_counts() -> None:
     """Convert expert token counts to numpy on the CPU; megatron-core converts them only from CUDA."""
 
+    original = token_dispatcher.maybe_move_tensor_to_cpu
+
+    @wraps(original)
     def to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
-def patch_uneven_collectives() -> None:
-    """Support uneven all-gather and reduce-scatter, which expert tensor parallelism needs and gloo lacks."""
-    original_gather, original_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+def patch_uneven_gather() -> None:
+    """Support uneven all-gathers, which expert tensor parallelism needs and gloo lacks."""
+    original = mappings._gather_along_first_dim
 
+    @wraps(original)
     def gather(
         x: Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
     ) -> Tensor:
         if sizes is None or group.size() == 1:
-            gathered: Tensor = original_gather(x, group, sizes, use_global_buffer)
+            gathered: Tensor = original(x, group, sizes, use_global_buffer)
             return gathered
         sizes = [int(n) for n in sizes]
         padded = x.new_zeros(max(sizes), *x.shape[1:])
@@ -61,17 +59,7 @@ def patch_uneven_collectives() -> None:
         dist.all_gather(parts, padded, group=group)
         return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
 
-    def reduce_scatter(
-        x: Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
-    ) -> Tensor:
-        if sizes is None or group.size() == 1:
-            part: Tensor = original_scatter(x, group, sizes, use_global_buffer)
-            return part
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return torch.split(total, [int(n) for n in sizes])[group.rank()].contiguous()
-
-    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
+    mappings._gather_along_first_dim = gather
 
 
 def patch_optimizer_on_host() -> None:
@@ -81,6 +69,7 @@ def patch_optimizer_on_host() -> None:
     """
     original = HybridDeviceOptimizer._get_sub_optimizer_param_groups
 
+    @wraps(original)
     def divide(optimizer: HybridDeviceOptimizer, fraction: float) -> object:
         with _PretendDevice():
             return original(optimizer, fraction)

@@ -75,10 +75,10 @@ def prepare() -> None:
         _emulate_cuda_on_cpu()
     from megarl.megatron.runtime import mcore_patches
 
-    mcore_patches.patch_missing_transformer_engine()
+    mcore_patches.patch_recomputation()
     if not is_cuda():
         mcore_patches.patch_expert_token_counts()
-        mcore_patches.patch_uneven_collectives()
+        mcore_patches.patch_uneven_gather()
         mcore_patches.patch_optimizer_on_host()
 
 
