@@ -133,7 +133,7 @@ test-slow: setup ## Run the tests that take minutes
 # With VENV empty: in the environment of PYTHON as it is, which needs requirements/test-gpu.txt at least.
 test-gpu: $(if $(VENV),setup) ## Run the tests that need CUDA devices; VENV= uses PYTHON and installs nothing
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" \
-		$(if $(VENV),$(BIN)/python,$(PYTHON)) -m pytest -m "gpu or multigpu" $(ARGS)
+		$(if $(VENV),$(BIN)/python,$(or $(PYTHON),python3)) -m pytest -m "gpu or multigpu" $(ARGS)
 
 lint: setup ## Lint the code
 	$(BIN)/ruff check .

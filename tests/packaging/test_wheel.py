@@ -85,7 +85,7 @@ def test_wheel_has_command_and_license(files: dict[str, bytes]) -> None:
 def test_metadata_describes_the_package(metadata: Message) -> None:
     assert metadata["Name"] == "megarl"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Requires-Python"] == "<3.14,>=3.12"
     assert metadata.get_all("Provides-Extra") == ["cpu", "gpu"]
     assert str(metadata.get_payload()).startswith("# megarl")
 

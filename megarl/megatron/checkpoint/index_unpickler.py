@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 INDEX_NAMES = {
     "collections": {"OrderedDict"},
-    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata"},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
     "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},  # Python 3.13
     "torch": {"Size"},
@@ -35,6 +35,8 @@ INDEX_NAMES = {
         "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
     },
+    # megatron-core stores how its ranks wrote the checkpoint
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     "torch.serialization": {"_get_layout"},
 }
 """Names that an index may refer to, by module, besides the dtypes of torch; creating one of them executes no code."""

@@ -87,14 +87,16 @@ def _silence_missing_packages() -> None:
     for pattern in (".*[Aa]pex.*", ".*[Tt]ransformer.?[Ee]ngine.*", ".*TE .*", ".*[Ff]lash.?[Aa]ttention.*"):
         warnings.filterwarnings("ignore", message=pattern)
     warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron")
-    warnings.filterwarnings("ignore", message=".*GPTModel IS DEPRECATED", module="megatron")
     # warned for each expert with expert tensor parallelism 1 in a tensor-parallel model
     warnings.filterwarnings("ignore", message=".*but tensor model parallel size is 1. Disab", module="megatron")
     if not is_cuda():
         warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*", module="megatron")
         warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
-    # megatron-core warns of common.pt, which it reads and megarl goes on writing
-    logging.getLogger("megatron.core.dist_checkpointing.strategies.common").setLevel(logging.ERROR)
+    # megatron-core warns of common.pt, which it reads and megarl goes on writing, and of each GPTModel, which gets bug
+    # fixes; torch of a CUDA compiler on a machine without GPUs
+    for name in ("dist_checkpointing.strategies.common", "models.gpt.gpt_model"):
+        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     for name in ("megatron.core.optimizer", "megatron.core.utils"):
         logging.getLogger(name).addFilter(lambda record: "pex" not in record.getMessage())
 

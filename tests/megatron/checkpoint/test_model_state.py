@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import resource
 import signal
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from benchmarks.kernels.head_memory import peak_allocated_bytes
 from megarl.config.trainer import ParallelConfig
 from megarl.errors import DataError
-from megarl.megatron.checkpoint.checkpoint_files import read_index
+from megarl.megatron.checkpoint.checkpoint_files import COMMON_STATE, read_index
 from megarl.megatron.convert_worker import ConvertWorker
 from megarl.model_files import reader
 from tests.megatron.conftest import save_model
@@ -45,12 +46,14 @@ def world(sizes):
     return ParallelConfig(**sizes).min_world_size
 
 
-def save_on_rank(folder, target, sizes, content=None):
+def save_on_rank(folder, target, sizes, content=None, strategy=None):
     """Save the model; return the error message of every rank, None if there is none."""
     from megarl.megatron.checkpoint import model_state
 
     model_state.CONTENT_METADATA = model_state.CONTENT_METADATA if content is None else content
     rank = make_model(model_spec(folder, sizes))
+    if strategy is not None:
+        model_state._StreamingSave = strategy
     try:
         model_state.save_model(rank, target)
     except DataError as e:
@@ -140,6 +143,35 @@ def test_checkpoint_with_all_layers_in_one_tensor_is_loaded(qwen3_path, tmp_path
     assert index["decoder.layers.mlp.linear_fc1.weight"].shape == (2, 160, 48)
     assert index["decoder.layers.self_attention.linear_qkv.layer_norm_weight"].shape == (2, 48)
     assert run_ranks(load_on_rank, 2, tmp_path, qwen3_path, str(checkpoint), {"tp": 2}) == [[], []]
+
+
+def save_like_megatron_core(folder, target, sizes):
+    """Save the model with megatron-core's own strategy, which writes no common.pt."""
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    return save_on_rank(folder, target, sizes, {"singleton_local_shards": False}, TorchDistSaveShardedStrategy)
+
+
+def test_checkpoint_of_megatron_core_without_common_file_is_loaded(qwen3_path, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    run_ranks(save_like_megatron_core, 2, tmp_path, qwen3_path, str(checkpoint), {"tp": 2})
+    assert not (checkpoint / "common.pt").exists()
+    assert read_index(checkpoint)["decoder.layers.mlp.linear_fc1.weight"].shape == (2, 160, 48)  # as its content says
+    assert run_ranks(load_on_rank, 1, tmp_path, qwen3_path, str(checkpoint), {}) == [[]]
+
+    class Harm:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "executed",)
+
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    (entry,) = (key for key in index.storage_data if key.fqn == COMMON_STATE)
+    torch.save([Harm()], checkpoint / "harm.distcp")
+    size = (checkpoint / "harm.distcp").stat().st_size
+    index.storage_data[entry] = replace(index.storage_data[entry], relative_path="harm.distcp", offset=0, length=size)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    (error,) = run_ranks(load_on_rank, 1, tmp_path, qwen3_path, str(checkpoint), {})
+    assert error.startswith(f"{checkpoint / 'harm.distcp'} cannot be read: ")
+    assert not (tmp_path / "executed").exists()
 
 
 def test_mtp_layers_have_the_names_of_megatron_core(model_folder, tmp_path):

@@ -16,6 +16,7 @@ import torch
 from megarl.config.megatron import MegatronConfig, MoeConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
+from tests.megatron.rank_models import make_model, model_spec
 from tests.megatron.ranks import run_ranks
 
 PLAIN = (bool, int, float, str, list, type(None))
@@ -235,3 +236,38 @@ def test_gradient_and_optimizer_configurations(tmp_path: Any) -> None:
             "fp8_recipe": "blockwise",
         },
     )
+
+
+def layers_of_latent_attention(path: str) -> dict[str, Any]:
+    """Return the layers that both specs name, those that are built, and those that megatron-core would build."""
+    model = make_model(model_spec(path))
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from megarl.megatron.modeling.layer_spec import te_block_spec, torch_block_spec
+
+    found, specs = {}, {"torch": torch_block_spec(model.architecture, range(2))}
+    with patch("megatron.core.models.gpt.gpt_layer_specs.TESpecProvider", TESpecProvider):
+        specs["Transformer Engine"] = te_block_spec(model.config, vp_stage=None)
+    for name, block in specs.items():
+        attention = block.layer_specs[0].submodules.self_attention
+        owner = SimpleNamespace(config=model.config)
+        built = attention.module._resolve_qk_norm_config(owner, attention.submodules)
+        try:
+            of_megatron = repr(MLASelfAttention._resolve_qk_norm_config(owner, attention.submodules))
+        except ValueError as e:
+            of_megatron = str(e)
+        is_named = all(layer is getattr(attention.submodules, slot) for slot, layer in built.items())
+        found[name] = (is_named, repr(built["linear_q_proj"]), of_megatron)
+    return found
+
+
+def test_latent_attention_without_query_latent_gets_no_norm_of_its_input(model_folder: Any, tmp_path: Any) -> None:
+    found = run_ranks(layers_of_latent_attention, 1, tmp_path, model_folder("deepseek_v3 without query latent"))
+    (of_torch, _, refusal), (of_te, projection, of_megatron) = found["torch"], found["Transformer Engine"]
+    assert of_torch
+    assert of_te
+    # fails where megatron-core keeps the layers of a spec
+    assert "q_layernorm" in refusal
+    assert "non-trivial" in refusal
+    assert f"'linear_q_proj': {projection}" not in of_megatron

@@ -1,0 +1,83 @@
+"""The faults of megatron-core that megarl works around; a test fails where megatron-core no longer has its fault."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.megatron.ranks import run_ranks
+
+IMPORT_WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+from megarl.megatron.runtime import platform
+platform._replace_missing_kernels = lambda: None
+platform.prepare()
+"""
+
+
+def test_import_needs_triton():
+    done = subprocess.run([sys.executable, "-c", IMPORT_WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    assert "moe/ops/paged_stash.py" in done.stderr
+    assert "ModuleNotFoundError: import of triton halted" in done.stderr
+
+
+def check_recomputation():
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    assert CheckpointWithoutOutput(fp8=False).fp8  # no fp8 is taken for fp8
+    assert not CheckpointWithoutOutput().fp8
+
+
+def check_token_counts():
+    from megatron.core.transformer.moe.token_dispatcher import maybe_move_tensor_to_cpu
+
+    counts = torch.tensor([3, 1])
+    assert torch.is_tensor(maybe_move_tensor_to_cpu.__wrapped__(counts, as_numpy=True))
+    assert not torch.is_tensor(maybe_move_tensor_to_cpu(counts, as_numpy=True))
+
+
+def check_uneven_gather():
+    from megatron.core.tensor_parallel import mappings
+
+    dist.init_process_group("gloo")
+    rank, gather = dist.get_rank(), mappings._gather_along_first_dim
+    mine = torch.full((rank + 1, 2), float(rank))
+    with pytest.raises(RuntimeError, match="invalid tensor size"):
+        gather.__wrapped__(mine, dist.group.WORLD, [1, 2])
+    assert gather(mine, dist.group.WORLD, [1, 2])[:, 0].tolist() == [0, 1, 1]
+
+
+def check_optimizer_on_host():
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]}]
+    optimizer = SimpleNamespace(param_groups=groups, param_update_in_fp32=True)
+    divide = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+    copies = [dict(function(optimizer, 1.0)[2]) for function in (divide.__wrapped__, divide)]
+    assert [list(found) for found in copies] == [[], groups[0]["params"]]
+
+
+def run_check(check):
+    from megarl.megatron.runtime import platform
+
+    platform.prepare()
+    check()
+
+
+@pytest.mark.parametrize(
+    ("check", "ranks"),
+    [
+        (check_recomputation, 1),
+        (check_token_counts, 1),
+        (check_uneven_gather, 2),
+        (check_optimizer_on_host, 1),
+    ],
+)
+def test_megatron_core_has_the_fault_and_the_patch_mends_it(check, ranks, tmp_path):
+    run_ranks(run_check, ranks, tmp_path, check)
