@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -70,7 +69,6 @@ def prepare() -> None:
         return
     _prepared = True
     _silence_missing_packages()
-    _replace_missing_kernels()
     if not is_cuda():
         _emulate_cuda_on_cpu()
     from megarl.megatron.runtime import mcore_patches
@@ -87,6 +85,7 @@ def _silence_missing_packages() -> None:
     for pattern in (".*[Aa]pex.*", ".*[Tt]ransformer.?[Ee]ngine.*", ".*TE .*", ".*[Ff]lash.?[Aa]ttention.*"):
         warnings.filterwarnings("ignore", message=pattern)
     warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron")
+    warnings.filterwarnings("ignore", message="MimoModelConfig is experimental", module="megatron")
     # warned for each expert with expert tensor parallelism 1 in a tensor-parallel model
     warnings.filterwarnings("ignore", message=".*but tensor model parallel size is 1. Disab", module="megatron")
     if not is_cuda():
@@ -97,19 +96,14 @@ def _silence_missing_packages() -> None:
     for name in ("dist_checkpointing.strategies.common", "models.gpt.gpt_model"):
         logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    for name in ("megatron.core.optimizer", "megatron.core.utils"):
-        logging.getLogger(name).addFilter(lambda record: "pex" not in record.getMessage())
-
-
-def _replace_missing_kernels() -> None:
-    """Let megatron-core be imported without Triton, which one of its modules of kernels imports unconditionally.
-
-    The kernels move activations of experts to the host (`moe_paged_stash`), which megarl refuses.
-    """
-    if find_spec("triton") is None:
-        kernels: Any = ModuleType("megatron.core.transformer.moe.ops.paged_stash")
-        kernels.GLOBAL_BLOCK_SIZE = kernels.paged_stash_copy_kernel = kernels.paged_stash_pop_kernel = None
-        sys.modules[kernels.__name__] = kernels
+    unwanted = {
+        "megatron.core.optimizer": "pex",
+        "megatron.core.utils": "pex",
+        # it computes the layout of gradient buffers itself
+        "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
+    }
+    for name, part in unwanted.items():
+        logging.getLogger(name).addFilter(lambda record, part=part: part not in record.getMessage())
 
 
 def _emulate_cuda_on_cpu() -> None:

@@ -31,9 +31,11 @@ class FusedAdam(torch.optim.Optimizer):
         master_weight_dtype=torch.float32,
         use_decoupled_grad=False,
         store_param_remainders=False,
+        capturable=False,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        assert (adam_w_mode, master_weights, use_decoupled_grad, store_param_remainders) == (True, True, True, False)
+        assert (adam_w_mode, master_weights, use_decoupled_grad) == (True, True, True)
+        assert (store_param_remainders, capturable) == (False, False)
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
 
     def initialize_state(self, param, store_param_remainders):

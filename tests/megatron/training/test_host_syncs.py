@@ -92,7 +92,7 @@ class WaitCounter(TorchDispatchMode):
         return counted
 
 
-def rope_on_device(t, cu_seqlens, freqs, cp_size=1, cp_rank=0):
+def rope_on_device(t, cu_seqlens, freqs, cp_size=1, cp_rank=0, interleaved=False):
     """Return the rotated queries or keys [t, heads, dim], as Transformer Engine's kernel does."""
     index_t = torch.arange(len(t), device=t.device)
     starts_t = cu_seqlens[torch.bucketize(index_t, cu_seqlens[1:], right=True)]
