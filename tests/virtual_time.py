@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Coroutine
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -21,7 +19,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         return super().select(0)
 
 
-def run_in_virtual_time(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_in_virtual_time[T](coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that waits for timers only; `loop.time()` begins at 0."""
     selector = _JumpingSelector()
 

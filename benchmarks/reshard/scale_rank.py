@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -30,8 +30,6 @@ from megarl.reshard.transfer import executor as executor_module
 from megarl.reshard.transfer.bucket import torch_dtype
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.sink import Parameters, ShardSink
-
-T = TypeVar("T")
 
 MB = 1e6
 
@@ -84,7 +82,7 @@ class _MetaBuffer:
     def close(self) -> None: ...
 
 
-def in_child(work: Callable[[], T]) -> T:
+def in_child[T](work: Callable[[], T]) -> T:
     """Return `work()`, run in a forked child."""
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)

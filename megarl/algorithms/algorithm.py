@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
 
 from megarl.config.algorithms.policy import PolicyConfig
 from megarl.run.rl_run import RLRun
 
-C = TypeVar("C", bound=PolicyConfig)
 
-
-class Algorithm(ABC, Generic[C]):
+class Algorithm[C: PolicyConfig](ABC):
     """An RL algorithm. `algorithm.type` names a built-in one, or any class of this interface by import path."""
 
     Config: type[C]

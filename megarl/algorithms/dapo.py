@@ -6,9 +6,9 @@ Groups with zero reward variance carry no gradient; prompts are resampled until 
 from __future__ import annotations
 
 from functools import partial
+from typing import override
 
 import torch
-from typing_extensions import override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.algorithms.grpo import group_estimates, group_outputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing_extensions import override
+from typing import override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.model_advantages import DistillationConfig

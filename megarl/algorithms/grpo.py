@@ -6,9 +6,7 @@ A group is the `group_size` completions of one prompt; the rewards of the group 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TypeVar
-
-from typing_extensions import override
+from typing import TypeVar, override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.group_baseline import (

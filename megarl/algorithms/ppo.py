@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, override
 
 import torch
-from typing_extensions import override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.actor_critic import ActorCriticConfig, PfPpoConfig, PpoConfig

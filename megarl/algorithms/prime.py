@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-
-from typing_extensions import override
+from typing import override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.algorithms.dapo import SAMPLED_REWARD

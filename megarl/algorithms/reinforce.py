@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-from typing_extensions import override
+from typing import TypeVar, override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.reinforce_family import (

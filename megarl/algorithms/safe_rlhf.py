@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-
-from typing_extensions import override
+from typing import override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.actor_critic import SafeRlhfConfig

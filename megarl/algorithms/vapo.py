@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-from typing_extensions import override
+from typing import override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.actor_critic import ValuePretrainingConfig, VapoConfig

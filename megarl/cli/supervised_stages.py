@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from megarl.cli.options import add_config_options, add_resume_option
 from megarl.cli.output import console
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from megarl.controller.spmd_stage import StageLoop
     from megarl.run.events import EventLog
     from megarl.workers.group import Processes
-
-C = TypeVar("C", bound=StageConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ COMMANDS = {"sft": StageCommand(_run_sft), "rm": StageCommand(_run_rm), "dpo": S
 """Name -> command of that stage."""
 
 
-def _load_stage(kind: type[C], args: argparse.Namespace) -> tuple[C, TorchrunWorld | None]:
+def _load_stage[C: StageConfig](kind: type[C], args: argparse.Namespace) -> tuple[C, TorchrunWorld | None]:
     """Load the configuration, and the world of this process where torchrun started it."""
     world = torchrun_world()
     with report_on_rank0(world):
@@ -76,7 +74,7 @@ def _load_stage(kind: type[C], args: argparse.Namespace) -> tuple[C, TorchrunWor
     return config, world
 
 
-def _run_stage(
+def _run_stage[C: StageConfig](
     config: C,
     world: TorchrunWorld | None,
     method: Callable[[Controller, C, Path | None], Any],

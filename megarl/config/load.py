@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from megarl.config.section import Section
 from megarl.errors import ConfigError
-
-C = TypeVar("C", bound=Section)
 
 
 class _Loader(yaml.SafeLoader):
@@ -41,7 +38,7 @@ for _resolver in (_Loader, _Dumper):
     )
 
 
-def load_config(
+def load_config[C: Section](
     kind: type[C],
     path: str | Path,
     overrides: list[str] | None = None,
@@ -81,7 +78,7 @@ def read_tree(path: str | Path) -> dict[str, object]:
     return tree
 
 
-def make_config(
+def make_config[C: Section](
     kind: type[C],
     tree: dict[str, object],
     overrides: Sequence[str] | None = None,

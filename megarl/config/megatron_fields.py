@@ -40,8 +40,9 @@ ALLOWED: Mapping[Part, Mapping[str, str]] = {
             "disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache distribute_saved_activations "
             "fine_grained_activation_offloading first_last_layers_bf16 fp8_wgrad fused_residual_rmsnorm "
             "gradient_accumulation_fusion moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion "
-            "moe_permute_fusion_into_hybridep moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization "
-            "moe_shared_expert_overlap overlap_p2p_comm_warmup_flush tp_only_amax_red use_te_activation_func",
+            "moe_permute_fusion_into_hybridep moe_router_fusion moe_router_padding_for_fp8 "
+            "moe_router_padding_for_quantization moe_shared_expert_overlap overlap_p2p_comm_warmup_flush "
+            "tp_only_amax_red use_te_activation_func",
             "int": "cpu_offloading_num_layers delta_offload_bytes_across_pp_ranks min_offloaded_tensor_size "
             "mlp_chunks_for_training moe_hybridep_num_sms_preprocessing "
             "num_layers_at_end_in_bf16 num_layers_at_start_in_bf16",
@@ -134,7 +135,8 @@ REFUSED: Mapping[Part, tuple[RefusedFields, ...]] = {
                 "hidden_dropout attention_dropout moe_input_jitter_eps"
             ),
             "a token's log-probability would depend on the other tokens of its micro-batch": (
-                "moe_token_dropping moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy"
+                "moe_token_dropping moe_expert_capacity_factor moe_expert_rank_capacity_factor "
+                "moe_pad_expert_input_to_capacity moe_token_drop_policy"
             ),
             "the expert bias is a part of the policy, and would move at every step without a gradient": (
                 "moe_router_bias_update_rate moe_router_quantile_balancing_ema"
@@ -255,7 +257,9 @@ REFUSED: Mapping[Part, tuple[RefusedFields, ...]] = {
             "checkpoints hold the two moments of Adam": (
                 "optimizer sgd_momentum muon_* adaptive_muon_* lion_* soap_* use_layer_wise_distributed_optimizer"
             ),
-            "it skips updates without a record; limits.grad_norm with action: skip does it with one": "grad_norm_skip_threshold",
+            "it skips updates without a record; limits.grad_norm with action: skip does it with one": (
+                "grad_norm_skip_threshold"
+            ),
             "its graph would keep addresses of memory that offloading frees": "optimizer_cuda_graph",
             "checkpoints hold float32 main parameters": "main_params_dtype store_param_remainders",
             "no scaling of the loss is needed in bfloat16 and float32": (

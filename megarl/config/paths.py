@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from megarl.config.algorithms.model_sections import FrozenModelConfig
 from megarl.config.data import DataConfig, SourceConfig
@@ -13,15 +12,11 @@ from megarl.config.reward import ModelRewardConfig
 from megarl.config.run import StageConfig
 from megarl.config.section import Section
 
-C = TypeVar("C", bound=StageConfig)
-S = TypeVar("S", bound=Section)
-F = TypeVar("F", DataConfig, SourceConfig)
-
 MODEL_SECTIONS = (ModelConfig, FrozenModelConfig, ModelRewardConfig)
 """Sections whose key `path` names a model."""
 
 
-def replace_model_paths(section: S, replace: Callable[[str, str], str], *, prefix: str = "") -> S:
+def replace_model_paths[S: Section](section: S, replace: Callable[[str, str], str], *, prefix: str = "") -> S:
     """Return the section with every model path in it and below, `model.path` included, replaced.
 
     Args:
@@ -55,7 +50,7 @@ def model_paths(config: Section) -> dict[str, str]:
     return found
 
 
-def replace_data_paths(config: C, replace: Callable[[str, str], str]) -> C:
+def replace_data_paths[C: StageConfig](config: C, replace: Callable[[str, str], str]) -> C:
     """Return `config` with the path of every data file replaced; `replace` takes its YAML key and the path."""
     sources = {
         name: _with_files(source, replace, f"data.sources.{name}.") for name, source in config.data.sources.items()
@@ -69,14 +64,14 @@ def data_paths(config: StageConfig) -> dict[str, str]:
     return {**config.data.training_files, **config.data.held_out_files}
 
 
-def with_absolute_paths(config: C) -> C:
+def with_absolute_paths[C: StageConfig](config: C) -> C:
     """Return `config` with absolute paths, for processes with another working directory."""
     update = {"run_dir": _absolute(config.run_dir), "export_dir": _absolute(config.export_path)}
     with_data = replace_data_paths(config, lambda _, path: _absolute(path))
     return replace_model_paths(with_data, lambda _, path: _absolute(path)).model_copy(update=update)
 
 
-def _with_files(section: F, replace: Callable[[str, str], str], prefix: str) -> F:
+def _with_files[F: (DataConfig, SourceConfig)](section: F, replace: Callable[[str, str], str], prefix: str) -> F:
     paths = {name: getattr(section, name) for name in ("path", "eval_path")}
     return section.model_copy(
         update={name: replace(f"{prefix}{name}", path) for name, path in paths.items() if path is not None}

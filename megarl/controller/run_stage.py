@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -44,8 +44,6 @@ from megarl.tracking.progress import RunProgress, StepSummary
 from megarl.tracking.startup import Startup
 from megarl.workers.failures import to_megarl_error
 
-C = TypeVar("C", bound=StageConfig)
-
 POLL_SECONDS = 0.2
 
 RUN_ARTIFACTS = (
@@ -66,7 +64,7 @@ STOP_SECONDS = 4.0
 """Time for an interrupted run to shut down gracefully before Ray kills its processes."""
 
 
-def run_stage(
+def run_stage[C: StageConfig](
     config: C,
     method: Callable[..., object],
     *,
@@ -135,7 +133,7 @@ def begin_run(config: StageConfig, name: str, resume: str | None, closing: ExitS
     return plan.checkpoint
 
 
-def _run_on_cluster(
+def _run_on_cluster[C: StageConfig](
     config: C, method: Callable[..., object], arguments: tuple[object, ...], startup: Startup, *, detach: bool
 ) -> Any:
     # installed twice: connecting to a cluster replaces the first handler by Ray's own
@@ -192,7 +190,7 @@ def _start_controller(
     return hosted.remote(startup, time.time(), None, find_claim(config.run_dir))
 
 
-def resolve_and_check(config: C, *, resume: str | None = None) -> C:
+def resolve_and_check[C: StageConfig](config: C, *, resume: str | None = None) -> C:
     """Provide the models, run the preflight checks, and return `config` with absolute paths.
 
     Downloads the models that are named by a hub id, and writes the tiny model if configured. Prints the commits that

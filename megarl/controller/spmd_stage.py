@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol, TypeVar
-
-from typing_extensions import override
+from typing import Protocol, override
 
 from megarl.config import StageConfig
 from megarl.config.tracking import TrackingConfig
@@ -27,8 +25,6 @@ from megarl.run.events import Event, EventLog, MessageEvent
 from megarl.tracking.progress import RunProgress
 from megarl.workers.group import Processes
 from megarl.workers.spmd import SpmdWorld
-
-C = TypeVar("C", bound=StageConfig)
 
 NO_TRACKING = TrackingConfig(tensorboard=False, jsonl=False, rollouts=False)
 
@@ -49,7 +45,7 @@ class StageLoop(Protocol):
         ...
 
 
-def run_spmd_stage(
+def run_spmd_stage[C: StageConfig](
     config: C,
     make: Callable[[C, EventLog, Processes, Path | None], StageLoop],
     world: TorchrunWorld,
@@ -81,7 +77,7 @@ def run_spmd_stage(
         stage.raise_if_stopped_early()
 
 
-def _prepare(config: C, name: str, resume: str | None, closing: ExitStack) -> tuple[C, Path | None]:
+def _prepare[C: StageConfig](config: C, name: str, resume: str | None, closing: ExitStack) -> tuple[C, Path | None]:
     """Return the checked configuration and the checkpoint to resume from; `closing` unlocks the run folder."""
     config = resolve_and_check(config, resume=resume)
     return config, begin_run(config, name, resume, closing)

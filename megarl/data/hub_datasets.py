@@ -8,14 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from megarl.config.paths import data_paths, replace_data_paths
 from megarl.config.run import StageConfig
 from megarl.errors import ConfigError
 from megarl.model_files.hub_download import download_snapshot
-
-C = TypeVar("C", bound=StageConfig)
 
 SCHEME = "hf://"
 
@@ -30,7 +27,7 @@ def hub_files(config: StageConfig) -> dict[str, str]:
     return {key: path for key, path in data_paths(config).items() if path.startswith(SCHEME)}
 
 
-def with_local_data(
+def with_local_data[C: StageConfig](
     config: C, recorded: Mapping[str, str] | None = None, notify: Callable[[str], object] = lambda line: None
 ) -> C:
     """Return `config` with a local file in place of every file on the hub, and the commits in `data.hub_revisions`.

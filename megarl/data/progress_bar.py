@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-T = TypeVar("T")
 
 QUIET_SECONDS = 3.0
 """Work that ends within this time shows no progress bar."""
 
 
-def track(batches: Iterable[list[T]], what: str, *, quiet_seconds: float = QUIET_SECONDS) -> Iterator[list[T]]:
+def track[T](batches: Iterable[list[T]], what: str, *, quiet_seconds: float = QUIET_SECONDS) -> Iterator[list[T]]:
     """Yield `batches` unchanged; after `quiet_seconds`, show the number of rows on stderr if it is a terminal."""
     console = Console(stderr=True)
     progress = Progress(

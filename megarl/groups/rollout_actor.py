@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from typing_extensions import override
+from typing import TYPE_CHECKING, override
 
 from megarl.batch.packed_trajectories import PackedGroups, PackedTrajectories
 from megarl.batch.trajectory import Trajectory

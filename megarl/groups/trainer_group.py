@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from megarl.batch.balance import SequenceCost
 from megarl.batch.sample_table import SampleKey
@@ -45,10 +45,8 @@ if TYPE_CHECKING:
     from megarl.reshard.transfer.process_groups import TransferGroup
     from megarl.reshard.transfer.sample_digests import PartDigests
 
-W = TypeVar("W", bound=ForwardWorker)
 
-
-class ModelGroup(Generic[W]):
+class ModelGroup[W: ForwardWorker]:
     """A model on the ranks of a group, which can run forward passes (`ForwardWorker`)."""
 
     def __init__(self, group: Group[W], *, cost: SequenceCost) -> None:

@@ -7,8 +7,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Sequence
-
-from typing_extensions import override
+from typing import override
 
 from megarl.errors import LaunchError
 from megarl.launch.authentication import make_nonce

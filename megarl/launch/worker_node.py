@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-
-from typing_extensions import override
+from typing import override
 
 from megarl.errors import LaunchError
 from megarl.launch.connection import Connection, ConnectionLostError

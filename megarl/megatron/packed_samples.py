@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,6 @@ from megarl.megatron.requests import ForwardRequest, TokenColumn, TrainRequest, 
 from megarl.megatron.token_column import merge_column
 from megarl.megatron.training.samples import payloads_by_index
 from megarl.workers.payload import LocalPayload, Payload, fetch_all
-
-R = TypeVar("R", TrainRequest, ForwardRequest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +117,7 @@ class PackedColumn(Mapping[SampleKey, PerToken]):
         return len(self.keys_N2)
 
 
-def pack_samples(request: R) -> R:
+def pack_samples[R: (TrainRequest, ForwardRequest)](request: R) -> R:
     """Fetch the samples and columns of a replica's request; return the request with their copies in large arrays."""
     tables = request.mini_batches if isinstance(request, TrainRequest) else (request,)
     keys_N2 = _distinct([SampleTable.of(each.samples).keys_N2 for each in tables])

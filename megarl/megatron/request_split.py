@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +33,6 @@ from megarl.megatron.token_column import ComputedColumn, select_samples, select_
 from megarl.placement.rank_grid import RankGrid
 from megarl.workers.dispatch import Dispatch, from_output_rank
 from megarl.workers.payload import LocalPayload, Payload, RemoteResults
-
-R = TypeVar("R")
 
 MicroBatches = tuple[tuple[int, ...], ...]
 """Micro-batches as indices into the samples of a request."""
@@ -219,5 +217,5 @@ def _select_payloads(payloads: Payloads, keys_N2: NDArray[np.int64]) -> Payloads
     }
 
 
-def _by_rank(requests: Sequence[R], grid: RankGrid) -> list[R]:
+def _by_rank[R](requests: Sequence[R], grid: RankGrid) -> list[R]:
     return [requests[grid.coordinates(rank).dp] for rank in range(grid.size)]

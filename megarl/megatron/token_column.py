@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,6 @@ from megarl.batch.pack import PerToken
 from megarl.batch.sample_table import SampleKey
 from megarl.megatron.requests import TokenColumn, Trajectories
 from megarl.workers.payload import LocalPayload, Payload, fetch_all
-
-P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True)

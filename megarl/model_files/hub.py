@@ -8,15 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 from megarl.config.paths import model_paths, replace_model_paths
 from megarl.config.run import StageConfig
 from megarl.config.score import ScoreConfig
 from megarl.errors import ConfigError
 from megarl.model_files.hub_download import download_snapshot
-
-C = TypeVar("C", bound=StageConfig | ScoreConfig)
 
 HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 """Organization and name, and optionally a branch, tag or commit hash."""
@@ -28,7 +26,7 @@ IGNORED_FILES = ("*/*", "consolidated*")
 """Files that `MODEL_FILES` matches and that are not downloaded: other formats of the same weights."""
 
 
-def with_local_models(
+def with_local_models[C: StageConfig | ScoreConfig](
     config: C, recorded: Mapping[str, str] | None = None, notify: Callable[[str], object] = lambda line: None
 ) -> C:
     """Return `config` with a local folder in place of every hub id, and the commits in `model.hub_revisions`.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,6 @@ LINES_PER_CHUNK = 8192
 Sequences = Sequence[NDArray[np.int32]]
 """Token ids by sequence and position."""
 
-L = TypeVar("L")
 
 CHUNKS_AHEAD = 2
 """Chunks in flight before the oldest is awaited, so that ranks do not idle while lines are read and written."""
@@ -182,7 +181,7 @@ def _start_group(config: ScoreConfig, processes: Processes) -> ScoreGroup:
     return group
 
 
-def _score_chunks(group: ScoreGroup, chunks: Iterable[tuple[L, Sequences]]) -> Iterator[tuple[L, Scores]]:
+def _score_chunks[L](group: ScoreGroup, chunks: Iterable[tuple[L, Sequences]]) -> Iterator[tuple[L, Scores]]:
     """Yield each chunk's lines with its scores, in order."""
     in_flight: deque[tuple[L, WorkerFuture[Scores]]] = deque()
     for lines, sequences in chunks:

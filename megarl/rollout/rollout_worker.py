@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,6 @@ from megarl.rollout.scorer import Scorer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
 
 ENVIRONMENT = "environment"
 """Name under which failures of environments are counted, as those of a reward term."""
@@ -392,7 +391,7 @@ def _failed_episode(job: GroupJob, error: str) -> Trajectory:
     )
 
 
-async def _gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def _gather_or_cancel[T](work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results in order; the first failure cancels the others and is raised."""
     tasks = [asyncio.ensure_future(w) for w in work]
     try:

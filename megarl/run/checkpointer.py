@@ -45,7 +45,7 @@ class RunOnRank0(Protocol):
         ...
 
 
-def _run_locally(function: Callable[[], T], /) -> T:
+def _run_locally[T](function: Callable[[], T], /) -> T:
     return function()
 
 

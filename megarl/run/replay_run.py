@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import override
+from typing import Any, override
 
 from megarl.groups.sync_update import PushReport
 from megarl.reshard.planning.strategy import SyncStats

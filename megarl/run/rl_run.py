@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, override
 
 import psutil
-from typing_extensions import override
 
 from megarl.batch.pack import ColumnName
 from megarl.batch.trajectory import Prompt

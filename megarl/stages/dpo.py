@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import override
 
 import numpy as np
-from typing_extensions import override
 
 from megarl.batch.pack import PerToken
 from megarl.batch.trajectory import Trajectory

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-
-from typing_extensions import override
+from typing import override
 
 from megarl.batch.balance import MICRO_BATCHES_PER_CHUNK
 from megarl.batch.pack import ColumnName, PerToken

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-
-from typing_extensions import override
+from typing import override
 
 from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Generic, TypeVar
 
 from megarl.errors import MegarlError
-
-A = TypeVar("A")
-R = TypeVar("R")
 
 LINGER_SECONDS = 0.03
 """Results that finish within this time of the first one are collected with it: each call costs a millisecond."""
 
 
-class CallBatches(Generic[A, R]):
+class CallBatches[A, R]:
     """The batches in progress in a process, each of which has one client that collects it."""
 
     def __init__(self, call: Callable[[A], Awaitable[R]]) -> None:

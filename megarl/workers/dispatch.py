@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from megarl.placement.rank_grid import RankGrid
 
-A = TypeVar("A")
-R = TypeVar("R")
-
 
 @dataclass(frozen=True, slots=True)
-class Dispatch(Generic[A, R]):
+class Dispatch[A, R]:
     """A pair of functions that make a method `(A) -> R` of every rank look like one `(A) -> R` to the caller."""
 
     distribute: Callable[[A, RankGrid], Sequence[A]]
@@ -35,17 +32,17 @@ class Dispatch(Generic[A, R]):
     it; what it returns is stored and sent to all of them. It may fetch what the argument refers to. None: nothing."""
 
 
-def to_all(argument: A, grid: RankGrid) -> list[A]:
+def to_all[A](argument: A, grid: RankGrid) -> list[A]:
     """Return the same argument for every rank."""
     return [argument] * grid.size
 
 
-def from_output_rank(results: Sequence[R], grid: RankGrid) -> R:
+def from_output_rank[R](results: Sequence[R], grid: RankGrid) -> R:
     """Return the result of the output rank of data-parallel replica 0; workers have reduced it over replicas."""
     return results[grid.output_rank(0)]
 
 
-def from_rank0(results: Sequence[R], grid: RankGrid) -> R:
+def from_rank0[R](results: Sequence[R], grid: RankGrid) -> R:
     """Return the result of rank 0."""
     return results[0]
 

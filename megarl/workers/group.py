@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -208,7 +208,7 @@ class WorkerProcesses:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteCall(Generic[R]):
+class RemoteCall[R]:
     """A call that runs in worker processes; satisfies `WorkerFuture`."""
 
     refs: Sequence[Any]
@@ -248,7 +248,7 @@ class RemoteCall(Generic[R]):
         )
 
 
-class WorkerGroup(Generic[W]):
+class WorkerGroup[W]:
     """The workers of a role in worker processes; satisfies `Group`."""
 
     def __init__(self, name: str, processes: WorkerProcesses, grid: RankGrid) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T_co = TypeVar("T_co", covariant=True)
-T = TypeVar("T")
 
 
 class Payload(Protocol[T_co]):
@@ -32,7 +31,7 @@ class Payload(Protocol[T_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPayload(Generic[T]):
+class StoredPayload[T]:
     """A value in Ray's object store."""
 
     ref: Any
@@ -53,7 +52,7 @@ class StoredPayload(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredItem(Generic[T]):
+class StoredItem[T]:
     """An item of a sequence in Ray's object store: small values that were produced together share an object."""
 
     ref: Any
@@ -75,7 +74,7 @@ class StoredItem(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteResults(Generic[T]):
+class RemoteResults[T]:
     """The results of a call on several ranks, each stored on the node of the rank that produced it."""
 
     refs: tuple[Any, ...]
@@ -91,7 +90,7 @@ class RemoteResults(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class LocalPayload(Generic[T]):
+class LocalPayload[T]:
     """A value in this process, for stages that run without Ray and for tests."""
 
     value: T
@@ -110,7 +109,7 @@ class LocalPayload(Generic[T]):
         return self.value
 
 
-def fetch_all(payloads: Iterable[Payload[T]]) -> list[T]:
+def fetch_all[T](payloads: Iterable[Payload[T]]) -> list[T]:
     """Return the values of the payloads, all fetched in one call, and an object of several payloads once.
 
     NumPy arrays in them are read-only.
@@ -121,7 +120,7 @@ def fetch_all(payloads: Iterable[Payload[T]]) -> list[T]:
     return [payload.load([values[ref] for ref in payload.refs]) for payload in payloads]
 
 
-def distinct_refs(items: Sequence[StoredItem[T]]) -> tuple[list[Any], tuple[tuple[int, int], ...]]:
+def distinct_refs[T](items: Sequence[StoredItem[T]]) -> tuple[list[Any], tuple[tuple[int, int], ...]]:
     """Return the references to the objects of the items, and the position of each item: (reference, index)."""
     positions: dict[Any, int] = {}
     places = [(positions.setdefault(item.ref, len(positions)), item.index) for item in items]

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
-async def call_for_all(
+async def call_for_all[T, R](
     call: Callable[[Sequence[T]], Awaitable[Sequence[R]]], batch: Sequence[tuple[T, asyncio.Future[R]]]
 ) -> None:
     """Call once for all items, and set the future of each to its result; an error of the call is set in all of them.

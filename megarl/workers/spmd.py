@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from megarl.process.frozen_objects import freeze_objects
 from megarl.workers.dispatch import Dispatch
 from megarl.workers.payload import LocalPayload
 
-W = TypeVar("W")
 A = TypeVar("A")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -76,7 +75,7 @@ class SpmdWorld:
         return value  # type: ignore[return-value]
 
 
-class LazyFuture(Generic[R]):
+class LazyFuture[R]:
     """A call that runs when its result, or that of a later call, is requested; satisfies `WorkerFuture`.
 
     It does not run when it is begun: that would block this process, and the loop that begins the call could not
@@ -98,7 +97,7 @@ class LazyFuture(Generic[R]):
         self._value = self._run()
 
 
-class SpmdGroup(Generic[W]):
+class SpmdGroup[W]:
     """The workers of a role, one on every rank; satisfies `Group`. An exception is raised on its own rank only."""
 
     def __init__(self, name: str, world: SpmdWorld, grid: RankGrid) -> None:

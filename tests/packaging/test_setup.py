@@ -119,7 +119,7 @@ FoundPython = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def create_venv(tmp_path: Path) -> FoundPython:
-    """Run create-venv.sh on a machine with these Pythons: by path, their version, None if it cannot create environments."""
+    """Run create-venv.sh where these Pythons are: version by path, None for one that cannot create environments."""
 
     def run(pythons: dict[str, str | None], *arguments: str) -> subprocess.CompletedProcess[str]:
         machine = tmp_path / "machine"

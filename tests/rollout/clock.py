@@ -6,13 +6,12 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec
 
 from tests.time_limits import UNREACHED_SECONDS
 from tests.virtual_time import run_in_virtual_time
 
 P = ParamSpec("P")
-T = TypeVar("T")
 
 ENGINE_LIMITS = {
     "start_timeout_seconds": UNREACHED_SECONDS,
@@ -44,7 +43,7 @@ LOOP_CLOCK = SimpleNamespace(monotonic=_loop_time, perf_counter=_loop_time)
 """Stands for the module `time`: the clock of the running event loop."""
 
 
-def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+def in_virtual_time[**P](test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     """Run an asynchronous test on an event loop whose clock jumps to the next timer."""
 
     @functools.wraps(test)
@@ -54,13 +53,13 @@ def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P,
     return run
 
 
-def run_in_event_loop(main: Coroutine[Any, Any, T]) -> T:
+def run_in_event_loop[T](main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on an event loop whose clock can jump, whatever loop a package has chosen for this process."""
     with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
         return runner.run(main)
 
 
-def in_event_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+def in_event_loop[**P](test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     """Run an asynchronous test on an event loop whose clock can jump."""
 
     @functools.wraps(test)

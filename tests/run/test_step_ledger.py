@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import override
 
 import pytest
-from typing_extensions import override
 
 from megarl.config.trainer import OffloadConfig
 from megarl.device_memory.activations import ActivationBytes

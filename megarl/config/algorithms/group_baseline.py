@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, override
 
 from pydantic import Field
-from typing_extensions import override
 
 from megarl.config.algorithms.policy import (
     Aggregation,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, override
 
 from pydantic import Field, model_validator
-from typing_extensions import override
 
 from megarl.config.algorithms.model_sections import FrozenModelConfig, ModelUse, TrainedModelConfig
 from megarl.config.algorithms.policy import ClippedPolicyConfig

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -159,10 +158,8 @@ class EstimatorOutput:
 Estimator = Callable[..., EstimatorOutput]
 """Module-level function `(tokens: TokenBatch, *arguments) -> EstimatorOutput`; sent to workers by reference."""
 
-E = TypeVar("E", bound=Estimator)
 
-
-def by_groups(estimator: E) -> E:
+def by_groups[E: Estimator](estimator: E) -> E:
     """Mark an estimator whose values for a group depend on that group only; return it.
 
     The workers share the groups of a step: each calls the estimator with some of them. Without the mark, one worker

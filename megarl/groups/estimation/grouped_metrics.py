@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Self, override
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from megarl.functional import GroupMoments
 

@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, override
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
-from typing_extensions import override
 
 from megarl.errors import DataError
 from megarl.megatron.checkpoint.checkpoint_files import IndexedTensor, read_common_state, read_index
@@ -90,7 +89,7 @@ def load_model(model: MegatronModel, folder: str | Path, *, trust: bool = False)
     """
     folder = Path(folder)
     index = read_index(folder, trust=trust)
-    content = read_common_state(folder, trust=trust).get("content_metadata") or {}
+    content: Any = read_common_state(folder, trust=trust).get("content_metadata") or {}
     state = sharded_state_dict(model, content)
     apply_factories(state)  # splits fused parameters into their stored parts, which are views
     _drop_extra_state(state)

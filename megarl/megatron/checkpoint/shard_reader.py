@@ -6,12 +6,11 @@ import io
 import struct
 from collections.abc import Sequence
 from math import prod
-from typing import BinaryIO
+from typing import BinaryIO, override
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 LOCAL_HEADER = struct.Struct("<26xHH")
 """Header of a zip member: lengths of the file name and of the extra field, which lie between header and data."""
@@ -45,7 +44,7 @@ def read_box(
     count = 1 + sum((n - 1) * b for n, b in zip(lengths, strides, strict=True))
     begin = at + _data_offset(_FileSlice(file, at, length), prod(sizes) * dtype.itemsize) + first * dtype.itemsize
     values = torch.empty(count, dtype=dtype)
-    memory = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]  # a writable buffer
+    memory = memoryview(values.view(torch.uint8).numpy())
     file.seek(begin)
     found = file.readinto(memory)  # type: ignore[attr-defined]  # binary files opened with `open` have it
     if found != len(memory):

@@ -17,7 +17,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -49,8 +49,6 @@ BASE_TIMEOUT_SECONDS = 300
 """Timeout of an export, without the time for its bytes (`MIN_BYTES_PER_SECOND`)."""
 MIN_BYTES_PER_SECOND = 10 * 2**20
 """Minimum write rate, in bytes per second; a slower export times out."""
-
-_T = TypeVar("_T")
 
 COPIED_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files that are copied with the weights: generation config, tokenizer, chat template."""
@@ -103,7 +101,7 @@ def _gather_layouts(layout: WeightLayout) -> tuple[list[WeightLayout], Topology]
     return exchange_layouts(layout, dist.get_rank()), Topology(tuple(hosts.index(host) for host in hosts))
 
 
-def _on_all_ranks(target: Path, step: Callable[[], _T]) -> _T:
+def _on_all_ranks[T](target: Path, step: Callable[[], T]) -> T:
     """Run `step` and return its result if it succeeded on all ranks; otherwise raise an error on all ranks.
 
     The error is a DataError, or a LostLockError if that is the root cause.

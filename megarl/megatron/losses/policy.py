@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import override
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from megarl.batch.pack import ColumnName
 from megarl.config.algorithms.group_baseline import CispoConfig, GmpoConfig

@@ -6,10 +6,9 @@ Shapes: T packed tokens of this rank, S sequences and B pairs of the pack.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, override
 
 from torch import Tensor
-from typing_extensions import override
 
 from megarl.functional import dpo_loss, preference_loss, rpo_loss
 from megarl.megatron.losses.loss import Loss, LossBatch, LossOutput, TokenScores, ValueHeadLoss

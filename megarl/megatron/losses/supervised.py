@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import override
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from megarl.functional import implicit_reward_loss, value_loss
 from megarl.megatron.losses.loss import Loss, LossBatch, LossOutput, TokenScores, ValueHeadLoss

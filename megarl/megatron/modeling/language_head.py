@@ -7,6 +7,7 @@ rank's share of the vocabulary, h hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import override
 
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -17,7 +18,6 @@ from megatron.core.tensor_parallel.layers import (
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from torch import Tensor
-from typing_extensions import override
 
 from megarl.megatron.losses.loss import TokenScores
 from megarl_kernels import linear_logprob_entropy, logprob_entropy_

@@ -6,7 +6,7 @@ Specs of torch have megatron-core's local modules where they work, else `torch_l
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, override
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -24,7 +24,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from typing_extensions import override
 
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import LatentAttention
@@ -112,9 +111,7 @@ def _latent_attention() -> ModuleSpec:
 
 def _mlp(architecture: ModelArchitecture) -> partial[MLP]:
     down = PostNormLinear if architecture.mlp.post_norm else RowParallelLinear
-    return partial(
-        MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=down)
-    )
+    return partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=down))
 
 
 def _moe(architecture: ModelArchitecture) -> ModuleSpec:

@@ -31,7 +31,6 @@ def patch_recomputation() -> None:
 
 def patch_expert_token_counts() -> None:
     """Convert expert token counts to numpy on the CPU; megatron-core converts them only from CUDA."""
-
     original = token_dispatcher.maybe_move_tensor_to_cpu
 
     @wraps(original)

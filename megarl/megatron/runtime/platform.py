@@ -103,7 +103,11 @@ def _silence_missing_packages() -> None:
         "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
     }
     for name, part in unwanted.items():
-        logging.getLogger(name).addFilter(lambda record, part=part: part not in record.getMessage())
+        logging.getLogger(name).addFilter(functools.partial(_lacks, part))
+
+
+def _lacks(part: str, record: logging.LogRecord) -> bool:
+    return part not in record.getMessage()
 
 
 def _emulate_cuda_on_cpu() -> None:

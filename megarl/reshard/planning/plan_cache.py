@@ -10,7 +10,6 @@ import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from megarl.reshard.layout.box_index import SyncIndex
 from megarl.reshard.layout.layout import WeightLayout
@@ -20,8 +19,6 @@ from megarl.reshard.planning import rounds as round_planning
 from megarl.reshard.planning.plan import plan_rank
 from megarl.reshard.planning.rounds import Round, build_rounds
 from megarl.reshard.transfer.round_buffers import BufferSizes
-
-T = TypeVar("T")
 
 PLAN_CACHE_SIZE = 8
 
@@ -109,7 +106,7 @@ def _digests(layouts: Sequence[WeightLayout], digest: Callable[[WeightLayout], b
     return [found[id(layout)] for layout in layouts]
 
 
-def _cached(cache: OrderedDict[bytes, T], key: bytes, make: Callable[[], T]) -> T:
+def _cached[T](cache: OrderedDict[bytes, T], key: bytes, make: Callable[[], T]) -> T:
     """Return the value of `key`, made if it is missing; the cache keeps the last `PLAN_CACHE_SIZE` used."""
     if key not in cache:
         cache[key] = make()

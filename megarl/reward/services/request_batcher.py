@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
 
 from megarl.workers.shared_call import call_for_all
 
-T = TypeVar("T")
-R = TypeVar("R")
 
-
-class RequestBatcher(Generic[T, R]):
+class RequestBatcher[T, R]:
     """Sends items in batches: a full one at once, others after a short wait.
 
     A caller that is canceled does not cancel the request, which has items of others.

@@ -12,10 +12,9 @@ import logging
 import os
 import struct
 import zlib
+from collections.abc import Buffer
 from dataclasses import dataclass
 from pathlib import Path
-
-from typing_extensions import Buffer
 
 from megarl.model_files.json_object import JsonMapping
 
