@@ -10,7 +10,6 @@ from fnmatch import fnmatch
 
 SHARED_FIXTURES = {
     "undisturbed": (
-        "tests/end_to_end/test_repeat.py",
         "tests/end_to_end/test_resume.py",
         "tests/end_to_end/test_train.py",
     ),
@@ -18,16 +17,14 @@ SHARED_FIXTURES = {
         "tests/benchmarks/test_controller.py",
         "tests/end_to_end/test_boxes.py",
         "tests/end_to_end/test_components.py",
-        "tests/end_to_end/test_convert.py",
         "tests/end_to_end/test_disaggregated.py",
-        "tests/end_to_end/test_eval.py",
         "tests/end_to_end/test_families.py",
         "tests/end_to_end/test_lost_engines.py",
         "tests/end_to_end/test_multi_node_engine.py",
         "tests/end_to_end/test_multi_turn.py",
+        "tests/end_to_end/test_offline_commands.py",
         "tests/end_to_end/test_preferences.py",
         "tests/end_to_end/test_schedules.py",
-        "tests/end_to_end/test_score.py",
         "tests/groups/test_auxiliary_models.py",
         "tests/placement/test_pool.py",
         "tests/preflight/cluster/test_cluster_probe.py",
@@ -36,13 +33,9 @@ SHARED_FIXTURES = {
     "slurm": ("tests/launch/slurm/test_*.py",),
     "hosts": ("tests/launch/test_*hosts*.py",),
     "engine": (
-        "tests/rollout/sglang/test_continuation.py",
         "tests/rollout/sglang/test_cpu_determinism.py",
-        "tests/rollout/sglang/test_cpu_shared_prefill.py",
         "tests/rollout/sglang/test_in_flight.py",
-        "tests/rollout/sglang/test_scheduler_idling.py",
         "tests/rollout/sglang/test_sglang_engine.py",
-        "tests/rollout/sglang/weight_update/test_shared_receive.py",
         "tests/rollout/sglang/weight_update/test_update_session.py",
     ),
 }

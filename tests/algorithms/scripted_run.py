@@ -121,14 +121,11 @@ class FakeCheckpointer:
         self.log.append(Call("checkpoint", "begin", step))
         return {}
 
-    def add_state(self, state: Callable[[], RunState]) -> None:
-        pass
+    def add_state(self, state: Callable[[], RunState]) -> None: ...
 
-    def poll(self) -> None:
-        pass
+    def poll(self) -> None: ...
 
-    def finish(self) -> None:
-        pass
+    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,9 +167,7 @@ class FakeRolloutGroup:
         names = tuple(prompt.prompt_id for prompt in prompts)
         call = SampleCall(label=label, prompts=names, num_samples=num_samples, sampling=sampling, seed=seed)
         self.log.append(Call("engines", "sample", call))
-        groups = [
-            [self._sample(label, number, sample) for sample in range(num_samples)] for number in range(len(prompts))
-        ]
+        groups = [[self._sample(label, n, sample) for sample in range(num_samples)] for n in range(len(prompts))]
         if self.omits_dropped:
             groups = [[sample for sample in group if not sample.reward_errors] for group in groups]
         found = [finished_group(group, number) for number, group in enumerate(groups) if group]
@@ -239,7 +234,6 @@ class FakeGroupStream:
     rollout: FakeRolloutGroup
     jobs: list[tuple[GroupJob, int]] = field(default_factory=list)
     """With the version at their start."""
-    is_closed: bool = False
 
     def submit(self, *jobs: GroupJob) -> None:
         for job in jobs:
@@ -257,8 +251,7 @@ class FakeGroupStream:
         cancelled = set(request_ids)
         self.jobs = [(job, version) for job, version in self.jobs if job.request_id not in cancelled]
 
-    def close(self) -> None:
-        self.is_closed = True
+    def close(self) -> None: ...
 
 
 class FakeEngines:
@@ -279,8 +272,7 @@ class FakeWeightSync:
         before, self.selected = self.selected, model
         return before != model
 
-    def mark_outdated(self, model: str | None) -> None:
-        pass
+    def mark_outdated(self, model: str | None) -> None: ...
 
     def push(self, policy_version: int) -> PushReport:
         self.policy_version = policy_version
@@ -360,11 +352,8 @@ def run_script(
     policy = FakeModel("policy", log, **(models or {}).get("policy", {}))
     rollout = FakeRolloutGroup(script, log, **(rollout_fields or {}))
     rollout.other_rules = [name for name in config.reward.rules if name != "match"]
-    checkpoints = FakeCheckpointer(log) if saves_checkpoints else None
-    engines = FakeEngines(log) if releases_memory else None
-    return train_with_fakes(
-        config, policy, models_of_run, rollout, log, events or EventLog(), resumed, checkpoints, engines
-    )
+    fakes = FakeCheckpointer(log) if saves_checkpoints else None, FakeEngines(log) if releases_memory else None
+    return train_with_fakes(config, policy, models_of_run, rollout, log, events or EventLog(), resumed, *fakes)
 
 
 def train_with_fakes(
@@ -381,24 +370,11 @@ def train_with_fakes(
     """Train a complete run on the given fakes."""
     prompts = [Prompt(prompt_id=f"p{i}", text="", token_ids=(1,), row={}) for i in range(100)]
     rollout.weights, rollout.policy = FakeWeightSync(log), trainer
-    stand_ins: dict[str, Any] = {
-        "trainer": trainer,
-        "rollout": rollout,
-        "weights": rollout.weights,
-        "checkpoints": checkpoints,
-        "engines": engines,
-    }
-    startup = Startup(time.time())
-    run = RLRun(
-        config,
-        events,
-        PhaseTimer(),
-        startup,
-        models=models,
-        prompts=RunPrompts(training=prompts, order=PromptOrder(len(prompts), config.seed, config.data.shuffle)),
-        resumed=resumed,
-        **stand_ins,
-    )
+    stand_ins: dict[str, Any] = {"trainer": trainer, "rollout": rollout, "weights": rollout.weights}
+    stand_ins |= {"checkpoints": checkpoints, "engines": engines, "models": models, "resumed": resumed}
+    order = PromptOrder(len(prompts), config.seed, config.data.shuffle)
+    run_prompts = RunPrompts(training=prompts, order=order)
+    run = RLRun(config, events, PhaseTimer(), Startup(time.time()), prompts=run_prompts, **stand_ins)
     train(run)
     run.save()
     run.finish()

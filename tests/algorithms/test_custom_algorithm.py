@@ -1,8 +1,7 @@
-"""Algorithms outside the package: the examples' configuration, losses and training loops, and refusals."""
+"""Algorithms outside the package: the examples, refusals, and one that trains two policies in a run."""
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 from ray import cloudpickle
 
+from megarl import algorithms as rl
+from megarl.algorithms.grpo import group_estimates, group_outputs
 from megarl.algorithms.registry import BUILT_IN, find_algorithm
 from megarl.batch.pack import PackedBatch, pack
 from megarl.config import RunConfig, dump_config, load_config
 from megarl.config.algorithms.algorithm import AlgorithmConfig
-from megarl.config.load import make_config
+from megarl.config.algorithms.group_baseline import GrpoConfig
 from megarl.errors import ConfigError
 from megarl.functional import Denominators, Sequences
 from megarl.megatron.losses.loss import LossBatch, TokenScores
 from megarl.megatron.requests import TrainRequest
 from tests.algorithms.scripted_run import FinishedRun, run_script
-from tests.algorithms.test_dropped_completions import columns_of
+from tests.algorithms.test_all_algorithms import columns_of
+from tests.config.runs import error_message, make_run
 from tests.run.finished_groups import completion
 
 EXAMPLE = Path(__file__).parents[2] / "examples/custom-algorithm"
@@ -35,10 +38,6 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     import my_algorithm
 
     return my_algorithm
-
-
-def make_run(**sections: Any) -> RunConfig:
-    return make_config(RunConfig, {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}} | sections)
 
 
 def test_the_recipe_loads_with_the_examples_own_section(example: Any) -> None:
@@ -60,10 +59,9 @@ def test_the_auxiliary_model_has_a_folder_a_layout_and_a_pool(example: Any) -> N
     (anchor,) = make_run(algorithm=SOFT_CLIP).auxiliary_models
     assert (anchor.name, anchor.key, anchor.path, anchor.pool) == ("anchor", "algorithm.anchor", "m", "main")
     assert anchor.optimizer is None
-    (anchor,) = make_run(
-        algorithm=SOFT_CLIP | {"anchor": {"path": "other", "parallel": {"tp": 2}}},
-        placement={"slots_per_node": 2, "pools": {"b": {"slots_per_node": 2}}, "models": {"anchor": {"pool": "b"}}},
-    ).auxiliary_models
+    placement = {"slots_per_node": 2, "pools": {"b": {"slots_per_node": 2}}, "models": {"anchor": {"pool": "b"}}}
+    algorithm = SOFT_CLIP | {"anchor": {"path": "other", "parallel": {"tp": 2}}}
+    (anchor,) = make_run(algorithm=algorithm, placement=placement).auxiliary_models
     assert (anchor.path, anchor.parallel.tp, anchor.pool) == ("other", 2, "b")
 
 
@@ -73,39 +71,32 @@ def test_options_of_the_package_apply_to_the_section(example: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("fields", "message"),
     [
-        *(
-            ({"algorithm": SOFT_CLIP | fields}, message)
-            for fields, message in (
-                ({"steepness": -1}, "algorithm.steepness: Input should be greater than 0, got -1"),
-                ({"clip_ratio_low": 0.1, "group_size": 4}, "algorithm: clip_ratio_low: the loss of my_algorithm:Soft"),
-                ({"unknown": 1}, "algorithm.unknown: unknown key"),
-                ({"anchor": {"folder": "x"}}, "algorithm.anchor.folder: unknown key"),
-                ({"group_size": 1}, "group_size needs to be at least 2, got 1: my_algorithm:SoftClip compares"),
-                ({"preset": "paper"}, "preset: my_algorithm:SoftClip has the presets default, got 'paper'"),
-            )
+        ({"steepness": -1}, "algorithm.steepness: Input should be greater than 0, got -1"),
+        ({"clip_ratio_low": 0.1, "group_size": 4}, "algorithm: clip_ratio_low: the loss of my_algorithm:Soft"),
+        ({"unknown": 1}, "algorithm.unknown: unknown key"),
+        ({"anchor": {"folder": "x"}}, "algorithm.anchor.folder: unknown key"),
+        ({"group_size": 1}, "group_size needs to be at least 2, got 1: my_algorithm:SoftClip compares"),
+        ({"preset": "paper"}, "preset: my_algorithm:SoftClip has the presets default, got 'paper'"),
+        ({"type": "no_such_module:X"}, "algorithm.type: cannot import no_such_module"),
+        ({"type": "my_algorithm:Nothing"}, "algorithm.type: module my_algorithm"),
+        ({"type": "my_algorithm:median_advantages"}, "algorithm.type needs a class with a method train(run, config), "),
+        (
+            {"type": f"{__name__}:WithoutConfig"},
+            "WithoutConfig.Config needs to be a subclass of PolicyConfig, got None",
         ),
-        *(
-            ({"algorithm": {"type": path}}, message)
-            for path, message in (
-                ("no_such_module:X", "algorithm.type: cannot import no_such_module"),
-                ("my_algorithm:Nothing", "algorithm.type: module my_algorithm"),
-                (
-                    "my_algorithm:median_advantages",
-                    "algorithm.type needs a class with a method train(run, config), got",
-                ),
-                (f"{__name__}:WithoutConfig", "WithoutConfig.Config needs to be a subclass of PolicyConfig, got None"),
-                (":X", "algorithm.type needs package.module:Class, got ':X'"),
-                ("grpox", "algorithm.type: needs one of 'grpo', 'dr_grpo', "),
-            )
-        ),
-        ({"placement": {"pools": {"b": {}}, "models": {"other": {"pool": "b"}}}}, "the run has no such model"),
+        ({"type": ":X"}, "algorithm.type needs package.module:Class, got ':X'"),
+        ({"type": "grpox"}, "algorithm.type: needs one of 'grpo', 'dr_grpo', "),
     ],
 )
-def test_invalid_fields_and_import_paths_are_named(example: Any, sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        make_run(**{"algorithm": SOFT_CLIP, **sections})
+def test_invalid_fields_and_import_paths_are_named(example: Any, fields: dict[str, Any], message: str) -> None:
+    assert message in error_message(algorithm=SOFT_CLIP | fields)
+
+
+def test_pools_of_other_models_are_refused(example: Any) -> None:
+    placement = {"pools": {"b": {}}, "models": {"other": {"pool": "b"}}}
+    assert "the run has no such model" in error_message(algorithm=SOFT_CLIP, placement=placement)
 
 
 class WithoutConfig:
@@ -113,8 +104,6 @@ class WithoutConfig:
 
 
 def test_built_in_algorithms_are_those_of_the_configuration() -> None:
-    from pydantic import TypeAdapter
-
     for algorithm in BUILT_IN:
         kind = algorithm.Config.model_fields["type"].default
         section = {"type": kind, "teacher": {"path": "t"}} if kind == "distillation" else {"type": kind}
@@ -186,20 +175,81 @@ def trained_advantages(finished: FinishedRun) -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize("schedule", ["sync", "async"])
-def test_the_nested_algorithm_has_advantages_of_ppo_for_rewards_minus_those_of_greedy_completions(
+def test_the_nested_algorithm_has_advantages_of_ppo_for_rewards_minus_greedy_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE.parent / "nested-algorithm"))
     options: dict[str, Any] = {"kl_reward": None, "whiten": False}
     sections = {"schedule": {"type": schedule, "lookahead": 0, "max_staleness": 0}} if schedule == "async" else {}
     nested = run_script(tmp_path / "a", {"type": "nested:Nested", **options}, reward, **sections)
-    shifted = run_script(
-        tmp_path / "b", {"type": "ppo", **options}, lambda label, number, sample: sample - 2.0 - number
-    )
+    shifted = run_script(tmp_path / "b", {"type": "ppo", **options}, lambda _, number, sample: sample - 2.0 - number)
     found, expected = map(trained_advantages, (nested, shifted))
     assert found.keys() == expected.keys()
     for key, values in expected.items():
         np.testing.assert_allclose(found[key], values, atol=1e-6)
-    plain = run_script(tmp_path / "c", {"type": "ppo", **options}, lambda label, number, sample: float(sample))
+    plain = run_script(tmp_path / "c", {"type": "ppo", **options}, lambda _, number, sample: float(sample))
     other = trained_advantages(plain)
     assert any(np.abs(other[key] - found[key]).max() > 1 for key in found)
+
+
+class DuelConfig(GrpoConfig):
+    """The section `algorithm` of the tests."""
+
+    other: rl.TrainedModelConfig = rl.TrainedModelConfig()
+    trains_policy: bool = True
+    serves: str = "other"
+
+    def models(self) -> tuple[rl.ModelUse, ...]:
+        return (*super().models(), rl.ModelUse(name="other", field="other", section=self.other))
+
+
+class Duel(rl.Algorithm[DuelConfig]):
+    Config = DuelConfig
+
+    def train(self, run: rl.RLRun, config: DuelConfig) -> None:
+        loss, outputs = rl.ClippedLoss.of(config), group_outputs(config)
+        run.begin()
+        for prompts in run.steps():
+            run.serve(config.serves)
+            first = run.sample(prompts)
+            lengths = [float(len(ids)) for ids in first.fetch_sampled_tokens()]
+            run.serve()
+            second = run.sample(prompts, attempt=1)
+            first.add_to_rewards("length", lengths)
+            run.estimate(group_estimates, first, config, 0.0, outputs=outputs)
+            run.train_model(first, "other", run.policy_loss(loss))
+            run.serve("other")
+            run.estimate(group_estimates, second, config, 0.0, outputs=outputs)
+            run.finish_step(second, run.train_policy(second, loss) if config.trains_policy else None)
+
+
+def duel(folder: Path, **options: Any) -> Any:
+    algorithm = {"type": f"{__name__}:Duel", "kl_loss": None, **options.pop("algorithm", {})}
+    return run_script(folder, algorithm, lambda label, number, sample: 0.0, steps=2, **options)
+
+
+@pytest.mark.parametrize("trains_policy", [True, False])
+def test_each_model_is_pushed_before_it_samples_and_the_policy_at_the_end(tmp_path: Path, trains_policy: bool) -> None:
+    run = duel(tmp_path, algorithm={"trains_policy": trains_policy})
+    order = [name for name in run.call_order if name.split()[0] in ("weights", "engines")]
+    step = ["engines sample", "weights push", "engines sample", "weights push other", "weights push"]
+    assert order == [*step, "weights push other", *step]
+    versions = [call.argument for call in run.log if call.target == "weights"]
+    last = [1, 2] if trains_policy else [0, 0]
+    assert versions == [0, 0, 0, 0, last[0], last[0], last[0], last[0], last[1]]
+
+
+def test_the_other_model_is_trained_on_its_own_completions_and_rewards(tmp_path: Path) -> None:
+    run = duel(tmp_path)
+    request = run.arguments("other", "train")[0]
+    advantages = [sample.scalars["advantages"] for batch in request.mini_batches for sample in batch.samples]
+    assert advantages == pytest.approx([-1, 0, 1] * 2, abs=1e-4), "completions of 3, 4 and 5 tokens"
+    policy = run.arguments("policy", "train")[0]
+    assert {sample.scalars["advantages"] for batch in policy.mini_batches for sample in batch.samples} == {0.0}
+    assert type(request.loss) is type(policy.loss)
+    assert run.metrics[0]["other/loss"] == 1.0
+
+
+def test_a_schedule_that_samples_ahead_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^schedule.type: needs sync, because .* serve the model 'other', got async"):
+        duel(tmp_path, schedule={"type": "async"})

@@ -1,7 +1,8 @@
-"""Training loop of each algorithm: order of the calls, and what is trained on."""
+"""Training loop of each algorithm: order of the calls, what is trained on, and which groups and prompts are not."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,20 @@ from megarl.config.algorithms.actor_critic import ValuePretrainingConfig
 from megarl.config.algorithms.group_baseline import DapoConfig
 from megarl.config.algorithms.model_advantages import PrimeConfig
 from megarl.config.trainer import TrainerConfig
+from megarl.errors import DataError
 from megarl.megatron.losses.policy import PolicyLoss
 from megarl.megatron.losses.supervised import ImplicitPrmLoss, ValueLoss
 from megarl.megatron.requests import ProfileSpec, TrainRequest
 from megarl.run.events import EventLog
 from megarl.run.rollout_batch import RolloutBatch
 from tests.algorithms.scripted_run import FinishedRun, run_script, token_values
-from tests.algorithms.test_dropped_completions import columns_of
-from tests.run.finished_groups import completion, finished_group, groups_with_rewards
+from tests.algorithms.test_all_algorithms import columns_of
+from tests.run.finished_groups import completion, finished_group, groups_with_rewards, run_config
 
 KEYS = [(g, i) for g in range(2) for i in range(3)]
 PRETRAINING = {"max_steps": 6, "window": 2, "settled": 0.1, "min_explained_variance": -1000.0}
 NO_KL: dict[str, Any] = {"kl_reward": None}
+OFFLOADING: dict[str, Any] = {"policy": {"offloads": True}}
 
 
 def differing_rewards(label: str, number: int, sample: int) -> float:
@@ -151,9 +154,8 @@ def test_groups_are_informative_by_the_raw_metric() -> None:
     """A group that differs only in length is not informative, even if the overlong penalty changes its rewards."""
 
     def group(*values: tuple[int, float]) -> Any:
-        return finished_group(
-            [completion([0] + [1] * n, reward=r, rewards={"right": r, "short": 1 / n}) for n, r in values]
-        )
+        terms = [(n, {"right": reward, "short": 1 / n}) for n, reward in values]
+        return finished_group([completion([0] + [1] * n, reward=r["right"], rewards=r) for n, r in terms])
 
     batch = RolloutBatch(groups=[group((2, 1.0), (9, 1.0)), group((3, 0.0), (3, 1.0)), group((4, 0.0), (4, 0.0))])
     assert [differs_in("right", group) for group in batch.groups] == [False, True, False]
@@ -204,7 +206,7 @@ def test_the_policy_is_offloaded_before_sampling_even_if_it_was_not_trained(
 ) -> None:
     """The log-probs of the KL penalty have loaded it onto the devices."""
     tree = {"type": "ppo", "kl_reward": {"coefficient": 0.1}, **algorithm}
-    run = run_script(tmp_path, tree, differing_rewards, steps=3, models={"policy": {"offloads": True}})
+    run = run_script(tmp_path, tree, differing_rewards, steps=3, models=OFFLOADING)
     methods = [call.method for call in run.log if call.target in ("policy", "engines") and call.method != "onload"]
     steps = [step.split() for step in " ".join(methods).split("sample")]
     assert len(steps) > 3
@@ -220,46 +222,38 @@ def test_the_last_step_is_saved_before_the_policy_is_offloaded(should_stop: bool
             events.request_stop()
         return differing_rewards(label, prompt, sample)
 
-    steps, models = 5 if should_stop else 2, {"policy": {"offloads": True}}
-    run = run_script(
-        tmp_path, {"kl_loss": None}, script, steps=steps, models=models, events=events, saves_checkpoints=True
-    )
+    options: dict[str, Any] = {"steps": 5 if should_stop else 2, "events": events, "saves_checkpoints": True}
+    run = run_script(tmp_path, {"kl_loss": None}, script, models=OFFLOADING, **options)
     assert run.arguments("checkpoint", "begin") == [2]
     assert run.call_order[-3:] == ["checkpoint begin", "weights push", "policy offload"]
 
 
 def memory_calls(run: FinishedRun) -> str:
     """Return the calls that move memory or need it, without their models' names; W: weights, KV: cache of an engine."""
-    words = {"weights": "W", "kv_cache": "KV"}
-    found = []
-    for call in run.log:
-        if call.method in ("release", "resume"):
-            found.append(f"{call.method} {'+'.join(words[each] for each in call.argument)}")
-        else:
-            found.append(f"{call.target} {call.method}")
-    return ", ".join(found)
+    engine = {("weights",): "W", ("kv_cache",): "KV", ("weights", "kv_cache"): "W+KV"}
+    moves = ("release", "resume")
+    return ", ".join(
+        f"{c.method} {engine[c.argument]}" if c.method in moves else f"{c.target} {c.method}" for c in run.log
+    )
 
 
 def test_engines_release_what_the_trainer_needs_in_the_order_of_the_phases(tmp_path: Path) -> None:
-    algorithm = {"kl_loss": {"coefficient": 0.1}}
-    models = {"policy": {"offloads": True}}
-    run = run_script(tmp_path / "a", algorithm, differing_rewards, steps=2, models=models, releases_memory=True)
+    options: dict[str, Any] = {"models": OFFLOADING, "releases_memory": True}
+    run = run_script(tmp_path / "a", {"kl_loss": {"coefficient": 0.1}}, differing_rewards, steps=2, **options)
     first = "policy offload, resume W, weights push, policy offload, resume W+KV"
     step = (
         "engines sample, release KV, reference logprobs, release W+KV, policy onload, policy train, "
         "policy offload, resume W, weights push, policy offload, resume W+KV"
     )
     assert memory_calls(run).replace("policy logprobs, ", "") == f"{first}, {step}, {step}"
-    limits = {"reward": {"min": 100, "action": "skip"}}  # no update: the engines keep their weights
-    skipping = {"models": models, "releases_memory": True, "limits": limits}
-    run = run_script(tmp_path / "skips", {"kl_loss": None}, differing_rewards, **skipping)
+    options |= {"limits": {"reward": {"min": 100, "action": "skip"}}}  # no update: the engines keep their weights
+    run = run_script(tmp_path / "skips", {"kl_loss": None}, differing_rewards, **options)
     assert memory_calls(run).partition("engines sample")[2] == ""
 
 
 def test_engines_release_their_weights_for_an_update_of_a_critic_as_well(tmp_path: Path) -> None:
     algorithm = {"type": "ppo", "critic": {"warmup_steps": 1}, "kl_reward": {"coefficient": 0.1}}
-    models = {"policy": {"offloads": True}}
-    run = run_script(tmp_path, algorithm, differing_rewards, steps=2, models=models, releases_memory=True)
+    run = run_script(tmp_path, algorithm, differing_rewards, steps=2, models=OFFLOADING, releases_memory=True)
     _, warm_up, update = memory_calls(run).split("engines sample, ")
     assert warm_up.startswith("release KV, policy logprobs")
     end = "critic train, policy offload, resume W, weights push, policy offload, resume W+KV"
@@ -379,8 +373,8 @@ def test_safe_rlhf_updates_the_multiplier_with_the_costs_of_the_step(tmp_path: P
 def test_reward_model_scores_are_weighted(tmp_path: Path) -> None:
     terms = {"match": {"type": "numeric", "weight": 2.0}, "liked": {"type": "model", "path": "rm", "weight": 0.5}}
     models = {"reward liked": {"score": lambda key: 10.0 * key[0] + key[1]}}
-    tree = {"type": "dr_grpo"}
-    run = run_script(tmp_path, tree, differing_rewards, models=models, reward={"terms": terms, "eval_term": "match"})
+    reward = {"terms": terms, "eval_term": "match"}
+    run = run_script(tmp_path, {"type": "dr_grpo"}, differing_rewards, models=models, reward=reward)
     assert run.call_order == ["engines sample", "reward liked scores", "policy train", "weights push"]
     rewards = np.array([2 * differing_rewards("", g, i) + 5.0 * g + 0.5 * i for g, i in KEYS]).reshape(2, 3)
     (request,) = run.arguments("policy", "train")
@@ -407,9 +401,8 @@ def test_prime_trains_its_reward_model_before_scoring(tmp_path: Path) -> None:
     for values in columns_of(request)["advantages"].values():
         assert values == pytest.approx(0, abs=1e-6)
     (row,) = run.metrics
-    assert row["prime/kept_groups"] == 1
+    assert (row["prime/kept_groups"], row["reward_model/loss"]) == (1, 1.0)
     assert row["prime/process_reward"] == pytest.approx(0.15)
-    assert row["reward_model/loss"] == 1.0
 
 
 def test_prime_skips_the_update_if_no_group_passes_the_accuracy_filter(tmp_path: Path) -> None:
@@ -431,9 +424,8 @@ def test_accuracy_limits_are_inclusive() -> None:
 
 
 def test_distillation_follows_the_teacher(tmp_path: Path) -> None:
-    models = {"teacher": {"offset": -0.25}}
-    tree = {"type": "distillation", "teacher": {"path": "teacher"}, "group_size": 3}
-    run = run_script(tmp_path, tree, differing_rewards, models=models)
+    tree = {"type": "distillation", "teacher": {"path": "teacher"}}
+    run = run_script(tmp_path, tree, differing_rewards, models={"teacher": {"offset": -0.25}})
     assert run.call_order == ["engines sample", "policy logprobs", "teacher logprobs", "policy train", "weights push"]
     (request,) = run.arguments("policy", "train")
     assert request.columns.keys() == {"advantages", "old_logprobs"}
@@ -453,6 +445,93 @@ def test_only_the_chosen_steps_of_the_policy_are_traced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("steps", "got"), [([1, 11], 11), ([0], 0)])
 def test_steps_that_never_come_are_refused(steps: list[int], got: int) -> None:
-    section: dict[str, Any] = {"steps": 10, "profile": {"steps": steps}}
     with pytest.raises(ValidationError, match=f"profile.steps needs steps from 1 to trainer.steps = 10, got {got}"):
-        TrainerConfig.model_validate(section)
+        TrainerConfig.model_validate({"steps": 10, "profile": {"steps": steps}})
+
+
+def first_is_solved(label: str, number: int, sample: int) -> float:
+    """All samples of the first prompt of a call pass, and one of three of the second."""
+    return 1.0 if number == 0 or sample == 0 else 0.0
+
+
+def run_solving(
+    folder: Path, steps: int, algorithm: str = "grpo", *, options: dict[str, Any] | None = None, **difficulty: float
+) -> FinishedRun:
+    data = {"difficulty": difficulty}
+    return run_script(folder, {"type": algorithm}, first_is_solved, steps=steps, data=data, **(options or {}))
+
+
+def num_trained(finished: FinishedRun) -> list[int]:
+    return [len(request.payloads) for request in finished.arguments("policy", "train")]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "reinforce_pp"])
+def test_solved_groups_are_replaced_by_further_batches(tmp_path: Path, algorithm: str) -> None:
+    finished = run_solving(tmp_path, 2, algorithm, max_pass_rate=0.9)
+    assert num_trained(finished) == [2, 2]
+    calls = finished.arguments("engines", "sample")
+    assert [call.prompts for call in calls] == [("p0", "p1"), ("p2", "p3"), ("p4", "p5"), ("p6", "p7")]
+    assert finished.metrics[-1]["difficulty/pass_rate"] == pytest.approx((1 + 1 / 3) / 2)
+    assert finished.metrics[-1]["difficulty/kept"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("difficulty", "expected"),
+    [
+        ({"min_pass_rate": 0.2, "max_pass_rate": 0.9, "max_batches": 1}, [1, 1]),
+        ({"min_pass_rate": 0.5, "max_pass_rate": 0.6, "max_batches": 2}, []),
+    ],
+)
+def test_a_step_trains_on_fewer_groups_after_the_last_batch_or_skips_the_update(
+    tmp_path: Path, difficulty: dict[str, float], expected: list[int]
+) -> None:
+    finished = run_solving(tmp_path, 2, **difficulty)
+    assert num_trained(finished) == expected
+    assert len(finished.metrics) == 2
+
+
+def test_an_asynchronous_schedule_replaces_single_groups(tmp_path: Path) -> None:
+    schedule = {"type": "async", "lookahead": 1, "max_staleness": 2}
+    finished = run_solving(tmp_path, 3, options={"schedule": schedule}, max_pass_rate=0.9)
+    assert num_trained(finished) == [2, 2, 2]
+    assert finished.metrics[-1]["schedule/filtered"] >= 4
+
+
+def test_retired_prompts_are_not_sampled_again_and_resume_knows_them(tmp_path: Path) -> None:
+    """Every second of 100 prompts is solved at once; two prompts a step."""
+    finished = run_solving(tmp_path, 52, retire_after=1)
+    calls = finished.arguments("engines", "sample")
+    assert [call.prompts for call in calls[-2:]] == [("p1", "p3"), ("p5", "p7")]
+    assert finished.metrics[-1]["difficulty/retired"] == 52
+    resumed = run_solving(tmp_path, 53, options={"resumed": finished.run.state()}, retire_after=1)
+    assert resumed.arguments("engines", "sample")[0].prompts == ("p9", "p11")
+
+
+def test_a_prompt_with_a_failure_starts_to_count_again(tmp_path: Path) -> None:
+    def solved_in_every_second_epoch(label: str, number: int, sample: int) -> float:
+        return 0.0 if 50 < int(label.split("-")[1]) <= 100 and number == 0 else 1.0
+
+    data = {"difficulty": {"retire_after": 2}}
+    finished = run_script(tmp_path, {"type": "grpo"}, solved_in_every_second_epoch, steps=126, data=data)
+    calls = finished.arguments("engines", "sample")
+    # in the third epoch p1 and all others with an odd number are retired, in the fourth nothing else yet
+    assert calls[100].prompts == calls[125].prompts == ("p0", "p2")
+
+
+def test_a_run_without_prompts_ends(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no prompt is left to sample, all 100 are retired"):
+        run_script(tmp_path, {"type": "grpo"}, lambda *_: 1.0, steps=52, data={"difficulty": {"retire_after": 1}})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "difficulty", "sections", "message"),
+    [
+        ("grpo", {"min_pass_rate": 0.9, "max_pass_rate": 0.5}, {}, "min_pass_rate needs to be at most max_pass_rate"),
+        ("grpo", {"term": "taste"}, {}, "term needs the name of a rule of reward.terms, ['match'], got"),
+        ("grpo", {"retire_after": 1}, {"schedule": {"type": "async"}}, "retire_after needs schedule.type: sync"),
+        ("remax", {}, {}, "data.difficulty: with schedule.type: sync, remax samples the greedy completions"),
+    ],
+)
+def test_bad_difficulties_are_refused(algorithm: str, difficulty: Any, sections: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        run_config({"type": algorithm}, data={"path": "x.jsonl", "difficulty": difficulty}, **sections)

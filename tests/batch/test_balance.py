@@ -1,15 +1,15 @@
-"""Micro-batch plans: validity, balance compared with exhaustive search, and planning time."""
-
-from __future__ import annotations
+"""Plans of micro-batches and of ranks with whole groups: valid, balanced (compared with exhaustive search), fast."""
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
+from megarl.batch.balance import QWEN2_5_7B, SequenceCost, fill_to_targets, plan_micro_batches
+from megarl.batch.whole_groups import MAX_IMBALANCE, plan_whole_groups
 
 SMALL = SequenceCost(matmul_parameters=400, attention_layers=2, attention_width=2)
 """Cost model whose attention costs as much as the rest at 200 tokens."""
@@ -29,7 +29,7 @@ def long_tailed(count: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 6, 7, 40])
-def test_cost_counts_every_multiplication(num_tokens: int) -> None:
+def test_cost_counts_every_multiplication(num_tokens):
     cost = SequenceCost(matmul_parameters=11, attention_layers=5, attention_width=3, windowed_layers=2, window=6)
     multiplications = 0
     for query in range(num_tokens):
@@ -39,7 +39,7 @@ def test_cost_counts_every_multiplication(num_tokens: int) -> None:
     assert cost.flops(num_tokens) == 2 * multiplications
 
 
-def test_the_default_cost_matches_qwen2_5_7b() -> None:
+def test_the_default_cost_matches_qwen2_5_7b():
     embedding, biases, norms = 152064 * 3584, 28 * (3584 + 2 * 512), 57 * 3584
     assert QWEN2_5_7B.matmul_parameters == 7_615_616_512 - embedding - biases - norms
     attention = QWEN2_5_7B.flops(70_000) - 2 * QWEN2_5_7B.matmul_parameters * 70_000
@@ -47,13 +47,13 @@ def test_the_default_cost_matches_qwen2_5_7b() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"matmul_parameters": 0}, {"windowed_layers": 3}, {"windowed_layers": 1}])
-def test_invalid_costs_are_refused(sizes: dict[str, int]) -> None:
+def test_invalid_costs_are_refused(sizes):
     with pytest.raises(AssertionError):
         SequenceCost(**({"matmul_parameters": 1, "attention_layers": 2, "attention_width": 1} | sizes))
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_plans_are_deterministic_complete_and_within_the_budget(seed: int) -> None:
+def test_plans_are_deterministic_complete_and_within_the_budget(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 400, size=int(rng.integers(1, 60))).tolist()
     dp, budget = int(rng.integers(1, 9)), int(rng.integers(100, 1000))
@@ -69,7 +69,7 @@ def test_plans_are_deterministic_complete_and_within_the_budget(seed: int) -> No
     assert (np.diff(in_rounds) <= in_rounds[:-1] * 1e-3).all()
 
 
-def test_several_rounds_are_close_to_the_optimum() -> None:
+def test_several_rounds_are_close_to_the_optimum():
     ratios, above = [], []
     for seed in range(40):
         rng = np.random.default_rng(seed)
@@ -102,7 +102,7 @@ def fewest_rounds(lengths: Sequence[int], *, dp: int, max_tokens: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_are_balanced_with_the_minimum_number_of_micro_batches(seed: int) -> None:
+def test_ranks_are_balanced_with_the_minimum_number_of_micro_batches(seed):
     lengths = long_tailed(1000, seed)
     plan = plan_micro_batches(lengths, dp=8, max_tokens=16384)
     assert len(plan[0]) == -(-sum(lengths) // (8 * 16384))
@@ -112,7 +112,7 @@ def test_ranks_are_balanced_with_the_minimum_number_of_micro_batches(seed: int) 
     assert step_cost(plan, costs) <= 1.002 * per_rank.mean()
 
 
-def test_plans_balance_cost_rather_than_tokens() -> None:
+def test_plans_balance_cost_rather_than_tokens():
     lengths = [300, *[20] * 40]
     plan = plan_micro_batches(lengths, dp=2, max_tokens=10_000, cost=SMALL)
     costs = loads(plan, [SMALL.flops(n) for n in lengths])
@@ -121,7 +121,7 @@ def test_plans_balance_cost_rather_than_tokens() -> None:
     assert tokens.max() > 1.3 * tokens.min()
 
 
-def test_long_sequences_share_the_first_round() -> None:
+def test_long_sequences_share_the_first_round():
     lengths = [10] * 60 + [390] * 3
     plan = plan_micro_batches(lengths, dp=3, max_tokens=400, cost=SMALL)
     assert len(plan[0]) == 2
@@ -138,7 +138,7 @@ def test_long_sequences_share_the_first_round() -> None:
         ([5, 6], 2, 100, [[[1]], [[0]]]),
     ],
 )
-def test_small_plans(lengths: list[int], dp: int, max_tokens: int, plan: list[list[list[int]]]) -> None:
+def test_small_plans(lengths, dp, max_tokens, plan):
     assert plan_micro_batches(lengths, dp=dp, max_tokens=max_tokens) == plan
 
 
@@ -152,14 +152,14 @@ def test_small_plans(lengths: list[int], dp: int, max_tokens: int, plan: list[li
         ([64] * 32, 4, 10_000, [[512]] * 4),
     ],
 )
-def test_sizes_of_micro_batches(lengths: list[int], dp: int, max_tokens: int, sizes: list[list[int]]) -> None:
+def test_sizes_of_micro_batches(lengths, dp, max_tokens, sizes):
     assert loads(plan_micro_batches(lengths, dp=dp, max_tokens=max_tokens), lengths).tolist() == sizes
 
 
-def test_planning_time_grows_in_proportion_to_the_sequences() -> None:
+def test_planning_time_grows_in_proportion_to_the_sequences():
     """16 times the sequences for 16 times the ranks: a look at every micro-batch for each would take 256 times."""
 
-    def cpu_seconds(count: int, dp: int, repeats: int) -> float:
+    def cpu_seconds(count, dp, repeats):
         lengths, times = long_tailed(count, 0), []
         for _ in range(3):
             started = time.process_time()
@@ -169,3 +169,87 @@ def test_planning_time_grows_in_proportion_to_the_sequences() -> None:
         return min(times)
 
     assert cpu_seconds(16_000, 128, 1) < 80 * cpu_seconds(1000, 8, 10)
+
+
+MAX_TOKENS, DP, NUM_GROUPS = 16_384, 16, 256
+
+LENGTHS: dict[str, Callable[[np.random.Generator], NDArray[np.int64]]] = {
+    "uniform": lambda rng: rng.integers(1100, 2100, 8 * NUM_GROUPS),
+    "geometric": lambda rng: np.minimum(100 + rng.geometric(1 / 2000, 8 * NUM_GROUPS), 20_000),
+    "lognormal": lambda rng: np.minimum(100 + rng.lognormal(7, 1, 8 * NUM_GROUPS).astype(np.int64), 20_000),
+    "similar within a group": lambda rng: (
+        100 + np.repeat(rng.geometric(1 / 1500, NUM_GROUPS), 8) + rng.integers(0, 100, 8 * NUM_GROUPS)
+    ),
+}
+GROUPS = np.repeat(np.arange(NUM_GROUPS), 8)
+
+
+def costs_of(lengths_N: NDArray[np.int64]) -> NDArray[np.float64]:
+    return np.array(QWEN2_5_7B.flops_of_each(lengths_N), np.float64)
+
+
+def num_pairs(plan: list[list[list[int]]]) -> int:
+    """Return how many groups the ranks need, summed over the ranks."""
+    return sum(len({GROUPS[i] for members in batches for i in members}) for batches in plan)
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_ranks_are_balanced_and_need_few_groups(kind):
+    lengths_N = LENGTHS[kind](np.random.default_rng(0))
+    plan = plan_whole_groups(lengths_N, GROUPS, dp=DP, max_tokens=MAX_TOKENS, exchanges=False)
+    assert plan is not None
+    assert sorted(i for batches in plan for members in batches for i in members) == list(range(len(lengths_N)))
+    assert len({len(batches) for batches in plan}) == 1
+    assert all(lengths_N[members].sum() <= MAX_TOKENS or len(members) == 1 for batches in plan for members in batches)
+    totals = [sum(costs_of(lengths_N)[members].sum() for members in batches) for batches in plan]
+    assert max(totals) <= MAX_IMBALANCE * np.mean(totals)
+    assert num_pairs(plan) < 1.3 * NUM_GROUPS
+    anywhere = plan_micro_batches(lengths_N, dp=DP, max_tokens=MAX_TOKENS)
+    assert num_pairs(anywhere) > 5 * NUM_GROUPS
+    again = plan_whole_groups(lengths_N.copy(), GROUPS, dp=DP, max_tokens=MAX_TOKENS, exchanges=False)
+    assert plan == again
+
+
+def test_rounds_are_balanced_where_ranks_exchange_tokens():
+    lengths_N = LENGTHS["uniform"](np.random.default_rng(0))
+    plan = plan_whole_groups(lengths_N, GROUPS, dp=DP, max_tokens=MAX_TOKENS, exchanges=True)
+    assert plan is not None
+    costs_N = costs_of(lengths_N)
+    loads_RK = np.array([[costs_N[members].sum() for members in batches] for batches in plan])
+    assert loads_RK.max(axis=0).sum() <= MAX_IMBALANCE * costs_N.sum() / DP
+
+
+def test_groups_are_split_where_whole_ones_cannot_be_balanced():
+    """One sequence that costs more than a rank's share, and groups as few as the ranks."""
+    equal_N, groups_N = np.full(1024, 100), np.repeat(np.arange(128), 8)
+    few_N = np.repeat(np.arange(DP), 1024 // DP)
+    long_N = np.array([200_000, *[100] * 1023], np.int64)
+    for lengths_N, own_N in ((long_N, groups_N), (equal_N, few_N), (equal_N[:256], groups_N[:256])):
+        assert plan_whole_groups(lengths_N, own_N, dp=DP, max_tokens=MAX_TOKENS, exchanges=False) is None
+
+
+def fill_by_scan(
+    lengths: list[int], costs: list[float], order: list[int], targets: list[float], max_tokens: int
+) -> list[list[int]] | None:
+    """Fill as `fill_to_targets` says, by looking at all micro-batches for each sequence."""
+    filled: list[list[int]] = [[] for _ in targets]
+    for i in order:
+        roomy = [m for m, of in enumerate(filled) if not of or sum(lengths[j] for j in of) + lengths[i] <= max_tokens]
+        if not roomy:
+            return None
+        missing = [targets[m] - sum(costs[j] for j in filled[m]) for m in roomy]
+        filled[roomy[missing.index(max(missing))]].append(i)
+    return filled
+
+
+def test_filling_equals_a_scan_of_all_micro_batches():
+    rng, num_refused = np.random.default_rng(1), 0
+    for _ in range(200):
+        lengths_N = rng.integers(1, 60, int(rng.integers(1, 50)))
+        costs_N = lengths_N.astype(np.float64)  # sums of whole numbers: exact in any order
+        targets_M = np.full(int(rng.integers(1, 8)), float(rng.integers(20, 120)))
+        order_N, max_tokens = np.argsort(-lengths_N, kind="stable"), int(rng.integers(40, 150))
+        expected = fill_by_scan(lengths_N.tolist(), costs_N.tolist(), order_N.tolist(), targets_M.tolist(), max_tokens)
+        assert fill_to_targets(lengths_N, costs_N, order_N, targets_M, max_tokens) == expected
+        num_refused += expected is None
+    assert 20 < num_refused < 180

@@ -1,7 +1,5 @@
 """Packing trajectories: alignment of inputs and targets, padding and dtypes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -37,7 +35,7 @@ def make_columns(trajectories):
 
 @pytest.mark.parametrize("multiple", [1, 4, 16])
 @pytest.mark.parametrize("lengths", [(1,), (2,), (7, 1, 1, 5), (3, 3, 3, 3), (16,), (40, 2)])
-def test_every_position_holds_the_values_of_the_token_it_predicts(lengths: tuple[int, ...], multiple: int) -> None:
+def test_every_position_holds_the_values_of_the_token_it_predicts(lengths, multiple):
     trajectories = [make_trajectory(n, seed) for seed, n in enumerate(lengths)]
     columns = make_columns(trajectories)
     batch = pack(trajectories, columns, multiple=multiple)
@@ -67,7 +65,7 @@ def test_every_position_holds_the_values_of_the_token_it_predicts(lengths: tuple
     assert (batch.sequence_ids_T[total:] == len(lengths)).all()
 
 
-def test_dtypes_match_the_documentation() -> None:
+def test_dtypes_match_the_documentation():
     batch = pack([make_trajectory(5, 0)], {"advantages": [1]})
     names = (*TOKENS, "sequence_ids_T", "ends_T", "cu_seqlens_S")
     dtypes = [str(getattr(batch, name).dtype).removeprefix("torch.") for name in names]
@@ -76,7 +74,7 @@ def test_dtypes_match_the_documentation() -> None:
 
 
 @pytest.mark.parametrize(("multiple", "sequence_multiple"), [(4, 4), (24, 8)])
-def test_each_sequence_is_padded(multiple: int, sequence_multiple: int) -> None:
+def test_each_sequence_is_padded(multiple, sequence_multiple):
     trajectories = [make_trajectory(n, n) for n in (7, 1, 8, 5)]
     columns = make_columns(trajectories)
     plain = pack(trajectories, columns)
@@ -97,14 +95,14 @@ def test_each_sequence_is_padded(multiple: int, sequence_multiple: int) -> None:
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
-def test_sequences_are_padded_to_two_equal_chunks_per_context_parallel_rank(cp: int) -> None:
+def test_sequences_are_padded_to_two_equal_chunks_per_context_parallel_rank(cp):
     chunks = 2 * cp if cp > 1 else 1
     for length in range(1, 30):
         assert padded_length(length, cp) == min(n for n in range(length, length + chunks) if n % chunks == 0)
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
-def test_an_empty_batch_is_one_masked_sequence(multiple: int) -> None:
+def test_an_empty_batch_is_one_masked_sequence(multiple):
     batch = pack([], {"advantages": []}, multiple=multiple)
     assert batch.cu_seqlens_S.tolist() == [0, multiple]
     assert not batch.mask_T.any()
@@ -112,7 +110,7 @@ def test_an_empty_batch_is_one_masked_sequence(multiple: int) -> None:
     assert batch.columns["advantages"].tolist() == [0.0] * multiple
 
 
-def test_a_sampled_first_token_is_refused() -> None:
+def test_a_sampled_first_token_is_refused():
     trajectory = make_trajectory(4, 0)
     trajectory.loss_mask[0] = True
     with pytest.raises(AssertionError, match="needs a token before it"):

@@ -1,6 +1,4 @@
-"""Packed trajectories equal those that were packed, in every field and bit."""
-
-from __future__ import annotations
+"""Packed trajectories equal those that were packed, in every field and bit; tokens after a push in their request."""
 
 import pickle
 from dataclasses import fields
@@ -9,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megarl.batch.packed_trajectories import PackedGroups, PackedTrajectories
-from megarl.batch.trajectory import Trajectory, count_turns
+from megarl.batch.trajectory import Trajectory, count_turns, find_mixed_kv
 
 
 def random_segment(random: Random, group: int, segment: int, **values: Any) -> Trajectory:
@@ -73,7 +73,7 @@ def transferred(packed: PackedTrajectories) -> PackedTrajectories:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_groups_are_unpacked_as_they_were(seed: int) -> None:
+def test_groups_are_unpacked_as_they_were(seed):
     group = random_group(Random(seed), seed)
     packed = PackedTrajectories.of(group)
     assert_same(packed, group)
@@ -86,7 +86,7 @@ def test_groups_are_unpacked_as_they_were(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_selected_trajectories_of_several_groups_are_joined_in_order(seed: int) -> None:
+def test_selected_trajectories_of_several_groups_are_joined_in_order(seed):
     random = Random(seed)
     groups = [random_group(random, number) for number in range(random.randint(0, 5))]
     members = [sorted(random.sample(range(len(group)), random.randint(0, len(group)))) for group in groups]
@@ -99,7 +99,7 @@ def test_selected_trajectories_of_several_groups_are_joined_in_order(seed: int) 
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_groups_that_are_stored_together_are_joined_with_others_in_any_order(seed: int) -> None:
+def test_groups_that_are_stored_together_are_joined_with_others_in_any_order(seed):
     random = Random(seed)
     objects = [[random_group(random, number) for number in range(random.randint(0, 4))] for _ in range(3)]
     packed = [PackedGroups.of([PackedTrajectories.of(group) for group in groups]) for groups in objects]
@@ -118,7 +118,7 @@ def test_groups_that_are_stored_together_are_joined_with_others_in_any_order(see
     assert len(joined.details) <= sum(len(each.packed.details) for each in packed)
 
 
-def test_tokens_are_slices_of_the_block() -> None:
+def test_tokens_are_slices_of_the_block():
     packed = transferred(PackedTrajectories.of(random_group(Random(1), 0)))
     for trajectory in packed:
         if trajectory.num_tokens:
@@ -127,10 +127,21 @@ def test_tokens_are_slices_of_the_block() -> None:
             assert not trajectory.token_ids.flags.writeable
 
 
-def test_a_token_takes_eight_bytes() -> None:
+def test_a_token_takes_eight_bytes():
     n = 10_000
     mask = np.arange(n) >= 100
     arrays = {"token_ids": np.zeros(n, np.int32), "logprobs": np.zeros(n, np.float32), "loss_mask": mask}
     versions = np.where(mask, np.arange(n) // 5000, -1).astype(np.int32)
     trajectory = Trajectory(prompt_id="a", group_id=0, policy_versions=versions, **arrays)  # type: ignore[arg-type]
     assert PackedTrajectories.of([trajectory] * 8).data.nbytes == 8 * (8 * n + 16 + 3 * 9)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=12))
+def test_tokens_of_another_version_than_the_first_of_their_request(tokens):
+    expected, first = [], None
+    for is_sampled, version in tokens:
+        first = (version if first is None else first) if is_sampled else None
+        expected.append(is_sampled and version != first)
+    mask = np.array([is_sampled for is_sampled, _ in tokens], np.bool_)
+    versions = np.array([version for _, version in tokens], np.int32)
+    assert find_mixed_kv(mask, versions).tolist() == expected

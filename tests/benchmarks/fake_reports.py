@@ -1,7 +1,5 @@
 """Reports of runs that were not made, for the benchmarks that take minutes, and steps of fake runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

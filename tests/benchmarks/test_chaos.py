@@ -1,7 +1,5 @@
 """The chaos benchmark: which processes it kills and when, and that its comparison detects every difference."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -121,9 +119,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("change", "counts", "difference"), CHANGES, ids=[each[2] or "times" for each in CHANGES])
-def test_the_comparison_finds_a_change(
-    change: Callable[[Path], object], counts: tuple[int, int, int], difference: str, original: Path, tmp_path: Path
-) -> None:
+def test_the_comparison_finds_a_change(change, counts, difference, original, tmp_path):
     with pytest.raises(DataError, match="is incomplete, it has no checkpoint"):
         require_complete(tmp_path)
     change(write_run(tmp_path))  # equal but for the total
@@ -134,7 +130,7 @@ def test_the_comparison_finds_a_change(
     assert difference == "" or difference in found.differences
 
 
-def test_bitwise_equality_is_strict() -> None:
+def test_bitwise_equality_is_strict():
     nan = float("nan")
     assert is_bitwise_equal({"a": [1, (nan, "x")]}, {"a": [1, (nan, "x")]})
     assert is_bitwise_equal(torch.tensor([nan]), torch.tensor([nan]))
@@ -161,7 +157,7 @@ ROWS = [
 ]
 
 
-def test_processes_are_assigned_to_targets() -> None:
+def test_processes_are_assigned_to_targets():
     engines = {"engine": [17, 21], "rollout_worker": [18], "scheduler": [19]}
     assert pids_by_target(ROWS, driver=10) == {"driver": [10], "controller": [14], "trainer": [15, 16], **engines}
     assert pids_by_target([], driver=10) == {}
@@ -171,7 +167,7 @@ STEADY = [Span(phase="rollout", begin=0.0, seconds=0.8), Span(phase="train", beg
 TIMELINE = {0: [Span(phase="start", begin=0, seconds=20)], **dict.fromkeys(range(1, 61), STEADY)}
 
 
-def test_kills_are_spread_over_steps_targets_and_phases() -> None:
+def test_kills_are_spread_over_steps_targets_and_phases():
     for seed in range(20):
         kills = plan_kills(20, seed=seed, targets=DEFAULT_TARGETS, timeline=TIMELINE)
         assert kills == plan_kills(20, seed=seed, targets=DEFAULT_TARGETS, timeline=TIMELINE)
@@ -186,12 +182,12 @@ def test_kills_are_spread_over_steps_targets_and_phases() -> None:
             assert span.begin <= kill.offset <= span.begin + span.seconds
 
 
-def test_more_kills_than_steps_and_steps_without_phases_can_be_planned() -> None:
+def test_more_kills_than_steps_and_steps_without_phases_can_be_planned():
     assert len(plan_kills(10, seed=0, targets=DEFAULT_TARGETS, timeline={0: STEADY, 1: STEADY})) == 10
     assert plan_kills(1, seed=0, targets=DEFAULT_TARGETS, timeline={0: []})[0].phase == "start"
 
 
-def test_a_command_finds_its_orphaned_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_finds_its_orphaned_processes(tmp_path, monkeypatch):
     program = tmp_path / "megarl"
     # a child in its own session whose parent ends: only the mark identifies it
     program.write_text('#!/bin/sh\nsetsid sleep 6000 &\nsetsid sleep 6001 >/dev/null &\necho "$@"; exit 3\n')
@@ -217,15 +213,15 @@ def test_a_command_finds_its_orphaned_processes(tmp_path: Path, monkeypatch: pyt
     assert not command.temporary.exists()
 
 
-def test_the_watcher_reads_steps_and_the_phases_between_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watcher_reads_steps_and_the_phases_between_them(tmp_path, monkeypatch):
     begin = 1e9
     watch = RunWatcher(tmp_path, begin)
 
-    def poll(seconds: float) -> None:
+    def poll(seconds):
         monkeypatch.setattr("benchmarks.chaos.watch.time", SimpleNamespace(time=lambda: begin + seconds))
         watch.poll()
 
-    def beat(phase: str, since: float, written: float) -> None:
+    def beat(phase, since, written):
         times = {"phase_since": since, "time": written}
         text = {name: datetime.fromtimestamp(begin + when, UTC).isoformat() for name, when in times.items()}
         (tmp_path / "heartbeat.json").write_text(json.dumps(text | {"phase": phase, "step": 0}))
@@ -256,7 +252,7 @@ def test_the_watcher_reads_steps_and_the_phases_between_them(tmp_path: Path, mon
 
 
 @pytest.mark.slow
-def test_hundred_kills_of_the_demo_lose_nothing(tmp_path: Path) -> None:
+def test_hundred_kills_of_the_demo_lose_nothing(tmp_path):
     options = ["--kills=100", "--seed=1", "--json", "--work", tmp_path / "work"]
     command = [sys.executable, "-m", "benchmarks.chaos", *options]
     found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout)

@@ -1,7 +1,5 @@
 """Every benchmark runs with its smallest arguments; its JSON and its tables have the promised fields."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -43,13 +41,11 @@ COMMANDS = {
     "sandbox --runs=1": "results lacking missed",
 }
 """Benchmark with its arguments -> the first fields of each JSON object. Runs that take minutes are faked."""
-
 MISSED = ("chaos", "staleness", "sandbox")
 """Benchmarks whose small or fake run may miss a target, which the exit code 1 tells."""
 
 
 def objects(text: str) -> list[dict[str, Any]]:
-    """Return the JSON objects that a command has printed."""
     return list(json.loads("[" + text.replace("}\n{", "},{") + "]"))
 
 
@@ -88,9 +84,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_json_has_the_promised_fields(
-    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_the_promised_fields(command, folder, monkeypatch, capsys):
     module, *arguments = command.format(folder=folder).split()
     options = ["--json"] if module != "sandbox" else []
     assert call(monkeypatch, module, [*arguments, *options]) in ((0, 1) if module in MISSED else (0,))
@@ -105,9 +99,7 @@ def test_json_has_the_promised_fields(
 
 
 @pytest.mark.parametrize("command", list(COMMANDS)[:10])
-def test_the_page_has_the_command_and_a_table(
-    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_has_the_command_and_a_table(command, folder, monkeypatch, capsys):
     module, *arguments = command.format(folder=folder).split()
     arguments.append(f"--write={folder}/results/page.md")
     call(monkeypatch, module, arguments)
@@ -127,9 +119,7 @@ def test_the_page_has_the_command_and_a_table(
         ("staleness --staleness=-1", "--staleness needs at least 0, got -1"),
     ],
 )
-def test_wrong_arguments_are_refused(
-    command: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_are_refused(command, message, monkeypatch, capsys):
     module, *arguments = command.split()
     assert call(monkeypatch, module, arguments) == 2
     assert message in capsys.readouterr().err

@@ -1,20 +1,13 @@
 """The benchmark of the controller runs, and a replica fetches little more than its own samples."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
-
-import pytest
 
 from benchmarks.controller import __main__ as program
 from benchmarks.controller.measure import measure
 
 
-def test_report(
-    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report(cluster, tmp_path, monkeypatch, capsys):
     arguments = ["--ranks=64", "--trajectories=1024", "--replicas=8", "--steps=2", "--prompts=100", "--json"]
     monkeypatch.setattr(sys, "argv", ["benchmarks.controller", *arguments, f"--write={tmp_path}/page.md"])
     monkeypatch.setattr(program, "_measure_in_new_cluster", lambda work, size, _: measure(work, tmp_path, size))

@@ -1,14 +1,11 @@
 """The reshard benchmark on real ranks, its verification, and its count of messages at scale."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +24,7 @@ from megarl.reshard.analysis.scenario import STRATEGIES
 from megarl.reshard.analysis.sync_report import RUN_ONLY_FIELDS, SyncReport, explain
 from tests.megatron.ranks import run_ranks
 from tests.reshard.analysis.test_sync_report import FIELDS
-from tests.reshard.scenarios import scenario
+from tests.reshard.synthetic import scenario
 
 MODEL = synthetic_model(1)
 DENSE = "--model=synthetic:1 --train=tp=4 --gen=tp=2"
@@ -56,7 +53,7 @@ def run_module(main: Any, arguments: list[str]) -> tuple[int, list[dict[str, Any
 @pytest.mark.parametrize(
     "arguments", [pytest.param(each, marks=[pytest.mark.slow] * (number > 1)) for number, each in enumerate(RUNS)]
 )
-def test_all_bytes_match_and_traffic_is_that_of_the_plan(arguments: str, tmp_path: Path) -> None:
+def test_all_bytes_match_and_traffic_is_that_of_the_plan(arguments, tmp_path):
     common = ["--bucket-mb=0.25", "--repeats=3", "--json"]
     world = 2 if "--delta" in arguments else 4
     code, lines, errors = run_ranks(run_module, world, tmp_path, benchmark.main, [*arguments.split(), *common])
@@ -85,7 +82,7 @@ def test_all_bytes_match_and_traffic_is_that_of_the_plan(arguments: str, tmp_pat
         assert (lines[5]["strategy"], "not installed" in lines[5]["left_out"]) == ("nccl_m2n", True)
 
 
-def test_the_controller_calls_each_process_a_fixed_number_of_times(tmp_path: Path) -> None:
+def test_the_controller_calls_each_process_a_fixed_number_of_times(tmp_path):
     arguments = "--model=qwen3-8b --train=pp=2,tp=2 --ranks=32 --gen=tp=4 --engine-ranks=16 --sample=1 --json"
     code, lines, errors = run_ranks(run_module, 1, tmp_path, scale.main, arguments.split())  # it forks
     assert code == 0, errors
@@ -110,14 +107,14 @@ def test_the_controller_calls_each_process_a_fixed_number_of_times(tmp_path: Pat
         (replace(MODEL, tie_embeddings=True), (2, 1, 1, 1, 1), r"does not support tied embeddings"),
     ],
 )
-def test_layouts_that_megatron_core_does_not_support_are_refused(model: Any, layout: Any, why: str) -> None:
+def test_layouts_that_megatron_core_does_not_support_are_refused(model, layout, why):
     require_megatron_core_support(MODEL, *megatron_grids(scenario(2, 2, 2, 1, 2)))
     with pytest.raises(ConfigError, match=why):
         require_megatron_core_support(model, *megatron_grids(scenario(*layout)))
 
 
-def test_tables_compare_with_the_baselines_of_the_same_layout() -> None:
-    def report(strategy: str, median: int, gen: str = "1-2") -> SyncReport:
+def test_tables_compare_with_the_baselines_of_the_same_layout():
+    def report(strategy, median, gen="1-2"):
         sizes = dict.fromkeys(FIELDS.split(), 0) | {"train": "1-4-2", "gen": gen, "strategy": strategy}
         seconds = {"sync_seconds_p50": median, "sync_seconds_min": median / 2, "sync_seconds_max": median * 2}
         return SyncReport(**{**sizes, **seconds, "bytes_in_max": median * 10**6})  # type: ignore[arg-type]
@@ -129,7 +126,7 @@ def test_tables_compare_with_the_baselines_of_the_same_layout() -> None:
     assert second[:5] == ["1-4-2 -> 1-4", "exact", "1.000", "0.500..2.000", ""]
 
 
-def test_verification_detects_one_bit_an_old_sync_and_nan() -> None:
+def test_verification_detects_one_bit_an_old_sync_and_nan():
     shard = Shard(engine_layouts(MODEL, 2, "bfloat16")[1])
     shard.fill(3)
     total = sum(t.nbytes for t in shard.tensors.values())
@@ -142,7 +139,7 @@ def test_verification_detects_one_bit_an_old_sync_and_nan() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_content_depends_on_the_global_index_and_is_never_nan(dtype: torch.dtype) -> None:
+def test_content_depends_on_the_global_index_and_is_never_nan(dtype):
     whole = content("w", ((0, 60), (0, 40)), dtype, 1)
     assert torch.equal(content("w", ((7, 31), (11, 12)), dtype, 1), whole[7:31, 11:12])
     assert whole.isfinite().all()

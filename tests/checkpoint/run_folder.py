@@ -1,7 +1,5 @@
 """Checkpoints of a few bytes, for tests."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

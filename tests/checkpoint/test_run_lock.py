@@ -1,7 +1,5 @@
 """The run lock: races, dead and remote holders, and file system errors."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -20,15 +18,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoint import run_lock
-from megarl.checkpoint.run_lock import (
-    HEARTBEAT,
-    LockClaim,
-    RunLock,
-    adopt_claim,
-    find_claim,
-    find_live_holder,
-    require_lock,
-)
+from megarl.checkpoint.run_lock import RunLock, require_lock
 from megarl.errors import ConfigError, DataError, LostLockError
 from tests.checkpoint.run_folder import take_over
 from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
@@ -76,7 +66,6 @@ def count_winners(run_dir: Path) -> int:
 
 
 def start_holder(run_dir: Path) -> subprocess.Popen[str]:
-    """Start a process that holds the lock."""
     code = (
         "import sys, time; from megarl.checkpoint.run_lock import RunLock\n"
         "with RunLock(sys.argv[1]): print('held', flush=True); time.sleep(6000)"
@@ -108,16 +97,14 @@ def wait_for_touch(path: Path) -> None:
 
 @pytest.mark.parametrize("trials", [3, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("free", [True, False])
-def test_one_of_many_processes_acquires_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: bool, trials: int
-) -> None:
+def test_one_of_many_processes_acquires_the_lock(tmp_path, monkeypatch, free, trials):
     """Each lock is free, or held by the dead winner of the round before.
 
     Processes that take over wait a moment between the check and the takeover.
     """
     check = RunLock._require_free
 
-    def check_and_wait(lock: RunLock, now: float) -> bytes | None:
+    def check_and_wait(lock, now):
         dead = check(lock, now)
         time.sleep(random.Random(os.getpid()).random() * 0.02)
         return dead
@@ -130,7 +117,7 @@ def test_one_of_many_processes_acquires_the_lock(
         assert listing(run_dir).keys() == {"lock"}
 
 
-def test_a_live_holder_is_reported_and_the_folder_is_unchanged(tmp_path: Path) -> None:
+def test_a_live_holder_is_reported_and_the_folder_is_unchanged(tmp_path):
     run_dir = tmp_path / "run"
     holder = start_holder(run_dir)
     try:
@@ -140,19 +127,19 @@ def test_a_live_holder_is_reported_and_the_folder_is_unchanged(tmp_path: Path) -
         with pytest.raises(ConfigError, match=message):
             RunLock(run_dir).acquire()
         assert listing(tmp_path) | listing(run_dir) == before
-        seen = find_live_holder(run_dir)
+        seen = run_lock.find_live_holder(run_dir)
         assert seen is not None
         assert seen.pid == holder.pid
     finally:
         kill(holder)
-    assert find_live_holder(run_dir) is None
+    assert run_lock.find_live_holder(run_dir) is None
     with RunLock(run_dir) as lock:
         assert lock.is_held()
     assert list(run_dir.iterdir()) == []
 
 
 @pytest.mark.parametrize("how", ["zombie", "reused pid"])
-def test_a_holder_that_has_ended_is_dead(tmp_path: Path, how: str) -> None:
+def test_a_holder_that_has_ended_is_dead(tmp_path, how):
     holder = start_holder(tmp_path)
     try:
         if how == "zombie":
@@ -167,29 +154,29 @@ def test_a_holder_that_has_ended_is_dead(tmp_path: Path, how: str) -> None:
         kill(holder)
 
 
-def test_a_process_cannot_acquire_the_same_lock_twice(tmp_path: Path) -> None:
+def test_a_process_cannot_acquire_the_same_lock_twice(tmp_path):
     with RunLock(tmp_path), pytest.raises(ConfigError, match=f"in use by pid {os.getpid()} "):
         RunLock(tmp_path).acquire()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_holder_on_another_host_is_alive_while_it_touches_lock_or_heartbeat(tmp_path: Path) -> None:
+def test_a_holder_on_another_host_is_alive_while_it_touches_lock_or_heartbeat(tmp_path):
     write_lock_of_another_host(tmp_path, age=ALIVE)
     message = "in use by pid 123 on host n2 since 2026-01-02"
     with pytest.raises(ConfigError, match=message):
         RunLock(tmp_path).acquire()
     write_lock_of_another_host(tmp_path / "b", age=DEAD)
-    (tmp_path / "b" / HEARTBEAT).write_text("{}")
+    (tmp_path / "b" / run_lock.HEARTBEAT).write_text("{}")
     before = listing(tmp_path / "b")
     with pytest.raises(ConfigError, match=message):
         RunLock(tmp_path / "b").acquire()
     assert listing(tmp_path / "b") == before
-    os.utime(tmp_path / "b" / HEARTBEAT, (time.time() - DEAD,) * 2)
+    os.utime(tmp_path / "b" / run_lock.HEARTBEAT, (time.time() - DEAD,) * 2)
     with RunLock(tmp_path / "b") as lock:
         assert lock.is_held()
 
 
-def test_age_is_measured_by_the_file_system_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_age_is_measured_by_the_file_system_clock(tmp_path, monkeypatch):
     write_lock_of_another_host(tmp_path, age=10)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 2 * TIMEOUT)  # local clock ahead of the file system
@@ -198,7 +185,7 @@ def test_age_is_measured_by_the_file_system_clock(tmp_path: Path, monkeypatch: p
     assert listing(tmp_path).keys() == {"lock"}
 
 
-def test_a_malformed_lock_is_respected_until_the_timeout(tmp_path: Path) -> None:
+def test_a_malformed_lock_is_respected_until_the_timeout(tmp_path):
     (tmp_path / "lock").write_text("")
     with pytest.raises(ConfigError, match="in use by another process: "):
         RunLock(tmp_path).acquire()
@@ -207,16 +194,14 @@ def test_a_malformed_lock_is_respected_until_the_timeout(tmp_path: Path) -> None
         assert lock.is_held()
 
 
-def test_the_holder_touches_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_holder_touches_the_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "TOUCH_SECONDS", 0.01)
     with RunLock(tmp_path):
         os.utime(tmp_path / "lock", (0, 0))
         wait_for_touch(tmp_path / "lock")
 
 
-def test_a_holder_that_lost_the_lock_neither_touches_nor_removes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_holder_that_lost_the_lock_neither_touches_nor_removes_it(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "TOUCH_SECONDS", 0.01)
     lock, others = RunLock(tmp_path), set(threading.enumerate())
     lock.acquire()
@@ -232,7 +217,7 @@ def test_a_holder_that_lost_the_lock_neither_touches_nor_removes_it(
     assert (tmp_path / "lock").stat().st_mtime == 0
 
 
-def test_a_process_that_lost_the_lock_is_told_who_holds_it(tmp_path: Path) -> None:
+def test_a_process_that_lost_the_lock_is_told_who_holds_it(tmp_path):
     require_lock(tmp_path)  # never acquired by this process: nothing to lose
     with RunLock(tmp_path):
         require_lock(tmp_path)
@@ -252,25 +237,25 @@ def test_a_process_that_lost_the_lock_is_told_who_holds_it(tmp_path: Path) -> No
         require_lock(tmp_path)  # a thread that is still writing after the release
 
 
-def test_a_process_that_writes_for_the_holder_adopts_its_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_claim(tmp_path) is None
+def test_a_process_that_writes_for_the_holder_adopts_its_claim(tmp_path, monkeypatch):
+    assert run_lock.find_claim(tmp_path) is None
     with RunLock(tmp_path):
-        claim = find_claim(tmp_path)
+        claim = run_lock.find_claim(tmp_path)
         assert claim is not None
         monkeypatch.setattr(run_lock, "_tokens", {})  # as in another process
-        adopt_claim(claim)
+        run_lock.adopt_claim(claim)
         require_lock(tmp_path)
         take_over(tmp_path)
         with pytest.raises(LostLockError):
             require_lock(tmp_path)
 
 
-def test_a_folder_that_cannot_be_locked_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_locked_is_reported(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file cannot be locked: Not a directory"):
         RunLock(tmp_path / "file").acquire()
 
-    def link(*_: Any) -> None:
+    def link(*_):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(os, "link", link)
@@ -279,11 +264,11 @@ def test_a_folder_that_cannot_be_locked_is_reported(tmp_path: Path, monkeypatch:
     assert listing(tmp_path).keys() == {"file"}
 
 
-def test_touching_continues_after_file_system_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_touching_continues_after_file_system_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "TOUCH_SECONDS", 0.01)
     real, outages = os.utime, iter([True, True, True])
 
-    def utime(path: Any, *args: Any, **options: Any) -> None:
+    def utime(path, *args, **options):
         if next(outages, False):
             raise OSError(116, "Stale file handle")
         real(path, *args, **options)
@@ -296,13 +281,13 @@ def test_touching_continues_after_file_system_errors(tmp_path: Path, monkeypatch
         assert next(outages, None) is None
 
 
-def test_a_folder_named_lock_is_reported(tmp_path: Path) -> None:
+def test_a_folder_named_lock_is_reported(tmp_path):
     (tmp_path / "lock").mkdir()
-    actions: tuple[Callable[[], object], ...] = (RunLock(tmp_path).acquire, lambda: find_live_holder(tmp_path))
+    actions: tuple[Callable[[], object], ...] = (RunLock(tmp_path).acquire, lambda: run_lock.find_live_holder(tmp_path))
     for action in actions:
         with pytest.raises(ConfigError, match=r"cannot be locked: Is a directory$"):
             action()
     assert listing(tmp_path).keys() == {"lock"}
-    adopt_claim(LockClaim(run_dir=str(tmp_path), token="mine"))
+    run_lock.adopt_claim(run_lock.LockClaim(run_dir=str(tmp_path), token="mine"))
     with pytest.raises(DataError, match="lock cannot be read: Is a directory"):
         require_lock(tmp_path)

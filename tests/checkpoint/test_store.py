@@ -1,7 +1,5 @@
 """Checkpoint store: atomic saves, damage, retention, and what a killed process leaves behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -52,7 +50,7 @@ def folder_names(store: CheckpointStore) -> list[str]:
     return sorted(path.name for path in store.folder.iterdir())
 
 
-def test_the_manifest_lists_all_files(store: CheckpointStore) -> None:
+def test_the_manifest_lists_all_files(store):
     folder = save_checkpoint(store, 20)
     assert folder == store.folder / "step-000020"
     assert folder_names(store) == ["step-000020"]
@@ -67,7 +65,7 @@ def test_the_manifest_lists_all_files(store: CheckpointStore) -> None:
     assert sum(reported) == manifest.num_bytes == 100 + 60 + 11
 
 
-def test_an_uncommitted_checkpoint_is_not_listed_and_discard_removes_it(store: CheckpointStore) -> None:
+def test_an_uncommitted_checkpoint_is_not_listed_and_discard_removes_it(store):
     pending = store.begin(20)
     assert list(pending.folder.iterdir()) == []
     write_files(pending)
@@ -84,9 +82,7 @@ def test_an_uncommitted_checkpoint_is_not_listed_and_discard_removes_it(store: C
         ("policy/__1_0.distcp", 1, "lacks policy/__1_0.distcp, which its writer reported as written"),
     ],
 )
-def test_commit_refuses_files_that_differ_from_their_records(
-    store: CheckpointStore, file: str, num_bytes: int, message: str
-) -> None:
+def test_commit_refuses_files_that_differ_from_their_records(store, file, num_bytes, message):
     save_checkpoint(store, 20)
     pending = store.begin(40)
     write_files(pending)
@@ -95,7 +91,7 @@ def test_commit_refuses_files_that_differ_from_their_records(
     assert steps(store) == [20]
 
 
-def test_a_run_that_lost_its_folder_neither_commits_nor_removes_checkpoints(store: CheckpointStore) -> None:
+def test_a_run_that_lost_its_folder_neither_commits_nor_removes_checkpoints(store):
     with RunLock(store.folder.parent):
         save_checkpoint(store, 20)
         pending = store.begin(40)
@@ -140,9 +136,7 @@ def run_killed_at(monkeypatch: pytest.MonkeyPatch, at: int, work: Callable[[], A
 
 
 @pytest.mark.parametrize("step", [20, 40])
-def test_a_save_killed_at_any_file_operation_leaves_a_valid_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
+def test_a_save_killed_at_any_file_operation_leaves_a_valid_checkpoint(tmp_path, monkeypatch, step):
     """The save is of another step, or replaces the only checkpoint."""
     outcomes = []
     for at in count():
@@ -168,9 +162,7 @@ def test_a_save_killed_at_any_file_operation_leaves_a_valid_checkpoint(
     assert set(outcomes) == {b"a", b"b"}
 
 
-def test_a_removal_killed_at_any_file_operation_leaves_no_incomplete_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_killed_at_any_file_operation_leaves_no_incomplete_checkpoint(tmp_path, monkeypatch):
     remaining = set()
     for at in count():
         store = CheckpointStore(tmp_path / str(at))
@@ -186,7 +178,7 @@ def test_a_removal_killed_at_any_file_operation_leaves_no_incomplete_checkpoint(
     assert remaining == {(20, 40, 60), (40, 60), (60,)}
 
 
-def test_a_save_killed_by_sigkill_leaves_valid_checkpoints(store: CheckpointStore) -> None:
+def test_a_save_killed_by_sigkill_leaves_valid_checkpoints(store):
     save_checkpoint(store, 20)
     code = (
         "import sys; from megarl.checkpoint.store import CheckpointStore\n"
@@ -239,7 +231,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_never_selected(store: CheckpointStore, kind: str) -> None:
+def test_a_damaged_checkpoint_is_never_selected(store, kind):
     do, message = DAMAGE[kind]
     save_checkpoint(store, 20)
     folder = save_checkpoint(store, 40)
@@ -256,7 +248,7 @@ def test_a_damaged_checkpoint_is_never_selected(store: CheckpointStore, kind: st
     assert store.find("auto", messages.append).step == 20
 
 
-def test_a_flipped_bit_is_found_by_checksums(store: CheckpointStore) -> None:
+def test_a_flipped_bit_is_found_by_checksums(store):
     save_checkpoint(store, 20)
     folder = save_checkpoint(store, 40)
     flip_bit(folder / FILE)
@@ -268,7 +260,7 @@ def test_a_flipped_bit_is_found_by_checksums(store: CheckpointStore) -> None:
     assert "has sha256" in messages[0]
 
 
-def test_verify_reports_files_that_are_not_in_the_manifest(store: CheckpointStore) -> None:
+def test_verify_reports_files_that_are_not_in_the_manifest(store):
     folder = save_checkpoint(store, 20)
     (folder / FILE).rename(folder / "policy" / "__0_1.distcp")
     (folder / "notes.txt").write_text("mine")
@@ -276,7 +268,7 @@ def test_verify_reports_files_that_are_not_in_the_manifest(store: CheckpointStor
     assert store.verify(folder) == [f"{FILE} is missing, needs 100 bytes", *unknown]
 
 
-def test_all_checkpoints_damaged(store: CheckpointStore) -> None:
+def test_all_checkpoints_damaged(store):
     for step in (20, 40):
         (save_checkpoint(store, step) / FILE).unlink()
     messages: list[str] = []
@@ -294,9 +286,7 @@ def test_all_checkpoints_damaged(store: CheckpointStore) -> None:
         (3, NewerFormatError, "has format 3, but this version of megarl reads format 2: use the newer version"),
     ],
 )
-def test_other_formats_are_refused_and_not_skipped(
-    store: CheckpointStore, version: int, kind: type[DataError], message: str
-) -> None:
+def test_other_formats_are_refused_and_not_skipped(store, version, kind, message):
     save_checkpoint(store, 20)
     folder = save_checkpoint(store, 40)
     if version == 1:
@@ -320,7 +310,7 @@ def test_other_formats_are_refused_and_not_skipped(
     assert store.prune(keep_last=1, keep_every=0) == []
 
 
-def test_find_accepts_auto_a_step_a_name_or_a_folder(store: CheckpointStore, tmp_path: Path) -> None:
+def test_find_accepts_auto_a_step_a_name_or_a_folder(store, tmp_path):
     with pytest.raises(DataError, match=r"has no valid checkpoint; .*run/checkpoints has no checkpoints$"):
         store.find("auto", fail_on_message)
     for step in (20, 40):
@@ -338,7 +328,7 @@ def test_find_accepts_auto_a_step_a_name_or_a_folder(store: CheckpointStore, tmp
         store.find(str(tmp_path / "run"), fail_on_message)
 
 
-def test_only_folders_with_checkpoint_names_are_listed(store: CheckpointStore) -> None:
+def test_only_folders_with_checkpoint_names_are_listed(store):
     save_checkpoint(store, 20)
     save_checkpoint(store, 1_000_000)
     for name in ("step-20", "step-0000040", "step-final", "step-000060.old"):
@@ -347,7 +337,7 @@ def test_only_folders_with_checkpoint_names_are_listed(store: CheckpointStore) -
     assert steps(store) == [20, 1_000_000]
 
 
-def test_retention_matches_a_reference_implementation(store: CheckpointStore) -> None:
+def test_retention_matches_a_reference_implementation(store):
     rng = random.Random(0)
     for trial in range(40):
         shutil.rmtree(store.folder, ignore_errors=True)
@@ -371,9 +361,7 @@ def test_retention_matches_a_reference_implementation(store: CheckpointStore) ->
             assert max(valid) in steps(store)
 
 
-def test_a_full_disk_is_reported_before_and_during_a_save(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_before_and_during_a_save(store, monkeypatch):
     save_checkpoint(store, 20)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=3 * 2**28) if Path(path).exists() else None)
@@ -383,7 +371,7 @@ def test_a_full_disk_is_reported_before_and_during_a_save(
     with pytest.raises(DataError, match=r"needs 1.26 GiB for the checkpoint of step 40, has 0.75 GiB free"):
         store.require_disk_space(int(1.2 * 2**30), step=40)
 
-    def full(handle: int) -> None:
+    def full(handle):
         raise OSError(28, "No space left on device")
 
     pending = store.begin(40)
@@ -395,7 +383,7 @@ def test_a_full_disk_is_reported_before_and_during_a_save(
     assert folder_names(store) == ["step-000020"]
 
 
-def test_a_checkpoint_with_a_flipped_bit_does_not_displace_a_valid_one(store: CheckpointStore) -> None:
+def test_a_checkpoint_with_a_flipped_bit_does_not_displace_a_valid_one(store):
     for step in (20, 40, 60):
         save_checkpoint(store, step)
     for step in (40, 60):
@@ -417,13 +405,11 @@ def deny(patch: pytest.MonkeyPatch, condition: Callable[[Path], bool]) -> None:
     patch.setattr(Path, "stat", stat)
 
 
-def test_unreadable_checkpoints_and_folders_are_reported(
-    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_checkpoints_and_folders_are_reported(store, tmp_path, monkeypatch):
     save_checkpoint(store, 20)
     folder = save_checkpoint(store, 40)
 
-    def listing(path: Path) -> Any:
+    def listing(path):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
@@ -444,7 +430,7 @@ def test_unreadable_checkpoints_and_folders_are_reported(
     assert store.verify(folder) == [f"{FILE} cannot be read: Permission denied"]
 
 
-def test_a_folder_without_a_manifest_is_refused(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_refused(store, tmp_path):
     save_checkpoint(store, 20)
     for which in (str(tmp_path), str(store.folder / "step-000020" / "policy")):
         with pytest.raises(DataError, match=rf"^{which} is not a checkpoint: it has no manifest\.json; .* steps 20$"):
@@ -453,10 +439,10 @@ def test_a_folder_without_a_manifest_is_refused(store: CheckpointStore, tmp_path
         store.find("", fail_on_message)
 
 
-def test_a_failed_removal_does_not_fail_a_save(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_removal_does_not_fail_a_save(store, monkeypatch):
     save_checkpoint(store, 20, byte=b"a")
 
-    def busy(path: Path) -> None:
+    def busy(path):
         raise OSError(16, "Device or resource busy")
 
     with monkeypatch.context() as patch:
@@ -469,7 +455,7 @@ def test_a_failed_removal_does_not_fail_a_save(store: CheckpointStore, monkeypat
     assert folder_names(store) == ["step-000020"]
 
 
-def test_a_symlinked_checkpoint_is_pruned_by_removing_the_link(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_symlinked_checkpoint_is_pruned_by_removing_the_link(store, tmp_path):
     moved = save_checkpoint(store, 20).rename(tmp_path / "kept")
     (store.folder / "step-000020").symlink_to(moved)
     assert store.find("20", fail_on_message).step == 20

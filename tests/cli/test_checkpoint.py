@@ -206,7 +206,7 @@ def test_unknown_keys_of_another_version_are_ignored(run_dir, rows):
 def test_a_checkpoint_removed_during_verify_is_not_reported_as_damaged(run_dir, run, monkeypatch):
     verify = CheckpointStore.verify
 
-    def verify_after_removal(store: CheckpointStore, folder: Path, **options: Any) -> list[str]:
+    def verify_after_removal(store, folder, **options):
         if folder.name == "step-000020":
             shutil.rmtree(folder)
         return verify(store, folder, **options)

@@ -26,10 +26,6 @@ def machine(monkeypatch) -> Callable[..., None]:
     return pretend
 
 
-def uses() -> dict[str, str]:
-    return {choice.what: choice.uses for choice in diagnose().choices}
-
-
 def test_a_ready_machine(machine, output):
     machine()
     out = output("doctor")
@@ -102,7 +98,7 @@ ON_GPU = {
 def test_choices_follow_gpus_and_packages(machine, gpus, packages, chosen):
     """Packages for GPUs change nothing on a machine without one."""
     machine(gpus=gpus, **(GPU_PACKAGES | packages))
-    found = uses()
+    found = {choice.what: choice.uses for choice in diagnose().choices}
     assert {what: found[what].partition(";")[0] for what in chosen} == chosen
     assert found.keys() == ON_CPU.keys()
 

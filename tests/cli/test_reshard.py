@@ -100,7 +100,7 @@ def test_json_of_every_strategy(rows):
 
 
 def test_fp8_engines_are_sent_half_the_bytes(rows, model, monkeypatch):
-    def layouts(path: str, *, tp: int, ep: int, device: str, dtype: str) -> list[WeightLayout]:
+    def layouts(path, *, tp, ep, device, dtype):
         config = json.loads((Path(path) / "config.json").read_text())
         dense = engine_layouts(load_architecture_and_dtype(path)[0], tp, dtype)
         return [quantize_layout(each, {n for n in each.tensors if is_quantized(n, config)}) for each in dense]
@@ -229,7 +229,7 @@ def test_a_missing_key_is_reported_before_sglang_starts(key, problem, refusal, c
 
 
 def test_a_family_outside_the_package(refusal, rows, command, model, monkeypatch):
-    def layouts(path: str, *, tp: int, ep: int, device: str, dtype: str) -> list[WeightLayout]:
+    def layouts(path, *, tp, ep, device, dtype):
         return engine_layouts(load_architecture_and_dtype(path, family=MISTRAL_PATH)[0], tp, dtype)
 
     monkeypatch.setattr(offline_trace, "trace_layouts", layouts)

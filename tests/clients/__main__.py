@@ -3,8 +3,6 @@
 python -m tests.clients FOLDER [--episodes N]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -6,12 +6,19 @@ import re
 from typing import Any
 
 import pytest
+import yaml
 
 from megarl.config import RunConfig, SftConfig
 from megarl.config.load import make_config
 from megarl.errors import ConfigError
 
 REQUIRED = {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}}
+
+
+def flow(text: str) -> dict[str, Any]:
+    """Return the mapping that a recipe has as `{text}`."""
+    tree: dict[str, Any] = yaml.safe_load(f"{{{text}}}")
+    return tree
 
 
 def make_run(*overrides: str, **sections: Any) -> RunConfig:

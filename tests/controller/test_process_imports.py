@@ -1,7 +1,5 @@
 """What each kind of process imports before it is needed: imports are most of the time to the first completion."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -18,7 +16,7 @@ def heavy_modules(*statements: str) -> list[set[str]]:
     return [set(json.loads(line)) for line in done.stdout.splitlines() if line.startswith("[")]
 
 
-def test_heavy_modules_are_imported_late() -> None:
+def test_heavy_modules_are_imported_late():
     light = (
         "import megarl.controller.run_stage",  # the driver, until its checks
         # it imports torch once all other processes are requested, and transformers to read the prompts
@@ -33,13 +31,13 @@ def test_heavy_modules_are_imported_late() -> None:
     assert of_engine_host <= {"torch"}
 
 
-def test_trainer_rank_on_cpu_imports_neither_compiler_nor_transformers() -> None:
+def test_trainer_rank_on_cpu_imports_neither_compiler_nor_transformers():
     build = "from megarl.megatron.runtime import platform\nplatform.prepare()\nimport megarl.megatron.training.trainer"
     (found,) = heavy_modules(build)
     assert found <= {"torch", "megatron.core", "tensorboard"}
 
 
-def test_torch_compile_works_after_megatron_was_imported_without_it() -> None:
+def test_torch_compile_works_after_megatron_was_imported_without_it():
     check = "import torch\nbefore = torch.compile\nplatform.prepare()\nassert torch.compile is before"
     (found,) = heavy_modules(f"from megarl.megatron.runtime import platform\n{check}")
     assert "torch" in found

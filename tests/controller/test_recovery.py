@@ -1,6 +1,4 @@
-"""Which failures restart a run, from which checkpoint, and which end it; with fake processes."""
-
-from __future__ import annotations
+"""Which failures restart a run, from which checkpoint, which lost nodes it waits for, what ends it; all simulated."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -8,45 +6,31 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from megarl.controller import recovery
+from megarl import errors
+from megarl.controller import assembly, recovery
+from megarl.controller.assembly import RunAssembly
 from megarl.controller.recovery import train_with_recovery
-from megarl.errors import (
-    HungWorkerError,
-    LimitError,
-    LostEngineError,
-    LostRankError,
-    LostWorkerError,
-    MegarlError,
-    RestartLimitError,
-    WeightSyncError,
-    WorkerError,
-)
+from megarl.placement.pool import Slot, SlotPool
 from megarl.run.events import EventLog, MessageEvent
 from megarl.tracking.startup import Startup
 from tests.run.finished_groups import run_config
-
-
-def do_nothing(*_: Any) -> None:
-    """Stand in for a method of the run."""
+from tests.time_limits import UNREACHED_SECONDS
 
 
 class World:
     """A run of three steps; `failures`: step -> errors that it raises there in turn, with 0 for the assembly."""
 
-    def __init__(self, tmp_path: Path, patch: pytest.MonkeyPatch, failures: dict[int, list[MegarlError]]) -> None:
+    def __init__(self, tmp_path: Path, patch: pytest.MonkeyPatch, failures: dict[int, list[Any]]) -> None:
         self.failures, self.log = failures, list[Any]()
         self.saved: Path | None = None
-        self.dead: MegarlError | None = None
+        self.dead: errors.MegarlError | None = None
         """The loss of a trainer process that the controller finds when it looks."""
-        self.config = run_config(
-            {"type": "grpo"},
-            run_dir=str(tmp_path),
-            recovery={"max_restarts": 5, "backoff_seconds": 0.0},
-            trainer={"steps": 3},
-        )
+        sections = {"recovery": {"max_restarts": 5, "backoff_seconds": 0.0}, "trainer": {"steps": 3}}
+        self.config = run_config({"type": "grpo"}, run_dir=str(tmp_path), **sections)
         world = self
 
         class RunAssembly:
@@ -56,11 +40,9 @@ class World:
             def assemble(self, start: Path | None, *, restarted: bool) -> Any:
                 world.log.append((start.name if start else None, restarted))
                 world.fail(0)
-                return SimpleNamespace(
-                    step=0, save=do_nothing, export=do_nothing, finish=do_nothing, abort=do_nothing, trainer=None
-                )
+                return Mock(step=0, trainer=None)
 
-            def find_lost_process(self, error: MegarlError) -> MegarlError | None:
+            def find_lost_process(self, error: errors.MegarlError) -> errors.MegarlError | None:
                 return world.dead
 
             def stop_trainer(self) -> None:
@@ -92,33 +74,30 @@ class World:
             train_with_recovery(self.config, events, closing, Startup(0.0), resume=resume, restarted=restarted)
         return [event.text for event in events.since(0)[0] if isinstance(event, MessageEvent)]
 
-    def assert_fails(self, error: MegarlError) -> None:
+    def assert_fails(self, error: errors.MegarlError) -> None:
         """Check that the error ends the run without a restart."""
         with pytest.raises(type(error), match=f"^{error}$"):
             self.run()
         assert self.log == [(None, False)]
 
 
-MakeWorld = Callable[[dict[int, list[MegarlError]]], World]
-
-
 @pytest.fixture
-def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeWorld:
+def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, list[Any]]], World]:
     return partial(World, tmp_path, monkeypatch)
 
 
-def lost_worker(what: str = "rank 1 died") -> WorkerError:
-    return LostWorkerError(what)
+def lost_worker(what: str = "rank 1 died") -> errors.WorkerError:
+    return errors.LostWorkerError(what)
 
 
-def test_a_lost_trainer_restarts_from_the_newest_checkpoint(make_world: MakeWorld) -> None:
+def test_a_lost_trainer_restarts_from_the_newest_checkpoint(make_world):
     world = make_world({1: [lost_worker()], 3: [lost_worker("rank 0 died")]})
     messages = world.run()
     assert world.log == [(None, False), "ended", (None, True), "ended", ("step-2", True)]
     assert [text.partition(" was lost")[0] for text in messages] == ["the trainer", "the trainer"]
 
 
-def test_a_restarted_controller_resumes_from_the_newest_checkpoint(make_world: MakeWorld) -> None:
+def test_a_restarted_controller_resumes_from_the_newest_checkpoint(make_world):
     world = make_world({})
     world.saved = Path("step-2")
     world.run(Path("step-1"), restarted=True)
@@ -128,23 +107,24 @@ def test_a_restarted_controller_resumes_from_the_newest_checkpoint(make_world: M
     assert world.log == [("of-another-run", True)]
 
 
-def test_processes_that_die_during_startup_are_restarted(make_world: MakeWorld) -> None:
+def test_processes_that_die_during_startup_are_restarted(make_world):
     # the second time, a rank that lost contact with a peer reports first
-    world = make_world({0: [lost_worker(), WorkerError("connection closed by peer")]})
+    world = make_world({0: [lost_worker(), errors.WorkerError("connection closed by peer")]})
     world.dead = lost_worker()
     world.run()
     assert world.log == [(None, False), "ended", (None, True), "ended", (None, True)]
 
 
-def test_an_assembly_error_is_raised_without_a_restart(make_world: MakeWorld) -> None:
-    error = WorkerError("out of memory")
+def test_an_assembly_error_is_raised_without_a_restart(make_world):
+    error = errors.WorkerError("out of memory")
     make_world({0: [error]}).assert_fails(error)
 
 
-def test_three_identical_failures_end_the_run(make_world: MakeWorld) -> None:
+def test_three_identical_failures_end_the_run(make_world):
     world = make_world({2: [lost_worker(f"rank 1 died (pid {n})") for n in range(3)]})
     with pytest.raises(
-        RestartLimitError, match=r"lost 3 times for the same reason.*recovery\.max_identical_failures: 3.*rank 1 died"
+        errors.RestartLimitError,
+        match=r"lost 3 times for the same reason.*recovery\.max_identical_failures: 3.*rank 1 died",
     ):
         world.run()
     assert world.log.count("ended") == 2
@@ -153,19 +133,19 @@ def test_three_identical_failures_end_the_run(make_world: MakeWorld) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        LostEngineError("the nodes of all engines are lost"),
-        LostRankError("lost the connection to rank 1"),
-        HungWorkerError("train of step 2 took longer than 3600 s; no answer from trainer rank 1"),
+        errors.LostEngineError("the nodes of all engines are lost"),
+        errors.LostRankError("lost the connection to rank 1"),
+        errors.HungWorkerError("train of step 2 took longer than 3600 s; no answer from trainer rank 1"),
     ],
 )
-def test_a_loss_that_no_death_explains_restarts_the_run(error: MegarlError, make_world: MakeWorld) -> None:
+def test_a_loss_that_no_death_explains_restarts_the_run(error, make_world):
     world = make_world({2: [error]})
     world.run()
     assert world.log == [(None, False), "ended", ("step-1", True)]
 
 
-@pytest.mark.parametrize("error", [HungWorkerError("start: no answer"), LostRankError("NCCL error")])
-def test_a_first_start_without_a_death_is_not_repeated(error: MegarlError, make_world: MakeWorld) -> None:
+@pytest.mark.parametrize("error", [errors.HungWorkerError("start: no answer"), errors.LostRankError("NCCL error")])
+def test_a_first_start_without_a_death_is_not_repeated(error, make_world):
     world = make_world({0: [error]})
     world.assert_fails(error)
     world.failures[0] = [error]
@@ -177,14 +157,12 @@ def test_a_first_start_without_a_death_is_not_repeated(error: MegarlError, make_
 @pytest.mark.parametrize(
     "error",
     [
-        WorkerError("trainer.train_step failed on trainer rank 1: TypeError"),
-        WorkerError("a request took longer than rollout.request_timeout_seconds"),
-        WeightSyncError("a box has another dtype"),
+        errors.WorkerError("trainer.train_step failed on trainer rank 1: TypeError"),
+        errors.WorkerError("a request took longer than rollout.request_timeout_seconds"),
+        errors.WeightSyncError("a box has another dtype"),
     ],
 )
-def test_an_error_restarts_the_run_only_if_a_trainer_process_has_died(
-    error: MegarlError, make_world: MakeWorld
-) -> None:
+def test_an_error_restarts_the_run_only_if_a_trainer_process_has_died(error, make_world):
     world = make_world({2: [error]})
     world.assert_fails(error)
     world = make_world({2: [error]})
@@ -194,6 +172,70 @@ def test_an_error_restarts_the_run_only_if_a_trainer_process_has_died(
     assert messages == ["the trainer was lost (rank 1 died); restarting it (restart 1 of 5)"]
 
 
-@pytest.mark.parametrize("error", [LimitError("passed"), RestartLimitError("engine 0 was lost 3 times")])
-def test_errors_that_restarts_cannot_fix_end_the_run(error: MegarlError, make_world: MakeWorld) -> None:
+@pytest.mark.parametrize("error", [errors.LimitError("passed"), errors.RestartLimitError("engine 0 was lost 3 times")])
+def test_errors_that_restarts_cannot_fix_end_the_run(error, make_world):
     make_world({2: [error]}).assert_fails(error)
+
+
+DISAGGREGATED = {"pools": {"engines": {"nodes": 2}}, "rollout": {"pool": "engines"}}
+
+
+def fail_to_reserve(*_: Any) -> Any:
+    raise errors.ConfigError("too few")
+
+
+def aborts(lost, patch, placement, *, is_up=True, reserve=fail_to_reserve, wait_seconds=0.0) -> bool:
+    """Whether a run with a trainer on node `a` and engines on `b` and `c` aborts after the nodes in `lost` are lost."""
+    there = {"a", "b", "c"} - lost
+    patch.setattr(assembly, "cluster_nodes", lambda: [SimpleNamespace(id=node, name=node) for node in sorted(there)])
+    patch.setattr(assembly, "remove_placement_group", lambda _: None)
+    patch.setattr(assembly, "reserve_pools", reserve)
+    patch.setattr(assembly, "NODE_POLL_SECONDS", 0.0)
+    found: Any = RunAssembly.__new__(RunAssembly)
+    found._config = run_config({"type": "grpo"}, placement=placement, recovery={"node_wait_seconds": wait_seconds})
+    found._notify = lambda text: None
+    found._nodes = {node: f"node {node}" for node in "abc"}
+    slots = {"main": "a", "engines": "bc"} if "pools" in placement else {"main": "abc"}
+    found._pools = {
+        name: SlotPool(None, tuple(Slot(i, 1.0, 0.0, node, None) for i, node in enumerate(nodes)), "cpu")
+        for name, nodes in slots.items()
+    }
+    engines = SimpleNamespace(
+        engine_slots=[(0,), (1,)],
+        has_live_node=lambda replica: "bc"[replica] in there,
+        shutdown=lambda: None,
+        actors=dict,
+    )
+    found._rollout = (engines, SimpleNamespace(actors=dict, shutdown=lambda: None)) if is_up else None
+    try:
+        found.replace_nodes()
+    except errors.LostNodeError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("lost", "is_waited_for"), [("", False), ("b", False), ("c", False), ("a", True), ("ab", True), ("bc", True)]
+)
+def test_a_lost_node_is_waited_for_if_it_had_model_slots_or_the_last_engine(lost, is_waited_for, monkeypatch):
+    assert aborts(set(lost), monkeypatch, DISAGGREGATED) == is_waited_for
+
+
+def test_nodes_of_engines_that_have_not_started_or_share_them_with_the_trainer_are_waited_for(monkeypatch):
+    assert aborts({"b"}, monkeypatch, DISAGGREGATED, is_up=False)
+    assert aborts({"b"}, monkeypatch, {"nodes": 3})
+
+
+def test_a_replacement_node_lost_before_its_slots_are_reserved_is_waited_for(monkeypatch):
+    """The node is lost after it was counted and before its placement group is granted."""
+    failures = [errors.ConfigError("too few"), errors.WorkerError("not granted"), errors.ConfigError("too few")]
+    devices: list[str] = []
+
+    def reserve(placement, _):
+        devices.append(placement.device)
+        if failures:
+            raise failures.pop(0)
+        return {"main": SlotPool(None, (Slot(0, 1.0, 0.0, "b", None),), "cpu")}
+
+    assert not aborts({"a"}, monkeypatch, {"nodes": 3}, reserve=reserve, wait_seconds=UNREACHED_SECONDS)
+    assert devices == ["cpu"] * 4

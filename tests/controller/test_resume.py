@@ -1,7 +1,5 @@
 """Which checkpoint `--resume` chooses, what it refuses, and that it changes nothing."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib
@@ -32,7 +30,7 @@ def make_config(folder: Path, name: str = "run", **sections: Any) -> RunConfig:
     return run_config({"type": "grpo"}, run_dir=str(folder / name), model={"path": str(model)}, **sections)
 
 
-def save(config: RunConfig, *steps: int) -> None:
+def save(config: RunConfig, *steps: int) -> RunConfig:
     for step in steps:
         draft = CheckpointStore(config.run_dir).begin(step)
         (draft.folder / "policy").mkdir()
@@ -40,6 +38,7 @@ def save(config: RunConfig, *steps: int) -> None:
         (draft.folder / "config.yaml").write_text(dump_config(config))
         RunState(step=step).write(draft.folder)
         draft.commit(CheckpointMetadata.from_config(config), {})
+    return config
 
 
 def find(config: StageConfig, which: str) -> tuple[ResumePlan, list[str]]:
@@ -70,9 +69,8 @@ def damage(config: StageConfig, step: int, content: str = "weighty") -> None:
     (checkpoint_folder(config, step) / "policy" / "0.distcp").write_text(content)
 
 
-def test_auto_is_the_newest_valid_checkpoint(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    save(config, 2, 4, 6)
+def test_auto_is_the_newest_valid_checkpoint(tmp_path):
+    config = save(make_config(tmp_path), 2, 4, 6)
     damage(config, 6, "wei")
     before = list_paths(config)
     start, messages = find(config, "auto")
@@ -83,9 +81,8 @@ def test_auto_is_the_newest_valid_checkpoint(tmp_path: Path) -> None:
     assert list_paths(config) == before
 
 
-def test_a_file_with_other_content_is_detected(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    save(config, 2, 4)
+def test_a_file_with_other_content_is_detected(tmp_path):
+    config = save(make_config(tmp_path), 2, 4)
     damage(config, 4)
     damaged = "step-000004 is damaged: policy/0.distcp has sha256"
     start, messages = find(config, "auto")
@@ -102,21 +99,20 @@ def test_a_file_with_other_content_is_detected(tmp_path: Path) -> None:
         latest_valid(config, str)  # called by a run that has lost its trainer
 
 
-def test_without_a_checkpoint_a_run_starts_from_step_0_and_keeps_its_journal(tmp_path: Path) -> None:
+def test_without_a_checkpoint_a_run_starts_from_step_0_and_keeps_its_journal(tmp_path):
     start, messages = find(make_config(tmp_path), "auto")
     assert start.checkpoint is None
     assert {path.name for path in start.to_rotate} == set(RUN_ARTIFACTS) - {"journal"}
     assert messages[0].endswith("has no checkpoint to resume from: the run starts from step 0")
 
 
-def test_resuming_from_an_earlier_step_rotates_later_checkpoints(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    save(config, 2, 4, 6)
+def test_resuming_from_an_earlier_step_rotates_later_checkpoints(tmp_path):
+    config = save(make_config(tmp_path), 2, 4, 6)
     first, *later = (checkpoint_folder(config, step) for step in (2, 4, 6))
     assert find(config, "2")[0] == ResumePlan(checkpoint=first, to_rotate=tuple(later))
 
 
-def test_a_checkpoint_of_another_run_starts_a_new_run(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_starts_a_new_run(tmp_path):
     other = make_config(tmp_path, "other")
     save(other, 2)
     start, messages = find(make_config(tmp_path, trainer={"steps": 7}), str(checkpoint_folder(other, 2)))
@@ -126,7 +122,7 @@ def test_a_checkpoint_of_another_run_starts_a_new_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["auto", "2"])
-def test_incompatible_settings_are_refused_with_every_difference(which: str, tmp_path: Path) -> None:
+def test_incompatible_settings_are_refused_with_every_difference(which, tmp_path):
     agent = {"path": "my_agents:run", "kwargs": {"turns": 2}}
     save(make_config(tmp_path, rollout={"agent": agent}), 2)
     changed: dict[str, Any] = {
@@ -145,7 +141,7 @@ def test_incompatible_settings_are_refused_with_every_difference(which: str, tmp
 
 
 @pytest.mark.parametrize("which", ["auto", "2"])
-def test_a_checkpoint_of_another_model_or_command_is_refused(which: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_or_command_is_refused(which, tmp_path):
     saved = make_config(tmp_path)
     save(saved, 2)
     tree = {"run_dir": saved.run_dir, "model": saved.model.model_dump(), "data": {"path": "d"}}
@@ -157,13 +153,12 @@ def test_a_checkpoint_of_another_model_or_command_is_refused(which: str, tmp_pat
 
 
 @pytest.mark.parametrize("which", ["3", "nowhere"])
-def test_a_missing_checkpoint_is_reported_with_the_existing_ones(which: str, tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    save(config, 2)
+def test_a_missing_checkpoint_is_reported_with_the_existing_ones(which, tmp_path):
+    config = save(make_config(tmp_path), 2)
     assert_refused(config, which, "there is no ", " has checkpoints of steps 2")
 
 
-def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_format_is_refused(tmp_path, monkeypatch):
     config = make_config(tmp_path)
     monkeypatch.setattr(Manifest, "__init__", partialmethod(Manifest.__init__, format_version=3))
     save(config, 2)
@@ -172,9 +167,8 @@ def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("which", ["auto", "4", "step-000004", "path"])
-def test_an_older_format_is_refused_and_the_run_does_not_start_over(which: str, tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    save(config, 2, 4)
+def test_an_older_format_is_refused_and_the_run_does_not_start_over(which, tmp_path):
+    config = save(make_config(tmp_path), 2, 4)
     folder = checkpoint_folder(config, 4)
     for step in (2, 4):
         write_format_1_manifest(checkpoint_folder(config, step), step)
@@ -186,7 +180,7 @@ def test_an_older_format_is_refused_and_the_run_does_not_start_over(which: str, 
         latest_valid(config, str)  # called by a run that has lost its trainer
 
 
-def test_trainer_steps_below_the_checkpoint_step_is_refused(tmp_path: Path) -> None:
+def test_trainer_steps_below_the_checkpoint_step_is_refused(tmp_path):
     save(make_config(tmp_path), 2, 4)
     config = make_config(tmp_path, trainer={"steps": 3})
     message = "trainer.steps needs to be at least 4, the step of step-000004, got 3"
@@ -195,9 +189,8 @@ def test_trainer_steps_below_the_checkpoint_step_is_refused(tmp_path: Path) -> N
     assert find(make_config(tmp_path, trainer={"steps": 4}), "auto")[0].checkpoint is not None
 
 
-def test_a_journal_with_a_missing_step_is_rotated(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    save(config, 2, 4)
+def test_a_journal_with_a_missing_step_is_rotated(tmp_path):
+    config = save(make_config(tmp_path), 2, 4)
     journal = Path(config.run_dir) / "journal"
     for step in (5, 6, 7):
         (journal / f"step-{step:06d}").mkdir(parents=True)
@@ -210,10 +203,9 @@ def test_a_journal_with_a_missing_step_is_rotated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [(), (2, 4)])
-def test_a_journal_of_the_previous_format_is_refused(tmp_path: Path, steps: tuple[int, ...]) -> None:
+def test_a_journal_of_the_previous_format_is_refused(tmp_path, steps):
     """The first record of a format-1 file has a fingerprint but no format number."""
-    config = make_config(tmp_path)
-    save(config, *steps)
+    config = save(make_config(tmp_path), *steps)
     journal = Path(config.run_dir) / "journal"
     (journal / "step-000005").mkdir(parents=True)
     meta = b'{"fingerprint": "0123456789abcdef"}'
@@ -223,16 +215,15 @@ def test_a_journal_of_the_previous_format_is_refused(tmp_path: Path, steps: tupl
     assert_refused(config, "auto", f"the rollout journal {journal} has format 1, ", ": start a new run, or resume ")
 
 
-def test_a_long_verification_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(tmp_path)
-    save(config, 2)
+def test_a_long_verification_reports_its_progress(tmp_path, monkeypatch):
+    config = save(make_config(tmp_path), 2)
     monkeypatch.setattr("megarl.checkpoint.verify.REPORT_SECONDS", 0.0)
     for which in ("auto", "2"):
         _, messages = find(config, which)
         assert messages == ["comparing step-000002 with its checksums: 0.0 GiB read"] * 3
 
 
-def test_other_rows_are_refused_but_a_data_file_may_move(tmp_path: Path) -> None:
+def test_other_rows_are_refused_but_a_data_file_may_move(tmp_path):
     rows = tmp_path / "data.jsonl"
     rows.write_text('{"prompt": "1 + 1"}\n')
     config = make_config(tmp_path, data={"path": str(rows)})

@@ -23,6 +23,10 @@ CHAT_TEMPLATE = (
 )
 
 
+def read_jsonl(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 @pytest.fixture(scope="session")
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the data files of the arithmetic demo."""
@@ -34,8 +38,8 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, arithmetic: Path) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
-    rows = [json.loads(line) for line in (arithmetic / "sft.jsonl").read_text().splitlines()]
-    write_tiny_model(directory, [row["prompt"] + row["response"] for row in rows], seed=0)
+    texts = [row["prompt"] + row["response"] for row in read_jsonl(arithmetic / "sft.jsonl")]
+    write_tiny_model(directory, texts, seed=0)
     return directory
 
 

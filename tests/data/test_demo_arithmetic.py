@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from megarl.data.demo_arithmetic import make_problems, sample_problem, write_arithmetic
 from megarl.errors import DataError
+from tests.data.conftest import read_jsonl
 
 SENTENCE = re.compile(r"(\w+) has (\d+) (\w+)\. \1 (.+)\. How many \3\?\n")
 
@@ -19,19 +19,13 @@ def parse_numbers(prompt: str) -> tuple[int, ...]:
     """Parse the numbers of a problem from its text."""
     match = SENTENCE.fullmatch(prompt)
     assert match, prompt
-    signed = [
-        int(re.findall(r"\d+", action)[0]) * (1 if action.endswith(" more") else -1)
-        for action in match[4].split(" and ")
-    ]
-    return (int(match[2]), *signed)
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    numbers = [int(number) for number in re.findall(r"\d+", match[4])]
+    signs = [1 if action.endswith(" more") else -1 for action in match[4].split(" and ")]
+    return (int(match[2]), *(sign * number for sign, number in zip(signs, numbers, strict=True)))
 
 
 def test_answers_are_right_and_heldout_problems_are_disjoint(arithmetic: Path) -> None:
-    train, heldout = read_rows(arithmetic / "train.jsonl"), read_rows(arithmetic / "heldout.jsonl")
+    train, heldout = read_jsonl(arithmetic / "train.jsonl"), read_jsonl(arithmetic / "heldout.jsonl")
     assert (len(train), len(heldout)) == (6000, 300)
     for row in train + heldout:
         assert int(row["answer"]) == sum(parse_numbers(row["prompt"]))
@@ -41,7 +35,7 @@ def test_answers_are_right_and_heldout_problems_are_disjoint(arithmetic: Path) -
 
 def test_demonstrations_are_correct_steps_and_most_stop_early(arithmetic: Path) -> None:
     stop_early = two_steps = 0
-    for row, trained in zip(read_rows(arithmetic / "sft.jsonl"), read_rows(arithmetic / "train.jsonl"), strict=True):
+    for row, trained in zip(read_jsonl(arithmetic / "sft.jsonl"), read_jsonl(arithmetic / "train.jsonl"), strict=True):
         assert row["prompt"] == trained["prompt"]
         solution, _, final = row["response"].partition(" #### ")
         steps = re.findall(r"(\d+)([+-]\d+)=(\d+)", solution)
@@ -58,7 +52,7 @@ def test_demonstrations_are_correct_steps_and_most_stop_early(arithmetic: Path) 
 
 
 def test_heldout_responses_contain_every_step(arithmetic: Path) -> None:
-    for row in read_rows(arithmetic / "heldout.jsonl"):
+    for row in read_jsonl(arithmetic / "heldout.jsonl"):
         assert row["response"].endswith(f" #### {row['answer']}")
         assert row["response"].count("=") == len(parse_numbers(row["prompt"])) - 1
 
@@ -66,8 +60,8 @@ def test_heldout_responses_contain_every_step(arithmetic: Path) -> None:
 @pytest.mark.parametrize(("kind", "problems"), [("preferences", "train"), ("heldout-preferences", "heldout")])
 def test_only_the_chosen_answer_is_right_and_complete(kind: str, problems: str, arithmetic: Path) -> None:
     kinds = {"wrong": 0, "stops early": 0, "no answer": 0}
-    pairs = read_rows(arithmetic / f"{kind}.jsonl")
-    answers = {row["prompt"]: row["answer"] for row in read_rows(arithmetic / f"{problems}.jsonl")}
+    pairs = read_jsonl(arithmetic / f"{kind}.jsonl")
+    answers = {row["prompt"]: row["answer"] for row in read_jsonl(arithmetic / f"{problems}.jsonl")}
     assert list(answers) == list(dict.fromkeys(pair["prompt"] for pair in pairs))
     assert len({(pair["prompt"], pair["rejected"]) for pair in pairs}) == len(pairs)
     for pair in pairs:
@@ -114,8 +108,7 @@ def test_the_split_does_not_depend_on_the_seed_and_numbers_are_small() -> None:
 
 
 def test_requesting_too_many_problems_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.data.demo_arithmetic.MAX_REPEATS", 50)
-    monkeypatch.setattr("megarl.data.demo_arithmetic.NAMES", ("Ann",))
-    monkeypatch.setattr("megarl.data.demo_arithmetic.THINGS", ("pens",))
+    for name, value in {"MAX_REPEATS": 50, "NAMES": ("Ann",), "THINGS": ("pens",)}.items():
+        monkeypatch.setattr(f"megarl.data.demo_arithmetic.{name}", value)
     with pytest.raises(DataError, match=r"no further word problems after \d+ of 1000000 training problems"):
         make_problems(random.Random(0), 1_000_000, 1)

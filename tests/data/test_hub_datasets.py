@@ -10,12 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.config import RunConfig, SftConfig, dump_config
+from megarl.config import SftConfig, dump_config
 from megarl.controller.resume import recorded_hub_revisions
 from megarl.data.hub_datasets import with_local_data
 from megarl.data.rows import read_rows
 from megarl.errors import ConfigError
 from tests.model_files.fake_hub import FakeHub, hub_of_this_process
+from tests.run.finished_groups import run_config
 
 ROWS = [{"question": "1 + 1", "answer": "#### 2"}, {"question": "2 + 2", "answer": "#### 4"}]
 SUMS = "hf://datasets/org/sums"
@@ -63,9 +64,7 @@ def test_each_source_names_its_files(hub: FakeHub) -> None:
         "other": {"path": "hf://datasets/org/other@v2/rows.jsonl", "ratio": 0.25},
         "local": {"path": "rows.jsonl", "ratio": 0.25},
     }
-    tree = {"run_dir": "run", "model": {"path": "m"}, "data": {"sources": sources}}
-    reward = {"terms": {"match": {"type": "numeric"}}}
-    config = with_local_data(RunConfig.model_validate({**tree, "algorithm": {"type": "grpo"}, "reward": reward}))
+    config = with_local_data(run_config({}, data={"sources": sources}))
     names = {key: Path(path).name for key, path in (config.data.training_files | config.data.held_out_files).items()}
     assert names == {
         "data.sources.sums.path": "train-00000-of-00001.parquet",
@@ -93,14 +92,8 @@ def test_resumed_run_keeps_its_commit(hub: FakeHub, tmp_path: Path) -> None:
     [
         ("hf://org/sums", "a file on the hub is hf://datasets/ORGANIZATION/NAME/FILE or NAME@REVISION, got {path}"),
         ("hf://datasets/org/sums/none.parquet", "{path} needs to match one file of the dataset, got none"),
-        (
-            "hf://datasets/org/sums/main/*.parquet",
-            "{path} needs to match one file of the dataset, got main/test-00000-",
-        ),
-        (
-            "hf://datasets/org/none/a.jsonl",
-            "{path} cannot be loaded from the hub: {hub} has no dataset org/none, or it",
-        ),
+        (f"{SUMS}/main/*.parquet", "{path} needs to match one file of the dataset, got main/test-00000-"),
+        ("hf://datasets/org/no/a.jsonl", "{path} cannot be loaded from the hub: {hub} has no dataset org/no, or it"),
         ("hf://datasets/org/sums@v9/a.jsonl", "{path} cannot be loaded .*: {hub}/datasets/org/sums has no revision v9"),
     ],
 )

@@ -1,20 +1,26 @@
-"""Loading prompts: templates, special tokens, length limits and bad rows."""
+"""Loading prompts: templates, special tokens, length limits, bad rows and the progress bar; storing them on disk."""
 
 from __future__ import annotations
 
-import json
+import datetime
+import gc
 import logging
-from collections.abc import Sequence
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.batch.trajectory import Prompt
 from megarl.config.data import DataConfig
 from megarl.data import prompts
+from megarl.data.progress_bar import track
 from megarl.data.prompts import load_prompts
+from megarl.data.stored_prompts import StoredPrompts
 from megarl.errors import ConfigError, DataError
-from tests.data.conftest import Jsonl, Tokenizer
+from tests.data.conftest import Jsonl, Tokenizer, read_jsonl
 from tests.gsm8k import GSM8K_FOLDERS
 
 
@@ -25,14 +31,12 @@ def load(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int = 64, **config
 
 def test_prompts_of_the_demo(arithmetic: Path, tokenizer: Tokenizer) -> None:
     got = load(arithmetic / "train.jsonl", tokenizer)
-    rows = [json.loads(line) for line in (arithmetic / "train.jsonl").read_text().splitlines()]
+    rows = read_jsonl(arithmetic / "train.jsonl")
     assert len(got) == 6000
     for i in (0, 1023, 1024, 5999):
-        prompt = got[i]
-        assert prompt.prompt_id == f"train.jsonl:{i + 1}"
-        assert prompt.text == rows[i]["prompt"] == tokenizer.decode(prompt.token_ids)
-        assert prompt.answer == rows[i]["answer"]
-        assert prompt.row == rows[i]
+        prompt, row = got[i], rows[i]
+        assert (prompt.prompt_id, prompt.answer, prompt.row) == (f"train.jsonl:{i + 1}", row["answer"], row)
+        assert prompt.text == row["prompt"] == tokenizer.decode(prompt.token_ids)
         assert list(prompt.token_ids) == tokenizer(prompt.text)["input_ids"]
 
 
@@ -86,9 +90,7 @@ def test_overlong_prompt_is_an_error_that_shows_the_numbers(jsonl: Jsonl, tokeni
     assert len(load(path, tokenizer, 6)) == 2
 
 
-def test_dropped_prompts_are_counted_in_the_log(
-    jsonl: Jsonl, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dropped_prompts_are_counted_in_the_log(jsonl: Jsonl, tokenizer: Tokenizer, caplog: Any) -> None:
     path = jsonl({"prompt": "1"}, {"prompt": "123456"}, {"prompt": "12"})
     with caplog.at_level(logging.WARNING, logger=prompts.__name__):
         got = load(path, tokenizer, 5, overlong_prompts="drop")
@@ -134,8 +136,76 @@ def test_bad_configurations_are_reported(jsonl: Jsonl, tokenizer: Tokenizer, cha
 @pytest.mark.parametrize("source", GSM8K_FOLDERS)
 def test_gsm8k_as_published(source: tuple[Path, int], tokenizer: Tokenizer) -> None:
     folder, num_rows = source
-    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    rows = read_jsonl(folder / "train.jsonl")
     got = load(folder / "train.jsonl", tokenizer, 2000, fields={"prompt": "question", "answer": "answer"})
     assert len(got) == num_rows
     assert [(p.text, p.answer) for p in got] == [(row["question"], row["answer"]) for row in rows]
     assert all(p.answer is not None and "#### " in p.answer for p in got)
+
+
+def make_prompts(count: int, num_tokens: int = 5) -> Iterator[Prompt]:
+    """Yield prompts whose rows have values of JSON and of Parquet."""
+    for i in range(count):
+        row = {
+            "question": f"how many? {i} \ud800",
+            "nested": [{"a": None, "b": 1e-300}, float("inf"), 2**70],
+            "date": datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC),
+            "price": Decimal("1.10"),
+            "image": b"\x00\xff",
+        }
+        tokens, answer = tuple(range(i, i + num_tokens)), str(i) if i else None
+        yield Prompt(prompt_id=f"d.parquet:{i + 1}", text=f"{i}?", token_ids=tokens, row=row, answer=answer)
+
+
+def test_prompts_are_returned_as_stored_in_any_order(tmp_path: Path) -> None:
+    made, stored = list(make_prompts(50)), StoredPrompts.store(make_prompts(50), tmp_path / "new")
+    assert len(stored) == 50
+    assert list(stored) == made
+    assert [stored[i] for i in (49, 0, -1, 7, 7)] == [made[i] for i in (49, 0, -1, 7, 7)]
+    part = stored[10:20][2:]
+    assert (list(part), len(part)) == (made[12:20], 8)
+    with pytest.raises(IndexError):
+        stored[50]
+    assert list((tmp_path / "new").iterdir()) == []
+    assert list(StoredPrompts.store([])) == []
+
+
+def test_memory_of_a_prompt_is_below_its_budget() -> None:
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        stored = StoredPrompts.store(make_prompts(2000, num_tokens=50))
+        gc.collect()
+        growth = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert growth / len(stored) < 100  # a buffer of the file included; the tokens alone would take 400
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file/run: tokenized prompts cannot be stored: Not a directory"):
+        StoredPrompts.store(make_prompts(1), tmp_path / "file" / "run")
+
+
+def test_batches_pass_through_and_nothing_is_printed_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    batches = [[1, 2], [3]]
+    assert list(track(batches, "counting", quiet_seconds=0.0)) == batches
+    assert capsys.readouterr() == ("", "")
+
+
+def test_long_work_shows_the_row_count_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    assert list(track([[1, 2], [3]], "counting", quiet_seconds=0.0)) == [[1, 2], [3]]
+    assert "3 rows" in capsys.readouterr().err
+
+
+def test_errors_pass_through_the_progress_bar() -> None:
+    def failing():
+        yield [1]
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        list(track(failing(), "counting"))

@@ -4,19 +4,18 @@ import pytest
 
 from benchmarks.reshard.published import DEEPSEEK_V3, QWEN3_8B
 from megarl.config.megatron import MegatronConfig
-from megarl.config.trainer import OffloadConfig, OptimizerConfig, ParallelConfig
+from megarl.config.trainer import OffloadConfig, ParallelConfig
 from megarl.device_memory.training_state import ElementBytes, bucket_elements, frozen_state, training_state
 from megarl.megatron.families.layout_checks import pipeline_split
 from megarl.megatron.families.load_architecture import load_architecture, load_architecture_and_dtype
 from megarl.megatron.families.pipeline_stages import EVEN
-from megarl.megatron.request_split import split_by_dp
-from megarl.megatron.requests import ModelSpec, TrainerSpec
 from megarl.placement.rank_grid import RankGrid
-from tests.megatron.fidelity.measure import nll_request
 from tests.megatron.fidelity.models import save_model
-from tests.megatron.fidelity.reference import draw
+from tests.megatron.rank_models import gather
 from tests.megatron.ranks import run_ranks
+from tests.megatron.runtime.test_offload import make_worker, request_of
 
+QWEN3 = load_architecture(QWEN3_8B, origin="config.json")
 WORLD = 4
 BF16 = ElementBytes.of("bfloat16")
 
@@ -36,19 +35,10 @@ OTHERS = [
 
 def measure_on_rank(cases):
     """Return, by case and rank, the bytes that offloading each kind of state frees after a training step."""
-    import torch.distributed as dist
-
-    from megarl.megatron.trainer_worker import TrainerWorker
-
     results = []
     for path, dtype, sizes, distributed in cases:
-        parallel = ParallelConfig(**sizes)
-        spec = ModelSpec(model_path=path, dtype=dtype, parallel=parallel)
-        worker = TrainerWorker(
-            TrainerSpec(model=spec, optimizer=OptimizerConfig(distributed=distributed), optimizer_steps=1)
-        )
-        request = nll_request(draw((5, 9, 21, 34, 40, 18), 331), 64)
-        worker.train_step(split_by_dp(request, RankGrid.of(parallel, WORLD))[dist.get_rank()])
+        worker = make_worker(path, dtype, distributed, **sizes)
+        worker.train_step(request_of(worker))
         freed = {
             kind: worker.offload(OffloadConfig(**{"optimizer": False, "gradients": False} | {kind: True})).device_bytes
             for kind in ("optimizer", "gradients", "weights")
@@ -59,18 +49,15 @@ def measure_on_rank(cases):
         parameters = [p for chunk in worker._trainer.model.chunks for p in chunk.module.parameters()]
         freed["experts"] = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
         freed["dense"] = sum(p.numel() for p in parameters) - freed["experts"]
-        gathered = [None] * WORLD
-        dist.all_gather_object(gathered, freed)
-        results.append(gathered)
+        results.append(gather(freed))
     return results
 
 
 @pytest.mark.parametrize("layouts", [SAMPLE, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["sample", "others"])
 def test_planned_bytes_are_those_of_real_trainers(layouts, tmp_path):
     cases = [(save_model(name, tmp_path), *rest) for name, *rest in layouts]
-    for (path, dtype, sizes, distributed), measured in zip(
-        cases, run_ranks(measure_on_rank, WORLD, tmp_path, cases), strict=True
-    ):
+    results = run_ranks(measure_on_rank, WORLD, tmp_path, cases)
+    for (path, dtype, sizes, distributed), measured in zip(cases, results, strict=True):
         parallel, element = ParallelConfig(**sizes), ElementBytes.of(dtype)
         grid, case = RankGrid.of(parallel, WORLD), (path, dtype, sizes)
         model, _ = load_architecture_and_dtype(path)
@@ -95,16 +82,14 @@ def test_planned_bytes_are_those_of_real_trainers(layouts, tmp_path):
 )
 def test_bytes_per_parameter_are_megatrons(dp, cp, distributed, per_parameter):
     """18 bytes, or 6 + 12 / (dp * cp) with the distributed optimizer: Megatron-LM, `dist_optimizer.md`."""
-    model = load_architecture(QWEN3_8B, origin="config.json")
-    (state,) = training_state(model, RankGrid(dp=dp, cp=cp), EVEN, BF16, distributed=distributed)
+    (state,) = training_state(QWEN3, RankGrid(dp=dp, cp=cp), EVEN, BF16, distributed=distributed)
     parameters = state.parameters / 2
     assert parameters == pytest.approx(8.19e9, rel=1e-3)
     assert state.total / parameters == pytest.approx(per_parameter, rel=1e-9)
 
 
 def test_stages_differ_and_the_head_is_heavy():
-    model = load_architecture(QWEN3_8B, origin="config.json")
-    first, middle, last = (frozen_state(model, RankGrid(pp=3), EVEN, BF16)[i].parameters for i in range(3))
+    first, middle, last = (frozen_state(QWEN3, RankGrid(pp=3), EVEN, BF16)[i].parameters for i in range(3))
     embedding = 2 * 151936 * 4096
     assert first - middle == embedding
     assert last - first == 2 * 4096  # the final norm

@@ -1,6 +1,4 @@
-"""What the pages say about the code is true: their tables against types and modules, their excerpts as printed."""
-
-from __future__ import annotations
+"""What the pages say is true: code blocks and links, tables against types and modules, excerpts as printed."""
 
 import ast
 import inspect
@@ -32,8 +30,63 @@ from megarl.preflight.run_checks import check_run
 from megarl.reward.python_function import load_reward
 from megarl.rollout.agents.episode import Episode
 from tests.algorithms.scripted_run import run_script
-from tests.docs.code_blocks import ROOT, blocks
+from tests.docs.code_blocks import ROOT, blocks, find_problems, pages
+from tests.end_to_end.tiny_world import SIZES
 from tests.maintenance.tree_measures import tracked_files
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_no_problems(page):
+    assert find_problems([page]) == []
+
+
+BAD_BLOCKS = [
+    ("", "make demo", "got none"),
+    ("bash", "ls\nif true; then\n  ls", "not valid bash: "),
+    ("bash", "ls\nmegarl trane my.yaml", "megarl trane: argument COMMAND: invalid choice: 'trane'"),
+    ("bash", "ls && megarl train \\\n  --fast", "the following arguments are required: CONFIG"),
+    ("bash", "megarl train yaml/missing.yaml", "there is no yaml/missing.yaml"),
+    ("bash", "megarl train yaml/demo.yaml --set trainer.stepz=2", "yaml/demo.yaml: trainer.stepz: unknown key"),
+    ("bash", "sbatch --nodes 4 launch/slurm/train.sbatch my.yaml --set a=1", "a: unknown key"),
+    ("bash", 'make test ARG="-k loss"', "the Makefile has no ARG"),
+    ("bash", "cat > my.yaml <<'EOF'\ntrainer:\n  stepz: 1\nEOF", "trainer.stepz: unknown key"),
+    ("yaml", "algorithm: {type: my_algorithm:SoftClip, softnes: 1}", "algorithm.softnes: unknown key"),
+    ("yaml", "run_dir: r\nmodel: {path: m}\ndata: {path: d}\nrollout: {tp: 2}", "rollout needs tp * replicas"),
+    ("python", "x = 1\ndef f(:", "not valid Python"),
+    ("python", "import os\nfrom megarl.algorithms import Algoritm", "cannot import name 'Algoritm'"),
+]
+GOOD_BLOCKS = [
+    ("bash", "megarl train my.yaml --resume auto > log.txt 2>&1 &  # a 'comment'\nkill $!"),
+    ("bash", 'megarl train my.yaml --set "reward.terms={a: {type: numeric}}" \\\n  reward.terms.a.weight=2'),
+    ("yaml", "algorithm: {type: my_package.missing:Algorithm, key: 1}"),
+    ("python", "import torch, missing\nfrom megarl.algorithms import Algorithm"),
+]
+TEXTS = [
+    ("`megarl trane CONFIG`", "megarl has no command trane"),
+    ("| a |\n| --- |\n| `trainer.optimizer.lrr` |", "no configuration has the key trainer.optimizer.lrr"),
+    ("| verl | megarl |\n| --- | --- |\n| `trainer.lrr` | `rollout.tpp` |", "no configuration has the key rollout.tpp"),
+    ("`rollout.agent: {path: a:b}` `reward.terms.NAME.weight` `model.safetensors` `os.path`", None),
+    ("    make demo", "only indented"),
+    ("[text](missing.md#part)", "a link leads to missing.md"),
+    ("[text](page.md#part) <https://example.org> [here](#part)", None),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((f"```{language}\n{text}\n```", message) for language, text, message in BAD_BLOCKS),
+        *((f"```{language}\n{text}\n```", None) for language, text in GOOD_BLOCKS),
+        *TEXTS,
+    ],
+)
+def test_problems_are_found(text, message, tmp_path):
+    file = tmp_path / "page.md"
+    file.write_text(f"# Title\n\n{text}\n")
+    found = find_problems([file], tmp_path)
+    assert len(found) == (message is not None), found
+    assert message is None or message in found[0]
+    assert all(re.match(r"page\.md:[35]: ", line) for line in found)  # a block's first line, or that of a table's row
 
 
 @cache
@@ -56,7 +109,6 @@ def rows(text: str) -> list[list[str]]:
 
 
 def code(text: str) -> list[str]:
-    """Return the spans of inline code."""
     return re.findall(r"`([^`]+)`", text)
 
 
@@ -69,7 +121,7 @@ KINDS = {algorithm.Config.model_fields["type"].default: algorithm.Config for alg
 ALGORITHMS = page("algorithms")
 
 
-def test_every_algorithm_has_a_row_and_a_command() -> None:
+def test_every_algorithm_has_a_row_and_a_command():
     commands = blocks(section(ALGORITHMS, "Run each of them on the demo"), "bash")
     overrides = [re.findall(r"'([^']+)'", line) for block in commands for line in block.splitlines()]
     run = [load_config(RunConfig, ROOT / "yaml/demo.yaml", each).algorithm.type for each in overrides if each]
@@ -84,7 +136,7 @@ def shown(value: Any) -> str:
 
 
 @pytest.mark.parametrize("row", rows(section(ALGORITHMS, "Defaults and presets")), ids=lambda row: row[0].strip("`"))
-def test_defaults_and_presets_are_those_of_the_algorithm(row: list[str]) -> None:
+def test_defaults_and_presets_are_those_of_the_algorithm(row):
     kind, fields = row[0].strip("`"), KINDS[row[0].strip("`")].model_fields
     names = ("aggregation", "clip_ratio_low", "clip_ratio_high", "kl_loss", "kl_reward")
     assert [cell.strip("`") for cell in row[1:6]] == [
@@ -100,7 +152,7 @@ OBJECTS = {
 }
 
 
-def test_the_api_pages_list_what_exists_and_all_that_algorithms_use() -> None:
+def test_the_api_pages_list_what_exists_and_all_that_algorithms_use():
     for path, options in OBJECTS.items():
         module, _, name = path.rpartition(".")
         found = getattr(import_module(module), name)
@@ -112,7 +164,7 @@ def test_the_api_pages_list_what_exists_and_all_that_algorithms_use() -> None:
     assert 15 < len(called) == len(called & set(OBJECTS["megarl.algorithms.RLRun"]["members"]))
 
 
-def test_the_main_path_names_functions_that_exist() -> None:
+def test_the_main_path_names_functions_that_exist():
     steps = rows(section(page("architecture"), "The main path: one step of `megarl train`"))
     assert len(steps) > 10
     for number, file, function, *_ in steps:
@@ -121,7 +173,7 @@ def test_the_main_path_names_functions_that_exist() -> None:
             assert re.search(rf"^ *(async def|def|class) {name}\b", source, re.MULTILINE), f"step {number}: no {name}"
 
 
-def test_every_package_and_kernel_is_listed() -> None:
+def test_every_package_and_kernel_is_listed():
     modules = [module.relative_to(ROOT / "megarl") for module in (ROOT / "megarl").rglob("*.py")]
     found = {str(module.parent) for module in modules if module.name != "__init__.py" and "stubs" not in module.parts}
     assert sorted(name.rstrip("/") for name in column("architecture", "Packages")) == sorted(found - {"."})
@@ -129,14 +181,14 @@ def test_every_package_and_kernel_is_listed() -> None:
     assert [name for name in kernels if name not in section(page("architecture"), "Kernels")] == []
 
 
-def test_the_layers_are_those_that_import_linter_checks() -> None:
+def test_the_layers_are_those_that_import_linter_checks():
     contracts = (ROOT / "pyproject.toml").read_text()
     (block,) = re.findall(r'name = "imports point down".*?layers = \[(.*?)\]', contracts, re.DOTALL)
     (drawn,) = re.findall(r"`(cli > [^`]*)`", section(page("architecture"), "Packages"))
     assert [" ".join(layer.split()) for layer in drawn.split(">")] == re.findall(r'"([\w| ]+)"', block)
 
 
-def test_fields_calls_and_roles_of_algorithms_are_those_of_the_code() -> None:
+def test_fields_calls_and_roles_of_algorithms_are_those_of_the_code():
     fields = {name for config in KINDS.values() for name in config.model_fields}
     named = {
         word for span in code(section(ALGORITHMS, "Fields of every algorithm")) for word in re.findall(r"\w+", span)
@@ -149,7 +201,7 @@ def test_fields_calls_and_roles_of_algorithms_are_those_of_the_code() -> None:
     assert roles == set(AUXILIARY_ROLES)
 
 
-def test_reward_types_and_members_of_an_episode_are_those_of_the_code() -> None:
+def test_reward_types_and_members_of_an_episode_are_those_of_the_code():
     text = page("rewards-and-agents")
     union, _ = get_args(RewardConfig)
     kinds = {get_args(member)[1].tag for member in get_args(union)}
@@ -177,7 +229,7 @@ def templates() -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("message", blocks(page("troubleshooting"), "text"), ids=lambda message: message[:50])
-def test_a_quoted_message_is_in_the_code(message: str) -> None:
+def test_a_quoted_message_is_in_the_code(message):
     pattern = re.compile(r"[\s\S]*".join(map(re.escape, re.split(r"<[A-Z]+>", message.strip()))))
     assert any(pattern.search(template) for template in templates()), message
 
@@ -188,7 +240,7 @@ def subclasses(kind: type[errors.MegarlError]) -> Iterator[type[errors.MegarlErr
         yield from subclasses(below)
 
 
-def test_exit_codes_and_the_lock_timeout_are_those_of_the_code() -> None:
+def test_exit_codes_and_the_lock_timeout_are_those_of_the_code():
     text = page("troubleshooting")
     raised: dict[int, set[str]] = {0: set(), INTERRUPTED: set()}
     for each in subclasses(errors.MegarlError):
@@ -199,11 +251,11 @@ def test_exit_codes_and_the_lock_timeout_are_those_of_the_code() -> None:
     assert [title for title in re.findall(r"^### (.+)$", text, re.M) if "```text" not in section(text, title)] == []
 
 
-def test_the_table_of_commands_is_complete() -> None:
+def test_the_table_of_commands_is_complete():
     assert sorted(re.findall(r"`megarl (\w+)", " ".join(row[0] for row in rows(page("commands"))))) == sorted(SUMMARIES)
 
 
-def test_no_tracked_file_names_a_folder_outside_the_checkout() -> None:
+def test_no_tracked_file_names_a_folder_outside_the_checkout():
     try:
         files = [ROOT / name for name in tracked_files() if (ROOT / name).is_file()]
     except subprocess.CalledProcessError:
@@ -226,8 +278,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, 
     monkeypatch.syspath_prepend(str(tmp_path))
     for name, text in MODULES.items():
         (tmp_path / name).write_text(text)
-    sizes = {"vocab_size": 300, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    write_tiny_model(tmp_path / "model", ["1 + 2 = 3"], seed=0, ffn_size=96, context_length=1024, **sizes)
+    write_tiny_model(tmp_path / "model", ["1 + 2 = 3"], seed=0, **SIZES | {"context_length": 1024})
     (content,) = (yaml.safe_load(text) for text in blocks(README, "yaml") if text.startswith("# my.yaml\n"))
     (tmp_path / content["data"]["path"]).write_text(json.dumps({"prompt": "8 * 9", "answer": "72"}) + "\n")
     yield content | {"model": {"path": str(tmp_path / "model")}}
@@ -235,7 +286,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, 
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
-def test_the_configuration_passes_the_checks_and_the_reward_scores(tree: dict[str, Any]) -> None:
+def test_the_configuration_passes_the_checks_and_the_reward_scores(tree):
     assert check_run(make_config(RunConfig, tree)) == []
     (section,) = (yaml.safe_load(text) for text in blocks(README, "yaml") if text.startswith("reward:"))
     config = make_config(RunConfig, tree | section)
@@ -247,7 +298,7 @@ def test_the_configuration_passes_the_checks_and_the_reward_scores(tree: dict[st
     assert reward.function(None, "", row) == {"reward": 0.2, "correct": False}
 
 
-def test_the_algorithm_trains(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_the_algorithm_trains(tree, tmp_path):
     kind = "sign_grpo:SignGrpo"
     assert f'`algorithm: {{type: "{kind}"}}`' in README
     config = make_config(RunConfig, tree | {"algorithm": {"type": kind}})

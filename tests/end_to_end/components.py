@@ -3,8 +3,6 @@
 Most tests share the processes of two Megatron ranks, in which each trainer is a role of its own.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,14 +68,12 @@ class SharedRanks(WorkerProcesses):
         self._numbers = itertools.count()
 
     def group(self, name: str, grid: RankGrid) -> WorkerGroup[Any]:
-        """Return a group for a new role."""
         return WorkerGroup(f"{name} {next(self._numbers)}", self, grid)
 
     def stop(self) -> None:
         """Do nothing: other tests use the processes."""
 
     def end(self) -> None:
-        """Kill the processes and release their slots."""
         super().stop()
         remove_placement_group(self.pool.group)
 
@@ -153,7 +149,6 @@ class Components:
         return (trainer or self.trainer).train_step(work)
 
     def exported(self, folder: Path) -> dict[str, Tensor]:
-        """Export the trainer's weights and return them."""
         self.trainer.save_hf(str(folder))
         return load_file(folder / "model.safetensors")
 
@@ -209,7 +204,6 @@ def build(config: RunConfig, ranks: SharedRanks | None = None) -> Components:
 
 @contextmanager
 def started(config: RunConfig, ranks: SharedRanks | None = None) -> Iterator[Components]:
-    """Build all components for the block."""
     components = build(config, ranks)
     try:
         yield components

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 Launch = Callable[..., LaunchedCommand]
 RunCommand = Callable[..., int]
-StartHead = Callable[..., LaunchedCommand]
-
 numbers = itertools.count()
 """Of the groups of ranks in `run_here`, since roles are unique within their processes."""
 
@@ -44,12 +42,10 @@ class FinishedRun:
     leftovers: list[str]
 
     def steps(self) -> list[dict[str, Any]]:
-        """Return the metrics, one row per step."""
         return list_steps(self.folder)
 
     def summary(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
-        return content
+        return json.loads((self.folder / "summary.json").read_text())
 
 
 @pytest.fixture(scope="session")
@@ -135,7 +131,7 @@ def run_here(ranks: SharedRanks, monkeypatch: pytest.MonkeyPatch) -> RunCommand:
 
 
 @pytest.fixture
-def start_head(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartHead]:
+def start_head(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     """Return a function that starts a Ray cluster, with token authentication, which must outlive the test."""
     heads: list[LaunchedCommand] = []
 
@@ -151,7 +147,7 @@ def start_head(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[Star
 
 
 @pytest.fixture
-def head(start_head: StartHead, monkeypatch: pytest.MonkeyPatch) -> LaunchedCommand:
+def head(start_head: Launch, monkeypatch: pytest.MonkeyPatch) -> LaunchedCommand:
     """Start a Ray cluster and set RAY_ADDRESS to it."""
     head = start_head("--include-dashboard=false")
     head.wait_until(lambda: re.search(r"--address='([^']+)'", head.stdout))

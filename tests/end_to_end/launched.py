@@ -1,7 +1,5 @@
 """Runs a `megarl` command as a subprocess; finds every process of the run, and what outlives it."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -12,6 +10,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,9 @@ from tests.time_limits import HANG_SECONDS, wait_until
 
 MARKER = "MEGARL_TEST_RUN"
 """An environment variable that every process of a run inherits."""
-
+MISMATCH = "train_infer_mismatch/logprob_abs_max"
+COMPARED_METRICS = ("loss", "grad_norm", "reward/mean", "response/length", "entropy", MISMATCH)
+"""Metrics of a step that are the same, bit for bit, however the run is placed."""
 RAY_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 """After a Ray cluster has been killed, these two retry for 60 seconds to report it to a service that is gone too."""
 
@@ -30,9 +31,7 @@ RAY_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 class LaunchedCommand:
     """A command that runs in its own session and temporary folder, with its output in files."""
 
-    def __init__(
-        self, folder: Path, *arguments: str | Path, program: str = "megarl", keeps_ray_address: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, *arguments: str | Path, program="megarl", keeps_ray_address=False) -> None:
         self._folder, self._mark = folder, uuid.uuid4().hex
         # not in `folder`: Ray's socket paths begin with it, and their length is limited
         self.temporary = Path(tempfile.mkdtemp(prefix="m"))
@@ -62,10 +61,7 @@ class LaunchedCommand:
         return (self._folder / "stderr").read_text()
 
     def steps_done(self) -> int:
-        """Return the last step in metrics.jsonl."""
-        file = self._folder / "run" / "metrics.jsonl"
-        lines = file.read_text().split("\n")[:-1] if file.exists() else []
-        return max((json.loads(line)["step"] for line in lines), default=0)
+        return last_step(self._folder / "run")
 
     def wait_for_step(self, step: int) -> None:
         """Wait until the run has finished `step`, and record its processes."""
@@ -133,10 +129,16 @@ class LaunchedCommand:
         here = [path for path in self.temporary.iterdir() if path.name != "ray"]
         return [str(path) for path in (*here, *self._mapped) if path.exists()]
 
+    def assert_nothing_left(self) -> None:
+        """Check that no process of the run is left, and no file other than Ray's logs."""
+        self.assert_no_processes_left()
+        assert self.find_leftovers() == []
+
     def end(self) -> None:
         """Kill all remaining processes of the run and remove its temporary files."""
         for process in self.find_live_processes():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait(HANG_SECONDS)
         shutil.rmtree(self.temporary, ignore_errors=True)
 
@@ -152,6 +154,12 @@ def _begin_command(at_death: signal.Signals) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def run_program(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, and return its exit code and output as text; `options`: those of `subprocess.run`."""
+    words = list(map(str, command))
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=HANG_SECONDS, **options)
+
+
 def run_to_end(folder: Path, *arguments: str | Path) -> None:
     """Run a `megarl` command, with its output in `folder`, to its end, at which no process may be left."""
     command = LaunchedCommand(folder, *arguments)
@@ -165,6 +173,13 @@ def run_to_end(folder: Path, *arguments: str | Path) -> None:
 def gained(values: Sequence[float]) -> float:
     """Return the mean of the last 5 values minus the mean of the first 5."""
     return sum(values[-5:]) / 5 - sum(values[:5]) / 5
+
+
+def last_step(run: Path) -> int:
+    """Return the last step in the metrics of a run folder; 0 if there is none."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return max((json.loads(line)["step"] for line in lines), default=0)
 
 
 def list_steps(run: Path) -> list[dict[str, Any]]:

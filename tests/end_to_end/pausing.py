@@ -1,7 +1,5 @@
 """GRPO that waits before some steps, so that a test can disturb the run at a known step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

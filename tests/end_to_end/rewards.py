@@ -1,9 +1,8 @@
-"""Reward functions: one that fails depending on the prompt's row, and a cost."""
-
-from __future__ import annotations
+"""Reward functions: one that fails depending on the prompt's row, a cost, and one at random."""
 
 import math
 import re
+import zlib
 from collections.abc import Mapping
 
 from megarl.batch.trajectory import Trajectory
@@ -26,3 +25,8 @@ def false_equation(trajectory: Trajectory, text: str, row: Mapping[str, object])
     found = EQUATION.findall(text.partition(" ####")[0])
     right = [int(a) + int(b) == int(c) if sign == "+" else int(a) - int(b) == int(c) for a, sign, b, c in found]
     return float(not right or not all(right))
+
+
+def random(trajectory: Trajectory, text: str, row: Mapping[str, object]) -> float:
+    """Return 0 or 1, independently of the quality of the answer."""
+    return float(zlib.crc32(trajectory.token_ids.tobytes() + trajectory.logprobs.tobytes()) % 2)

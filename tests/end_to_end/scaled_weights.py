@@ -1,7 +1,5 @@
 """GRPO whose engines serve one wrong matrix after a push, as a defect of the weight sync could have it."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from megarl.config.algorithms.group_baseline import GrpoConfig
 
 SCALED_PUSH = 12
 """The version after whose push the engines' matrix is multiplied by 1.25."""
-
 MATRIX = "model.layers.1.self_attn.o_proj.weight"
 
 

@@ -1,6 +1,7 @@
 """An environment for runs of random models: answers each reply, rewards turns, and fails in some episodes."""
 
-from __future__ import annotations
+import asyncio
+from pathlib import Path
 
 from megarl.rollout.environments.environment import Step, Task
 
@@ -8,17 +9,29 @@ HINT = "Once more."
 
 
 class Talking:
-    """Ends after a random number of turns, at most four, and fails at the first step of every eighth seed."""
+    """Ends after a random number of turns, at most four, and fails at the first step of every eighth seed.
 
-    def __init__(self) -> None:
-        self._turns_left, self._fails = 0, False
+    Args:
+        metrics: the metrics of the run, written after each push of weights.
+        pause: position among all prompts of the one whose episodes wait for the first push between their turns.
+    """
+
+    def __init__(self, metrics: str, pause: int) -> None:
+        self._metrics, self._pause = Path(metrics), pause
+        self._turns_left, self._fails, self._waits = 0, False, False
 
     async def reset(self, task: Task) -> None:
         self._turns_left, self._fails = 1 + task.seed % 4, task.seed % 8 == 5
+        seen = task.shared.setdefault("prompts", [])
+        if task.prompt.row not in seen:
+            seen.append(task.prompt.row)
+        self._waits = seen.index(task.prompt.row) == self._pause
 
     async def step(self, reply: str) -> Step:
         if self._fails:
             raise ConnectionError("no answer")
+        while self._waits and not (self._metrics.exists() and self._metrics.stat().st_size):
+            await asyncio.sleep(0.05)
         self._turns_left -= 1
         reward = float("1" in reply)
         if not self._turns_left:

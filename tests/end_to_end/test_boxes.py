@@ -1,7 +1,5 @@
 """Weight sync with parallel sizes that do not divide: engines are placed by traced layouts and receive boxes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from megarl.reshard.layout.engine_ranks import can_place_strided
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.bucket import digest
 from tests.end_to_end.components import Components, started
-from tests.end_to_end.tiny_world import run_tree
+from tests.end_to_end.tiny_world import SIZES, run_tree
 
 
 @dataclass(frozen=True)
@@ -39,19 +37,9 @@ CASES = {
 
 
 def make_config(case: Case, world: Path, folder: Path) -> RunConfig:
-    write_tiny_model(
-        folder / "model",
-        (world / "data" / "train.jsonl").read_text().splitlines(),
-        seed=0,
-        vocab_size=300,
-        hidden_size=48,
-        num_layers=2,
-        num_heads=case.heads,
-        num_kv_heads=case.heads // 2,
-        head_dim=8,
-        ffn_size=96,
-        context_length=160,
-    )
+    heads = {"hidden_size": 48, "num_heads": case.heads, "num_kv_heads": case.heads // 2, "head_dim": 8}
+    texts = (world / "data" / "train.jsonl").read_text().splitlines()
+    write_tiny_model(folder / "model", texts, seed=0, **SIZES | heads)
     sections: dict[str, Any] = {
         "model": {"path": str(folder / "model")},
         "trainer": {"steps": 2, "optimizer": {"lr": 1e-3}, "parallel": {"tp": case.tp}},
@@ -84,9 +72,7 @@ def check_served(components: Components, exported: Mapping[str, Tensor]) -> None
     assert {tensor for hashes in by_rank for tensor, _ in hashes} == exported.keys()
 
 
-def check_that_unchanged_weights_stay(
-    components: Components, whole: PushReport, exported: Mapping[str, Tensor]
-) -> None:
+def check_that_unchanged_weights_stay(components: Components, whole: PushReport, exported: dict[str, Tensor]) -> None:
     """Push weights again that the engines hold."""
     again = components.weights.push(3)
     assert again.bytes_moved == again.stats.mark_bytes
@@ -95,9 +81,7 @@ def check_that_unchanged_weights_stay(
 
 
 @pytest.mark.parametrize("name", ["1-3-1 -> 1-2", pytest.param("1-1-2 -> 1-2", marks=pytest.mark.slow)])
-def test_engine_weights_equal_trainer_weights_bitwise_over_two_steps(
-    name: str, cluster: None, world: Path, tmp_path: Path
-) -> None:
+def test_engine_weights_equal_trainer_weights_bitwise_over_two_steps(name, cluster, world, tmp_path):
     case = CASES[name]
     with started(make_config(case, world, tmp_path)) as components:
         assert not can_place_strided(components.trainer.grid, pool_topology(components.pool), gen_tp=2)

@@ -1,7 +1,5 @@
 """Trainer, engine and rollout worker together: weights, log-probabilities, rewards, process deaths."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -24,14 +22,11 @@ from megarl.groups.trainer_group import make_trainer_group
 from megarl.groups.weight_sync import WeightSync
 from megarl.megatron.token_column import merge_column
 from megarl.rollout.engine import Sampling
-from tests.end_to_end.components import Components, SharedRanks, make_config, started
-from tests.end_to_end.launched import list_steps
+from tests.end_to_end.components import Components, make_config, started
+from tests.end_to_end.launched import MISMATCH, list_steps
 from tests.end_to_end.tiny_world import PATIENCE
 from tests.groups.estimates import assert_same_bits, estimate_here, make_job
 from tests.time_limits import HANG_SECONDS
-
-LOGPROB_MISMATCH = "train_infer_mismatch/logprob_abs_max"
-
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -57,7 +52,7 @@ def same_bits(served: Tensor, exported: Tensor) -> bool:
     return torch.equal(served[:rows].view(torch.int32), exported.view(torch.int32)) and not served[rows:].any()
 
 
-def test_engine_weights_equal_the_export_bitwise(components: Components, tmp_path: Path) -> None:
+def test_engine_weights_equal_the_export_bitwise(components, tmp_path):
     for version in (0, 1):
         exported = components.exported(tmp_path / f"exported-{version}")
         components.overwrite_served(exported)
@@ -78,14 +73,14 @@ def test_engine_weights_equal_the_export_bitwise(components: Components, tmp_pat
     assert not any(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_sampled_and_recomputed_log_probabilities_agree(components: Components) -> None:
+def test_sampled_and_recomputed_log_probabilities_agree(components):
     components.weights.push(2)
     groups = components.sample("agree")
     stats = components.train(groups)
-    assert 0 < stats.metrics[LOGPROB_MISMATCH] <= 1e-4
+    assert 0 < stats.metrics[MISMATCH] <= 1e-4
     assert stats.num_tokens == sum(t.num_tokens for g in groups for t in g.summary.trajectories)
     # the weights have changed: log-probabilities sampled with the old ones no longer agree
-    assert components.train(groups).metrics[LOGPROB_MISMATCH] > 1e-3
+    assert components.train(groups).metrics[MISMATCH] > 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +104,7 @@ def failing(components: Components, world: Path, tmp_path_factory: pytest.TempPa
         (2, r"returned nan, not a finite number, on "),
     ],
 )
-def test_error_of_a_failing_reward_names_term_and_prompt(
-    row: int, message: str, components: Components, failing: RolloutGroup
-) -> None:
+def test_error_of_a_failing_reward_names_term_and_prompt(row, message, components, failing):
     (prompt,) = (p for p in components.prompts if p.prompt_id.endswith(f":{row}"))
     sampling = Sampling(temperature=1.0, max_new_tokens=4)
     label = r"^reward\.terms\.odd \(tests\.end_to_end\.rewards:capricious\) "
@@ -119,9 +112,7 @@ def test_error_of_a_failing_reward_names_term_and_prompt(
         failing.collect([prompt], num_samples=2, sampling=sampling, label=f"reward-{row}")
 
 
-def test_workers_continue_after_a_reward_error_and_share_an_estimate(
-    components: Components, failing: RolloutGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_continue_after_a_reward_error_and_share_an_estimate(components, failing, monkeypatch):
     """Returns of sampled tokens, whitened over all groups: the bits are those that one process computes."""
     monkeypatch.setattr(estimate_job, "TOKENS_PER_WORKER", 1)
     sampling = Sampling(temperature=1.0, max_new_tokens=8)
@@ -139,21 +130,19 @@ def test_workers_continue_after_a_reward_error_and_share_an_estimate(
     assert_same_bits(found, estimate_here(job, trajectories))
 
 
-def test_log_probabilities_agree_only_if_the_trainer_uses_the_sampling_temperature(
-    components: Components, world: Path, tmp_path: Path
-) -> None:
+def test_log_probabilities_agree_only_if_the_trainer_uses_the_sampling_temperature(components, world, tmp_path):
     config = make_config(world, tmp_path, rollout={"max_new_tokens": 12, "sampling": {"temperature": 0.7}})
     cool_trainer = make_trainer_group(config, components.processes)
     cool_trainer.start_workers(trainer_spec(config)).result(HANG_SECONDS)
     WeightSync(config, cool_trainer, components.engines, components.pool).push(4)
     groups = components.sample("cool", temperature=0.7)
-    assert 0 < components.train(groups, cool_trainer).metrics[LOGPROB_MISMATCH] <= 1e-4
+    assert 0 < components.train(groups, cool_trainer).metrics[MISMATCH] <= 1e-4
     components.weights.push(5)
-    assert components.train(components.sample("wrong", temperature=0.7)).metrics[LOGPROB_MISMATCH] > 1e-2
+    assert components.train(components.sample("wrong", temperature=0.7)).metrics[MISMATCH] > 1e-2
 
 
 @pytest.mark.parametrize("update", ["in_place", "abort"])
-def test_pushes_while_requests_run(update: str, components: Components, world: Path, tmp_path: Path) -> None:
+def test_pushes_while_requests_run(update, components, world, tmp_path):
     """Tokens of the last version agree with the trainer, except for those on a KV cache of older weights."""
     schedule = {"type": "async", "lookahead": 2, "max_staleness": 3, "update": update}
     rollout = {"max_new_tokens": 100}
@@ -161,15 +150,15 @@ def test_pushes_while_requests_run(update: str, components: Components, world: P
     rows = list_steps(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(1, 7))
     assert max(row["staleness/max"] for row in rows) <= 3
-    assert max(row[LOGPROB_MISMATCH] for row in rows) <= 1e-4
+    assert max(row[MISMATCH] for row in rows) <= 1e-4
     assert max(row["drift/logprob_abs_mean"] for row in rows) > 1e-3
     if update == "in_place":
         assert max(row["policy/mixed_kv"] for row in rows) > 0
 
 
-def test_each_of_two_policies_samples_with_its_own_weights(components: Components, world: Path, tmp_path: Path) -> None:
+def test_each_of_two_policies_samples_with_its_own_weights(components, world, tmp_path):
     algorithm = {
-        "type": "tests.algorithms.test_two_policies:Duel",
+        "type": "tests.algorithms.test_custom_algorithm:Duel",
         "kl_loss": None,
         "group_size": 2,
         "prompts_per_step": 4,
@@ -180,12 +169,12 @@ def test_each_of_two_policies_samples_with_its_own_weights(components: Component
     assert len(steps) == 3
     for row in steps:
         assert row["other/grad_norm"] > 0
-        assert row[LOGPROB_MISMATCH] <= 1e-4
-        assert row[f"other/{LOGPROB_MISMATCH}"] <= 1e-4
+        assert row[MISMATCH] <= 1e-4
+        assert row[f"other/{MISMATCH}"] <= 1e-4
 
 
 @pytest.mark.slow
-def test_killed_scheduler_fails_the_request_with_its_log_tail(ranks: SharedRanks, world: Path, tmp_path: Path) -> None:
+def test_killed_scheduler_fails_the_request_with_its_log_tail(ranks, world, tmp_path):
     config = make_config(world, tmp_path, rollout={"max_new_tokens": 120}, recovery={"max_restarts": 0})
     message = r"(?s)^the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of .*:\n."
     with started(config, ranks) as doomed:

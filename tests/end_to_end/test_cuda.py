@@ -1,23 +1,17 @@
 """`megarl train` on CUDA devices: engine and trainer agree, with colocated and with disaggregated engines."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import Launch
 from tests.end_to_end.launched import list_steps
 from tests.end_to_end.tiny_world import write_run
 
 ROLLOUT = {"max_new_tokens": 12, "engine": {"extra_args": {"attention_backend": "triton"}}}
 """SGLang's default attention has no kernels for heads as small as those of the tests' models."""
-
 MEAN_TOLERANCE = 0.03
 """Largest mean |difference| of sampled and recomputed log-probabilities in bfloat16."""
-
 MEAN_MISMATCH = "train_infer_mismatch/logprob_abs_mean"
 ONE, TWO = ({"device": "cuda", "slots_per_node": number} for number in (1, 2))
 DISAGGREGATED = ONE | {"pools": {"engines": {}}, "rollout": {"pool": "engines"}}
@@ -42,9 +36,7 @@ def on(number: int, name: str, placement: dict[str, Any], schedule: Any = None, 
         on(2, "disaggregated, weights are pushed while the engine generates", DISAGGREGATED, ASYNC),
     ],
 )
-def test_sampled_and_recomputed_log_probabilities_agree(
-    placement: Any, schedule: Any, parallel: Any, world: Path, tmp_path: Path, launch: Launch
-) -> None:
+def test_sampled_and_recomputed_log_probabilities_agree(placement, schedule, parallel, world, tmp_path, launch):
     pytest.importorskip("ray", reason="needs Ray: make setup-gpu")
     pytest.importorskip("sgl_kernel", reason="needs SGLang's CUDA kernels: make setup-gpu")
     trainer = {"steps": 4, "optimizer": {"lr": 1e-3}, "parallel": parallel}

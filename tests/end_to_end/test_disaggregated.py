@@ -1,7 +1,5 @@
 """Weight sync to disaggregated engines, which have their own slots."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -22,8 +20,9 @@ from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.reshard.layout.sampled_boxes import SampledBox
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.transfer.sample_digests import PartDigests
-from tests.end_to_end.components import Components, SharedRanks, engine_host, started
-from tests.end_to_end.test_components import LOGPROB_MISMATCH, differing
+from tests.end_to_end.components import Components, engine_host, started
+from tests.end_to_end.launched import MISMATCH
+from tests.end_to_end.test_components import differing
 from tests.end_to_end.tiny_world import run_tree
 from tests.time_limits import HANG_SECONDS, wait_until
 
@@ -50,7 +49,7 @@ def planned(components: Components) -> TransferSpec:
     return replace(spec, sources=trainer_layouts(model, components.trainer.grid, "float32"))
 
 
-def test_received_engine_weights_equal_the_export_bitwise(ranks: SharedRanks, world: Path, tmp_path: Path) -> None:
+def test_received_engine_weights_equal_the_export_bitwise(ranks, world, tmp_path):
     with started(make_config(world, tmp_path / "run", verify={"every": 1}), ranks) as components:
         transfer_spec = planned(components)
         hops = [[hop for r in transfer_spec.plan(rank).rounds for hop in r.hops] for rank in range(3)]
@@ -67,7 +66,7 @@ def test_received_engine_weights_equal_the_export_bitwise(ranks: SharedRanks, wo
             assert max(sum(hop.bytes_sent for hop in of_rank) for of_rank in hops) < 0.6 * need
             groups = components.sample(f"version-{version}")
             assert {t.max_policy_version for g in groups for t in g.summary.trajectories} == {version}
-            assert 0 < components.train(groups).metrics[LOGPROB_MISMATCH] <= 1e-4
+            assert 0 < components.train(groups).metrics[MISMATCH] <= 1e-4
             assert report.seconds["verify"] > 0
         check_that_a_difference_is_found(components, 2)
 
@@ -122,7 +121,7 @@ def failing_push(components: Components, version: int, stopped: int, meanwhile: 
 
 
 @pytest.mark.slow
-def test_hung_and_dead_trainer_ranks_are_named(cluster: None, world: Path, tmp_path: Path) -> None:
+def test_hung_and_dead_trainer_ranks_are_named(cluster, world, tmp_path):
     with started(make_config(world, tmp_path / "run", timeout_seconds=8)) as components:
         first, second = map(pid_of, components.processes.actors)
         components.weights.push(0)
@@ -143,7 +142,7 @@ def test_hung_and_dead_trainer_ranks_are_named(cluster: None, world: Path, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["scheduler", "host"])
-def test_dead_engine_is_named(victim: str, cluster: None, world: Path, tmp_path: Path) -> None:
+def test_dead_engine_is_named(victim, cluster, world, tmp_path):
     with started(make_config(world, tmp_path / "run", timeout_seconds=8)) as components:
         components.weights.push(0)
         (health,) = components.engines.call("health")

@@ -1,23 +1,52 @@
-"""Exit codes and messages of runs that end early; none of their processes may remain.
+"""Exit codes and messages of commands that are refused or end early; none of their processes may remain.
 
 `test_schedules.py` has the exit code of a run that SIGUSR1 ends after a step.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.placement.hardware import visible_gpu_names
 from tests.end_to_end.conftest import Launch
 from tests.end_to_end.launched import LaunchedCommand, process_title
 from tests.end_to_end.scaled_weights import SCALED_PUSH
 from tests.end_to_end.tiny_world import write_run
+
+LOOK = """
+import sys
+from megarl.cli.main import main
+code = main(sys.argv[1:])
+assert not {"ray", "torch", "transformers"} & sys.modules.keys(), "imports that take seconds"
+sys.exit(code)
+"""
+
+
+def test_unknown_key_is_refused_immediately(world, tmp_path):
+    command = [sys.executable, "-c", LOOK, "train", write_run(world, tmp_path), "--set", "trainer.optimiser.lr=1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "trainer.optimiser" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(bool(visible_gpu_names()), reason="this machine has a GPU")
+def test_cuda_is_refused_without_gpus(world, tmp_path, launch):
+    command = launch("train", write_run(world, tmp_path), "--set", "placement.device=cuda")
+    assert command.wait() == 2
+    assert command.stderr.startswith("error: ")
+    assert "placement.device: cuda needs nodes * slots_per_node = 1 * 2 = 2 GPUs, this machine has 0" in command.stderr
+    command.assert_no_processes_left()
+    assert list(command.temporary.iterdir()) == []
+
 
 LONG = {"trainer": {"steps": 100_000}, "placement": {"slots_per_node": 1}}
 """Sections of a long run on one slot, which starts faster."""
@@ -30,7 +59,7 @@ def start_long_run(launch: Launch, world: Path, folder: Path, **sections: Any) -
     return run
 
 
-def test_interrupted_run_leaves_no_processes_or_files(world: Path, tmp_path: Path, launch: Launch) -> None:
+def test_interrupted_run_leaves_no_processes_or_files(world, tmp_path, launch):
     run = start_long_run(launch, world, tmp_path)
     run.send(signal.SIGINT, group=True)
     assert run.wait() == 130
@@ -43,14 +72,9 @@ def test_interrupted_run_leaves_no_processes_or_files(world: Path, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "process"),
-    [
-        ("SIGUSR1", "raylet"),
-        *product(("SIGUSR1", "Ctrl-C"), ("ray::AsyncWorkerHost.build", "sglang::scheduler")),
-    ],
+    [("SIGUSR1", "raylet"), *product(("SIGUSR1", "Ctrl-C"), ("ray::AsyncWorkerHost.build", "sglang::scheduler"))],
 )
-def test_run_ended_during_startup_runs_no_step(
-    how: str, process: str, world: Path, tmp_path: Path, launch: Launch
-) -> None:
+def test_run_ended_during_startup_runs_no_step(how, process, world, tmp_path, launch):
     run = launch("train", write_run(world, tmp_path, **LONG))
     run.wait_until(lambda: any(process in process_title(p) for p in run.find_live_processes()))
     if how == "Ctrl-C":
@@ -63,14 +87,11 @@ def test_run_ended_during_startup_runs_no_step(
         assert run.wait() == 75
         assert run.stderr == "stopped before the first of 100000 steps on SIGUSR1\n"
     assert not (tmp_path / "run" / "model").exists()
-    run.assert_no_processes_left()
-    assert run.find_leftovers() == []
+    run.assert_nothing_left()
 
 
 @pytest.mark.slow
-def test_processes_and_shared_memory_are_gone_after_the_driver_is_killed(
-    world: Path, tmp_path: Path, launch: Launch
-) -> None:
+def test_processes_and_shared_memory_are_gone_after_the_driver_is_killed(world, tmp_path, launch):
     run = start_long_run(launch, world, tmp_path)
     run.send(signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
@@ -79,9 +100,7 @@ def test_processes_and_shared_memory_are_gone_after_the_driver_is_killed(
 
 
 @pytest.mark.slow
-def test_killed_engine_without_restarts_ends_the_run_with_its_log_tail(
-    world: Path, tmp_path: Path, launch: Launch
-) -> None:
+def test_killed_engine_without_restarts_ends_the_run_with_its_log_tail(world, tmp_path, launch):
     run = start_long_run(launch, world, tmp_path, recovery={"max_restarts": 0})
     scheduler = next(p for p in run.find_live_processes() if process_title(p) == "sglang::scheduler")
     scheduler.kill()
@@ -91,14 +110,11 @@ def test_killed_engine_without_restarts_ends_the_run_with_its_log_tail(
     assert run.stderr.startswith("error: ")
     assert f"the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of {log}:\n" in run.stderr
     assert log.read_text().splitlines()[-1] in run.stderr
-    run.assert_no_processes_left()
-    assert run.find_leftovers() == []
+    run.assert_nothing_left()
 
 
 @pytest.mark.slow
-def test_an_engine_matrix_scaled_by_a_quarter_ends_the_run_with_exit_code_3(
-    world: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_matrix_scaled_by_a_quarter_ends_the_run_with_exit_code_3(world, tmp_path, launch, monkeypatch):
     """In bfloat16, with the limits by default; the steps before pass them."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
     algorithm = {"type": "tests.end_to_end.scaled_weights:ScaledAfterPush", "kl_loss": None, "group_size": 4}
@@ -113,5 +129,4 @@ def test_an_engine_matrix_scaled_by_a_quarter_ends_the_run_with_exit_code_3(
     assert float(started[2]) > float(started[3])
     assert f"in the last {SCALED_PUSH} steps; 6.3e-08 to 9.6e-06 in bfloat16 in the demo)" in run.stderr
     assert "trainer and engine disagree about the log-probability of a sampled token" in run.stderr
-    run.assert_no_processes_left()
-    assert run.find_leftovers() == []
+    run.assert_nothing_left()

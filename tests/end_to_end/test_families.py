@@ -3,8 +3,6 @@
 The second step samples with weights that the trainer has changed and pushed.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from safetensors.torch import load_file
 
 from megarl.config import RunConfig
 from megarl.data.tiny_checkpoint import train_tokenizer
-from tests.end_to_end.components import SharedRanks, started
+from tests.end_to_end.components import started
 from tests.end_to_end.launched import list_steps
 from tests.end_to_end.tiny_world import run_tree
 from tests.megatron.families.outside import MISTRAL_PATH, save_mistral
@@ -31,7 +29,6 @@ REWARD = {"terms": {"a_to_m": {"type": "format", "pattern": "[a-m]"}}}
 
 @pytest.fixture(scope="session")
 def models(world: Path) -> Path:
-    """Return the folder where models are saved."""
     return world / "families"
 
 
@@ -43,9 +40,7 @@ def save_with_tokenizer(name: str, models: Path, world: Path) -> Path:
     return folder
 
 
-QUICK = {
-    "deepseek_v3, tp 2 ep 2, exact": ("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}, {}, "exact"),
-}
+QUICK = {"deepseek_v3, tp 2 ep 2, exact": ("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}, {}, "exact")}
 SLOW = {
     "mistral outside the package, tp 2, exact": ("mistral", {"tp": 2}, {}, "exact"),
     "llama3, tp 2, gather_hf": ("llama3", {"tp": 2}, {}, "gather_hf"),
@@ -59,9 +54,7 @@ CASES = QUICK | SLOW
 
 
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
-def test_trainer_and_engine_log_probabilities_agree(
-    case: str, models: Path, world: Path, tmp_path: Path, ranks: SharedRanks
-) -> None:
+def test_trainer_and_engine_log_probabilities_agree(case, models, world, tmp_path, ranks):
     name, parallel, rollout, strategy = CASES[case]
     folder = save_with_tokenizer(name, models, world)
     tree = run_tree(

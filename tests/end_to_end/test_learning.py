@@ -1,9 +1,7 @@
-"""Every algorithm learns arithmetic, starting from a model that ends most answers too early.
+"""Every algorithm learns arithmetic, starting from a model that ends most answers too early, and so does the demo.
 
 Faster: `test_train.py` checks that a policy learns, `test_multi_turn.py` that one of its own runs.
 """
-
-from __future__ import annotations
 
 import json
 from pathlib import Path
@@ -13,21 +11,12 @@ import pytest
 from tests.end_to_end.launched import gained, run_to_end
 
 pytestmark = pytest.mark.slow
-
 EXAMPLE = str(Path(__file__).parents[2] / "examples/custom-algorithm")
 STEPS = 20
 CRITIC_LR = "algorithm.critic.optimizer.lr=1e-3"
+PLAIN = "grpo dr_grpo rloo gspo cispo gmpo dapo reinforce_pp reinforce_pp_baseline remax"
 SETTINGS = {
-    "grpo": [],
-    "dr_grpo": [],
-    "rloo": [],
-    "gspo": [],
-    "cispo": [],
-    "gmpo": [],
-    "dapo": [],
-    "reinforce_pp": [],
-    "reinforce_pp_baseline": [],
-    "remax": [],
+    **{kind: [] for kind in PLAIN.split()},
     "ppo": [CRITIC_LR],
     "pf_ppo": [CRITIC_LR],
     "vapo": [CRITIC_LR, "algorithm.pretraining.max_steps=5"],
@@ -56,7 +45,6 @@ def demo(tmp_path_factory):
 
 
 def train(demo, folder, kind, *settings):
-    """Train and return the metrics of each step."""
     folder.mkdir(exist_ok=True)
     places = [f"data.path={demo}/demo/data/train.jsonl", "data.eval_path=null", f"model.path={demo}/sft/model"]
     algorithm = f"algorithm={{type: {kind}, prompts_per_step: 32, group_size: 8, num_mini_batches: 2}}"
@@ -99,3 +87,25 @@ def test_safe_rlhf_keeps_cost_below_its_limit_while_reward_rises(demo, tmp_path)
     assert gained([step["reward/accuracy"] for step in steps]) > MARGIN
     costs = [step["reward/cost"] for step in steps]
     assert sum(costs[-10:]) / 10 < limit + 0.04
+
+
+RANDOM_REWARD = (
+    "reward.terms={random: {type: python, path: 'tests.end_to_end.rewards:random'}, "
+    "accuracy: {type: numeric, strict: true, weight: 0.0}}"
+)
+
+
+def run_demo(folder, *arguments):
+    run_to_end(folder, "run_demo", "--out", folder / "run_demo", *arguments)
+    return json.loads((folder / "run_demo/summary.json").read_text())
+
+
+def test_accuracy_rises_by_a_quarter(tmp_path):
+    summary = run_demo(tmp_path, "--seed", "11")
+    assert summary["eval_after"] - summary["eval_before"] >= 0.25
+    assert summary["logprob_abs_max"] <= 1e-4
+
+
+def test_accuracy_does_not_rise_with_random_rewards(tmp_path):
+    summary = run_demo(tmp_path, "--set", RANDOM_REWARD, "reward.eval_term=accuracy")
+    assert summary["eval_after"] - summary["eval_before"] <= 0.1

@@ -1,7 +1,5 @@
 """Engines and rollout workers that die or hang: completions and weights are the same as in an undisturbed run."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -105,9 +103,7 @@ def in_thread(act: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def happening_during(
-    run: StartedRun, disturb: Callable[[], None], replica: int = 0, *, continues: bool = True
-) -> Iterator[None]:
+def happening_during(run: StartedRun, disturb: Callable[[], None], replica=0, *, continues=True) -> Iterator[None]:
     """Call `disturb` during the block, once the engine has requests; it finishes none before.
 
     Args:
@@ -139,9 +135,7 @@ def fetch_trajectories(groups: Sequence[FinishedGroup]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.payload.fetch()]
 
 
-def assert_same(
-    first: Sequence[FinishedGroup], second: Sequence[FinishedGroup], *, logprob_difference: float = 0.0
-) -> None:
+def assert_same(first: list[FinishedGroup], second: list[FinishedGroup], *, logprob_difference=0.0) -> None:
     """Check that all completions are the same, up to this difference of log-probabilities."""
     pairs = list(zip(fetch_trajectories(first), fetch_trajectories(second), strict=True))
     assert len(pairs) == 32
@@ -149,12 +143,8 @@ def assert_same(
         for name in ("token_ids", "loss_mask", "policy_versions"):
             assert getattr(a, name).tobytes() == getattr(b, name).tobytes(), name
         assert np.abs(a.logprobs - b.logprobs).max() <= logprob_difference
-        assert (a.prompt_id, a.group_id, a.reward, a.finish_reason) == (
-            b.prompt_id,
-            b.group_id,
-            b.reward,
-            b.finish_reason,
-        )
+        for name in ("prompt_id", "group_id", "reward", "finish_reason"):
+            assert getattr(a, name) == getattr(b, name), name
 
 
 def has_gone(pid: int) -> bool:
@@ -168,7 +158,7 @@ def assert_processes_gone(*pids: int) -> None:
     assert wait_until(lambda: all(map(has_gone, pids)))
 
 
-def test_killed_scheduler_is_restarted_without_changing_results(shared_run: StartedRun, tmp_path: Path) -> None:
+def test_killed_scheduler_is_restarted_without_changing_results(shared_run, tmp_path):
     scheduler, undisturbed = shared_run.scheduler(), shared_run.collect("undisturbed")
     host = engine_host(scheduler)
     before = shared_run.retry_counts()
@@ -186,9 +176,7 @@ def test_killed_scheduler_is_restarted_without_changing_results(shared_run: Star
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_lost_rollout_worker_is_replaced_without_changing_results(
-    how: signal.Signals, ranks: SharedRanks, world: Path, tmp_path: Path
-) -> None:
+def test_lost_rollout_worker_is_replaced_without_changing_results(how, ranks, world, tmp_path):
     with started_run(world, tmp_path / "run", ranks, recovery={"engine_stall_seconds": 4.0}) as one:
         undisturbed = one.collect("undisturbed")
         (worker,) = one.components.rollout._workers
@@ -206,9 +194,7 @@ def test_lost_rollout_worker_is_replaced_without_changing_results(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["scheduler", "host"])
-def test_another_replica_takes_the_requests_of_a_killed_one(
-    victim: str, ranks: SharedRanks, world: Path, tmp_path: Path
-) -> None:
+def test_another_replica_takes_the_requests_of_a_killed_one(victim, ranks, world, tmp_path):
     rollout = ROLLOUT | {"replicas": 2}
     with started_run(world, tmp_path / "run", ranks, rollout=rollout) as one:
         undisturbed, scheduler = one.collect("undisturbed"), one.scheduler(1)
@@ -229,7 +215,7 @@ def test_another_replica_takes_the_requests_of_a_killed_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["scheduler", "host"])
-def test_hung_engine_is_replaced(victim: str, ranks: SharedRanks, world: Path, tmp_path: Path) -> None:
+def test_hung_engine_is_replaced(victim, ranks, world, tmp_path):
     with started_run(world, tmp_path / "run", ranks, recovery={"engine_stall_seconds": 4.0}) as one:
         undisturbed, scheduler = one.collect("undisturbed"), one.scheduler()
         host = engine_host(scheduler)
@@ -255,9 +241,7 @@ def test_hung_engine_is_replaced(victim: str, ranks: SharedRanks, world: Path, t
     ],
     ids=["colocated", "disaggregated", "full tensors of two ranks"],
 )
-def test_push_is_retried_if_an_engine_dies_during_it(
-    strategy: str, sections: dict[str, Any], cluster: None, world: Path, tmp_path: Path
-) -> None:
+def test_push_is_retried_if_an_engine_dies_during_it(strategy, sections, cluster, world, tmp_path):
     sections = sections | {"weight_sync": {"strategy": strategy, "bucket_bytes": 60_000, "abort_seconds": 10.0}}
     with started_run(world, tmp_path / "run", **sections) as one:
         undisturbed, scheduler = one.collect("undisturbed"), one.scheduler()
@@ -266,7 +250,7 @@ def test_push_is_retried_if_an_engine_dies_during_it(
         sync = one.components.weights
         updates = sync._num_updates
 
-        def disturb() -> None:
+        def disturb():
             assert wait_until(lambda: sync._num_updates > updates)
             os.kill(scheduler, signal.SIGKILL)
             os.kill(rank, signal.SIGCONT)

@@ -1,7 +1,5 @@
 """An engine over two Ray nodes of this machine receives weights, is lost with any part of it, and is restarted."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -15,17 +13,9 @@ import ray
 
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.bucket import digest
+from tests.end_to_end import test_lost_engines as lost_engines
 from tests.end_to_end.components import Components, engine_host
-from tests.end_to_end.launched import LaunchedCommand
-from tests.end_to_end.test_components import LOGPROB_MISMATCH
-from tests.end_to_end.test_lost_engines import (
-    StartedRun,
-    assert_processes_gone,
-    assert_same,
-    happening_during,
-    kill,
-    started_run,
-)
+from tests.end_to_end.launched import MISMATCH, LaunchedCommand
 from tests.time_limits import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.slow
@@ -61,12 +51,12 @@ def second_node(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def run(second_node: LaunchedCommand, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedRun]:
-    with started_run(world, tmp_path_factory.mktemp("two-nodes") / "run", **SECTIONS) as one:
+def run(second_node, world: Path, tmp_path_factory) -> Iterator[lost_engines.StartedRun]:
+    with lost_engines.started_run(world, tmp_path_factory.mktemp("two-nodes") / "run", **SECTIONS) as one:
         yield one
 
 
-def schedulers(run: StartedRun) -> list[int]:
+def schedulers(run: lost_engines.StartedRun) -> list[int]:
     (health,) = run.components.engines.call("health")
     return list(health.scheduler_pids)
 
@@ -80,7 +70,7 @@ def assert_engine_holds_weights(components: Components, folder: Path) -> None:
         assert of_rank == {(p.tensor, p.box): digest(exported[p.tensor][slices(p.box)]) for p in layout.pieces}
 
 
-def test_ranks_of_both_nodes_receive_the_weights_bitwise(run: StartedRun, tmp_path: Path) -> None:
+def test_ranks_of_both_nodes_receive_the_weights_bitwise(run, tmp_path):
     components = run.components
     first, second = (components.engines.pool.slots[slot] for slot in components.engines.engine_slots[0])
     assert first.node != second.node
@@ -88,29 +78,30 @@ def test_ranks_of_both_nodes_receive_the_weights_bitwise(run: StartedRun, tmp_pa
     report = components.weights.push(2)
     assert report.stats.bytes_sent == report.stats.bytes_received > 0
     assert_engine_holds_weights(components, tmp_path / "exported")
-    assert 0 < components.train(components.sample("synced")).metrics[LOGPROB_MISMATCH] <= 1e-4
+    assert 0 < components.train(components.sample("synced")).metrics[MISMATCH] <= 1e-4
     components.weights.push(3)
     assert_engine_holds_weights(components, tmp_path / "trained")
 
 
 @pytest.mark.parametrize("victim", ["host", "scheduler"])
-def test_engine_is_restarted_after_a_death_on_the_second_node(victim: str, run: StartedRun, tmp_path: Path) -> None:
+def test_engine_is_restarted_after_a_death_on_the_second_node(victim, run, tmp_path):
     undisturbed, before = run.collect("undisturbed"), schedulers(run)
     hosts = [engine_host(pid) for pid in before]
-    with happening_during(run, kill(before[1] if victim == "scheduler" else hosts[1])):
+    doomed = before[1] if victim == "scheduler" else hosts[1]
+    with lost_engines.happening_during(run, lost_engines.kill(doomed)):
         disturbed = run.collect("disturbed")
-    assert_same(undisturbed, disturbed)
+    lost_engines.assert_same(undisturbed, disturbed)
     lost, back = run.messages[-2:]
     assert lost.startswith("engine 0 was lost (")
     assert back.startswith("engine 0 is serving again, ")
-    assert_processes_gone(*before, *hosts)
+    lost_engines.assert_processes_gone(*before, *hosts)
     assert_engine_holds_weights(run.components, tmp_path / "exported")
 
 
-def test_shutdown_leaves_no_process_on_any_node(run: StartedRun) -> None:
+def test_shutdown_leaves_no_process_on_any_node(run):
     """Must be the last test of this module, because it stops the engine."""
     pids = schedulers(run)
     hosts = [engine_host(pid) for pid in pids]
     assert len({psutil.Process(pid).ppid() for pid in hosts}) == 2  # the raylets of two nodes
     run.components.engines.shutdown()
-    assert_processes_gone(*pids)
+    lost_engines.assert_processes_gone(*pids)

@@ -3,8 +3,6 @@
 Agent, algorithm and group reward are those of the examples, which are outside the package.
 """
 
-from __future__ import annotations
-
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +21,7 @@ from megarl.groups.rollout_workers import RolloutWorkers
 from megarl.rollout.journal.journal import read_step
 from megarl.rollout.journal.journal_folder import list_steps as journal_steps
 from tests.end_to_end.components import Components, make_config
-from tests.end_to_end.launched import list_steps
+from tests.end_to_end.launched import MISMATCH, list_steps
 from tests.end_to_end.talking_environment import HINT
 from tests.end_to_end.tiny_world import PATIENCE
 
@@ -31,7 +29,6 @@ TURN_TOKENS = 6
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ALGORITHM, AGENT, REWARD = (EXAMPLES / f"custom-{name}" for name in ("algorithm", "agent", "reward"))
 AGENT_HINT = "Once more: "
-MISMATCH = "train_infer_mismatch/logprob_abs_max"
 
 FLAKY = """
 from pathlib import Path
@@ -77,15 +74,18 @@ def read_trajectories(run_dir: Path) -> list[Trajectory]:
     return [trajectory for entry in entries for trajectory in entry.trajectories]
 
 
-def test_turns_of_an_asynchronous_run_are_trained_on_with_their_own_versions(
-    components: Components, world: Path, tmp_path: Path
-) -> None:
+def test_turns_of_an_asynchronous_run_are_trained_on_with_their_own_versions(components, world, tmp_path):
     """Weights are pushed between and within turns."""
+    talking = {
+        "path": "tests.end_to_end.talking_environment:Talking",
+        "max_turn_tokens": TURN_TOKENS,
+        "kwargs": {"metrics": str(tmp_path / "run/metrics.jsonl"), "pause": 4},  # the first that is sampled ahead
+    }
     steps = train(
         components,
         world,
         tmp_path / "run",
-        {"env": {"path": "tests.end_to_end.talking_environment:Talking", "max_turn_tokens": TURN_TOKENS}},
+        {"env": talking},
         num_prompts=4,
         trainer={"steps": 5},
         reward={"terms": {"ones": {"type": "environment"}}, "max_failed_share": 0.9},
@@ -113,7 +113,7 @@ def test_turns_of_an_asynchronous_run_are_trained_on_with_their_own_versions(
     assert max(num_versions) > 1
 
 
-def test_a_program_is_trained_through_the_gateway(components: Components, world: Path, tmp_path: Path) -> None:
+def test_a_program_is_trained_through_the_gateway(components, world, tmp_path):
     command = [sys.executable, str(Path(__file__).with_name("two_turns.py"))]
     harness = {"command": command, "max_turn_tokens": 12, "max_programs": 4, "max_seconds": PATIENCE}
     sections = {
@@ -146,9 +146,7 @@ def import_in_workers(components: Components, folders: list[str], patch: pytest.
         patch.syspath_prepend(folder)
 
 
-def test_algorithm_agent_and_reward_of_the_examples_train_together(
-    components: Components, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_algorithm_agent_and_reward_of_the_examples_train_together(components, world, tmp_path, monkeypatch):
     (tmp_path / "flaky.py").write_text(FLAKY)
     import_in_workers(components, [str(folder) for folder in (tmp_path, ALGORITHM, AGENT, REWARD)], monkeypatch)
     changes = {
@@ -217,7 +215,7 @@ def check_dropped(row: dict[str, Any], rollouts: list[dict[str, Any]]) -> None:
         assert sum(advantages) == pytest.approx(0, abs=1e-5)  # the median of two rewards is their mean
 
 
-def test_the_example_prefers_the_shortest_correct_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_prefers_the_shortest_correct_answer(monkeypatch):
     monkeypatch.syspath_prepend(REWARD)
     from reward import ShortestAnswer
 

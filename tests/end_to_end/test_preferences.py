@@ -1,7 +1,5 @@
 """Reward models and direct preference optimization."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -14,7 +12,6 @@ from safetensors.torch import load_file
 
 from megarl.data.demo_arithmetic import write_arithmetic
 from megarl.data.tokenizer import load_tokenizer
-from tests.end_to_end.conftest import RunCommand
 from tests.end_to_end.tiny_world import patient
 
 NUM_PAIRS, NUM_HELD_OUT, STEPS = 256, 32, 16
@@ -67,9 +64,7 @@ def by_transformers(folder: Path, pairs: dict[str, str]) -> list[float]:
     return scores
 
 
-def test_reward_model_learns_to_rank_answers_and_loads_in_transformers(
-    world: Path, pairs: dict[str, str], run_here: RunCommand, tmp_path: Path
-) -> None:
+def test_reward_model_learns_to_rank_answers_and_loads_in_transformers(world, pairs, run_here, tmp_path):
     assert run_here("rm", write_stage(world, tmp_path, pairs)) == 0
     rows = metrics(tmp_path / "run")
     evaluations = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
@@ -90,9 +85,7 @@ def test_reward_model_learns_to_rank_answers_and_loads_in_transformers(
 
 
 @pytest.mark.parametrize("reference", ["the trainer", pytest.param("another model", marks=pytest.mark.slow)])
-def test_dpo_widens_the_gap_to_the_reference(
-    reference: str, world: Path, pairs: dict[str, str], run_here: RunCommand, tmp_path: Path
-) -> None:
+def test_dpo_widens_the_gap_to_the_reference(reference, world, pairs, run_here, tmp_path):
     dpo: dict[str, Any] = {"beta": 0.5, "nll": 0.1}
     if reference == "another model":
         dpo["reference"] = {"path": str(world / "model"), "parallel": {"tp": 2}}

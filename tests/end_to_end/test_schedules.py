@@ -1,7 +1,5 @@
 """Runs whose groups are sampled ahead, with real engines: killed, repeated, and compared with synchronous ones."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -16,13 +14,11 @@ from benchmarks.chaos.schedule import num_sampled_again, trained_ordinals
 from megarl.run.reward_weights import request_weights
 from megarl.run.schedule_log import log_folder, read_log
 from megarl.schedule.events import Leased, Pushed
-from tests.end_to_end.conftest import RunCommand
 from tests.end_to_end.launched import RAY_AGENTS, LaunchedCommand, list_steps, run_to_end
 from tests.end_to_end.test_resume import processes, steps_saved
 from tests.end_to_end.tiny_world import LR, write_run
 
 CAP, EVERY = 3, 4
-
 COMPARED = ("loss", "grad_norm", "reward/mean", "response/length", "drift/ess", "staleness/mean", "reward/one/weight")
 
 
@@ -51,8 +47,8 @@ def kill_trainer(run: LaunchedCommand, config: Path, folder: Path) -> LaunchedCo
 
 @pytest.mark.parametrize("kill", [kill_trainer, pytest.param(kill_command, marks=pytest.mark.slow)])
 def test_killed_asynchronous_run_trains_each_group_once_within_the_cap_until_it_is_stopped(
-    kill: Any, world: Path, tmp_path: Path, run_here: RunCommand, capsys: pytest.CaptureFixture[str]
-) -> None:
+    kill, world, tmp_path, run_here, capsys
+):
     """Steps that were finished before the kill have the same metrics afterwards, bit for bit.
 
     The weight of the reward changes its sign before the kill. SIGUSR1 ends the run after a step. A replay of the
@@ -74,8 +70,7 @@ def test_killed_asynchronous_run_trains_each_group_once_within_the_cap_until_it_
                 process.send_signal(signal.SIGUSR1)
         assert run.wait() == 75
         check_stopped(run, world, tmp_path / "run")
-        run.assert_no_processes_left()
-        assert run.find_leftovers() == []
+        run.assert_nothing_left()
     finally:
         run.end()
     check_steps(before, tmp_path / "run", run.steps_done())
@@ -127,7 +122,7 @@ def check_steps(before: list[dict[str, Any]], folder: Path, last: int) -> None:
 
 
 @pytest.mark.slow
-def test_one_step_off_repeats_bitwise_also_after_a_kill(world: Path, tmp_path: Path) -> None:
+def test_one_step_off_repeats_bitwise_also_after_a_kill(world, tmp_path):
     folders = tmp_path / "undisturbed", tmp_path / "killed"
     for folder in folders:
         folder.mkdir()
@@ -149,7 +144,7 @@ def test_one_step_off_repeats_bitwise_also_after_a_kill(world: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_async_without_lookahead_equals_sync(world: Path, tmp_path: Path) -> None:
+def test_async_without_lookahead_equals_sync(world, tmp_path):
     models, rollouts = [], []
     for name, schedule in (("sync", {}), ("async", {"type": "async", "lookahead": 0, "max_staleness": 0})):
         folder = tmp_path / name

@@ -1,9 +1,6 @@
 """A run of `megarl train`: everything that it writes to the run folder."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.conftest import FinishedRun
-from tests.end_to_end.tiny_world import NUM_HELD_OUT, STEPS
+from tests.end_to_end.launched import COMPARED_METRICS, list_steps
+from tests.end_to_end.test_disaggregated import DISAGGREGATED
+from tests.end_to_end.tiny_world import NUM_HELD_OUT, STEPS, write_run
 
 GROUPS, SAMPLES = 4, 2
 
@@ -25,7 +24,7 @@ def run(undisturbed: FinishedRun) -> FinishedRun:
     return undisturbed
 
 
-def test_run_succeeds_and_leaves_no_processes_or_temporary_files(run: FinishedRun) -> None:
+def test_run_succeeds_and_leaves_no_processes_or_temporary_files(run):
     assert run.exit_code == 0, run.command.stderr
     assert run.command.stderr == ""
     assert run.leftovers == []
@@ -35,7 +34,7 @@ def test_run_succeeds_and_leaves_no_processes_or_temporary_files(run: FinishedRu
     assert (beat["status"], beat["step"], beat["last_checkpoint_step"]) == ("ended", STEPS, STEPS)
 
 
-def test_summary_matches_the_metrics(run: FinishedRun, world: Path) -> None:
+def test_summary_matches_the_metrics(run, world):
     summary = run.summary()
     assert summary["steps"] == STEPS
     assert 0.0 <= summary["eval_before"] <= 1.0
@@ -51,7 +50,7 @@ def test_summary_matches_the_metrics(run: FinishedRun, world: Path) -> None:
     assert summary["tokens_per_second"] == pytest.approx(sum(tokens) / sum(seconds))
 
 
-def test_policy_learns_the_reward(run: FinishedRun) -> None:
+def test_policy_learns_the_reward(run):
     """Greedy completions of held-out prompts earn it, and sampled ones earn it more often than at first."""
     summary = run.summary()
     assert summary["eval_before"] <= 0.5 < summary["eval_after"]
@@ -59,7 +58,7 @@ def test_policy_learns_the_reward(run: FinishedRun) -> None:
     assert np.mean(rewards[-8:]) > np.mean(rewards[:8])
 
 
-def test_startup_time_is_reported_by_phase(run: FinishedRun) -> None:
+def test_startup_time_is_reported_by_phase(run):
     start = json.loads((run.folder / "startup.json").read_text())
     phases = {phase["name"]: phase for phase in start["phases"]}
     assert list(phases)[:2] == ["command", "checks"]
@@ -83,7 +82,7 @@ def test_startup_time_is_reported_by_phase(run: FinishedRun) -> None:
     )
 
 
-def test_every_step_has_metrics(run: FinishedRun) -> None:
+def test_every_step_has_metrics(run):
     rows = run.steps()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
@@ -95,7 +94,7 @@ def test_every_step_has_metrics(run: FinishedRun) -> None:
         assert all(isinstance(value, int | float) for value in row.values()), row
 
 
-def test_only_informative_groups_have_a_gradient(run: FinishedRun) -> None:
+def test_only_informative_groups_have_a_gradient(run):
     rows = run.steps()
     informative = [row for row in rows if row["reward/informative_groups"] > 0]
     assert informative
@@ -104,7 +103,7 @@ def test_only_informative_groups_have_a_gradient(run: FinishedRun) -> None:
     assert all(0 <= row["reward/mean"] <= 1 and row["reward/mean"] == row["reward/one"] for row in rows)
 
 
-def test_rollout_files_are_complete(run: FinishedRun, world: Path) -> None:
+def test_rollout_files_are_complete(run, world):
     files = sorted((run.folder / "rollouts").iterdir())
     assert [file.name for file in files] == [f"step-{step:06d}.parquet" for step in range(1, STEPS + 1)]
     tokenizer = AutoTokenizer.from_pretrained(world / "model")
@@ -131,7 +130,7 @@ def assert_advantages_are_normalized_by_group(rows: list[dict[str, Any]]) -> Non
         assert [row["advantage"] for row in rows[start : start + SAMPLES]] == pytest.approx(want.tolist(), rel=1e-5)
 
 
-def test_tensorboard_has_every_step(run: FinishedRun) -> None:
+def test_tensorboard_has_every_step(run):
     events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()
     for tag in ("reward/mean", "loss", "weight_sync/seconds", "train_infer_mismatch/logprob_abs_max"):
@@ -139,7 +138,7 @@ def test_tensorboard_has_every_step(run: FinishedRun) -> None:
     assert [event.step for event in events.Scalars("eval/one")] == [0, STEPS]
 
 
-def test_exported_model_is_trained_and_loads_in_transformers(run: FinishedRun, world: Path) -> None:
+def test_exported_model_is_trained_and_loads_in_transformers(run, world):
     model, info = AutoModelForCausalLM.from_pretrained(run.folder / "model", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     before = load_file(world / "model" / "model.safetensors")
@@ -148,3 +147,13 @@ def test_exported_model_is_trained_and_loads_in_transformers(run: FinishedRun, w
     assert all(torch.isfinite(p).all() for p in after.values())
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
     assert AutoTokenizer.from_pretrained(run.folder / "model").eos_token == "<eos>"
+
+
+@pytest.mark.slow
+def test_disaggregated_engines_give_the_same_losses(world, tmp_path, launch, undisturbed):
+    command = launch("train", write_run(world, tmp_path, placement=DISAGGREGATED))
+    assert command.wait() == 0, command.stderr
+    runs = (list_steps(tmp_path / "run"), undisturbed.steps())
+    found, expected = ([{name: row[name] for name in COMPARED_METRICS} for row in steps] for steps in runs)
+    assert len(found) == STEPS
+    assert found == expected

@@ -1,7 +1,5 @@
 """Writes a tiny model, arithmetic problems, and configurations of runs on them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -15,15 +13,14 @@ from megarl.data.tokenizer import load_tokenizer
 from tests.time_limits import UNREACHED_SECONDS
 
 NUM_HELD_OUT = 6
-
+SIZES = {"vocab_size": 300, "hidden_size": 64, "ffn_size": 96, "num_layers": 2, "context_length": 160}
+SIZES |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+"""Sizes of the model."""
 STEPS = 24
 """Default number of steps of a run; each takes a quarter of a second."""
-
 EVERY = 4
 """Default number of steps between two checkpoints."""
-
 LR = 2e-3
-
 PATIENCE = UNREACHED_SECONDS
 PATIENT: dict[str, dict[str, Any]] = {
     "placement": {"start_timeout_seconds": PATIENCE, "node_check_timeout_seconds": PATIENCE},
@@ -39,19 +36,8 @@ def write_world(folder: Path) -> Path:
     """Write `model/`, `chat/`, which is the model with a chat template, and `data/` into `folder`; return it."""
     files = write_arithmetic(folder / "data", seed=0, num_train=64, num_heldout=NUM_HELD_OUT)
     rows = [json.loads(line) for line in Path(files.sft).read_text().splitlines()]
-    write_tiny_model(
-        folder / "model",
-        [row["prompt"] + row["response"] for row in rows],
-        seed=0,
-        vocab_size=300,
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        ffn_size=96,
-        context_length=160,
-    )
+    texts = [row["prompt"] + row["response"] for row in rows]
+    write_tiny_model(folder / "model", texts, seed=0, **SIZES)
     shutil.copytree(folder / "model", folder / "chat")
     tokenizer = load_tokenizer(folder / "chat")
     tokenizer.chat_template = CHAT_TEMPLATE

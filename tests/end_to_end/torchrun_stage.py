@@ -1,7 +1,5 @@
 """Runs `megarl sft` with a stage that fails on rank 1 while rank 0 waits in a collective."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

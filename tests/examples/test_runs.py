@@ -1,7 +1,5 @@
 """Examples that run for minutes on two cores, with the results that their READMEs name."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -13,7 +11,6 @@ from tests.end_to_end.launched import gained, list_steps
 from tests.gsm8k import PUBLISHED, needs_published
 
 pytestmark = pytest.mark.slow
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = Path(sys.executable).parent
 
@@ -31,7 +28,7 @@ def run(folder: Path, *command: str | Path) -> str:
 
 
 @needs_published
-def test_gsm8k_on_a_laptop_learns_the_format(tmp_path: Path) -> None:
+def test_gsm8k_on_a_laptop_learns_the_format(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/gsm8k").symlink_to(PUBLISHED.resolve())
     run(tmp_path, "megarl", "sft", EXAMPLES / "gsm8k-grpo/laptop-sft.yaml")
@@ -41,7 +38,7 @@ def test_gsm8k_on_a_laptop_learns_the_format(tmp_path: Path) -> None:
     assert gained([row["response/length"] for row in steps]) < 0
 
 
-def test_ppo_raises_the_score_of_the_reward_model(tmp_path: Path) -> None:
+def test_ppo_raises_the_score_of_the_reward_model(tmp_path):
     output = run(tmp_path, "bash", EXAMPLES / "reward-model-ppo/run.sh")
     (ranked,) = (line.split() for line in output.splitlines() if line.startswith("held-out accuracy"))
     assert float(ranked[4]) > 0.85

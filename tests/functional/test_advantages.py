@@ -1,26 +1,21 @@
-"""Advantages and returns against loops and hand-computed values."""
-
-from __future__ import annotations
+"""Advantages and returns, of tokens and of turns, against loops and hand-computed values."""
 
 from dataclasses import replace
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
 import torch
 
-from megarl.functional.advantages import (
-    GroupBaseline,
-    discounted_returns,
-    gae,
-    group_advantages,
-    remax_advantages,
-    spread_completions,
-    whiten,
-)
+from megarl.functional import advantages as adv
+from megarl.functional import turn_advantages, turn_of_tokens, turn_returns
+from megarl.functional.advantages import GroupBaseline, discounted_returns, gae, group_advantages, whiten
 from tests.functional.packs import LENGTHS, Pack, iter_sequences, make_pack
 
+KINDS: list[GroupBaseline] = ["grpo", "dr_grpo", "rloo"]
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_equal_rewards_have_no_advantage_and_a_group_needs_two(kind: GroupBaseline) -> None:
     got = group_advantages(torch.full((3,), 1 / 3), torch.zeros(3, dtype=torch.int64), kind=kind)
     assert got.dtype == torch.float32
@@ -48,14 +43,8 @@ def gae_by_loop(pack: Pack, gamma: float, lams: list[float]) -> tuple[list[float
 def test_gae_matches_a_loop(gamma: float, lam: float | str) -> None:
     pack = make_pack()
     lams = [1.0, 0.3, 0.7, 0.1, 0.0, 0.98] if isinstance(lam, str) else [lam] * len(LENGTHS)
-    got = gae(
-        pack.rewards_T,
-        pack.values_T,
-        pack.mask_T,
-        pack.cu_seqlens_S,
-        gamma=gamma,
-        lam=torch.tensor(lams) if isinstance(lam, str) else lam,
-    )
+    given = torch.tensor(lams) if isinstance(lam, str) else lam
+    got = gae(pack.rewards_T, pack.values_T, pack.mask_T, pack.cu_seqlens_S, gamma=gamma, lam=given)
     want = gae_by_loop(pack, gamma, torch.tensor(lams).tolist() if isinstance(lam, str) else lams)
     for tensor, column in zip(got, want, strict=True):
         assert tensor.dtype == torch.double
@@ -108,7 +97,7 @@ def test_a_fully_masked_pack_gives_zeros() -> None:
         *gae(zeros + 1, zeros + 2, empty_mask, cu, gamma=1.0, lam=torch.tensor([0.1, 0.2])),
         discounted_returns(zeros + 1, empty_mask, cu, gamma=1.0),
         whiten(zeros + 1, empty_mask),
-        remax_advantages(zeros + 1, torch.tensor([1.0, 2.0]), empty_mask, cu),
+        adv.remax_advantages(zeros + 1, torch.tensor([1.0, 2.0]), empty_mask, cu),
     ):
         assert got.tolist() == [0.0] * 3
 
@@ -138,7 +127,7 @@ def test_whitened_values_have_mean_0_and_standard_deviation_1() -> None:
 def test_tokens_after_the_last_completion_have_no_value() -> None:
     pack = make_pack()
     with pytest.raises(AssertionError, match="5 completions"):
-        spread_completions(torch.zeros(5), pack.mask_T, pack.cu_seqlens_S)
+        adv.spread_completions(torch.zeros(5), pack.mask_T, pack.cu_seqlens_S)
 
 
 @pytest.mark.parametrize("slab", [1, 7, 12, 1000])
@@ -147,12 +136,72 @@ def test_large_packs_are_processed_in_blocks_of_sequences(slab: int, monkeypatch
     pack = make_pack(6)
     # add two empty sequences, one of them at the end
     cu_seqlens_S = torch.cat([pack.cu_seqlens_S[:2], pack.cu_seqlens_S[1:], pack.cu_seqlens_S[-1:]])
-    lams = [1.0, 0.5, 0.3, 0.7, 0.1, 0.0, 0.98, 0.5]
-    got = gae(
-        pack.rewards_T, pack.values_T, pack.mask_T, cu_seqlens_S, gamma=0.9, lam=torch.tensor(lams, dtype=torch.double)
-    )
-    want = gae_by_loop(replace(pack, cu_seqlens_S=cu_seqlens_S), 0.9, lams)
+    lams = torch.tensor([1.0, 0.5, 0.3, 0.7, 0.1, 0.0, 0.98, 0.5], dtype=torch.double)
+    got = gae(pack.rewards_T, pack.values_T, pack.mask_T, cu_seqlens_S, gamma=0.9, lam=lams)
+    want = gae_by_loop(replace(pack, cu_seqlens_S=cu_seqlens_S), 0.9, lams.tolist())
     for tensor, column in zip(got, want, strict=True):
         assert tensor.tolist() == pytest.approx(column, abs=1e-12)
     returns = discounted_returns(pack.rewards_T, pack.mask_T, cu_seqlens_S, gamma=0.8)
     assert returns.tolist() == pytest.approx(returns_by_loop(pack, 0.8), abs=1e-12)
+
+
+def episodes_of(seed: int, *, max_turns: int) -> tuple[list[list[float]], list[int]]:
+    """Return the rewards of the turns of 12 episodes, and the group of each."""
+    rng = np.random.default_rng(seed)
+    turns = [rng.normal(size=int(rng.integers(1, max_turns + 1))).tolist() for _ in range(12)]
+    return turns, [0, 0, 0, 1, 1, 2, 2, 2, 2, 7, 7, 7]
+
+
+def flat(turns: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    rewards = torch.tensor([reward for of in turns for reward in of], dtype=torch.double)
+    return rewards, torch.tensor([n for n, of in enumerate(turns) for _ in of])
+
+
+def turn_advantages_by_loop(turns: list[list[float]], groups: list[int], kind: GroupBaseline) -> list[float]:
+    """Return the advantages by the formula of `turn_advantages`, episode by episode."""
+    found = []
+    for i, own in enumerate(turns):
+        siblings = [j for j, group in enumerate(groups) if group == groups[i]]
+        last = max((k for k in range(9) if sum(len(turns[j]) > k for j in siblings) >= 2), default=None)
+        for k in range(len(own)):
+            if last is None:
+                found.append(0.0)
+                continue
+            at = min(k, last)
+            others = {j: sum(turns[j][at:]) for j in siblings if len(turns[j]) > at}
+            value = sum(own[k:])
+            baseline = fmean(total for j, total in others.items() if kind != "rloo" or j != i)
+            found.append((value - baseline) / (stdev(others.values()) + 1e-6 if kind == "grpo" else 1.0))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(5))
+def test_turn_advantages_match_a_loop_over_episodes(seed: int, kind: GroupBaseline) -> None:
+    turns, groups = episodes_of(seed, max_turns=5)
+    got = turn_advantages(*flat(turns), torch.tensor(groups), kind=kind)
+    np.testing.assert_allclose(got.numpy(), turn_advantages_by_loop(turns, groups, kind), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_one_turn_each_they_are_the_advantages_of_episodes(kind: GroupBaseline) -> None:
+    turns, groups = episodes_of(0, max_turns=1)
+    rewards, owners = flat(turns)
+    got = turn_advantages(rewards, owners, torch.tensor(groups), kind=kind)
+    np.testing.assert_allclose(got, group_advantages(rewards, torch.tensor(groups), kind=kind), rtol=1e-6)
+
+
+def test_a_group_in_which_one_episode_has_turns_gets_no_advantage() -> None:
+    got = turn_advantages(torch.tensor([1.0, 2.0]), torch.tensor([1, 1]), torch.tensor([0, 0]), kind="rloo")
+    assert got.tolist() == [0.0, 0.0]
+    assert not len(turn_advantages(torch.zeros(0), torch.zeros(0).long(), torch.tensor([0, 0]), kind="grpo"))
+
+
+def test_turns_are_runs_of_sampled_tokens() -> None:
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1], dtype=torch.bool)
+    assert turn_of_tokens(mask).tolist() == [-1, 0, 0, -1, 1, -1, -1, 2, 2]
+
+
+def test_returns_add_up_the_later_turns_of_the_episode() -> None:
+    got = turn_returns(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0, 0, 2, 2]))
+    assert got.tolist() == [3.0, 2.0, 12.0, 8.0]

@@ -3,11 +3,10 @@
 Two threads stand in for the ranks; they share one autograd graph, so that gradients are summed over the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from threading import Barrier
 
 import pytest
@@ -16,42 +15,27 @@ from torch import Tensor
 
 from megarl.functional.correction import rollout_correction
 from megarl.functional.sequences import Sequences
-from tests.functional.loss_cases import LOSSES, outcome_loss
-from tests.functional.packs import Pack, gradient, make_pack
+from tests.functional.packs import LOSSES, Pack, gradient, make_pack, outcome_loss
 from tests.time_limits import HANG_SECONDS
 
 RANKS = 2
 
 
-class ThreadAllReduce:
-    """All-reduce (sum) between threads."""
-
-    def __init__(self) -> None:
-        self._barrier = Barrier(RANKS, timeout=HANG_SECONDS)
-        self._brought: dict[int, Tensor] = {}
-
-    def reduce(self, rank: int) -> Callable[[Tensor], Tensor]:
-        def add_up(sums_S: Tensor) -> Tensor:
-            self._brought[rank] = sums_S
-            self._barrier.wait()
-            total_S = self._brought[0] + self._brought[1]
-            self._barrier.wait()
-            return total_S
-
-        return add_up
-
-
 def per_rank(pack: Pack, function: Callable[[Pack], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return by rank the indices of its tokens (every other token of the pack) and the function's result on them."""
-    meeting = ThreadAllReduce()
-    index = [torch.arange(rank, len(pack.mask_T), RANKS) for rank in range(RANKS)]
-    parts = [
-        replace(
-            pack.select(index[rank]),
-            sequences=Sequences(pack.sequences.ids_T[index[rank]], pack.sequences.count, meeting.reduce(rank)),
-        )
-        for rank in range(RANKS)
-    ]
+    barrier, brought = Barrier(RANKS, timeout=HANG_SECONDS), {}
+
+    def all_reduce(rank: int, sums_S: Tensor) -> Tensor:
+        brought[rank] = sums_S
+        barrier.wait()
+        total_S = brought[0] + brought[1]
+        barrier.wait()
+        return total_S
+
+    index, parts = [torch.arange(rank, len(pack.mask_T), RANKS) for rank in range(RANKS)], []
+    for rank, own in enumerate(index):
+        sequences = Sequences(pack.sequences.ids_T[own], pack.sequences.count, partial(all_reduce, rank))
+        parts.append(replace(pack.select(own), sequences=sequences))
     with ThreadPoolExecutor(RANKS) as ranks:
         return index, list(ranks.map(function, parts))
 

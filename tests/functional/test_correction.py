@@ -1,7 +1,5 @@
 """Rollout correction weights against a loop."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -63,12 +61,8 @@ def test_weights_match_a_loop(kind: CorrectionKind) -> None:
 @pytest.mark.parametrize("kind", BOUNDS)
 def test_weights_are_detached_finite_and_zero_outside_the_mask(kind: CorrectionKind) -> None:
     pack = make_pack()
-    got = corrected(
-        pack,
-        kind,
-        torch.where(pack.mask_T, pack.old_logprobs_T, torch.nan).float().requires_grad_(),
-        torch.where(pack.mask_T, pack.old_logprobs_T, -torch.inf).float(),
-    )
+    new_T, rollout_T = (torch.where(pack.mask_T, pack.old_logprobs_T, x).float() for x in (torch.nan, -torch.inf))
+    got = corrected(pack, kind, new_T.requires_grad_(), rollout_T)
     assert not got.weights_T.requires_grad
     assert got.weights_T.dtype == torch.float32
     # without a mismatch all weights are 1

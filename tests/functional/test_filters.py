@@ -1,7 +1,5 @@
 """Filters, PF-PPO resampling and the overlong penalty."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

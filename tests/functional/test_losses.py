@@ -1,7 +1,5 @@
 """Policy and value losses against loops, finite differences and the objectives of the papers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 
@@ -12,8 +10,7 @@ from torch import Tensor
 
 from megarl.config.algorithms.policy import Aggregation
 from megarl.functional.losses import Denominators, aggregate, clipped_policy_loss, decoupled_policy_loss, value_loss
-from tests.functional.loss_cases import LOSSES, POLICY_LOSSES
-from tests.functional.packs import Pack, gradient, iter_sequences, make_pack, numerical_gradient
+from tests.functional.packs import LOSSES, POLICY_LOSSES, Pack, gradient, iter_sequences, make_pack, numerical_gradient
 
 MODES: list[Aggregation] = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 LENGTH_NORM = 7
@@ -46,6 +43,11 @@ def test_aggregates_of_all_packs_sum_to_the_mean(mode: Aggregation) -> None:
     assert sum(map(total, pack.split())) == want
 
 
+def clip_by_formula(a: float, ratio: float, low: float, high: float) -> tuple[float, bool]:
+    bounded = min(max(ratio, low), high)
+    return max(-a * ratio, -a * bounded), -a * bounded > -a * ratio
+
+
 def policy_by_loop(name: str, pack: Pack) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return loss, ratio and clip flag of each token from the formulas of the papers; 0 outside the mask."""
     columns = []
@@ -58,14 +60,12 @@ def policy_by_loop(name: str, pack: Pack) -> tuple[np.ndarray, np.ndarray, np.nd
             a, ratio = advantages[t], math.exp(new[t] - old[t])
             match name:
                 case "clipped" | "dual-clipped" | "decoupled":
-                    bounded = min(max(ratio, 0.8), 1.28)
-                    loss, is_clipped = max(-a * ratio, -a * bounded), -a * bounded > -a * ratio
+                    loss, is_clipped = clip_by_formula(a, ratio, 0.8, 1.28)
                     loss = min(loss, -1.5 * a) if a < 0 and name != "clipped" else loss
                     loss *= min(math.exp(old[t] - behave[t]), 1.3) if name == "decoupled" else 1.0
                 case "gspo":
                     ratio = math.exp(mean)
-                    bounded = min(max(ratio, 0.9), 1.15)
-                    loss, is_clipped = max(-a * ratio, -a * bounded), -a * bounded > -a * ratio
+                    loss, is_clipped = clip_by_formula(a, ratio, 0.9, 1.15)
                 case "cispo":
                     loss, is_clipped = -min(ratio, 1.5) * a * new[t], ratio > 1.5
                 case "gmpo":
@@ -194,9 +194,8 @@ def test_the_behavior_weight_is_constant_and_capped(cap: float | None) -> None:
     bounds = {"clip_low": 0.2, "clip_high": 0.28}
     plain = clipped_policy_loss(pack.logprobs_T, pack.old_logprobs_T, pack.advantages_T, **bounds)
     proximal_T = pack.old_logprobs_T.clone().requires_grad_()
-    got = decoupled_policy_loss(
-        pack.logprobs_T, proximal_T, pack.behave_logprobs_T, pack.advantages_T, behave_cap=cap, **bounds
-    )
+    given = (pack.logprobs_T, proximal_T, pack.behave_logprobs_T, pack.advantages_T)
+    got = decoupled_policy_loss(*given, behave_cap=cap, **bounds)
     weights_T = (pack.old_logprobs_T - pack.behave_logprobs_T).exp().clamp(max=cap or math.inf)
     assert torch.allclose(got.loss_T.detach(), weights_T * plain.loss_T, rtol=1e-12)
     assert got.weight_T is not None

@@ -6,8 +6,6 @@ give it. It is compared with derivatives that use no log-probability ratio: by r
 derivative of an expected reward.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,14 +28,13 @@ from megarl.megatron.losses.loss import LossBatch, TokenScores
 from megarl.megatron.losses.policy import ClippedLoss, PolicyLoss
 from megarl.megatron.requests import VersionRange
 from megarl.megatron.training.samples import StepSamples
+from tests.megatron.fidelity.measure import as_trajectory
 
-VOCABULARY, LENGTH = 5, 3
+VOCABULARY, LENGTH, TOLERANCE = 5, 3, 1e-6
 CURRENT = 2
 """The version that trains; 0 and 1 are older."""
 SPREAD = 1.2
 """Of the logits, from one version to the next: each truncation tested applies to some tokens of version 0."""
-NO_BOUND = 1e8
-TOLERANCE = 1e-6
 PREFIXES = [prefix for length in range(LENGTH) for prefix in product(range(VOCABULARY), repeat=length)]
 SEQUENCES = list(product(range(VOCABULARY), repeat=LENGTH))
 ROW = {prefix: row for row, prefix in enumerate(PREFIXES)}
@@ -48,9 +45,8 @@ Versions = Callable[[Prefix], int]
 
 rng = np.random.default_rng(0)
 REWARDS = dict(zip(SEQUENCES, rng.normal(size=len(SEQUENCES)), strict=True))
-LOGITS = np.cumsum(
-    rng.normal(size=(CURRENT + 1, len(PREFIXES), VOCABULARY)) * [[[1.0]], [[SPREAD]], [[SPREAD]]], axis=0
-)
+STEPS = rng.normal(size=(CURRENT + 1, len(PREFIXES), VOCABULARY)) * [[[1.0]], [[SPREAD]], [[SPREAD]]]
+LOGITS = STEPS.cumsum(axis=0)
 """By version, [prefixes, VOCABULARY]: each version differs from the one before."""
 PROBABILITIES = np.exp(LOGITS) / np.exp(LOGITS).sum(-1, keepdims=True)
 
@@ -65,12 +61,9 @@ def by_odd_tokens(prefix: Prefix) -> int:
 
 
 SWITCHES: dict[str, Versions] = {
-    **{
-        "".join(map(str, versions)): by_position(*versions)
-        for versions in combinations_with_replacement(range(CURRENT + 1), LENGTH)
-    },
-    "after odd tokens": by_odd_tokens,
-}
+    "".join(map(str, versions)): by_position(*versions)
+    for versions in combinations_with_replacement(range(CURRENT + 1), LENGTH)
+} | {"after odd tokens": by_odd_tokens}
 STALE = [name for name in SWITCHES if name != str(CURRENT) * LENGTH]
 
 
@@ -90,16 +83,10 @@ def sampled_probability(sequence: Prefix, versions: Versions) -> float:
 
 def trajectories(versions: Versions) -> list[Trajectory]:
     """Return all sequences as the engines return them, after a prompt of one token."""
+    sampled_by = [[-1, *(versions(prefix) for prefix, _ in steps(sequence))] for sequence in SEQUENCES]
     return [
-        Trajectory(
-            prompt_id=str(i),
-            group_id=0,
-            token_ids=np.array([0, *sequence], np.int32),
-            loss_mask=np.array([False] + [True] * LENGTH),
-            logprobs=np.zeros(LENGTH + 1, np.float32),
-            policy_versions=np.array([-1, *(versions(prefix) for prefix, _ in steps(sequence))], np.int32),
-        )
-        for i, sequence in enumerate(SEQUENCES)
+        replace(as_trajectory([0, *sequence]), policy_versions=np.array(of, np.int32))
+        for sequence, of in zip(SEQUENCES, sampled_by, strict=True)
     ]
 
 
@@ -112,14 +99,11 @@ def per_token(value: Callable[[Prefix, int], float]) -> Tensor:
 def expected_gradient(versions: Versions, *, oldest: int = 0, **algorithm: Any) -> np.ndarray:
     """Return the gradient of megarl's loss for the logits, [prefixes, VOCABULARY], times -1.
 
-    Args:
-        oldest: tokens of older versions leave the loss.
-        algorithm: the correction.
+    `algorithm` is the correction; tokens of versions older than `oldest` leave the loss.
     """
     config = GrpoConfig(kl_loss=None, aggregation="seq-mean-token-sum", **algorithm)
-    samples = StepSamples(
-        {0: trajectories(versions)}, {}, VersionRange(current=CURRENT, oldest=oldest, num_current_tokens=0)
-    )
+    kept = VersionRange(current=CURRENT, oldest=oldest, num_current_tokens=0)
+    samples = StepSamples({0: trajectories(versions)}, {}, kept)
     refs = [SampleRef(payload=0, index=i, num_tokens=LENGTH + 1) for i in range(len(SEQUENCES))]
     packed = pack([samples.trajectory(ref) for ref in refs])
     logits = torch.tensor(LOGITS[CURRENT], requires_grad=True)
@@ -133,11 +117,8 @@ def expected_gradient(versions: Versions, *, oldest: int = 0, **algorithm: Any) 
     }
     sampled_T = per_token(lambda prefix, token: math.log(probability(prefix, token, versions(prefix))))
     packed = replace(packed, rollout_logprobs_T=sampled_T, columns=columns)
-    batch = LossBatch(
-        pack=packed,
-        denominators=Denominators(num_tokens=1, num_sequences=1),
-        sequences=Sequences.of(packed.cu_seqlens_S),
-    )
+    count = Denominators(num_tokens=1, num_sequences=1)
+    batch = LossBatch(pack=packed, denominators=count, sequences=Sequences.of(packed.cu_seqlens_S))
     loss = PolicyLoss(token_loss=ClippedLoss.of(config), algorithm=config, length_norm=1)
     loss(TokenScores(logprobs_T=logprobs_T, entropy_T=torch.zeros_like(logprobs_T)), batch).loss.backward()
     assert logits.grad is not None
@@ -155,10 +136,7 @@ def gradient_by_recursion(versions: Versions, weight: Callable[[float, float], f
     """Return the sum over prefixes and tokens of weight * Q * d log pi, each times the probability of the prefix.
 
     Q is the expected reward after the token, d log pi the gradient of its log-probability in the last version.
-
-    Args:
-        weight: of the probabilities of a token in the last version, and in the version that samples it: the share of
-            the token in the sum.
+    `weight` depends on the probabilities of a token in the last version, and in the version that samples it.
     """
     gradient = np.zeros_like(LOGITS[CURRENT])
     for prefix in PREFIXES:
@@ -174,8 +152,7 @@ def gradient_by_recursion(versions: Versions, weight: Callable[[float, float], f
 def expected_reward_gradient(versions: Versions, *, is_trained: Callable[[Prefix], bool]) -> np.ndarray:
     """Return the derivative of the expected reward for the logits of the last version.
 
-    Args:
-        is_trained: whether the last version samples the token after a prefix; else the version that did.
+    It samples the token after a prefix that `is_trained`; tokens after others are of the version that sampled them.
     """
     logits = torch.tensor(LOGITS[CURRENT], requires_grad=True)
     policy = torch.softmax(logits, -1)
@@ -200,7 +177,7 @@ def distance(gradient: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(gradient - other).max())
 
 
-def corrected(kind: str, high: float = NO_BOUND) -> dict[str, Any]:
+def corrected(kind: str, high: float = 1e8) -> dict[str, Any]:
     return {"rollout_is": RolloutIsConfig(kind=kind, high=high)}
 
 
@@ -240,18 +217,12 @@ def test_weights_of_tokens_give_the_gradient_of_one_token_at_a_time(switch: str,
 def test_bias_of_truncated_weights_of_tokens(switch: str, high: float) -> None:
     """What is above `high` times the probability of the version that sampled the token is missing."""
     versions = SWITCHES[switch]
-    bias = expected_gradient(versions, **corrected("token_tis", high)) - expected_gradient(
-        versions, **corrected("token_tis")
-    )
+    truncated = expected_gradient(versions, **corrected("token_tis", high))
+    bias = truncated - expected_gradient(versions, **corrected("token_tis"))
     missing = gradient_by_recursion(versions, lambda new, old: max(0.0, new - high * old))
     assert distance(bias, -missing) <= TOLERANCE
-    assert (
-        distance(
-            expected_gradient(versions, decoupled=DecoupledConfig(behave_cap=high)),
-            expected_gradient(versions, **corrected("token_tis", high)),
-        )
-        <= 1e-12
-    )
+    decoupled = expected_gradient(versions, decoupled=DecoupledConfig(behave_cap=high))
+    assert distance(decoupled, truncated) <= 1e-12
     assert np.abs(bias).max() > 100 * TOLERANCE or not switch.startswith("0")
 
 

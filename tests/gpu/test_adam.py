@@ -54,10 +54,8 @@ def expected() -> list[Tensor]:
 def fused_adam_class(device: str) -> Any:
     if device == "cpu":
         return fused_adam.FusedAdam
-    optimizers = pytest.importorskip(
-        "transformer_engine.pytorch.optimizers", reason="needs Transformer Engine: make setup-gpu"
-    )
-    return optimizers.FusedAdam
+    reason = "needs Transformer Engine: make setup-gpu"
+    return pytest.importorskip("transformer_engine.pytorch.optimizers", reason=reason).FusedAdam
 
 
 @pytest.mark.parametrize(("moments", "tolerance"), [("float32", FLOAT32_TOLERANCE), ("bfloat16", 0.1 * LR * STEPS)])

@@ -7,17 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megarl.config.trainer import OffloadConfig, OptimizerConfig, ParallelConfig
+from megarl.config.trainer import OptimizerConfig
 from megarl.megatron.request_split import split_by_dp
-from megarl.megatron.requests import ModelSpec, ProfileSpec, TrainerSpec
+from megarl.megatron.requests import ProfileSpec
 from megarl.placement.rank_grid import RankGrid
 from tests.megatron.checkpoint.test_training_state import differences, full_state, save
 from tests.megatron.fidelity.measure import _on_rank, measure, nll_request, worst_gradient
 from tests.megatron.fidelity.models import CONFIGS
 from tests.megatron.fidelity.reference import SHORT, differentiate, draw
+from tests.megatron.rank_models import model_spec
 from tests.megatron.ranks import run_ranks
+from tests.megatron.runtime.test_offload import EVERYTHING, held_tensors, make_worker, num_bytes, storages
 
-EVERYTHING = OffloadConfig(optimizer=True, gradients=True, weights=True)
 FAMILIES = ("qwen2", "qwen3 yarn", "llama3", "gemma2", "qwen3_moe", "deepseek_v3")
 DENSE = ("qwen3", "llama3", "gemma2")
 SEQUENCES = draw(SHORT, 331)
@@ -40,23 +41,21 @@ def test_float32_matches_transformers(name, model_folder, tmp_path):
     """With torch's matrix products in float32, not TF32."""
     folder, sequences = model_folder(name), draw(SHORT, CONFIGS[name]["vocab_size"])
     got, want = measure(folder, sequences, tmp_path, device="cuda"), differentiate(folder, sequences)
-    for i, logprobs in enumerate(want.logprobs):
-        torch.testing.assert_close(got.logprobs[i], logprobs, rtol=0, atol=1e-4)
+    for i, logprobs in enumerate(want.scores):
+        torch.testing.assert_close(got.token_scores[i], logprobs, rtol=0, atol=1e-4)
     difference, tensor = worst_gradient(got.gradients, want.gradients)
     assert difference <= 1e-3, tensor
 
 
-CPU_ONCE = [pytest.param("cpu", DENSE[0], id=f"cpu-{DENSE[0]}")]
+ON_CUDA = [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in DENSE]
 
 
-@pytest.mark.parametrize(
-    ("where", "name"), CPU_ONCE + [pytest.param("cuda", n, marks=pytest.mark.gpu, id=f"cuda-{n}") for n in DENSE]
-)
+@pytest.mark.parametrize(("where", "name"), [("cpu", DENSE[0]), *ON_CUDA])
 def test_bfloat16_is_close_to_transformers_in_float32(where, name, model_folder, tmp_path):
     folder, sequences = model_folder(name), draw(SHORT, CONFIGS[name]["vocab_size"])
     got = measure(folder, sequences, tmp_path, dtype="bfloat16", device=where)
     want = differentiate(folder, sequences)
-    off = torch.cat([(got.logprobs[i] - logprobs).abs() for i, logprobs in enumerate(want.logprobs)])
+    off = torch.cat([(got.token_scores[i] - logprobs).abs() for i, logprobs in enumerate(want.scores)])
     assert 1e-4 < off.mean() < MEAN_TOLERANCE
     assert cosine(got.gradients, want.gradients) > MIN_COSINE
 
@@ -75,21 +74,13 @@ def test_transformer_engine_matches_torch_layers(name, model_folder, tmp_path):
     pytest.importorskip("transformer_engine", reason="needs Transformer Engine: make setup-gpu")
     folder, sequences = model_folder(name), draw(SHORT, CONFIGS[name]["vocab_size"])
     engine = measure(folder, sequences, tmp_path, dtype="bfloat16", device="cuda")
-    spec = ModelSpec(model_path=folder, dtype="bfloat16", parallel=ParallelConfig())
-    optimizer = OptimizerConfig(lr=1e-3, distributed=False)
+    spec, optimizer = model_spec(folder, dtype="bfloat16"), OptimizerConfig(lr=1e-3, distributed=False)
     plain = run_ranks(torch_layers_on_rank, 1, tmp_path, spec, optimizer, sequences, 256, device="cuda")
     assert engine.gradients.keys() == plain.gradients.keys()
-    off = torch.cat([(engine.logprobs[i] - plain.logprobs[i]).abs() for i in range(len(sequences))])
+    off = torch.cat([(engine.token_scores[i] - plain.token_scores[i]).abs() for i in range(len(sequences))])
     assert off.mean() < MEAN_TOLERANCE
     routed = "experts" in "".join(engine.gradients)  # rounding may send tokens to other experts
     assert cosine(engine.gradients, plain.gradients) > (0.9 if routed else MIN_COSINE)
-
-
-def make_worker(path):
-    from megarl.megatron.trainer_worker import TrainerWorker
-
-    model = ModelSpec(model_path=path, dtype="bfloat16", parallel=ParallelConfig())
-    return TrainerWorker(TrainerSpec(model=model, optimizer=OptimizerConfig(lr=1e-3), optimizer_steps=4))
 
 
 def make_train_request():
@@ -97,29 +88,18 @@ def make_train_request():
     return request
 
 
-def training_tensors(worker):
-    """Return weights, main parameters and moments of the worker."""
-    optimizer = worker._trainer._optimizer
-    state = [p for group in optimizer.param_groups for p in group["params"]]
-    state += [t for _, of in optimizer.state.items() for t in of.values() if torch.is_tensor(t)]
-    return [*worker._trainer.model.tensors().values(), *state]
-
-
 def offload_on_rank(path):
     """Return bytes allocated before, during and after an offload, bytes reported, and differing tensors.
 
     On a GPU, torch's allocator keeps no segment without tensors during the offload.
     """
-    worker = make_worker(path)
+    worker = make_worker(path, "bfloat16")
     worker.train_step(make_train_request())
-    tensors = training_tensors(worker)
-    buffers = [b.grad_data for chunk in worker._trainer._ddp_chunks for b in chunk.buffers]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in [*tensors, *buffers]}
+    held = held_tensors(worker)
+    tensors, every = [*held["weights"], *held["optimizer"]], [t for of in held.values() for t in of]
 
     def allocated():
-        if torch.cuda.is_available():
-            return torch.cuda.memory_allocated()
-        return sum(storage.nbytes() for storage in storages.values())
+        return torch.cuda.memory_allocated() if torch.cuda.is_available() else num_bytes(every)
 
     before, copies = allocated(), [t.cpu().clone() for t in tensors]
     stats = worker.offload(EVERYTHING)
@@ -130,13 +110,12 @@ def offload_on_rank(path):
         assert torch.cuda.memory_reserved() == sum(each["total_size"] for each in segments)
     worker.onload(None)
     changed = sum(not torch.equal(t.cpu(), copy) for t, copy in zip(tensors, copies, strict=True))
-    return before, during, allocated(), stats.device_bytes, len(storages), changed
+    return before, during, allocated(), stats.device_bytes, len(storages(every)), changed
 
 
 def test_offload_returns_memory_and_is_bitwise_exact(device, model_folder, tmp_path):
-    before, during, after, freed, num_storages, changed = run_ranks(
-        offload_on_rank, 1, tmp_path, model_folder("qwen3"), device=device
-    )
+    found = run_ranks(offload_on_rank, 1, tmp_path, model_folder("qwen3"), device=device)
+    before, during, after, freed, num_storages, changed = found
     assert changed == 0
     assert after == before
     # the allocator rounds each storage up to 512 bytes
@@ -145,14 +124,14 @@ def test_offload_returns_memory_and_is_bitwise_exact(device, model_folder, tmp_p
 
 def save_on_rank(path, folder):
     """Return the training state that is saved."""
-    worker = make_worker(path)
+    worker = make_worker(path, "bfloat16")
     worker.train_step(make_train_request())
     save(worker, folder)
     return full_state(worker)
 
 
 def load_on_rank(path, folder):
-    worker = make_worker(path)
+    worker = make_worker(path, "bfloat16")
     worker.load_training(folder)
     loaded = full_state(worker)
     worker.train_step(make_train_request())
@@ -169,7 +148,7 @@ def test_loaded_training_state_is_bitwise_the_saved_one_and_can_be_trained(model
 
 
 def trace_on_rank(path, folder):
-    worker = make_worker(path)
+    worker = make_worker(path, "bfloat16")
     worker.train_step(make_train_request())
     profile = ProfileSpec(folder=folder, step=2, ranks=(0,))
     return worker.train_step(replace(make_train_request(), profile=profile)).metrics

@@ -1,38 +1,28 @@
 """Runs estimators in this process as the rollout workers run them, each on its share of the groups."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import numpy as np
 
-from megarl.batch.pack import PerToken
-from megarl.batch.sample_table import SampleKey
-from megarl.batch.trajectory import Trajectory
-from megarl.groups.estimation.estimate_job import EstimateJob, EstimateSummary, estimate, estimate_in_shares, whiten
-from megarl.groups.estimation.estimators import Estimator
-
-Columns = dict[str, dict[SampleKey, PerToken]]
-"""Values per token by name of the column and key of the sequence."""
+from megarl.groups.estimation.estimate_job import EstimateJob, estimate, estimate_in_shares, whiten
+from megarl.workers.payload import LocalPayload
 
 
-def make_job(
-    estimator: Estimator,
-    arguments: Sequence[object],
-    groups: Sequence[Sequence[Trajectory]],
-    rewards: Sequence[float],
-    columns: Mapping[str, Any],
-    outputs: tuple[str, ...],
-    *,
-    scalars: Mapping[str, Sequence[float]] | None = None,
-    turn_weight: float | None = None,
-) -> EstimateJob:
+def keys_of(groups):
+    return [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
+
+
+def token_column(groups, values):
+    """Return a column of `values`, one for each token of the groups."""
+    keys = keys_of(groups)
+    parts = np.split(values.astype(np.float32), np.cumsum([groups[g][i].num_tokens for g, i in keys])[:-1])
+    return LocalPayload([dict(zip(keys, parts, strict=True))])
+
+
+def make_job(estimator, arguments, groups, rewards, columns, outputs, *, scalars=None, turn_weight=None):
     """Return a job on all sequences of the groups; `rewards` and `scalars` have one value per episode."""
     return EstimateJob(
         estimator=estimator,
         arguments=tuple(arguments),
-        keys_S=np.array([(g, i) for g, group in enumerate(groups) for i in range(len(group))], np.int64),
+        keys_S=np.array(keys_of(groups), np.int64),
         groups_N=np.array([g for g, group in enumerate(groups) for t in group if t.segment == 0], np.int64),
         rewards_N=np.array(rewards, np.float64),
         scalars={name: np.array(values, np.float64) for name, values in (scalars or {}).items()},
@@ -43,13 +33,11 @@ def make_job(
     )
 
 
-def estimate_here(
-    job: EstimateJob, groups: Sequence[Sequence[Trajectory]], workers: Sequence[int] | None = None
-) -> tuple[EstimateSummary, Columns]:
+def estimate_here(job, groups, workers=None):
     """Run the job as the workers that take the groups, one index for each; None: one takes all."""
     workers_G = np.zeros(len(groups), np.int64) if workers is None else np.array(workers)
 
-    def call(method: str, arguments: Mapping[int, tuple[Any, ...]], num_columns: int) -> Any:
+    def call(method, arguments, num_columns):
         found = {}
         for worker, own_arguments in arguments.items():
             own_job, *columns = own_arguments
@@ -65,7 +53,7 @@ def estimate_here(
     return summary, {name: {k: v for part in parts for k, v in part.items()} for name, parts in columns.items()}
 
 
-def assert_same_bits(one: tuple[EstimateSummary, Columns], other: tuple[EstimateSummary, Columns]) -> None:
+def assert_same_bits(one, other):
     assert one[0].metric_values == other[0].metric_values
     assert one[0].scalars.keys() == other[0].scalars.keys()
     for name, values_N in one[0].scalars.items():

@@ -1,11 +1,7 @@
 """Auxiliary models in real processes: two steps of PPO with scripted rollouts instead of engines."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +17,7 @@ from megarl.placement.pool import reserve_pools
 from megarl.placement.rank_grid import RankGrid
 from megarl.run.events import EventLog
 from megarl.run.rollout_batch import RolloutBatch
-from tests.algorithms.scripted_run import Call, FakeRolloutGroup, train_with_fakes
+from tests.algorithms.scripted_run import FakeRolloutGroup, train_with_fakes
 from tests.megatron.fidelity.models import save_model, save_value_model
 from tests.megatron.fidelity.reference import _load
 from tests.run.finished_groups import completion, finished_group, run_config
@@ -36,24 +32,17 @@ class RunResult:
     """Results of two training steps."""
 
     grids: dict[str, RankGrid]
-    dedicated: set[str]
-    """Models that do not share the trainer's processes."""
-    metrics: list[dict[str, float]]
-    """Metrics of each step, without timings."""
-    values: dict[tuple[int, int], Any]
-    """Values of the critic for `GROUP` before training."""
-    weights: dict[str, dict[str, Tensor]]
-    """Exported weights of policy and critic after training, by model and tensor name."""
+    dedicated: set[str]  # models that do not share the trainer's processes
+    metrics: list[dict[str, float]]  # of each step, without timings
+    values: dict[tuple[int, int], Any]  # of the critic for `GROUP` before training
+    weights: dict[str, dict[str, Tensor]]  # of policy and critic after training, exported, by model and tensor name
 
 
-Run = Callable[..., RunResult]
-
-
-def sample_length(sample: int) -> int:
+def sample_length(sample):
     return 3 + 4 * sample
 
 
-def reward(label: str, number: int, sample: int) -> float:
+def reward(label, number, sample):
     return float((number + sample) % 3 == 0)
 
 
@@ -61,43 +50,30 @@ GROUP = [completion([0] + [1] * sample_length(sample)) for sample in range(SAMPL
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def folders(tmp_path_factory):
     root = tmp_path_factory.getbasetemp() / "models"
     return {"policy": save_model("qwen3", root), "critic": save_value_model("qwen2", root)}
 
 
 @pytest.fixture(scope="module")
-def run(cluster: None, tmp_path_factory: pytest.TempPathFactory, folders: dict[str, str]) -> Run:
+def run(cluster, tmp_path_factory, folders):
     """Return a function that runs two steps once per placement and layout of the critic, and then frees the slots."""
 
     @cache
-    def run_once(*, offload: bool = False, dedicated: bool = False, tp: int = 1) -> RunResult:
+    def run_once(*, offload=False, dedicated=False, tp=1):
         folder = tmp_path_factory.mktemp("roles")
-        placement: dict[str, Any] = {
-            "slots_per_node": 2,
-            "offload_idle_models": offload,
-            "start_timeout_seconds": UNREACHED_SECONDS,
-        }
+        placement = {"slots_per_node": 2, "offload_idle_models": offload, "start_timeout_seconds": UNREACHED_SECONDS}
         if dedicated:
             placement |= {"pools": {"elsewhere": {"slots_per_node": 2}}, "critic": {"pool": "elsewhere"}}
+        trainer = {"steps": STEPS, "optimizer": {"lr": 1e-2}}
+        sizes = {"prompts_per_step": PROMPTS, "group_size": SAMPLES, "num_mini_batches": 2}
+        critic = {"path": folders["critic"], "parallel": {"tp": tp}, "optimizer": {"lr": 1e-2}}
         config = run_config(
-            {
-                "type": "ppo",
-                "prompts_per_step": PROMPTS,
-                "group_size": SAMPLES,
-                "num_mini_batches": 2,
-                "kl_reward": {"coefficient": 0.05},
-                "critic": {"path": folders["critic"], "parallel": {"tp": tp}, "optimizer": {"lr": 1e-2}},
-            },
+            {"type": "ppo", **sizes, "kl_reward": {"coefficient": 0.05}, "critic": critic},
             run_dir=str(folder / "run"),
             model={"path": folders["policy"]},
             data={"path": "data.jsonl", "shuffle": False},
-            trainer={
-                "steps": STEPS,
-                "optimizer": {"lr": 1e-2},
-                "max_tokens_per_micro_batch": 30,
-                "timeout_seconds": UNREACHED_SECONDS,
-            },
+            trainer=trainer | {"max_tokens_per_micro_batch": 30, "timeout_seconds": UNREACHED_SECONDS},
             tracking={"tensorboard": False, "rollouts": False},
             limits={"logprob_kl": None, "logprob_abs_p99": None},  # no engine has computed the log-probabilities
             placement=placement,
@@ -107,24 +83,22 @@ def run(cluster: None, tmp_path_factory: pytest.TempPathFactory, folders: dict[s
     return run_once
 
 
-def run_two_steps(config: Any, folder: Path) -> RunResult:
+def run_two_steps(config, folder):
     pools = reserve_pools(config.placement, config.placement.all_pools)
     processes = make_rank_processes(pools["main"], "trainer")
-    processes_by_role: dict[str, Any] = {"policy": processes}
+    processes_by_role = {"policy": processes}
     try:
         trainer = make_trainer_group(config, processes)
         models, starting = AuxiliaryModels.start(config, processes, pools)
-        groups: dict[str, Any] = {"policy": trainer, **models.trained, **models.frozen}
+        groups = {"policy": trainer, **models.trained, **models.frozen}
         processes_by_role = {name: group.group._processes for name, group in groups.items()}
         for pending in [*starting, trainer.start_workers(trainer_spec(config))]:
             pending.result(HANG_SECONDS)
         experience = RolloutBatch(groups=[finished_group(GROUP)])
         (found,) = map(dict, models.trained["critic"].values(experience.forward_request(config)).fetch()[:1])
-        log: list[Call] = []
-        metrics = train_with_fakes(
-            config, trainer, models, FakeRolloutGroup(reward, log, sample_length), log, EventLog()
-        ).metrics
-        weights = {}
+        log, weights = [], {}
+        rollouts = FakeRolloutGroup(reward, log, sample_length)
+        metrics = train_with_fakes(config, trainer, models, rollouts, log, EventLog()).metrics
         for name in ("policy", "critic"):
             groups[name].save_hf(str(folder / name))
             weights[name] = load_file(folder / name / "model.safetensors")
@@ -141,12 +115,7 @@ def run_two_steps(config: Any, folder: Path) -> RunResult:
             remove_placement_group(each.pool.group)
 
 
-def is_identical(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    assert a.keys() == b.keys()
-    return all(torch.equal(a[name].view(torch.int32), b[name].view(torch.int32)) for name in a)
-
-
-def test_critic_with_another_layout_shares_the_trainer_processes(run: Run, folders: dict[str, str]) -> None:
+def test_critic_with_another_layout_shares_the_trainer_processes(run, folders):
     ran = run(tp=2)
     sizes = {name: (grid.dp, grid.tp) for name, grid in ran.grids.items()}
     assert sizes == {"policy": (2, 1), "critic": (1, 2), "reference": (2, 1)}
@@ -166,7 +135,7 @@ def test_critic_with_another_layout_shares_the_trainer_processes(run: Run, folde
     assert first["critic/loss"] != second["critic/loss"]
 
 
-def compute_transformers_values(folder: str) -> list[list[float]]:
+def compute_transformers_values(folder):
     from transformers import AutoModelForSequenceClassification
 
     model = _load(folder, AutoModelForSequenceClassification)
@@ -175,18 +144,21 @@ def compute_transformers_values(folder: str) -> list[list[float]]:
         return [model.score(model.model(each).last_hidden_state)[0, :, 0].tolist() for each in ids]
 
 
-def assert_identical(a: RunResult, b: RunResult) -> None:
+def assert_identical(a, b):
     assert a.metrics == b.metrics
-    assert all(is_identical(a.weights[name], b.weights[name]) for name in ("policy", "critic"))
+    for name in ("policy", "critic"):
+        ours, theirs = a.weights[name], b.weights[name]
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key].view(torch.int32), theirs[key].view(torch.int32)) for key in ours)
 
 
-def test_offloaded_idle_models_give_identical_results(run: Run) -> None:
+def test_offloaded_idle_models_give_identical_results(run):
     assert_identical(run(tp=2, offload=True), run(tp=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
-def test_critic_on_dedicated_slots_gives_identical_results(tp: int, run: Run) -> None:
+def test_critic_on_dedicated_slots_gives_identical_results(tp, run):
     dedicated = run(tp=tp, dedicated=True)
     assert dedicated.dedicated == {"critic"}
     assert_identical(dedicated, run(tp=tp))
@@ -196,15 +168,11 @@ def test_critic_on_dedicated_slots_gives_identical_results(tp: int, run: Run) ->
     ("device", "offload_idle_models", "want"),
     [("cuda", None, True), ("cpu", None, False), ("cpu", True, True), ("cuda", False, False)],
 )
-def test_models_are_offloaded_only_on_shared_slots(device: str, offload_idle_models: bool | None, want: bool) -> None:
+def test_models_are_offloaded_only_on_shared_slots(device, offload_idle_models, want):
     pool = {"pools": {"elsewhere": {}}, "critic": {"pool": "elsewhere"}}
-    placement = {**pool, "offload_idle_models": offload_idle_models}
-    config = run_config({"type": "ppo"}, placement=placement)
-    offload_when_idle = {
-        auxiliary.name: _model_spec(config, auxiliary, device).offload_when_idle
-        for auxiliary in config.auxiliary_models
-    }
-    assert offload_when_idle == {"reference": want, "critic": False}
+    config = run_config({"type": "ppo"}, placement={**pool, "offload_idle_models": offload_idle_models})
+    found = {each.name: _model_spec(config, each, device).offload_when_idle for each in config.auxiliary_models}
+    assert found == {"reference": want, "critic": False}
 
 
 @pytest.mark.parametrize(
@@ -215,12 +183,12 @@ def test_models_are_offloaded_only_on_shared_slots(device: str, offload_idle_mod
         ({"type": "vapo", "pretraining": {"max_steps": 4}, "num_mini_batches": 1}, 10, 14),
     ],
 )
-def test_schedules_count_the_updates_of_each_model(algorithm: dict[str, Any], policy: int, critic: int) -> None:
+def test_schedules_count_the_updates_of_each_model(algorithm, policy, critic):
     config = run_config(algorithm, trainer={"steps": 10})
     assert (policy_updates(config), auxiliary_updates(config)) == (policy, critic)
 
 
-def test_all_language_models_have_the_same_head() -> None:
+def test_all_language_models_have_the_same_head():
     config = run_config({"type": "ppo"}, trainer={"fused_lm_head": True})
     config = config.model_copy(update={"model": config.model.model_copy(update={"fp32_lm_head": True})})
     specs = [trainer_spec(config).model, *(_model_spec(config, each, "cpu") for each in config.auxiliary_models)]

@@ -1,17 +1,14 @@
 """Estimators of all algorithms against reference loops over completions, including tokens that are not sampled.
 
-Legend: N completions; `sampled` are the places of a completion's sampled tokens.
+Legend: N completions; `sampled` are the places of a completion's sampled tokens; values are those of these tokens, by
+completion.
 """
-
-from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean, pstdev, stdev
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +21,6 @@ from megarl.algorithms.prime import prime_estimates
 from megarl.algorithms.reinforce import reinforce_estimates, remax_estimates
 from megarl.algorithms.safe_rlhf import safe_estimates
 from megarl.algorithms.vapo import monte_carlo_estimates, vapo_estimates
-from megarl.batch.trajectory import Trajectory
 from megarl.config.algorithms.actor_critic import PpoConfig, SafeRlhfConfig, VapoConfig
 from megarl.config.algorithms.group_baseline import DrGrpoConfig, GrpoConfig, RlooConfig
 from megarl.config.algorithms.model_advantages import PrimeConfig
@@ -34,11 +30,11 @@ from megarl.config.algorithms.reinforce_family import (
     ReinforcePlusPlusConfig,
     RemaxConfig,
 )
-from megarl.groups.estimation.estimate_job import TOKENS_PER_WORKER, EstimateSummary, share_groups
-from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch, make_token_batch
+from megarl.groups.estimation.estimate_job import TOKENS_PER_WORKER, share_groups
+from megarl.groups.estimation.estimators import EstimatorOutput, make_token_batch
 from megarl.megatron.token_column import ComputedColumn
 from megarl.workers.payload import LocalPayload
-from tests.groups.estimates import assert_same_bits, estimate_here, make_job
+from tests.groups.estimates import assert_same_bits, estimate_here, keys_of, make_job, token_column
 from tests.run.finished_groups import completion
 
 SIZES = (2, 4, 3)
@@ -46,26 +42,20 @@ NOTHING_SAMPLED = 3
 ENDS_WITH_TOOL_OUTPUT = 5
 
 
-def make_groups() -> list[list[Trajectory]]:
+def make_trajectories():
     rng = np.random.default_rng(0)
-    groups, n = [], 0
-    for size in SIZES:
-        group = []
-        for _ in range(size):
-            mask = (rng.random(int(rng.integers(3, 15))) < 0.7).astype(int)
-            mask[0], mask[1] = 0, 1
-            if n == NOTHING_SAMPLED:
-                mask[:] = 0
-            mask[-1] = n not in (NOTHING_SAMPLED, ENDS_WITH_TOOL_OUTPUT)
-            group.append(completion(mask.tolist()))
-            n += 1
-        groups.append(group)
-    return groups
+    for n in range(sum(SIZES)):
+        mask = (rng.random(int(rng.integers(3, 15))) < 0.7).astype(int)
+        mask[0], mask[1] = 0, 1
+        if n == NOTHING_SAMPLED:
+            mask[:] = 0
+        mask[-1] = n not in (NOTHING_SAMPLED, ENDS_WITH_TOOL_OUTPUT)
+        yield completion(mask.tolist())
 
 
-GROUPS = make_groups()
-TRAJECTORIES = [t for group in GROUPS for t in group]
-KEYS = [(g, i) for g, group in enumerate(GROUPS) for i in range(len(group))]
+TRAJECTORIES = list(make_trajectories())
+GROUPS = [TRAJECTORIES[end - size : end] for end, size in zip(itertools.accumulate(SIZES), SIZES, strict=True)]
+KEYS = keys_of(GROUPS)
 N = len(TRAJECTORIES)
 SAMPLED = [np.flatnonzero(t.loss_mask).tolist() for t in TRAJECTORIES]
 REWARDS = np.random.default_rng(1).normal(size=N).round(2).tolist()
@@ -81,34 +71,22 @@ COLUMNS = {
     for c, name in enumerate(NAMES)
 }
 
-Values = list[list[float]]
-"""Values of the sampled tokens of each completion."""
 
-
-def sampled_values(name: str) -> Values:
+def sampled_values(name):
     return [[float(column[t]) for t in sampled] for column, sampled in zip(COLUMNS[name], SAMPLED, strict=True)]
 
 
-def run_estimator(
-    estimator: Callable[..., Any], *arguments: object, outputs: tuple[str, ...]
-) -> tuple[EstimateSummary, dict[str, Values]]:
+def run_estimator(estimator, *arguments, outputs):
     """Run the estimator as workers do, with columns in two parts; check that unsampled tokens have 0.
 
     Also check that the result has the same bits if several workers share the groups.
     """
-    parts: Any = {
+    parts = {
         name: LocalPayload([{KEYS[n]: column[n] for n in half} for half in (range(0, N, 2), range(1, N, 2))])
         for name, column in COLUMNS.items()
     }
-    job = make_job(
-        estimator,
-        arguments,
-        GROUPS,
-        REWARDS,
-        parts,
-        outputs,
-        scalars={"greedy_rewards": GREEDY_REWARDS, "costs": COSTS},
-    )
+    scalars = {"greedy_rewards": GREEDY_REWARDS, "costs": COSTS}
+    job = make_job(estimator, arguments, GROUPS, REWARDS, parts, outputs, scalars=scalars)
     found, columns = estimate_here(job, GROUPS)
     for workers in ([0, 3, 0], [1, 2, 0]):
         assert_same_bits((found, columns), estimate_here(job, GROUPS, workers))
@@ -123,34 +101,27 @@ def run_estimator(
     return found, out
 
 
-def flatten(values: Values) -> list[float]:
+def flatten(values):
     return list(itertools.chain(*values))
 
 
-def assert_close(got: Values, want: Values) -> None:
+def assert_close(got, want):
     assert [len(each) for each in got] == [len(each) for each in want]
     assert flatten(got) == pytest.approx(flatten(want), rel=1e-4, abs=1e-5)
 
 
-KINDS: dict[str, Callable[[float], float]] = {
-    "k1": lambda d: d,
-    "k2": lambda d: d * d / 2,
-    "k3": lambda d: math.exp(-d) - 1 + d,
-}
+KINDS = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
 KLS = [None, ("k1", 0.3), ("k2", 0.2), ("k3", 0.1)]
-Kl = tuple[str, float] | None
 
 
-def token_kl(kl: Kl) -> Values:
+def token_kl(kl):
     """Return the KL estimate of each sampled token, without the coefficient."""
     kind = KINDS["k1" if kl is None else kl[0]]
     pairs = zip(sampled_values("old_logprobs"), sampled_values("ref_logprobs"), strict=True)
     return [[0.0 if kl is None else kind(a - b) for a, b in zip(new, ref, strict=True)] for new, ref in pairs]
 
 
-def token_rewards(
-    kl: Kl, *, rewards: Sequence[float] = REWARDS, factor: float = -1.0, of_unsampled: bool = False
-) -> Values:
+def token_rewards(kl, *, rewards=REWARDS, factor=-1.0, of_unsampled=False):
     """Return the reward at the last sampled token plus `factor` times the penalty at every sampled token.
 
     Args:
@@ -165,9 +136,7 @@ def token_rewards(
     return out
 
 
-def run_with_kl(
-    estimator: Callable[..., Any], section: Callable[..., Any], kl: Kl, *arguments: object, outputs: tuple[str, ...]
-) -> tuple[EstimateSummary, dict[str, Values]]:
+def run_with_kl(estimator, section, kl, *arguments, outputs):
     """Run an estimator whose configuration is `section(kl_reward=...)`, and check the metric of the KL divergence."""
     kl_reward, coefficient = None, 0.0
     if kl is not None:  # the section's own coefficient must not be used, but the current one
@@ -180,14 +149,14 @@ def run_with_kl(
     return found, got
 
 
-def check_advantages(found: EstimateSummary, got: dict[str, Values], want: Values) -> None:
+def check_advantages(found, got, want):
     """Compare the advantages of tokens, and their means over completions."""
     assert_close(got["advantages"], want)
     means = [fmean(each) if each else 0.0 for each in want]
     assert found.scalars["advantages"] == pytest.approx(means, rel=1e-4, abs=1e-5)
 
 
-def check_returns(found: EstimateSummary, got: dict[str, Values], want: Values, prefix: str = "") -> None:
+def check_returns(found, got, want, prefix=""):
     """Compare the returns of a critic, and the share of their variance that its values explain."""
     assert_close(got[f"{prefix}returns"], want)
     rest = [r - v for r, v in zip(flatten(want), flatten(sampled_values(f"{prefix}values")), strict=True)]
@@ -195,16 +164,16 @@ def check_returns(found: EstimateSummary, got: dict[str, Values], want: Values, 
     assert found.metric_values[f"{prefix}critic/explained_variance"] == pytest.approx(share, rel=1e-4)
 
 
-def whiten_values(values: Values) -> Values:
+def whiten_values(values):
     mean, deviation = fmean(flatten(values)), pstdev(flatten(values))
     return [[(v - mean) / (deviation + 1e-8) for v in each] for each in values]
 
 
-def returns_to_go(rewards: Values, gamma: float) -> Values:
+def returns_to_go(rewards, gamma):
     return [[sum(gamma**k * r for k, r in enumerate(each[t:])) for t in range(len(each))] for each in rewards]
 
 
-def gae_loop(rewards: Values, values: Values, gamma: float, lam: Sequence[float]) -> tuple[Values, Values]:
+def gae_loop(rewards, values, gamma, lam):
     advantages, returns = [], []
     for each, value, lam_n in zip(rewards, values, lam, strict=True):
         deltas = [r + gamma * (value[t + 1] if t + 1 < len(each) else 0) - value[t] for t, r in enumerate(each)]
@@ -216,32 +185,25 @@ def gae_loop(rewards: Values, values: Values, gamma: float, lam: Sequence[float]
 
 @pytest.mark.parametrize("kl", KLS)
 @pytest.mark.parametrize("kind", [GrpoConfig, DrGrpoConfig, RlooConfig])
-def test_group_estimates(kind: Any, kl: Kl) -> None:
+def test_group_estimates(kind, kl):
     found, _ = run_with_kl(group_estimates, partial(kind, kl_loss=None), kl, outputs=())
     rewards, want = [sum(each) for each in token_rewards(kl, of_unsampled=True)], []
-    for members in MEMBERS:
-        group = [rewards[n] for n in members]
-        for i, reward in enumerate(group):
-            others = group[:i] + group[i + 1 :]
-            want.append(
-                {
-                    GrpoConfig: (reward - fmean(group)) / (stdev(group) + 1e-6),
-                    DrGrpoConfig: reward - fmean(group),
-                    RlooConfig: reward - fmean(others),
-                }[kind]
-            )
+    for (g, i), reward in zip(KEYS, rewards, strict=True):
+        group = [rewards[n] for n in MEMBERS[g]]
+        base = fmean(group[:i] + group[i + 1 :] if kind is RlooConfig else group)
+        want.append((reward - base) / (stdev(group) + 1e-6 if kind is GrpoConfig else 1.0))
     assert found.scalars["advantages"] == pytest.approx(want, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("kl", KLS)
-def test_reinforce_pp_estimates(kl: Kl) -> None:
+def test_reinforce_pp_estimates(kl):
     section = partial(ReinforcePlusPlusConfig, gamma=0.9)
     found, got = run_with_kl(reinforce_estimates, section, kl, outputs=("advantages",))
     check_advantages(found, got, whiten_values(returns_to_go(token_rewards(kl), 0.9)))
 
 
 @pytest.mark.parametrize("kl", KLS)
-def test_reinforce_pp_baseline_estimates(kl: Kl) -> None:
+def test_reinforce_pp_baseline_estimates(kl):
     section = partial(ReinforcePlusPlusBaselineConfig, kl_loss=None)
     found, got = run_with_kl(reinforce_estimates, section, kl, outputs=("advantages",))
     rewards = [sum(each) for each in token_rewards(kl, of_unsampled=True)]
@@ -250,7 +212,7 @@ def test_reinforce_pp_baseline_estimates(kl: Kl) -> None:
 
 
 @pytest.mark.parametrize("kl", KLS)
-def test_remax_estimates(kl: Kl) -> None:
+def test_remax_estimates(kl):
     found, got = run_with_kl(remax_estimates, RemaxConfig, kl, outputs=("advantages",))
     to_go = returns_to_go(token_rewards(kl), 1.0)
     want = [[r - base for r in each] for each, base in zip(to_go, GREEDY_REWARDS, strict=True)]
@@ -259,7 +221,7 @@ def test_remax_estimates(kl: Kl) -> None:
 
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("kl", KLS)
-def test_ppo_estimates(kl: Kl, whiten: bool) -> None:
+def test_ppo_estimates(kl, whiten):
     section = partial(PpoConfig, gamma=0.97, lam=0.8, whiten=whiten)
     found, got = run_with_kl(ppo_estimates, section, kl, outputs=("advantages", "returns"))
     advantages, returns = gae_loop(token_rewards(kl), sampled_values("values"), 0.97, [0.8] * N)
@@ -269,7 +231,7 @@ def test_ppo_estimates(kl: Kl, whiten: bool) -> None:
 
 @pytest.mark.parametrize("alpha", [None, 0.4])
 @pytest.mark.parametrize("kl", KLS[:2])
-def test_vapo_estimates(kl: Kl, alpha: float | None) -> None:
+def test_vapo_estimates(kl, alpha):
     section = partial(VapoConfig, gamma=0.97, lam=0.9, whiten=False, length_alpha=alpha)
     found, got = run_with_kl(vapo_estimates, section, kl, outputs=("advantages", "returns"))
     rewards = token_rewards(kl)
@@ -284,7 +246,7 @@ def test_vapo_estimates(kl: Kl, alpha: float | None) -> None:
 
 
 @pytest.mark.parametrize("kl", KLS[:2])
-def test_pretraining_estimates_are_monte_carlo_returns(kl: Kl) -> None:
+def test_pretraining_estimates_are_monte_carlo_returns(kl):
     section = partial(VapoConfig, gamma=0.97, lam=0.5)
     found, got = run_with_kl(monte_carlo_estimates, section, kl, outputs=("returns",))
     assert not found.scalars
@@ -293,7 +255,7 @@ def test_pretraining_estimates_are_monte_carlo_returns(kl: Kl) -> None:
 
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("kl", KLS)
-def test_safe_rlhf_estimates(kl: Kl, whiten: bool) -> None:
+def test_safe_rlhf_estimates(kl, whiten):
     section = partial(SafeRlhfConfig, gamma=0.97, lam=0.8, whiten=whiten)
     found, got = run_with_kl(safe_estimates, section, kl, 1.7, outputs=("advantages", "returns", "cost_returns"))
     of_reward, returns = gae_loop(token_rewards(kl, factor=-0.5), sampled_values("values"), 0.97, [0.8] * N)
@@ -306,25 +268,23 @@ def test_safe_rlhf_estimates(kl: Kl, whiten: bool) -> None:
     check_returns(found, got, cost_returns, "cost_")
 
 
-def test_prime_estimates() -> None:
+def test_prime_estimates():
     algorithm = PrimeConfig(beta=0.2, process_coefficient=3.0, outcome_coefficient=2.0)
     found, got = run_estimator(prime_estimates, algorithm, outputs=("advantages",))
     pairs = zip(sampled_values("reward_logprobs"), sampled_values("ref_logprobs"), strict=True)
     process = [[0.2 * (a - b) for a, b in zip(new, ref, strict=True)] for new, ref in pairs]
     means = [fmean(each) if each else 0.0 for each in process]
     want = []
-    for members in MEMBERS:
-        for n in members:
-            others = [m for m in members if m != n]
-            base = fmean(means[m] for m in others)
-            outcome = REWARDS[n] - fmean(REWARDS[m] for m in others)
-            length = len(process[n])
-            want.append([3.0 * sum(r - base for r in process[n][t:]) + 2.0 * outcome for t in range(length)])
+    for n, (g, _) in enumerate(KEYS):
+        others = [m for m in MEMBERS[g] if m != n]
+        base = fmean(means[m] for m in others)
+        outcome = REWARDS[n] - fmean(REWARDS[m] for m in others)
+        want.append([3.0 * sum(r - base for r in process[n][t:]) + 2.0 * outcome for t in range(len(process[n]))])
     check_advantages(found, got, want)
     assert found.metric_values == {"prime/process_reward": pytest.approx(fmean(flatten(process)), rel=1e-4)}
 
 
-def test_distillation_estimates() -> None:
+def test_distillation_estimates():
     found, got = run_estimator(distillation_estimates, outputs=("advantages",))
     pairs = zip(sampled_values("teacher_logprobs"), sampled_values("old_logprobs"), strict=True)
     want = [[a - b for a, b in zip(teacher, student, strict=True)] for teacher, student in pairs]
@@ -332,7 +292,7 @@ def test_distillation_estimates() -> None:
     assert found.metric_values == {"distillation/reverse_kl": pytest.approx(-fmean(flatten(want)), rel=1e-4)}
 
 
-def test_sequence_sums_are_exact_after_large_values() -> None:
+def test_sequence_sums_are_exact_after_large_values():
     """A cumulative sum in float32 would round them away; values of tokens that were not sampled do not count."""
     groups = [[completion([0] + [1] * 5000), completion([0, 1])]]
     tokens = make_token_batch(groups, [0.0, 0.0], {})
@@ -341,7 +301,7 @@ def test_sequence_sums_are_exact_after_large_values() -> None:
     assert tokens.sequence_sums(values_T).tolist() == pytest.approx([5e7, 0.123], rel=1e-6)
 
 
-def test_explained_variance_of_good_constant_and_bad_values() -> None:
+def test_explained_variance_of_good_constant_and_bad_values():
     tokens = make_token_batch(GROUPS, REWARDS, {})
     returns_T = torch.from_numpy(np.random.default_rng(4).normal(size=len(tokens.mask_T)))
     assert tokens.explained_variance(returns_T + 3.0, returns_T).value == pytest.approx(1.0)
@@ -350,7 +310,7 @@ def test_explained_variance_of_good_constant_and_bad_values() -> None:
     assert tokens.explained_variance(returns_T, torch.full_like(returns_T, 0.1)).value == 0.0
 
 
-def test_token_batch_without_sampled_tokens_gives_zeros() -> None:
+def test_token_batch_without_sampled_tokens_gives_zeros():
     tokens = make_token_batch([[completion([0, 0]), completion([0, 0, 0])]], [1.0, 2.0], {})
     zeros_T = torch.zeros(5)
     assert tokens.token_mean(zeros_T).value == tokens.explained_variance(zeros_T, zeros_T).value == 0.0
@@ -359,25 +319,20 @@ def test_token_batch_without_sampled_tokens_gives_zeros() -> None:
     assert tokens.with_advantages(torch.ones(5), {}).scalars["advantages"].tolist() == [0.0, 0.0]
 
 
-def test_bits_do_not_depend_on_who_takes_which_groups() -> None:
+def test_bits_do_not_depend_on_who_takes_which_groups():
     """All estimators; groups have many sizes and lengths, and begin at other places in each share."""
     rng = np.random.default_rng(7)
     groups = [
-        [completion((rng.random(int(rng.integers(2, 300))) < 0.8).astype(int).tolist()) for _ in range(size)]
+        [completion([0, *(rng.random(int(rng.integers(1, 299))) < 0.8)]) for _ in range(size)]
         for size in rng.integers(2, 6, 30)
     ]
-    for group in groups:
-        for trajectory in group:
-            trajectory.loss_mask[0] = False
-    keys = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
-    columns: Any = {
-        name: LocalPayload([{(g, i): rng.normal(size=groups[g][i].num_tokens).astype(np.float32) for g, i in keys}])
-        for name in NAMES
-    }
-    scalars = {name: rng.normal(size=len(keys)).tolist() for name in ("greedy_rewards", "costs")}
+    num_tokens = sum(trajectory.num_tokens for group in groups for trajectory in group)
+    columns = {name: token_column(groups, rng.normal(size=num_tokens)) for name in NAMES}
+    num_completions = len(keys_of(groups))
+    scalars = {name: rng.normal(size=num_completions).tolist() for name in ("greedy_rewards", "costs")}
     section = KlRewardConfig(kind="k3", coefficient=0.1)
     both = ("advantages", "returns")
-    cases: list[tuple[Callable[..., Any], tuple[object, ...], tuple[str, ...]]] = [
+    cases = [
         (group_estimates, (GrpoConfig(kl_loss=None, kl_reward=section), 0.1), ()),
         (reinforce_estimates, (ReinforcePlusPlusConfig(gamma=0.9, kl_reward=section), 0.1), ("advantages",)),
         (reinforce_estimates, (ReinforcePlusPlusBaselineConfig(kl_loss=None), 0.0), ("advantages",)),
@@ -389,7 +344,7 @@ def test_bits_do_not_depend_on_who_takes_which_groups() -> None:
         (prime_estimates, (PrimeConfig(whiten=True),), ("advantages",)),
         (distillation_estimates, (), ("advantages",)),
     ]
-    rewards = rng.normal(size=len(keys)).tolist()
+    rewards = rng.normal(size=num_completions).tolist()
     for estimator, arguments, outputs in cases:
         turn_weights = (None, 0.5) if estimator in (group_estimates, reinforce_estimates) else (None,)
         for weight in turn_weights:
@@ -400,11 +355,11 @@ def test_bits_do_not_depend_on_who_takes_which_groups() -> None:
                 assert_same_bits(whole, estimate_here(job, groups, rng.permutation(30) % num))
 
 
-def count_completions(tokens: TokenBatch) -> EstimatorOutput:
+def count_completions(tokens):
     return EstimatorOutput(metrics={"completions": len(tokens.rewards_N)})
 
 
-def test_a_number_of_some_groups_is_no_metric_of_the_step() -> None:
+def test_a_number_of_some_groups_is_no_metric_of_the_step():
     job = make_job(count_completions, (), GROUPS, REWARDS, {}, ())
     found, _ = estimate_here(job, GROUPS)
     assert found.metric_values == {"completions": N}
@@ -412,7 +367,7 @@ def test_a_number_of_some_groups_is_no_metric_of_the_step() -> None:
         estimate_here(job, GROUPS, [0, 1, 0])
 
 
-def test_workers_take_what_they_generated_or_whole_parts_of_a_column() -> None:
+def test_workers_take_what_they_generated_or_whole_parts_of_a_column():
     workers = [1, 0, 1]
     small = make_job(group_estimates, (), GROUPS, REWARDS, {}, ())
     assert share_groups(small, workers, 2).tolist() == [0, 0, 0]
@@ -420,7 +375,7 @@ def test_workers_take_what_they_generated_or_whole_parts_of_a_column() -> None:
     assert share_groups(job, workers, 2).tolist() == workers
     assert share_groups(job, [5, 0, 3], 6).tolist() == [1, 0, 1]
     parts = [np.array([key for key in KEYS if key[0] in groups]) for groups in ((0,), (2,), (1,))]
-    column: Any = ComputedColumn.of(["part a", "part b", "part c"], parts)
+    column = ComputedColumn.of(["part a", "part b", "part c"], parts)
     with_column = replace(job, columns={"values": column})
     owners = share_groups(with_column, workers, 2)
     assert owners.tolist() == [0, 0, 1]
@@ -432,7 +387,7 @@ def test_workers_take_what_they_generated_or_whole_parts_of_a_column() -> None:
     assert share_groups(unmarked, workers, 2).tolist() == [0, 0, 0]
 
 
-def test_whitened_advantages_need_an_output() -> None:
+def test_whitened_advantages_need_an_output():
     job = make_job(reinforce_estimates, (ReinforcePlusPlusConfig(kl_reward=None), 0.0), GROUPS, REWARDS, {}, ())
     with pytest.raises(ValueError, match=r"whitens its advantages: pass outputs=\('advantages',\)"):
         estimate_here(job, GROUPS)

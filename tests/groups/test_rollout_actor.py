@@ -24,14 +24,11 @@ class SeededEngine(WholeBatches):
     """Fake engine whose completions depend only on the seed; requests with prompts in `broken` fail."""
 
     def __init__(self, broken=()):
-        self.broken = broken
-        self.requested_seeds = {}
-        self.calls = 0
+        self.broken, self.requested_seeds, self.calls = broken, {}, 0
 
     async def generate_many(self, requests):
         self.calls += 1
-        for r in requests:
-            self.requested_seeds[r.request_id] = r.sampling.seed
+        self.requested_seeds |= {r.request_id: r.sampling.seed for r in requests}
         await asyncio.sleep(0)
         if any(r.token_ids[-1] in self.broken for r in requests):
             raise WorkerError("the engine was killed")
@@ -50,11 +47,8 @@ class SeededEngine(WholeBatches):
 
 class Scorer:
     async def score(self, trajectories, prompt):
-        lengths = [float(t.loss_mask.sum()) for t in trajectories]
-        scored = [
-            replace(t, rewards={"length": length}, reward=length / 3)
-            for t, length in zip(trajectories, lengths, strict=True)
-        ]
+        lengths = [(t, float(t.loss_mask.sum())) for t in trajectories]
+        scored = [replace(t, rewards={"length": length}, reward=length / 3) for t, length in lengths]
         return ScoredGroup(trajectories=scored, terms={"length": TermReport(seconds=0.5, num_retried=1)})
 
 
@@ -102,42 +96,39 @@ def replayed(answers):
 
 
 def test_restarted_actor_regenerates_only_unfinished_groups(make_actor, tmp_path):
-    undisturbed = SeededEngine()
-    expected = run(make_actor(undisturbed, run_dir=str(tmp_path / "undisturbed")), [job(g) for g in range(4)])
+    undisturbed, jobs = SeededEngine(), [job(g) for g in range(4)]
+    expected = run(make_actor(undisturbed, run_dir=str(tmp_path / "undisturbed")), jobs)
     assert (undisturbed.calls, len(undisturbed.requested_seeds)) == (1, 16), "concurrent groups take one call"
 
     first = make_actor(SeededEngine(broken=[102]))
-    answers = [run(first, [job(g)])[0] for g in range(4)]  # one engine call per job; the call of job 2 fails
+    answers = [run(first, [each])[0] for each in jobs]  # one engine call per job; the call of job 2 fails
     assert [isinstance(a, WorkerError) for a in answers] == [False, False, True, False]
     assert not any(replayed(answers))
 
     engine = SeededEngine()
-    second = make_actor(engine)
-    again = run(second, [job(g) for g in range(4)])
+    again = run(make_actor(engine), jobs)
     assert engine.requested_seeds == {f"step-5-2-{s}": undisturbed.requested_seeds[f"step-5-2-{s}"] for s in range(4)}
     assert replayed(again) == [True, True, False, True]
     assert [comparable(again[g]) for g in (0, 1, 3)] == [comparable(answers[g]) for g in (0, 1, 3)]
     assert [comparable(a)[1] for a in again] == [comparable(a)[1] for a in expected]
 
     idle = SeededEngine()
-    assert [comparable(a) for a in run(make_actor(idle), [job(g) for g in range(4)])] == [comparable(a) for a in again]
+    assert [comparable(a) for a in run(make_actor(idle), jobs)] == [comparable(a) for a in again]
     assert idle.calls == 0
 
 
 def test_evaluation_of_a_step_is_journaled_and_without_a_step_is_not(make_actor, tmp_path):
-    first = make_actor(SeededEngine())
-    run(first, [job(1, label="evaluate-5", seed=()), job(1, label="evaluate", seed=())])
+    jobs, engine = [job(1, label=label, seed=()) for label in ("evaluate-5", "evaluate")], SeededEngine()
+    run(make_actor(SeededEngine()), jobs)
     assert [group.request_id for group in read_step(tmp_path, 5)] == ["evaluate-5-1"]
-    engine = SeededEngine()
-    run(make_actor(engine), [job(1, label="evaluate-5", seed=()), job(1, label="evaluate", seed=())])
+    run(make_actor(engine), jobs)
     assert list(engine.requested_seeds) == [f"evaluate-1-{s}" for s in range(4)]
 
 
 def test_journal_entry_of_another_prompt_is_not_replayed(make_actor):
     run(make_actor(SeededEngine()), [job(1)])
     engine = SeededEngine()
-    other = replace(job(1), prompt=job(2).prompt)
-    (answer,) = run(make_actor(engine), [other])
+    (answer,) = run(make_actor(engine), [replace(job(1), prompt=job(2).prompt)])
     assert len(engine.requested_seeds) == 4
     assert comparable(answer)[0].prompt_id == "d.jsonl:2"
 
@@ -150,17 +141,14 @@ async def first_tokens(episode, *, count=1):
 AGENT = f"{__name__}:first_tokens"
 
 
+def agent(**kwargs):
+    return {"rollout": {"agent": {"path": AGENT, "kwargs": kwargs}}}
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"seed": 3},
-        {"rollout": {"agent": {"path": AGENT}}},
-        {"rollout": {"agent": {"path": AGENT, "kwargs": {"count": 2}}}},
-    ],
-    ids=str,
+    ("before", "changes"), [({}, {"seed": 3}), ({}, agent()), (agent(count=3), agent(count=2))], ids=str
 )
-def test_journal_of_another_configuration_fails_every_group(make_actor, changes):
-    before = {"rollout": {"agent": {"path": AGENT, "kwargs": {"count": 3}}}} if "kwargs" in str(changes) else {}
+def test_journal_of_another_configuration_fails_every_group(make_actor, before, changes):
     run(make_actor(SeededEngine(), **before), [job(1)])
     engine = SeededEngine()
     answers = run(make_actor(engine, **changes), [job(g) for g in range(3)])
@@ -175,8 +163,7 @@ def test_an_actor_of_a_run_that_lost_its_folder_writes_nothing(make_actor, tmp_p
         ((_, trajectories),) = run(actor, [job(0)])
         take_over(tmp_path)
         written = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
-        (refused,) = run(actor, [job(1)])
-        assert isinstance(refused, LostLockError)
+        assert isinstance(run(actor, [job(1)])[0], LostLockError)
         rewards = [(t.reward, t.rewards) for t in trajectories]
         with pytest.raises(LostLockError):
             asyncio.run(actor.record(5, rewards, [0.0] * len(rewards), [(0, 0)], [trajectories]))

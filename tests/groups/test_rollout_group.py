@@ -1,28 +1,340 @@
-"""Rollout workers that die or hang: restarts, and what is sampled, estimated and written again; scripted workers."""
+"""Rollout groups on workers that fail, die or hang as a test says, on a fake Ray with a fake clock."""
 
-from __future__ import annotations
-
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorUnschedulableError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
 
 from megarl.algorithms.grpo import group_estimates
-from megarl.errors import RestartLimitError, WorkerError
-from megarl.groups import rollout_workers
-from megarl.groups.estimation.estimate_job import TOKENS_PER_WORKER, EstimateJob, EstimateSummary
+from megarl.batch.trajectory import Prompt
+from megarl.config.recovery import RecoveryConfig
+from megarl.config.trainer import ParallelConfig
+from megarl.errors import RestartLimitError, RewardError, WorkerError
+from megarl.groups import group_stream, rollout_group, rollout_workers
+from megarl.groups.estimation.estimate_job import TOKENS_PER_WORKER, EstimateSummary
 from megarl.groups.group_stream import FinishedGroup
+from megarl.groups.rollout_group import RolloutGroup
+from megarl.rollout.engine import Sampling
+from megarl.rollout.rollout_worker import GroupJob, GroupSummary
+from megarl.supervision import liveness_probe
+from megarl.supervision.liveness_probe import LIVENESS_GROUP
+from megarl.supervision.restart_budget import RestartBudget
+from megarl.workers import failures
 from megarl.workers.payload import StoredItem
-from tests.groups.scripted_workers import FakeRay, FakeWorker, finish, ray, start_group
+from megarl.workers.worker_host import CollectedCalls
+from tests.fake_ray import FakeRay, Ref
+from tests.groups.estimates import make_job
+from tests.groups.test_engine_group import ended_future
+from tests.run.finished_groups import completion
 
-__all__ = ["ray"]
+PROMPTS = [Prompt(prompt_id=f"d.jsonl:{n}", text="", token_ids=(1,), row={}) for n in range(4)]
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
 
 
-def test_number_of_replayed_groups_is_reported(ray: FakeRay) -> None:
+class CollectRef(Ref):
+    """The reference to the summaries of groups: done as soon as one of `refs` is that was not returned before."""
+
+    def __init__(self, refs, limit):
+        self._refs, self._limit, self._found = refs, limit, []
+
+    @property
+    def is_done(self):
+        if not self._found:
+            done = [(i, ref) for i, ref in enumerate(self._refs) if ref.is_done and not ref.was_returned]
+            for i, ref in done[: self._limit]:
+                ref.was_returned = True
+                self._found.append((i, ref.value))
+        return bool(self._found)
+
+    @property
+    def value(self):
+        errors = [value for _, value in self._found if isinstance(value, RayError)]
+        num_ready = sum(ref.is_done and not ref.was_returned for ref in self._refs)
+        return errors[0] if errors else CollectedCalls(tuple(self._found), num_ready)
+
+
+def method(call):
+    """Return a fake actor method that calls `call` and records the options it was given."""
+    found = SimpleNamespace(remote=call, options_given=None)
+
+    def options(**options_given):
+        found.options_given = options_given
+        return found
+
+    found.options = options
+    return found
+
+
+class FakeWorker:
+    """Fake worker: builds at once if `ray.builds`, answers pings if `is_responsive`; the test finishes its groups."""
+
+    def __init__(self, ray):
+        self.ray, self.is_responsive, self.calls, self.arguments, self.pings = ray, True, {}, {}, []
+        self.invoke, self.process_info = method(self._invoke), method(self._answer_ping)
+        self.begin_calls, self.collect_calls = method(self._begin_calls), method(self._collect_calls)
+        self.cancel_calls = method(self._cancel_calls)
+        self.batches = {}
+        self.preimport = method(lambda *_: Ref())
+        self.build = method(lambda *_: Ref(is_done=ray.builds))
+        self.stop = method(lambda: Ref(is_done=self.is_responsive))
+
+    def _invoke(self, name, *arguments):
+        self.calls[name], self.arguments[name] = Ref(), arguments
+        if name == "record":
+            return self.calls[name]
+        num_returns = self.invoke.options_given["num_returns"]
+        return [self.calls[name], *(f"column {n} of {id(self)}" for n in range(1, num_returns))]
+
+    def _begin_calls(self, batch_id, name, jobs, *limits):
+        assert name == "rollout_group"
+        self.batches[batch_id] = [Ref() for _ in jobs]
+        self.calls |= {job.request_id: ref for job, ref in zip(jobs, self.batches[batch_id], strict=True)}
+        assert self.begin_calls.options_given == {"num_returns": 2}
+        return self._collect(batch_id, *limits)
+
+    def _collect_calls(self, batch_id, per_object, num_objects):
+        assert self.collect_calls.options_given == {"num_returns": 1 + num_objects}
+        return self._collect(batch_id, per_object, num_objects)
+
+    def _collect(self, batch_id, per_object, num_objects):
+        call = CollectRef(self.batches[batch_id], per_object * num_objects)
+        return [call, *(f"groups of {id(call)}: {n}" for n in range(num_objects))]
+
+    def _cancel_calls(self, batch_id, indices):
+        for index in indices:
+            self.batches[batch_id][index].was_cancelled = True
+
+    def _answer_ping(self):
+        assert self.process_info.options_given == {"concurrency_group": LIVENESS_GROUP}
+        self.pings.append(Ref(is_done=self.is_responsive))
+        return self.pings[-1]
+
+    def die(self, error=None):
+        for ref in self.calls.values():
+            if not ref.is_done:
+                ref.end(error or ActorDiedError())
+
+
+class RolloutRay(FakeRay):
+    """A fake Ray that starts rollout workers."""
+
+    def __init__(self):
+        super().__init__()
+        self.builds, self.workers = True, []
+
+    def remote(self, *, concurrency_groups):
+        assert concurrency_groups == {LIVENESS_GROUP: 1}
+
+        def launch(environment):
+            self.workers.append(FakeWorker(self))
+            return self.workers[-1]
+
+        return lambda _: method(launch)
+
+    def finish_all(self):
+        """Finish the groups that any live worker has."""
+        for worker in self.workers:
+            if worker not in self.killed:
+                finish(worker, *worker.calls)
+
+    def cancelled(self):
+        """Return the groups that were cancelled."""
+        return sorted(name for worker in self.workers for name, ref in worker.calls.items() if ref.was_cancelled)
+
+
+class FakeCompletions:
+    """Stands in for `Completions`: polls the fake Ray."""
+
+    def __init__(self, ray):
+        self._ray, self._refs = ray, []
+
+    def add(self, ref):
+        self._refs.append(ref)
+
+    def wait(self, timeout):
+        done, _ = self._ray.wait(self._refs, num_returns=1, timeout=timeout)
+        done = [ref for ref in self._refs if ref.is_done] if done else []
+        self._refs = [ref for ref in self._refs if ref not in done]
+        return [(ref, ended_future(ref.value)) for ref in done]
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    fake = RolloutRay()
+    for module in (group_stream, rollout_group, rollout_workers, liveness_probe, failures):
+        monkeypatch.setattr(module, "ray", fake)
+        monkeypatch.setattr(module, "time", fake, raising=False)
+    monkeypatch.setattr(group_stream, "Completions", lambda: FakeCompletions(fake))
+    monkeypatch.setattr(failures, "_ray_log_folder", lambda: None)
+    monkeypatch.setattr(rollout_workers, "nodes_for_light_workers", lambda: [SimpleNamespace(id="node")])
+    monkeypatch.setattr(rollout_workers, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+    return fake
+
+
+def batch_config(prompts, mini_batches, slots):
+    return SimpleNamespace(
+        placement=SimpleNamespace(slots=slots, start_timeout_seconds=30.0),
+        trainer=SimpleNamespace(parallel=ParallelConfig(tp=min(8, slots))),
+        algorithm=SimpleNamespace(prompts_per_step=prompts, num_mini_batches=mini_batches),
+    )
+
+
+@dataclass
+class Run:
+    group: RolloutGroup
+    messages: list[str]
+
+    def stream(self):
+        return self.group.stream(PROMPTS, num_samples=2, sampling=SAMPLING, label="step-3")
+
+
+def start_group(ray, workers=2, **recovery):
+    messages, budget = [], RecoveryConfig(**recovery)
+    config = batch_config(64, 1, 1)
+    config.run_dir, config.recovery = "run", budget
+    config.rollout = SimpleNamespace(request_timeout_seconds=600.0, workers=workers)
+    restarts = RestartBudget(budget, messages.append)
+    supervisor = SimpleNamespace(restart_budget=restarts, refs=list, poll=lambda: None, serving=[0])
+    group = RolloutGroup(config, SimpleNamespace(supervisor=supervisor, remote_engines=lambda: ["engine 0"]))
+    group.start()
+    return Run(group, messages)
+
+
+def make_jobs(count=4):
+    """Return jobs of step 3."""
+    return [
+        GroupJob(prompt=PROMPTS[i % 4], group_id=i, num_samples=1, sampling=SAMPLING, request_id=f"step-3-{i}")
+        for i in range(count)
+    ]
+
+
+def finish(worker, *requests, replayed=False):
+    times = {"generation_seconds": 1.0, "scoring_seconds": 1.0}
+    for request in requests:
+        number = int(request.rpartition("-")[2])
+        prompt_id = PROMPTS[number % len(PROMPTS)].prompt_id
+        done = GroupSummary(group_id=number, prompt_id=prompt_id, trajectories=(), replayed=replayed, **times)
+        worker.calls[request].end(done)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "mini_batches", "slots", "expected"),
+    [(64, 1, 1, 8), (2048, 2, 512, 4), (1024, 2, 512, 2), (8, 1, 64, 1)],
+)
+def test_objects_are_smaller_than_the_share_of_a_replica(prompts, mini_batches, slots, expected):
+    """Ranks of 8 slots are one replica, where there are several."""
+    assert group_stream.groups_per_object(batch_config(prompts, mini_batches, slots)) == expected
+
+
+def test_groups_that_have_finished_meanwhile_return_in_one_call_of_several_objects(ray):
+    run = start_group(ray, workers=1)
+    run.group._max_per_object = 1
+    (worker,) = ray.workers
+    stream = run.stream()
+    ray.before_waiting = ray.finish_all
+    found = list(stream)
+    assert [group.summary.group_id for group in found] == [0, 1, 2, 3]
+    assert worker.collect_calls.options_given == {"num_returns": 1 + 3}
+    assert len({group.payload.ref for group in found}) == 4
+    assert {group.payload.index for group in found} == {0}
+
+
+def test_a_call_has_objects_for_twice_as_many_groups_as_the_one_before(ray):
+    """Groups that finish at the same pace return in fewer and fewer calls."""
+    run = start_group(ray, workers=1)
+    run.group._max_per_object = 2
+    (worker,) = ray.workers
+    stream = run.group.open_stream()
+    stream.submit(*make_jobs(12))
+    num_objects = [1]
+    finished = 0
+    for count in (1, 2, 3, 4):
+        ray.before_waiting = partial(finish, worker, *(f"step-3-{n}" for n in range(finished, finished + count)))
+        finished += len(stream.wait("step-3"))
+        num_objects.append(worker.collect_calls.options_given["num_returns"] - 1)
+    assert num_objects == [1, 1, 2, 3, 1]  # two groups are left at last, and need one object
+
+
+def test_adjacent_groups_are_sent_to_one_worker_if_all_workers_get_some(ray):
+    run = start_group(ray, workers=2)
+    run.group._max_per_object = 2
+    jobs, stream = make_jobs(9), run.group.open_stream()
+    for sent_together in (jobs[:7], jobs[7:8], jobs[8:]):
+        stream.submit(*sent_together)
+    sent = [[int(name.rpartition("-")[2]) for name in worker.calls] for worker in ray.workers]
+    assert sent == [[0, 1, 4, 5, 7], [2, 3, 6, 8]]
+
+
+def test_unfinished_groups_are_cancelled_if_a_group_fails(ray):
+    run = start_group(ray)
+    first, second = ray.workers
+    stream = run.stream()
+
+    def fail():
+        finish(first, "step-3-0")
+        second.calls["step-3-2"].end(RayError("no answer"))
+
+    ray.before_waiting = fail
+    assert next(stream).summary.group_id == 0
+    with pytest.raises(WorkerError, match="rollout failed on rollout worker 1"):
+        next(stream)
+    assert ray.cancelled() == ["step-3-1", "step-3-2", "step-3-3"]
+    assert ray.killed == []
+
+
+def test_groups_are_returned_before_the_error_of_another_in_the_same_call(ray):
+    run = start_group(ray, workers=1)
+    (worker,) = ray.workers
+    stream = run.stream()
+
+    def fail():
+        finish(worker, "step-3-0", "step-3-2")
+        worker.calls["step-3-3"].end(RewardError("no such column"))
+
+    ray.before_waiting = fail
+    assert [next(stream).summary.group_id for _ in range(2)] == [0, 2]
+    with pytest.raises(RewardError, match="no such column"):
+        next(stream)
+    assert ray.cancelled() == ["step-3-1", "step-3-3"]
+
+
+def test_finished_groups_are_taken_without_waiting_for_others(ray):
+    run = start_group(ray)
+    stream = run.group.open_stream()
+    for job in make_jobs():
+        stream.submit(job)
+    begun = ray.now
+    assert stream.take_finished(0.5) == []
+    assert ray.now == begun + 0.5
+    finish(ray.workers[0], "step-3-0", "step-3-2")
+    assert sorted(group.summary.group_id for _, group in stream.take_finished(0.5)) == [0, 2]
+    ray.workers[1].calls["step-3-1"].end(RayError("no answer"))
+    assert stream.take_finished(0.5) == []
+    with pytest.raises(WorkerError, match="no answer"):
+        stream.wait("step-3")
+
+
+def test_canceled_groups_are_not_returned(ray):
+    jobs, stream = make_jobs(), start_group(ray).group.open_stream()
+    stream.submit(jobs[0])
+    stream.submit(*jobs[1:])
+    assert [list(worker.calls) for worker in ray.workers] == [["step-3-0", "step-3-2"], ["step-3-1", "step-3-3"]]
+    stream.cancel(["step-3-0", "step-3-1", "step-3-9"])
+    assert len(stream) == 2
+    assert ray.cancelled() == ["step-3-0", "step-3-1"]
+    ray.before_waiting = ray.finish_all
+    returned = [(job.request_id, group.summary.group_id) for _ in range(2) for job, group in stream.wait("step-3")]
+    assert sorted(returned) == [("step-3-2", 2), ("step-3-3", 3)]
+    assert stream.wait("step-3") == []
+
+
+def test_number_of_replayed_groups_is_reported(ray):
     run = start_group(ray, workers=1)
 
-    def answer() -> None:
+    def answer():
         finish(ray.workers[0], "step-3-0", "step-3-2", "step-3-3", replayed=True)
         finish(ray.workers[0], "step-3-1")
 
@@ -36,7 +348,7 @@ def test_number_of_replayed_groups_is_reported(ray: FakeRay) -> None:
     assert run.messages == []
 
 
-def test_hung_worker_is_replaced_and_its_groups_are_resubmitted(ray: FakeRay) -> None:
+def test_hung_worker_is_replaced_and_its_groups_are_resubmitted(ray):
     run = start_group(ray, engine_stall_seconds=20)
     first, second = ray.workers
     second.is_responsive, started_at = False, ray.now
@@ -46,13 +358,12 @@ def test_hung_worker_is_replaced_and_its_groups_are_resubmitted(ray: FakeRay) ->
     assert 20 < ray.now - started_at < 35
     assert set(ray.killed) == {second}
     assert len(first.pings) >= 3
-    assert run.messages[0] == (
-        "rollout worker 1 has not answered a ping for 20 s (recovery.engine_stall_seconds); killing it"
-    )
+    hung = "rollout worker 1 has not answered a ping for 20 s (recovery.engine_stall_seconds); killing it"
+    assert run.messages[0] == hung
     assert run.messages[1].startswith("rollout worker 1 was lost (")
 
 
-def test_busy_worker_is_not_killed(ray: FakeRay) -> None:
+def test_busy_worker_is_not_killed(ray):
     run = start_group(ray, engine_stall_seconds=20)
     started_at = ray.now
 
@@ -61,12 +372,12 @@ def test_busy_worker_is_not_killed(ray: FakeRay) -> None:
     assert (ray.killed, run.messages) == ([], [])
 
 
-def test_worker_that_hangs_while_writing_rollouts_is_replaced(ray: FakeRay) -> None:
+def test_worker_that_hangs_while_writing_rollouts_is_replaced(ray):
     run = start_group(ray, workers=1, engine_stall_seconds=20)
     ray.workers[0].is_responsive = False
     run.group.record(3, [], [])
 
-    def advance() -> None:
+    def advance():
         if len(ray.workers) == 2 and "record" in ray.workers[1].calls:
             ray.workers[1].calls["record"].end(None)
 
@@ -76,29 +387,21 @@ def test_worker_that_hangs_while_writing_rollouts_is_replaced(ray: FakeRay) -> N
     assert run.messages[-1].startswith("rollout worker 0 was lost (")
 
 
-def test_workers_share_an_estimate_and_that_of_a_dead_one_is_repeated(ray: FakeRay) -> None:
+def test_workers_share_an_estimate_and_that_of_a_dead_one_is_repeated(ray):
     run = start_group(ray)
-    summary: Any = None  # an estimate reads references only
+    summary = None  # an estimate reads references only
     groups = [FinishedGroup(summary, StoredItem(f"object {n}", 0), worker=n % 2) for n in range(3)]
-    job = EstimateJob(
-        estimator=group_estimates,
-        arguments=(),
-        keys_S=np.array([(0, 0), (1, 0), (1, 1), (2, 0)]),
-        groups_N=np.array([0, 1, 1, 2]),
-        rewards_N=np.zeros(4),
-        scalars={},
-        columns={},
-        outputs=("advantages",),
-        num_tokens=2 * TOKENS_PER_WORKER,
-    )
+    one = completion([0, 1])
+    job = make_job(group_estimates, (), [[one], [one, one], [one]], np.zeros(4), {}, ("advantages",))
+    job = replace(job, num_tokens=2 * TOKENS_PER_WORKER)
 
-    def answer(worker: FakeWorker, values: list[float]) -> None:
+    def answer(worker, values):
         if not worker.calls["estimate"].is_done:
             _, own, *_ = worker.arguments["estimate"]
             scalars = {"advantages": np.array(values)}
             worker.calls["estimate"].end(EstimateSummary(groups_N=own.groups_N, scalars=scalars, metrics={}))
 
-    def advance() -> None:
+    def advance():
         if len(ray.workers) == 2:
             ray.workers[1].die()
         answer(ray.workers[0], [1.0, 4.0])
@@ -117,10 +420,10 @@ def test_workers_share_an_estimate_and_that_of_a_dead_one_is_repeated(ray: FakeR
     assert run.messages[0].startswith("rollout worker 1 was lost (")
 
 
-def test_worker_whose_node_is_lost_before_it_starts_is_restarted(ray: FakeRay) -> None:
+def test_worker_whose_node_is_lost_before_it_starts_is_restarted(ray):
     run = start_group(ray, workers=1)
 
-    def advance() -> None:
+    def advance():
         if len(ray.workers) == 1:
             ray.workers[0].die(ActorUnschedulableError("the node does not exist any more"))
         else:
@@ -131,7 +434,7 @@ def test_worker_whose_node_is_lost_before_it_starts_is_restarted(ray: FakeRay) -
     assert run.messages[0].endswith("restarting it (restart 1 of 20)")
 
 
-def test_worker_start_times_out(ray: FakeRay) -> None:
+def test_worker_start_times_out(ray):
     ray.builds = False
     started_at = ray.now
     with pytest.raises(WorkerError, match=r"rollout worker start: no answer within 30 s from rollout worker 0"):
@@ -140,14 +443,14 @@ def test_worker_start_times_out(ray: FakeRay) -> None:
     assert ray.killed == ray.workers
 
 
-def test_worker_that_dies_repeatedly_aborts_the_run(ray: FakeRay) -> None:
+def test_worker_that_dies_repeatedly_aborts_the_run(ray):
     run = start_group(ray, workers=1)
     ray.before_waiting = lambda: ray.workers[-1].die()
     with pytest.raises(RestartLimitError, match="rollout worker 0 was lost 3 times for the same reason"):
         list(run.stream())
 
 
-def test_shutdown_lets_workers_close_their_rewards_before_it_kills_them(ray: FakeRay) -> None:
+def test_shutdown_lets_workers_close_their_rewards_before_it_kills_them(ray):
     run = start_group(ray)
     ray.workers[1].is_responsive = False
     begun = ray.now

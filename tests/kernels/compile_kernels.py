@@ -15,30 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megarl_kernels import (
-    BoxTable,
-    boxes,
-    checksum_boxes,
-    copy_boxes,
-    fp8_block,
-    fp8_block_dequantize,
-    fp8_block_encode,
-    fp8_block_maxima,
-    fp8_block_quantize,
-    linear_logprob,
-    linear_logprob_entropy,
-    logprob_entropy,
-    logprob_entropy_,
-    reverse_scan,
-    segmented_reverse_scan,
-)
+import megarl_kernels as kernels
+from megarl_kernels import boxes, fp8_block, linear_logprob, logprob_entropy, reverse_scan
 
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int64: "*i64",
-    torch.uint8: "*u8",
-}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8"}
 OPTIONS = ("num_warps", "num_stages")
 
 
@@ -79,19 +59,19 @@ def main(capability: int) -> None:
     targets = torch.randint(512, (64,), generator=g)
     for softcap in (None, 30.0):
         shard = {"vocab_start": 0, "valid_columns": 512, "softcap": softcap}
-        for op, tensors in ((linear_logprob_entropy, (hidden, weight)), (logprob_entropy_, (logits,))):
+        for op, tensors in ((kernels.linear_logprob_entropy, (hidden, weight)), (kernels.logprob_entropy_, (logits,))):
             tensors = [x.clone().requires_grad_() for x in tensors]
             sum(x.sum() for x in op(*(x * 1 for x in tensors), targets, **shard)).backward()
-    values, scales = fp8_block_quantize(big)
-    fp8_block_quantize(big, power_of_two_scales=True)
-    fp8_block_dequantize(values, scales)
-    fp8_block_encode(big, scales, values)
-    fp8_block_maxima(big)
+    values, scales = kernels.fp8_block_quantize(big)
+    kernels.fp8_block_quantize(big, power_of_two_scales=True)
+    kernels.fp8_block_dequantize(values, scales)
+    kernels.fp8_block_encode(big, scales, values)
+    kernels.fp8_block_maxima(big)
     for part in (big.view(torch.float64), big, big.view(torch.uint8)[:, 1:]):
-        copy_boxes(BoxTable.of([(part, part)]), checksum=True)
-    copy_boxes(BoxTable.of([(big, big)]))
-    checksum_boxes([big])
-    segmented_reverse_scan(torch.zeros(5000), torch.zeros(5000))
+        kernels.copy_boxes(kernels.BoxTable.of([(part, part)]), checksum=True)
+    kernels.copy_boxes(kernels.BoxTable.of([(big, big)]))
+    kernels.checksum_boxes([big])
+    kernels.segmented_reverse_scan(torch.zeros(5000), torch.zeros(5000))
 
 
 if __name__ == "__main__":

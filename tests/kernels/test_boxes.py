@@ -41,8 +41,7 @@ def plain_checksum(box):
         for start in range(0, len(data), 8):
             index += 1
             total += splitmix64(int.from_bytes(data[start : start + 8], "little") + index * 0x9E3779B97F4A7C15)
-    total %= 2**64
-    return total - 2**64 if total >= 2**63 else total
+    return (total + 2**63) % 2**64 - 2**63
 
 
 def check_boxes(dtype, offset, unit, device):

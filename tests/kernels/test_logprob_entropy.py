@@ -4,10 +4,45 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megarl_kernels import linear_logprob_entropy, logprob_entropy_
-from tests.kernels.scores import OPTIONS, fused, gradients, plain_scores, random_inputs
 from tests.megatron.ranks import run_ranks
+
+OPTIONS = [{}, {"inv_temperature": 1.7}, {"softcap": 5.0}, {"inv_temperature": 0.6, "softcap": 2.0}]
+
+
+def plain_scores(logits_tv: Tensor, targets_t: Tensor, *, inv_temperature=1.0, softcap=None) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies [t] from all columns, in the dtype of `logits_tv`."""
+    if softcap is not None:
+        logits_tv = softcap * torch.tanh(logits_tv / softcap)
+    logprobs_tv = torch.log_softmax(logits_tv * inv_temperature, dim=-1)
+    entropy_t = -(logprobs_tv.exp() * logprobs_tv).sum(-1)
+    return logprobs_tv.gather(1, targets_t[:, None])[:, 0], entropy_t
+
+
+def random_inputs(t: int, v: int, h: int, *, dtype=torch.float64, seed=0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states [t, h], a weight [v, h] and targets [t]; the logits have a standard deviation of about 3."""
+    g = torch.Generator().manual_seed(seed)
+    hidden_th = torch.randn(t, h, generator=g, dtype=torch.float64).to(dtype)
+    weight_vh = (torch.randn(v, h, generator=g, dtype=torch.float64) * 3 / h**0.5).to(dtype)
+    return hidden_th, weight_vh, torch.randint(v, (t,), generator=g)
+
+
+def fused(op, hidden, weight, targets, **options):
+    """Call one of the two ops, both from hidden states."""
+    if op == "linear":
+        return linear_logprob_entropy(hidden, weight, targets, **options)
+    return logprob_entropy_(hidden @ weight.t(), targets, **options)
+
+
+def gradients(results, tensors, seed=1):
+    """Return the gradients of a random combination of the results."""
+    g = torch.Generator().manual_seed(seed)
+    factors = [torch.randn(r.shape, generator=g, dtype=torch.float64).to(r) for r in results]
+    return torch.autograd.grad(results, tensors, factors)
+
 
 SIZES = [(1, 1, 1, 1), (7, 13, 5, 13), (33, 257, 16, 257), (9, 40, 8, 30)]
 """Tokens, columns, hidden size, and columns that are no padding."""
@@ -70,23 +105,23 @@ def test_low_precision_results_are_float32(op, dtype):
 def test_linear_adds_to_main_grad_as_megatron_core_expects():
     hidden, weight, targets = random_inputs(9, 31, 8, dtype=torch.float32)
     weight.requires_grad_()
-    op = partial(linear_logprob_entropy, vocab_start=0, valid_columns=31)
-    op(hidden, weight, targets)[0].sum().backward()
-    want, weight.grad = weight.grad, None
 
+    def backward():
+        fused("linear", hidden, weight, targets, vocab_start=0, valid_columns=31)[0].sum().backward()
+
+    backward()
+    want, weight.grad = weight.grad, None
     weight.main_grad = torch.ones_like(weight)
-    op(hidden, weight, targets)[0].sum().backward()
+    backward()
     assert weight.grad is None
     torch.testing.assert_close(weight.main_grad, want + 1)
-
     weight.grad_added_to_main_grad = False
-    op(hidden, weight, targets)[0].sum().backward()
+    backward()
     assert weight.grad_added_to_main_grad
     assert weight.grad.shape == weight.shape
     torch.testing.assert_close(weight.main_grad, 2 * want + 1)
-
     weight.zero_out_wgrad, weight.grad = True, None
-    op(hidden, weight, targets)[0].sum().backward()
+    backward()
     assert not weight.grad.any()
     torch.testing.assert_close(weight.main_grad, 3 * want + 1)
 
@@ -116,8 +151,6 @@ def test_no_tokens(op):
 
 def run_split(valid, options):
     """Return what both ranks get for 40 columns of which `valid` are no padding, and the gradients of the parts."""
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     rank, group = dist.get_rank(), dist.group.WORLD
     found = {}

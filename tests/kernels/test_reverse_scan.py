@@ -36,9 +36,8 @@ def test_generalized_advantage_estimation_is_one_scan():
     following = values.roll(-1).index_fill(0, last, 0.0)
     factors = torch.full((40,), 0.99 * 0.95).double().index_fill(0, last, 0.0)
     advantages = segmented_reverse_scan(rewards + 0.99 * following - values, factors)
-    want, _ = gae(
-        rewards, values, torch.ones(40, dtype=torch.bool), torch.tensor([0, 12, 31, 40]), gamma=0.99, lam=0.95
-    )
+    mask, bounds = torch.ones(40, dtype=torch.bool), torch.tensor([0, 12, 31, 40])
+    want, _ = gae(rewards, values, mask, bounds, gamma=0.99, lam=0.95)
     torch.testing.assert_close(advantages.float(), want.float(), rtol=1e-4, atol=1e-5)  # gae computes in float32
 
 

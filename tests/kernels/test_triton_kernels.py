@@ -16,20 +16,15 @@ from megarl_kernels import (
     segmented_reverse_scan,
 )
 from megarl_kernels.backend import uses_triton
-from tests.kernels.scores import OPTIONS, gradients, plain_scores, random_inputs
 from tests.kernels.test_boxes import CASES, check_boxes
 from tests.kernels.test_fp8_block import random_weight
+from tests.kernels.test_logprob_entropy import OPTIONS, fused, gradients, plain_scores, random_inputs
 from tests.kernels.test_reverse_scan import loop, random_recurrence
 
 pytestmark = pytest.mark.gpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-
-SCORE_SIZES = [
-    pytest.param((1, 1, 1), id="one"),
-    pytest.param((33, 150, 40), id="tiles"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +76,7 @@ def check_scores(op, options, size, dtype):
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("op", ["linear", "logits"])
 @pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=str)
-@pytest.mark.parametrize("size", SCORE_SIZES)
+@pytest.mark.parametrize("size", [(1, 1, 1), (33, 150, 40)], ids=["one", "tiles"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_scores_and_gradients(op, options, size, dtype):
     check_scores(op, options, size, dtype)
@@ -95,10 +90,10 @@ def test_blocks_as_in_production(op):
 def test_linear_adds_to_main_grad():
     hidden, weight, targets = (x.to(DEVICE) for x in random_inputs(9, 31, 8, dtype=torch.bfloat16))
     weight.requires_grad_()
-    linear_logprob_entropy(hidden, weight, targets, vocab_start=0, valid_columns=31)[0].sum().backward()
+    fused("linear", hidden, weight, targets, vocab_start=0, valid_columns=31)[0].sum().backward()
     want, weight.grad = weight.grad, None
     weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
-    linear_logprob_entropy(hidden, weight, targets, vocab_start=0, valid_columns=31)[0].sum().backward()
+    fused("linear", hidden, weight, targets, vocab_start=0, valid_columns=31)[0].sum().backward()
     assert weight.grad is None
     torch.testing.assert_close(weight.main_grad - 1, want.float(), rtol=1e-2, atol=1e-2)
 

@@ -1,4 +1,4 @@
-"""Triton without a GPU: its interpreter runs the tests of the kernels, and its compiler makes machine code of them."""
+"""Which ops run Triton kernels; Triton without a GPU: its interpreter and its compiler on all kernels."""
 
 import importlib.util
 import json
@@ -7,29 +7,60 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megarl.rollout.sglang.engine_environment import make_engine_environment
+from megarl_kernels import backend
 from tests.time_limits import HANG_SECONDS
+
+
+def cuda(dtype=torch.bfloat16):
+    """Return what `uses_triton` reads of a tensor on a GPU."""
+    return SimpleNamespace(is_cuda=True, dtype=dtype)
+
+
+@pytest.fixture
+def with_triton(monkeypatch):
+    monkeypatch.setattr(backend, "triton", object())
+    for name in ("MEGARL_KERNELS", "TRITON_INTERPRET"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_kernels_run_on_cuda(with_triton):
+    assert backend.uses_triton(cuda())
+    assert not backend.uses_triton(cuda(torch.float64))
+    assert not backend.uses_triton(torch.zeros(1))
+    with_triton.setattr(backend, "triton", None)
+    assert not backend.uses_triton(cuda())
+
+
+def test_variables_choose_the_interpreter_or_torch(with_triton):
+    with_triton.setenv("TRITON_INTERPRET", "1")
+    assert backend.uses_triton(torch.zeros(1))
+    with_triton.delenv("TRITON_INTERPRET")
+    with_triton.setenv("MEGARL_KERNELS", "torch")
+    assert not backend.uses_triton(cuda())
+    with_triton.setenv("MEGARL_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="MEGARL_KERNELS needs to be auto or torch, got 'cuda'"):
+        backend.uses_triton(cuda())
+
 
 ROOT = Path(__file__).parents[2]
 TRITON_FOLDER = Path(sys.prefix) / "triton"
 """Where `make test` puts Triton: outside of the packages of trainers and engines, which would find it there."""
 
 KERNELS = {
-    "linear_logprob_triton._statistics_kernel",
-    "linear_logprob_triton._gradient_kernel",
-    "logprob_entropy._statistics_kernel",
-    "logprob_entropy._gradient_kernel",
-    "fp8_block._quantize_kernel",
-    "fp8_block._dequantize_kernel",
-    "fp8_block._maxima_kernel",
-    "fp8_block._encode_kernel",
-    "boxes._copy_kernel",
-    "reverse_scan._block_heads_kernel",
-    "reverse_scan._scan_kernel",
+    "linear_logprob_triton": ("statistics", "gradient"),
+    "logprob_entropy": ("statistics", "gradient"),
+    "fp8_block": ("quantize", "dequantize", "maxima", "encode"),
+    "boxes": ("copy",),
+    "reverse_scan": ("block_heads", "scan"),
 }
+"""By module."""
 
 
 def run_with_triton(*arguments: str, **variables: str) -> str:
@@ -64,7 +95,8 @@ def test_kernels_compile_for_a_gpu(tmp_path):
     """For an H100: what the interpreter accepts may not compile."""
     out = run_with_triton("tests.kernels.compile_kernels", "90", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     compiled = [json.loads(line) for line in out.splitlines()]
-    assert {line["kernel"] for line in compiled} == KERNELS
+    want = {f"{module}._{name}_kernel" for module, names in KERNELS.items() for name in names}
+    assert {line["kernel"] for line in compiled} == want
     limit = 163 * 1024  # what a program may use on an A100; an H100 has more
     assert all(line["code_bytes"] > 0 and line["shared_bytes"] <= limit for line in compiled)
 

@@ -1,7 +1,5 @@
 """Fixtures: simulated hosts, a tiny model with data for the session, and time limits for nodes in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import itertools

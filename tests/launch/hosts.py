@@ -25,18 +25,15 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
-from tests.end_to_end.launched import has_ended
+from tests.end_to_end.launched import has_ended, run_program
 from tests.required_tools import skip_or_fail
 from tests.time_limits import END_SECONDS, HANG_SECONDS, wait_until
 
 PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "mount", "hostname")
-
 NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid")
-
 IDLE_COMMAND = ("env", "--ignore-signal=CHLD", "sleep", "infinity")
 """The first process of a host, which adopts orphans; since it ignores SIGCHLD, the kernel reaps them."""
 
@@ -56,7 +53,6 @@ mount --rbind "$private" /tmp
 echo ready
 exec """ + " ".join(IDLE_COMMAND)
 """Arguments: host name, folder for its /tmp, file for its /etc/hosts, and folders of /tmp that all hosts share."""
-
 EXCLUDED_VARIABLES = ("RAY_ADDRESS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -68,12 +64,8 @@ def missing() -> str | None:
     lacking = [program for program in PROGRAMS if shutil.which(program) is None]
     if lacking:
         return f"needs the programs {', '.join(lacking)}"
-    tried = subprocess.run(
-        ["unshare", *NAMESPACES, "--fork", "--mount-proc", "ip", "link", "add", "br0", "type", "bridge"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    bridge = ("ip", "link", "add", "br0", "type", "bridge")
+    tried = run_program("unshare", *NAMESPACES, "--fork", "--mount-proc", *bridge)
     return f"no namespaces or no bridge: {tried.stderr.strip()}" if tried.returncode else None
 
 
@@ -141,14 +133,7 @@ class Host:
 
     def run(self, *arguments: object) -> str:
         """Run a command that must succeed, and return its stdout."""
-        done = subprocess.run(
-            self.nsenter_command(*arguments),
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            timeout=HANG_SECONDS,
-            check=False,
-        )
+        done = run_program(*self.nsenter_command(*arguments), env=self.environment())
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -219,9 +204,7 @@ class Hosts:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def __iter__(self) -> Iterator[Host]:

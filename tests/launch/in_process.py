@@ -1,7 +1,5 @@
 """Heads and nodes of a rendezvous in this process, with real sockets on the loopback."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,12 +12,9 @@ from megarl.launch.rendezvous import Rendezvous, find_head
 from tests.time_limits import HANG_SECONDS
 
 SECRET = "the secret of this run"
-
 current_job = "a"
 """Job of the worlds that tests make, from which their ports are derived."""
-
 WELCOME = Welcome(ray_address="127.0.0.1:1", node_address="127.0.0.1", ray_nonce="0")
-
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -60,16 +55,13 @@ async def listening_server(handle: Handler) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
-async def run_worker(
-    world: NodeWorld, join_timeout: float = HANG_SECONDS, **versions: str
-) -> tuple[Connection, Welcome | End]:
+async def run_worker(world: NodeWorld, join_timeout=HANG_SECONDS, **versions) -> tuple[Connection, Welcome | End]:
     """Find the head and return its answer."""
     hello = make_hello(world, **versions)
     return await find_head(world, hello, join_timeout=join_timeout, node_timeout=HANG_SECONDS)
 
 
 async def poll(condition: Callable[[], object]) -> None:
-    """Wait until the condition is true."""
     async with asyncio.timeout(HANG_SECONDS):
         while not condition():
             await asyncio.sleep(0.01)

@@ -3,8 +3,6 @@
 python -m tests.launch.skewed_clock FILE ARGUMENTS...     `megarl ARGUMENTS...`, whose clocks jump once FILE exists
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

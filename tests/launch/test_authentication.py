@@ -1,7 +1,5 @@
 """Tests of the mutual authentication of head and nodes, with real sockets on the loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace
@@ -13,7 +11,7 @@ from megarl.launch import authentication
 from megarl.launch.authentication import authenticate_head, derive_ray_token
 from megarl.launch.connection import ConnectionLostError, MessageTags
 from megarl.launch.node_world import NodeWorld
-from megarl.launch.protocol import Accepted, Challenge, Greeting, Joined, Message, Refused, decode, encode
+from megarl.launch.protocol import Accepted, Challenge, Greeting, Joined, Refused, decode, encode
 from megarl.launch.rendezvous import Rendezvous
 from tests.launch.in_process import (
     SECRET,
@@ -28,9 +26,7 @@ from tests.launch.in_process import (
 from tests.time_limits import HANG_SECONDS
 
 pytestmark = pytest.mark.usefixtures("own_ports", "tries")
-
 OTHER_SECRET = "the secret of somebody else"
-
 NONCE = "1" * 64
 
 
@@ -52,13 +48,9 @@ async def find_no_head(answer: bytes, message: str) -> None:
             await search(make_world(1, head_port=port))
 
 
-async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection("127.0.0.1", port)
-
-
 async def greet(port: int, nonce: str = NONCE) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes, Challenge]:
     """Send the first message of a node; return the connection and the head's answer, as line and decoded."""
-    reader, writer = await connect(port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(encode(Greeting(job=make_world(1).job_id, nonce=nonce)))
     line = await reader.readline()
     challenge = decode(line)
@@ -79,10 +71,10 @@ async def require_no_peer(rendezvous: Rendezvous) -> None:
     assert rendezvous.peers == []
 
 
-async def test_false_head_is_named_and_gets_nothing_but_a_nonce() -> None:
+async def test_false_head_is_named_and_gets_nothing_but_a_nonce():
     received: list[bytes] = []
 
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle(reader, writer):
         received.append(await reader.readline())
         greeting = decode(received[-1])
         assert isinstance(greeting, Greeting)
@@ -104,7 +96,7 @@ async def test_false_head_is_named_and_gets_nothing_but_a_nonce() -> None:
     assert SECRET.encode() not in b"".join(received)
 
 
-async def test_node_finds_its_head_behind_a_false_one() -> None:
+async def test_node_finds_its_head_behind_a_false_one():
     # both heads have the same job; the false one listens on the first port
     async with listening_head(make_world(0, secret=OTHER_SECRET)), listening_head(make_world(0)) as (rendezvous, _):
         node = asyncio.create_task(run_worker(make_world(1)))
@@ -124,18 +116,18 @@ async def test_node_finds_its_head_behind_a_false_one() -> None:
         (Refused(reason="go away", same_job=True), r"found no head within .*: this is the head of another job$"),
     ],
 )
-async def test_answer_without_proof_is_refused(answer: Message, message: str) -> None:
+async def test_answer_without_proof_is_refused(answer, message):
     await find_no_head(encode(answer), message)
 
 
-async def test_recorded_answer_of_the_head_is_refused() -> None:
+async def test_recorded_answer_of_the_head_is_refused():
     async with listening_head(make_world(0)) as (_, port):
         _, writer, recorded, _ = await greet(port)
         writer.close()
     await find_no_head(recorded, "the head there does not know this node's MEGARL_LAUNCH_SECRET")
 
 
-async def test_false_node_is_refused_and_named() -> None:
+async def test_false_node_is_refused_and_named():
     async with listening_head(make_world(0)) as (rendezvous, port):
         reader, writer, _, challenge = await greet(port)
         node = make_world(1)
@@ -146,14 +138,14 @@ async def test_false_node_is_refused_and_named() -> None:
         writer.close()
 
 
-async def test_node_that_does_not_trust_the_head_is_named() -> None:
+async def test_node_that_does_not_trust_the_head_is_named():
     async with listening_head(make_world(0)) as (rendezvous, port):
         with pytest.raises(LaunchError, match="the head there does not know this node's MEGARL_LAUNCH_SECRET"):
             await search(make_world(1, secret=OTHER_SECRET, head_port=port))
         await require_no_peer(rendezvous)
 
 
-async def test_recorded_messages_of_a_node_are_refused() -> None:
+async def test_recorded_messages_of_a_node_are_refused():
     node = make_world(1)
     async with listening_head(make_world(0)) as (rendezvous, port):
         # the node's side of a successful exchange
@@ -172,7 +164,7 @@ async def test_recorded_messages_of_a_node_are_refused() -> None:
         writer.close()
 
 
-async def test_answer_of_the_head_is_no_proof_of_a_node() -> None:
+async def test_answer_of_the_head_is_no_proof_of_a_node():
     """Sending back what the head has sent must not authenticate anybody."""
     async with listening_head(make_world(0)) as (rendezvous, port):
         node = make_world(1)
@@ -189,9 +181,9 @@ async def test_answer_of_the_head_is_no_proof_of_a_node() -> None:
 
 
 @pytest.mark.parametrize("early", [make_hello(make_world(1)), Joined()])
-async def test_node_that_skips_the_challenge_is_refused(early: Message) -> None:
+async def test_node_that_skips_the_challenge_is_refused(early):
     async with listening_head(make_world(0)) as (rendezvous, port):
-        reader, writer = await connect(port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(encode(early))
         assert await read_to_end(reader) == []
         assert rendezvous.peers == []
@@ -199,7 +191,7 @@ async def test_node_that_skips_the_challenge_is_refused(early: Message) -> None:
 
 
 async def start_session(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, MessageTags]:
-    reader, writer = await connect(port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     keys = await authenticate_head(reader, writer, make_world(1))
     return reader, writer, MessageTags(keys.node)
 
@@ -212,7 +204,7 @@ REFUSAL = Refused(reason="expected Hello, got Joined", same_job=False)
     [(Joined(), [REFUSAL]), (replace(make_hello(make_world(1)), rank="1"), [])],  # type: ignore[arg-type]
     ids=["another message", "fields of other types"],
 )
-async def test_authenticated_node_needs_a_valid_hello(first: Message, answers: list[Message]) -> None:
+async def test_authenticated_node_needs_a_valid_hello(first, answers):
     async with listening_head(make_world(0)) as (rendezvous, port):
         reader, writer, tags = await start_session(port)
         writer.write(tags.add(encode(first)))
@@ -222,7 +214,7 @@ async def test_authenticated_node_needs_a_valid_hello(first: Message, answers: l
 
 
 @pytest.mark.parametrize("attack", ["repeated", "without a tag", "reordered", "changed"])
-async def test_forged_message_in_a_session_ends_it(attack: str) -> None:
+async def test_forged_message_in_a_session_ends_it(attack):
     async with listening_head(make_world(0)) as (rendezvous, port):
         _, writer, tags = await start_session(port)
         line = tags.add(encode(make_hello(make_world(1))))
@@ -241,7 +233,7 @@ async def test_forged_message_in_a_session_ends_it(attack: str) -> None:
         writer.close()
 
 
-def test_token_of_ray_depends_on_secret_job_and_start() -> None:
+def test_token_of_ray_depends_on_secret_job_and_start():
     head, node = make_world(0), make_world(1)
     tokens = {
         derive_ray_token(world, nonce)

@@ -1,7 +1,5 @@
 """Tests of `launch/torchrun/hosts.sh`: the commands it runs on each node, and how it ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -11,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.end_to_end.launched import run_program
 from tests.end_to_end.tiny_world import write_sft
-from tests.launch.hosts import Hosts
 from tests.time_limits import HANG_SECONDS, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "launch/torchrun/hosts.sh"
@@ -77,7 +75,7 @@ def script(tmp_path: Path) -> Script:
     return Script(tmp_path)
 
 
-def test_each_node_gets_its_rank_and_the_address_of_the_first(script: Script) -> None:
+def test_each_node_gets_its_rank_and_the_address_of_the_first(script):
     awkward = "a 'b' $HOME \\ \"c\" ; *"
     assert script.start("train", awkward, NCCL_DEBUG="x 'y'").wait(HANG_SECONDS) == 0
     common = f"{script.folder}|x 'y'|launch|--nodes|2|--node-rank"
@@ -97,7 +95,7 @@ def read_secrets(script: Script) -> set[str]:
     return {file.read_text().strip() for file in files}
 
 
-def test_each_run_has_a_new_secret_that_all_nodes_know_and_nobody_can_see(script: Script) -> None:
+def test_each_run_has_a_new_secret_that_all_nodes_know_and_nobody_can_see(script):
     secrets = set()
     for _ in range(2):
         run = script.start("train", "stays")
@@ -112,7 +110,7 @@ def test_each_run_has_a_new_secret_that_all_nodes_know_and_nobody_can_see(script
     assert len(secrets) == 2
 
 
-def test_secret_of_the_user_is_passed_on_but_not_on_a_command_line(script: Script) -> None:
+def test_secret_of_the_user_is_passed_on_but_not_on_a_command_line(script):
     assert script.start("train", "x", MEGARL_LAUNCH_SECRET="my $secret 'x'").wait(HANG_SECONDS) == 0
     assert read_secrets(script) == {"my $secret 'x'"}
     run = script.start("train", "x", EXPORT="NCCL_DEBUG MEGARL_LAUNCH_SECRET", MEGARL_LAUNCH_SECRET="s" * 16)
@@ -121,7 +119,7 @@ def test_secret_of_the_user_is_passed_on_but_not_on_a_command_line(script: Scrip
 
 
 @pytest.mark.parametrize("command", ["sft", "rm", "dpo", "score", "benchmarks.reshard"])
-def test_commands_without_engines_run_under_torchrun(command: str, script: Script) -> None:
+def test_commands_without_engines_run_under_torchrun(command, script):
     assert script.start(command, "x", PROCS_PER_NODE="8", RDZV_PORT="1234").wait(HANG_SECONDS) == 0
     first, second = (line.split("|") for line in script.output_lines)
     assert {"--nnodes", "2", "--nproc-per-node", "8", "n1:1234", "is_host=1"} < set(first)
@@ -132,7 +130,7 @@ def test_commands_without_engines_run_under_torchrun(command: str, script: Scrip
     assert first[-len(module) - 2 :] == [*module, "x", ""]
 
 
-def test_all_nodes_stop_if_one_fails(script: Script) -> None:
+def test_all_nodes_stop_if_one_fails(script):
     run = script.start("train", "fails-on-n2", "stays")
     assert run.wait(HANG_SECONDS) == 3
     assert run.communicate()[1] == "error: n2 exited with code 3; stopping all nodes\n"
@@ -140,7 +138,7 @@ def test_all_nodes_stop_if_one_fails(script: Script) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_all_nodes_stop_with_the_script(number: signal.Signals, code: int, script: Script) -> None:
+def test_all_nodes_stop_with_the_script(number, code, script):
     run = script.start("train", "stays")
     script.wait_until_running()
     (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)
@@ -159,28 +157,22 @@ def test_all_nodes_stop_with_the_script(number: signal.Signals, code: int, scrip
         (("{folder}/hosts", "trian", "x"), "the command needs to be train, eval, launch, .*, got trian"),
     ],
 )
-def test_invalid_arguments_give_a_one_line_error(arguments: tuple[str, ...], message: str, script: Script) -> None:
+def test_invalid_arguments_give_a_one_line_error(arguments, message, script):
     (script.folder / "empty").write_text("# n1\n")
-    command = [str(SCRIPT), *(argument.replace("{folder}", str(script.folder)) for argument in arguments)]
-    done = subprocess.run(command, env=script.environment, capture_output=True, text=True, check=False)
+    words = (argument.replace("{folder}", str(script.folder)) for argument in arguments)
+    done = run_program(SCRIPT, *words, env=script.environment)
     assert done.returncode == 2
     assert re.match("error: " + message.replace("{folder}", str(script.folder)), done.stderr)
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_sft_on_two_hosts(hosts: Hosts, world: Path, tmp_path: Path) -> None:
+def test_sft_on_two_hosts(hosts, world, tmp_path):
     (tmp_path / "hosts").write_text("".join(f"{host.name} {host.address}\n" for host in hosts))
     config = write_sft(world, tmp_path)
     ssh = hosts.ssh(tmp_path)
-    done = subprocess.run(
-        [SCRIPT, tmp_path / "hosts", "sft", config],
-        env=os.environ | {"SSH": str(ssh), "PROCS_PER_NODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
+    environment = os.environ | {"SSH": str(ssh), "PROCS_PER_NODE": "1"}
+    done = run_program(SCRIPT, tmp_path / "hosts", "sft", config, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a: step 3/3" in done.stdout
     for host in hosts:

@@ -30,9 +30,7 @@ for _ in range(6000):
 """
 
 MARK = "MEGARL_TEST_LAUNCH"
-
 SECRET = "the secret of all nodes of these tests"
-
 NEVER = str(UNREACHED_SECONDS)
 
 

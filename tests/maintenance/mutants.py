@@ -122,13 +122,13 @@ MUTANTS = (
         "megarl/rollout/continuation.py",
         "sampling=replace(request.sampling, max_new_tokens=left)",
         "sampling=request.sampling",
-        "tests/rollout/test_continuing_engine.py tests/rollout/sglang/test_continuation.py",
+        "tests/rollout/test_rollout_worker.py tests/rollout/sglang/test_sglang_engine.py",
     ),
     Mutant(
         "megarl/rollout/continuation.py",
         "policy_versions=np.concatenate([part.policy_versions, rest.policy_versions])",
         "policy_versions=np.concatenate([part.policy_versions, rest.policy_versions])[::-1]",
-        "tests/rollout/test_continuing_engine.py tests/rollout/sglang/test_continuation.py",
+        "tests/rollout/test_rollout_worker.py tests/rollout/sglang/test_sglang_engine.py",
     ),
     Mutant(
         "megarl/rollout/journal/journal.py",

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from tests.megatron.fidelity.models import CONFIGS, build, save_value_model
@@ -23,6 +21,12 @@ def model_folder(tmp_path_factory):
     """Function from a model name of `tests/megatron/fidelity/models.py` to its folder: `model_folder("qwen3")`."""
     root = tmp_path_factory.getbasetemp() / "models"
     return lambda name: save_named_model(name, root)
+
+
+@pytest.fixture(scope="session")
+def path(model_folder):
+    """Folder of the model `qwen3`."""
+    return model_folder("qwen3")
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 megatron-core is imported within the functions, since the process that starts the ranks must not import it unprepared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +10,12 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
+from megarl.config.weight_sync import WeightSyncConfig
 from megarl.megatron.request_split import split_by_dp, split_forward_by_dp
-from megarl.megatron.requests import ForwardRequest, ModelSpec, TrainerSpec, TrainRequest
+from megarl.megatron.requests import ForwardRequest, ModelSpec, PushRequest, SyncSetup, TrainerSpec, TrainRequest
 from megarl.placement.rank_grid import RankGrid
+from megarl.workers.payload import LocalPayload
+from tests.megatron.ranks import CollectingSink
 
 
 def model_spec(path: str, parallel: ParallelConfig | Mapping[str, Any] | None = None, **fields: Any) -> ModelSpec:
@@ -63,7 +64,7 @@ def assert_same_bits(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.T
 
 def gather(value: Any) -> list[Any]:
     """Return `value` of every rank."""
-    every = [None] * dist.get_world_size()
+    every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, value)
     return every
 
@@ -79,12 +80,23 @@ def train_step(trainer: Any, request: TrainRequest) -> dict[str, float]:
     return gather_metrics(model, trainer.train_step(own_part(model, request)).metrics)
 
 
+def trained_parameters(model: Any) -> dict[str, Any]:
+    """Return this rank's parameters under the local names of its layout."""
+    of = {parameter.data_ptr(): parameter for chunk in model.chunks for parameter in chunk.module.parameters()}
+    return {name: of[tensor.data_ptr()] for name, tensor in model.tensors().items() if tensor.data_ptr() in of}
+
+
 def collect_gradients(trainer: Any) -> dict[str, torch.Tensor]:
     """Return this rank's gradients under the local names of its layout."""
-    model = trainer.model
-    of = {parameter.data_ptr(): parameter for chunk in model.chunks for parameter in chunk.module.parameters()}
-    rank_tensors = {name: of.get(tensor.data_ptr()) for name, tensor in model.tensors().items()}
-    return {name: parameter.main_grad.clone() for name, parameter in rank_tensors.items() if parameter is not None}
+    return {name: parameter.main_grad.clone() for name, parameter in trained_parameters(trainer.model).items()}
+
+
+def sync_weights(worker: Any) -> dict[str, torch.Tensor]:
+    """Sync the weights of a trainer worker; return those that rank 0 sends."""
+    sink, config = CollectingSink(), WeightSyncConfig(strategy="gather_hf", bucket_bytes=20_000)
+    worker.prepare_sync(LocalPayload(SyncSetup(config=config, senders=(0,))))
+    worker.push_weights(PushRequest(sinks={0: (sink,)}))
+    return sink.tensors
 
 
 def record_gradients(trainer: Any) -> list[dict[str, torch.Tensor]]:
@@ -109,9 +121,8 @@ def gather_full(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch
             if piece.local not in rank_tensors:
                 continue
             local = rank_tensors[piece.local][tuple(slice(*b) for b in piece.local_box)]
-            full = full_tensors.setdefault(
-                piece.tensor, torch.full(layout.tensors[piece.tensor].shape, torch.nan).to(local)
-            )
+            empty = torch.full(layout.tensors[piece.tensor].shape, torch.nan).to(local)
+            full = full_tensors.setdefault(piece.tensor, empty)
             target = full[tuple(slice(*b) for b in piece.box)]
             if not target.isnan().any():
                 assert torch.allclose(local, target, rtol=1e-5, atol=1e-6), f"ranks disagree about {piece.tensor}"

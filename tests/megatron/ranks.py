@@ -5,16 +5,15 @@ that has imported torch and megatron-core (`preloaded.py`), since importing both
 forked processes.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 
@@ -47,17 +46,11 @@ def run_ranks(
     port = reserved.getsockname()[1]
     out = tmp_path / f"result-{port}.pt"
     stacks = [tmp_path / f"stack-{port}-{rank}.txt" for rank in range(world)]
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    environments = [environment | {"RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""} for rank in range(world)]
-    if device == "cuda":
-        for rank, name in enumerate(_cuda_devices()[:world]):
-            environments[rank]["CUDA_VISIBLE_DEVICES"] = name
+    devices = _cuda_devices()[:world] if device == "cuda" else [""] * world
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
+    environments = [
+        {**os.environ, **address, "RANK": str(rank), "CUDA_VISIBLE_DEVICES": devices[rank]} for rank in range(world)
+    ]
     multiprocessing.set_forkserver_preload([f"{__package__}.preloaded"])
     try:
         arguments_of_entry = (environments, str(out), stacks, timeout, function, arguments)
@@ -108,6 +101,16 @@ def _entry(
         faulthandler.cancel_dump_traceback_later()
     if rank == 0:
         torch.save(result, out)
+
+
+def sample(cases: Iterable[Any], default: Iterable[Any]) -> list[Any]:
+    """Return parameters of all cases, of which those that are not in `default` are marked as slow."""
+    every, chosen = list(cases), list(default)
+    assert all(case in every for case in chosen), [case for case in chosen if case not in every]
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in chosen else pytest.mark.slow)
+        for case in every
+    ]
 
 
 class CollectingSink:

@@ -1,7 +1,5 @@
 """Tests of `run_ranks`: results, failures and hangs."""
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -1,40 +1,34 @@
-"""Splitting of requests over data-parallel replicas: every rank gets the samples that it had been given by index."""
+"""Requests: split over data-parallel replicas, packed samples, merged results, and the throughput of their steps."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
 
-from megarl.batch.balance import QWEN2_5_7B, plan_micro_batches
+from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
 from megarl.batch.pack import padded_length
 from megarl.batch.sample_table import SampleKey, SampleRef, SampleTable
+from megarl.batch.trajectory import Trajectory
 from megarl.functional.losses import Denominators
-from megarl.megatron.request_split import (
-    computed_column,
-    forward_dispatch,
-    plan_replicas,
-    split_by_dp,
-    split_forward_by_dp,
-    train_dispatch,
-)
-from megarl.megatron.requests import ForwardRequest, MiniBatch, TrainRequest, TrainStats
+from megarl.megatron import request_split
+from megarl.megatron.packed_samples import pack_samples
+from megarl.megatron.request_split import computed_column, split_by_dp, split_forward_by_dp, train_dispatch
+from megarl.megatron.requests import PUSH, ForwardRequest, MiniBatch, PushRequest, PushResult, TrainRequest, TrainStats
 from megarl.megatron.token_column import ComputedColumn, merge_column
 from megarl.megatron.training.samples import StepSamples, payloads_by_index
+from megarl.megatron.training.throughput import Throughput
 from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.planning.strategy import SyncStats
+from megarl.workers.dispatch import BROADCAST
 from megarl.workers.payload import LocalPayload, RemoteResults, StoredItem, StoredPayload
+from tests.megatron.fidelity.measure import as_trajectory
 
 GRIDS = [
-    RankGrid(),
-    RankGrid(dp=2),
-    RankGrid(tp=2),
-    RankGrid(dp=3, pp=2),
-    RankGrid(tp=2, dp=4),
-    RankGrid(tp=2, dp=2, pp=2),
+    RankGrid(tp=tp, dp=dp, pp=pp) for tp, dp, pp in ((1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 3, 2), (2, 4, 1), (2, 2, 2))
 ]
 MAX_TOKENS = 300
 
@@ -51,16 +45,17 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[list[FakeRef]]:
     """Return the list of the calls of `ray.get`."""
     calls: list[list[FakeRef]] = []
 
-    def get(refs: list[FakeRef]) -> list[Any]:
-        calls.append(refs)
-        return [ref.value for ref in refs]
-
-    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "get", lambda refs: calls.append(refs) or [ref.value for ref in refs])
     return calls
 
 
 def value_of(payload: int, index: int) -> str:
     return f"trajectory {payload}/{index}"
+
+
+def mini_batch(samples: Iterable[SampleRef]) -> MiniBatch:
+    own = tuple(samples)
+    return MiniBatch(samples=own, denominators=Denominators(num_tokens=9, num_sequences=len(own)))
 
 
 def make_request(num_mini_batches: int = 3, seed: int = 0, per_unit: int = 1) -> TrainRequest:
@@ -71,13 +66,13 @@ def make_request(num_mini_batches: int = 3, seed: int = 0, per_unit: int = 1) ->
         keys = [(first + i // 8, i % 8) for i in range(per_unit * int(rng.integers(1, 40)))]
         first = keys[-1][0] + 1
         keys += keys[: 2 * per_unit]
-        samples = tuple(
-            SampleRef(
-                payload=p, index=i, num_tokens=int(rng.integers(2, 350)), scalars={"advantages": float(rng.normal())}
+        drawn = [(int(rng.integers(2, 350)), {"advantages": float(rng.normal())}) for _ in keys]
+        batches.append(
+            mini_batch(
+                SampleRef(payload=p, index=i, num_tokens=n, scalars=scalars)
+                for (p, i), (n, scalars) in zip(keys, drawn, strict=True)
             )
-            for p, i in keys
         )
-        batches.append(MiniBatch(samples=samples, denominators=Denominators(num_tokens=99, num_sequences=len(samples))))
     payloads: Any = tuple(StoredPayload(FakeRef([value_of(p, i) for i in range(8)])) for p in range(first))
     return TrainRequest(
         mini_batches=tuple(batches),
@@ -92,8 +87,8 @@ def sample_refs(lengths: Mapping[SampleKey, int], **scalars: float) -> tuple[Sam
 
 
 def one_batch(samples: Sequence[SampleRef], payloads: Any, max_tokens: int = MAX_TOKENS, **fields: Any) -> TrainRequest:
-    batch = MiniBatch(samples=samples, denominators=Denominators(num_tokens=9, num_sequences=len(samples)))
-    return TrainRequest(mini_batches=(batch,), payloads=payloads, max_tokens_per_micro_batch=max_tokens, **fields)
+    batches = (mini_batch(samples),)
+    return TrainRequest(mini_batches=batches, payloads=payloads, max_tokens_per_micro_batch=max_tokens, **fields)
 
 
 def all_keys(samples: Sequence[SampleRef]) -> list[SampleKey]:
@@ -145,7 +140,7 @@ def test_ranks_of_one_replica_get_the_same_object(grid: RankGrid) -> None:
     assert len({id(request) for request in requests}) == grid.dp
     for rank in range(grid.size):
         assert requests[rank] is requests[grid.output_rank(grid.coordinates(rank).dp)]
-    for dispatch in (train_dispatch(QWEN2_5_7B), forward_dispatch(QWEN2_5_7B)):
+    for dispatch in (train_dispatch(QWEN2_5_7B), request_split.forward_dispatch(QWEN2_5_7B)):
         assert dispatch.by_reference
         assert dispatch.equal_work
 
@@ -176,16 +171,13 @@ def test_micro_batches_do_not_depend_on_how_groups_are_stored(ep: int) -> None:
         order = rng.permutation(128)
         stored = [FakeRef(None) for _ in range(int(rng.integers(16, 128)))]
         payloads: Any = tuple(StoredItem(stored[p % len(stored)], int(p) // len(stored)) for p in order)
-        request = one_batch(samples, payloads, 8192, payload_blocks=[p // 4 for p in range(128)])
-        forward = ForwardRequest(
-            samples=samples, payloads=payloads, payload_blocks=request.payload_blocks, max_tokens_per_micro_batch=8192
-        )
-        plan_replicas.cache_clear()
-        trained = [
-            (all_keys(own.samples), own.micro_batches) for r in split_by_dp(request, grid) for own in r.mini_batches
-        ]
-        scored = [(all_keys(own.samples), own.micro_batches) for own in split_forward_by_dp(forward, grid)]
-        found.append((trained, scored))
+        blocks = {"payload_blocks": [p // 4 for p in range(128)]}
+        request = one_batch(samples, payloads, 8192, **blocks)
+        forward = ForwardRequest(samples=samples, payloads=payloads, max_tokens_per_micro_batch=8192, **blocks)
+        request_split.plan_replicas.cache_clear()
+        parts = [own for of in split_by_dp(request, grid) for own in of.mini_batches]
+        parts += split_forward_by_dp(forward, grid)
+        found.append([(all_keys(own.samples), own.micro_batches) for own in parts])
     assert all(each == found[0] for each in found)
 
 
@@ -275,3 +267,116 @@ def test_train_result_comes_from_the_last_stage_of_the_first_replica() -> None:
     grid = RankGrid(tp=2, dp=2, pp=2)
     results = [TrainStats(metrics={"rank": rank}, num_tokens=1) for rank in range(8)]
     assert train_dispatch(QWEN2_5_7B).collect(results, grid).metrics == {"rank": 4}
+
+
+RNG = np.random.default_rng(0)
+
+
+def make_trajectory(number: int, index: int) -> Trajectory:
+    tokens = RNG.integers(0, 99, int(RNG.integers(2, 9)))
+    return replace(
+        as_trajectory(tokens, number=number),
+        logprobs=RNG.normal(size=len(tokens)).astype(np.float32),
+        rewards={"match": 1.0 * index},
+        reward=1.0 * index,
+        reward_errors={"match": "no answer"} if index == 2 else {},
+        finish_reason="length" if index == 1 else "stop",
+    )
+
+
+GROUPS = [[make_trajectory(number, index) for index in range(4)] for number in range(5)]
+KEYS: list[SampleKey] = [(3, 1), (0, 2), (3, 0), (4, 3), (0, 2)]
+"""One of them twice, as in a request with repeated samples."""
+
+
+def refs_of(keys: list[SampleKey]) -> tuple[SampleRef, ...]:
+    return tuple(SampleRef(payload=p, index=i, num_tokens=GROUPS[p][i].num_tokens) for p, i in keys)
+
+
+def values_of(trajectory: Trajectory) -> dict[str, Any]:
+    values = {field.name: getattr(trajectory, field.name) for field in fields(trajectory)}
+    return {k: (v.dtype, v.tolist()) if isinstance(v, np.ndarray) else v for k, v in values.items()}
+
+
+def make_packed_request() -> TrainRequest:
+    column = [{(p, i): RNG.normal(size=GROUPS[p][i].num_tokens).astype(np.float32) for i in range(4)} for p in range(5)]
+    return TrainRequest(
+        mini_batches=tuple(mini_batch(refs_of(keys)) for keys in (KEYS[:2], KEYS[2:])),
+        payloads={number: LocalPayload(GROUPS[number]) for number in (0, 3, 4)},
+        max_tokens_per_micro_batch=9,
+        columns={"values": LocalPayload(column)},
+    )
+
+
+def test_samples_and_columns_of_a_training_request_are_unchanged() -> None:
+    request = make_packed_request()
+    packed = pickle.loads(pickle.dumps(pack_samples(request)))
+    before, after = StepSamples.fetch(request), StepSamples.fetch(packed)
+    for batch in request.mini_batches:
+        for ref in batch.samples:
+            assert values_of(after.trajectory(ref)) == values_of(before.trajectory(ref))
+            np.testing.assert_array_equal(after.column("values", ref), before.column("values", ref))  # type: ignore[arg-type]
+    assert {key: sorted(group) for key, group in after.trajectories.items()} == {0: [2], 3: [0, 1], 4: [3]}  # type: ignore[type-var]
+    assert replace(packed, payloads={}, columns={}) == replace(request, payloads={}, columns={})
+
+
+def test_samples_of_a_forward_request_are_unchanged() -> None:
+    payloads: Any = tuple(map(LocalPayload, GROUPS))
+    request = ForwardRequest(samples=refs_of(KEYS), payloads=payloads, max_tokens_per_micro_batch=9)
+    packed = pack_samples(request)
+    found = payloads_by_index(packed)
+    for number, index in KEYS:
+        assert values_of(found[number].fetch()[index]) == values_of(GROUPS[number][index])
+    assert list(found) == [0, 3, 4]
+
+
+def test_a_replica_without_samples_has_nothing_to_pack() -> None:
+    request = ForwardRequest(samples=(), payloads={}, max_tokens_per_micro_batch=9)
+    assert pack_samples(request) is request
+
+
+def test_results_of_a_push_are_combined_over_ranks() -> None:
+    first = SyncStats(bytes_sent=3, bytes_received=1, bytes_delivered=4, buckets=2, peak_extra_bytes=10, messages=1)
+    second = SyncStats(bytes_sent=1, bytes_received=3, bytes_delivered=5, buckets=3, peak_extra_bytes=7, collectives=2)
+    results = [PushResult(stats=first), PushResult(stats=second, undelivered=("engine 0 rank 1 is lost",))]
+    total = replace(first, bytes_sent=4, bytes_received=4, bytes_delivered=9, buckets=3, collectives=2)
+    combined = PUSH.collect(results, RankGrid(dp=2))
+    assert combined == PushResult(stats=total, undelivered=("engine 0 rank 1 is lost",))
+
+
+def test_ranks_get_only_their_own_sinks() -> None:
+    sink: Any = "engine 1"
+    request = PushRequest(sinks={1: (sink,)}, skipped=frozenset({0}))
+    without = PushRequest(skipped=frozenset({0}))
+    assert PUSH.distribute(request, RankGrid(dp=3)) == [without, request, without]
+    assert PUSH.distribute(None, RankGrid(dp=3)) == [None] * 3
+
+
+def test_rank_0_may_have_most_of_the_work_in_a_push_or_an_export() -> None:
+    assert (PUSH.equal_work, BROADCAST.equal_work) == (False, False)
+
+
+def replica_request(*lengths: tuple[int, ...], cost: SequenceCost = QWEN2_5_7B, epochs: int = 1) -> TrainRequest:
+    """Return the request of one of two replicas."""
+    batches = tuple(mini_batch(SampleRef(payload=0, index=0, num_tokens=n) for n in of) for of in lengths)
+    payload: Any = StoredPayload("ref")
+    work = TrainRequest(mini_batches=batches, payloads=(payload,), max_tokens_per_micro_batch=8, epochs=epochs)
+    return split_by_dp(work, RankGrid(dp=2), cost=cost)[0]
+
+
+def test_six_operations_per_token_and_parameter_where_attention_is_negligible() -> None:
+    cost = SequenceCost(matmul_parameters=7_000_000_000, attention_layers=1, attention_width=1)
+    throughput = Throughput(num_gpus=8, peak_flops=989e12)
+    metrics = throughput.metrics(replica_request((1000, 3000), (4000,), cost=cost), seconds=0.5)
+    assert metrics["throughput/tokens_per_second_per_gpu"] == 8000 / 0.5 / 8
+    assert metrics["throughput/tflops_per_gpu"] == pytest.approx(6 * 7e9 * 8000 / 0.5 / 8 / 1e12, rel=1e-5)
+    assert metrics["throughput/mfu"] == pytest.approx(metrics["throughput/tflops_per_gpu"] / 989)
+
+
+def test_every_epoch_counts_operations_and_an_unknown_gpu_has_no_mfu() -> None:
+    throughput = Throughput(num_gpus=1, peak_flops=None)
+    once, twice = (throughput.metrics(replica_request((100, 50), epochs=n), seconds=2.0) for n in (1, 2))
+    assert once.keys() == twice.keys() == {"throughput/tokens_per_second_per_gpu", "throughput/tflops_per_gpu"}
+    assert twice["throughput/tflops_per_gpu"] == pytest.approx(2 * once["throughput/tflops_per_gpu"])
+    forward = QWEN2_5_7B.flops(100) + QWEN2_5_7B.flops(50)
+    assert once["throughput/tflops_per_gpu"] == pytest.approx(3 * forward / 2e12)

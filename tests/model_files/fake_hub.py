@@ -1,7 +1,5 @@
 """A Hugging Face Hub on this machine, for the calls that huggingface_hub makes to download a model or dataset."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Model folders with weights in FP8, written and read block by block in plain loops."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -18,7 +16,6 @@ QUANTIZATION: dict[str, Any] = {
     "weight_block_size": [128, 128],
 }
 """`quantization_config` of DeepSeek-V3."""
-
 _PROJECTION = re.compile(r"model\.layers\.\d+\..*(?<!\.eh)_proj(_with_mqa)?\.weight")
 
 
@@ -52,7 +49,6 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 
 
 def quantize_tensors(tensors: dict[str, torch.Tensor], scale_dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Return the tensors of a folder in FP8."""
     quantized = {}
     for name, tensor in tensors.items():
         if is_quantized(name):
@@ -63,9 +59,7 @@ def quantize_tensors(tensors: dict[str, torch.Tensor], scale_dtype: torch.dtype 
     return quantized
 
 
-def quantize_folder(
-    source: str | Path, target: Path, *, dtype: torch.dtype = torch.bfloat16, scale_dtype: torch.dtype = torch.float32
-) -> str:
+def quantize_folder(source: str | Path, target: Path, *, dtype=torch.bfloat16, scale_dtype=torch.float32) -> str:
     """Write `target`: the model of `source` with projections in FP8 and all else in `dtype`, in two files."""
     tensors = load_file(Path(source) / "model.safetensors")
     tensors = {name: t if t.dtype != torch.float32 or "bias" in name else t.to(dtype) for name, t in tensors.items()}

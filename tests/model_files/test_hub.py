@@ -1,7 +1,5 @@
 """Models named by hub id: which paths are ids, what is downloaded, what is recorded, and errors; on a local hub."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,22 +46,14 @@ def sft(path: str, **model: Any) -> SftConfig:
     return SftConfig.model_validate(tree)
 
 
-def test_hub_ids_are_organization_and_name() -> None:
+def test_hub_ids_are_organization_and_name():
     ids = ["org/model", "Qwen/Qwen2.5-0.5B", "org/model@main", "org/model@refs/pr/1"]
-    others = [
-        "model",
-        "/models/m",
-        "./org/model",
-        "../org/model",
-        "runs/a/model",
-        "org/model/",
-        "a/b/config.json",
-        "a/b@",
-    ]
+    others = ["model", "/models/m", "./org/model", "../org/model", "runs/a/model", "org/model/", "a/b@"]
+    others.append("a/b/config.json")
     assert [path for path in (*ids, *others) if is_hub_id(path)] == ids
 
 
-def test_folders_are_no_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_no_hub_ids(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "model").mkdir(parents=True)
     config = sft("org/model")
@@ -71,7 +61,7 @@ def test_folders_are_no_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert hub_ids(sft("runs/base", tiny={})) == {}, "one that will be written"
 
 
-def test_weights_and_text_files_are_downloaded_once(hub: FakeHub) -> None:
+def test_weights_and_text_files_are_downloaded_once(hub):
     lines: list[str] = []
     config = with_local_models(sft("org/model"), notify=lines.append)
     folder, commit = Path(config.model.path), hub.branches["org/model", "main"]
@@ -84,7 +74,7 @@ def test_weights_and_text_files_are_downloaded_once(hub: FakeHub) -> None:
     assert len(hub.downloaded) == len(DOWNLOADED)
 
 
-def test_paths_of_all_models_can_be_hub_ids(hub: FakeHub) -> None:
+def test_paths_of_all_models_can_be_hub_ids(hub):
     other = hub.commit("org/other", {"config.json": b"{ }"})
     branch = hub.commit("org/model", {"config.json": b"{  }"}, branch="v2")
     algorithm = {"type": "ppo", "critic": {"path": "org/other"}, "reference": {"path": "/local"}}
@@ -100,7 +90,7 @@ def test_paths_of_all_models_can_be_hub_ids(hub: FakeHub) -> None:
     }
 
 
-def test_resumed_run_keeps_its_commit(hub: FakeHub, tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_commit(hub, tmp_path):
     first = with_local_models(sft("org/model"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "sft.yaml").write_text(dump_config(first))
@@ -116,14 +106,14 @@ def test_resumed_run_keeps_its_commit(hub: FakeHub, tmp_path: Path) -> None:
     assert recorded_hub_revisions(another, "auto").models == {}
 
 
-def test_commit_of_the_configuration_takes_precedence(hub: FakeHub) -> None:
+def test_commit_of_the_configuration_takes_precedence(hub):
     old = hub.branches["org/model", "main"]
     new = hub.commit("org/model", {"config.json": b"{ }"})
     config = with_local_models(sft("org/model", hub_revisions={"org/model": old}), {"org/model": new})
     assert Path(config.model.path).name == old
 
 
-def test_score_and_options_take_hub_ids(hub: FakeHub) -> None:
+def test_score_and_options_take_hub_ids(hub):
     config: ScoreConfig = with_local_models(make_score_config("org/model"))
     assert local_model("org/model", key="--model") == config.model.path
     assert local_model("some/folder/x", key="--model") == "some/folder/x"
@@ -131,7 +121,7 @@ def test_score_and_options_take_hub_ids(hub: FakeHub) -> None:
         local_model("org/none", key="--model")
 
 
-def test_single_file_does_not_count_as_the_model(hub: FakeHub) -> None:
+def test_single_file_does_not_count_as_the_model(hub):
     local_model("org/model", key="--model", files=("config.json",))
     assert hub.downloaded == ["config.json"]
     with_local_models(sft("org/model"))
@@ -146,14 +136,14 @@ def test_single_file_does_not_count_as_the_model(hub: FakeHub) -> None:
         (GATED, "its license needs to be accepted at {hub}/org/gated by the user of HF_TOKEN or `hf auth login`"),
     ],
 )
-def test_error_names_key_and_cause(hub: FakeHub, hub_id: str, cause: str) -> None:
+def test_error_names_key_and_cause(hub, hub_id, cause):
     with pytest.raises(ConfigError) as raised:
         with_local_models(sft(hub_id))
     expected = f"model.path: there is no folder {hub_id}, and the model cannot be loaded from the hub: "
     assert str(raised.value) == expected + cause.format(hub=hub.endpoint)
 
 
-def test_offline_mode_uses_the_cache_only(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_uses_the_cache_only(hub, monkeypatch):
     online = with_local_models(sft("org/model"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert with_local_models(sft("org/model")) == online
@@ -161,7 +151,7 @@ def test_offline_mode_uses_the_cache_only(hub: FakeHub, monkeypatch: pytest.Monk
         with_local_models(sft("org/x"))
 
 
-def test_unreachable_hub_is_named(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_named(hub, monkeypatch):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # nobody else gets the port
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -170,7 +160,7 @@ def test_unreachable_hub_is_named(hub: FakeHub, monkeypatch: pytest.MonkeyPatch)
             with_local_models(sft("org/model"))
 
 
-def test_check_resolves_a_hub_id(hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_resolves_a_hub_id(hub, tmp_path, capsys):
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+1", "response": "2"}\n')
     write_tiny_model(tmp_path / "tiny", ["1+1", "2"], seed=0)
     config = tmp_path / "sft.yaml"

@@ -1,7 +1,5 @@
 """Tensor names and shapes from safetensors headers and the index, and the errors of malformed files."""
 
-from __future__ import annotations
-
 import json
 import struct
 import subprocess

@@ -1,7 +1,5 @@
 """Writing model folders: file contents, the index, file assignment and incomplete folders."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

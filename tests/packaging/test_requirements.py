@@ -1,7 +1,5 @@
 """Tests that pins and the metadata of megarl are consistent with each other and with the installed packages."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -16,10 +14,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "requirements"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
 HELD_BACK = {"numpy", "python-dateutil"}
 """Packages that are older in gpu.txt than in cpu.txt, as explained in gpu.txt."""
-
 EXTRAS = {"ray": "default"}
 
 
@@ -108,7 +104,7 @@ def test_apex_is_pinned_to_a_commit():
 @pytest.mark.parametrize(
     ("extra", "pinned"), [("cpu", ("cpu.txt", "torch.txt")), ("gpu", ("gpu.txt", "gpu-build.txt"))]
 )
-def test_pins_satisfy_the_metadata_of_megarl(extra: str, pinned: tuple[str, ...]) -> None:
+def test_pins_satisfy_the_metadata_of_megarl(extra, pinned):
     pins = read_pins(*pinned)
     for line in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]]:
         requirement = Requirement(line)
@@ -117,7 +113,7 @@ def test_pins_satisfy_the_metadata_of_megarl(extra: str, pinned: tuple[str, ...]
         assert requirement.specifier.contains(version), f"{line} excludes the pin {version}"
 
 
-def test_both_extras_name_the_same_engine() -> None:
+def test_both_extras_name_the_same_engine():
     extras = PROJECT["optional-dependencies"]
     assert extras["cpu"][0] == extras["gpu"][0] == f"sglang=={read_pins('cpu.txt')['sglang']}"
 
@@ -126,7 +122,7 @@ OPTIONAL = {"fastapi", "sglang", "tqdm", "triton", "wandb"}
 """Modules that megarl imports only where they are installed, or that its extras install, such as SGLang's own."""
 
 
-def test_every_imported_package_is_a_dependency() -> None:
+def test_every_imported_package_is_a_dependency():
     declared = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
     providers = packages_distributions()
     undeclared = set()

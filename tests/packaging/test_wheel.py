@@ -1,31 +1,25 @@
 """The wheel: its content, and the demo in an environment that has nothing else of the checkout."""
 
-from __future__ import annotations
-
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import venv
 import zipfile
-from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
 from megarl import __version__
-from tests.time_limits import HANG_SECONDS
+from tests.end_to_end.launched import run_program
 
 ROOT = Path(__file__).parents[2]
-
 SOURCES = ("megarl", "kernels", "megarl_kernels", "yaml", "requirements", "pyproject.toml", "README.md", "LICENSE")
 
 
 def pip(*arguments: str | Path) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_program(sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *arguments)
     assert done.returncode == 0, done.stderr
 
 
@@ -48,18 +42,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def files(wheel: Path) -> dict[str, bytes]:
-    """Return path -> content of the files of the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-@pytest.fixture(scope="module")
-def metadata(files: dict[str, bytes]) -> Message:
-    """Return the metadata of the wheel."""
-    return Parser().parsestr(files[f"megarl-{__version__}.dist-info/METADATA"].decode())
-
-
-def test_wheel_has_every_file_of_both_packages_and_no_others(files: dict[str, bytes]) -> None:
+def test_wheel_has_every_file_of_both_packages_and_no_others(files):
     source = {str(path.relative_to(ROOT)): path.read_bytes() for path in (ROOT / "megarl").rglob("*.py")}
     kernels = ROOT / "kernels"
     source |= {str(path.relative_to(kernels)): path.read_bytes() for path in kernels.rglob("*.py")}
@@ -76,13 +63,14 @@ def test_wheel_has_every_file_of_both_packages_and_no_others(files: dict[str, by
     assert "megarl/rollout/sglang/stubs/triton/__init__.py" in packed
 
 
-def test_wheel_has_command_and_license(files: dict[str, bytes]) -> None:
+def test_wheel_has_command_and_license(files):
     information = f"megarl-{__version__}.dist-info"
     assert b"megarl = megarl.cli.main:main" in files[f"{information}/entry_points.txt"]
     assert files[f"{information}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
 
 
-def test_metadata_describes_the_package(metadata: Message) -> None:
+def test_metadata_describes_the_package(files):
+    metadata = Parser().parsestr(files[f"megarl-{__version__}.dist-info/METADATA"].decode())
     assert metadata["Name"] == "megarl"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == "<3.14,>=3.12"
@@ -90,19 +78,19 @@ def test_metadata_describes_the_package(metadata: Message) -> None:
     assert str(metadata.get_payload()).startswith("# megarl")
 
 
-def test_recipes_of_the_checkout_are_those_of_the_package() -> None:
+def test_recipes_of_the_checkout_are_those_of_the_package():
     # an editable installation reads the files through these links
     assert (ROOT / "megarl/recipes").resolve() == ROOT / "yaml"
     assert (ROOT / "megarl/requirements").resolve() == ROOT / "requirements"
 
 
-def test_folder_of_the_kernels_is_no_package() -> None:
+def test_folder_of_the_kernels_is_no_package():
     assert (ROOT / "megarl_kernels").resolve() == ROOT / "kernels/megarl_kernels"
     assert not (ROOT / "kernels/__init__.py").exists()  # it would shadow Hugging Face's `kernels`
 
 
 @pytest.mark.slow
-def test_demo_runs_from_an_installed_wheel_in_any_folder(wheel: Path, tmp_path: Path) -> None:
+def test_demo_runs_from_an_installed_wheel_in_any_folder(wheel, tmp_path):
     environment, elsewhere = tmp_path / "env", tmp_path / "elsewhere"
     venv.create(environment, symlinks=True)
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": environment, "platbase": environment}))
@@ -111,15 +99,8 @@ def test_demo_runs_from_an_installed_wheel_in_any_folder(wheel: Path, tmp_path: 
     pip("--python", environment / "bin/python", "install", "--no-deps", "--no-index", wheel)
     elsewhere.mkdir()
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
-    done = subprocess.run(
-        [environment / "bin/megarl", "demo", "--set", "trainer.steps=2"],
-        cwd=elsewhere,
-        env=variables | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
+    command = (environment / "bin/megarl", "demo", "--set", "trainer.steps=2")
+    done = run_program(*command, cwd=elsewhere, env=variables | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert f"2/3  a random Qwen3 model, supervised fine-tuning ({packages}/megarl/recipes/demo-sft.yaml)" in done.stdout
     assert f"3/3  GRPO ({packages}/megarl/recipes/demo.yaml)" in done.stdout

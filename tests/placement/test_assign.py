@@ -1,7 +1,5 @@
 """Assignment of nodes to pools: chosen examples, and random clusters compared with all possible assignments."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 
 import pytest
@@ -14,28 +12,28 @@ from megarl.placement.assign import assign_nodes
 from megarl.placement.nodes import DOMAIN_LABEL, ClusterNode
 
 
-def node(name: str, gpus: int = 8, **labels: str) -> ClusterNode:
+def node(name, gpus=8, **labels):
     dotted = {key.replace("_", "."): value for key, value in labels.items() if key != "domain"}
     domain = {DOMAIN_LABEL: labels["domain"]} if "domain" in labels else {}
     return ClusterNode(id=name, address="10.0.0.1", hostname=name, cpus=4, gpus=gpus, labels=dotted | domain)
 
 
-def pool(nodes: int = 1, slots_per_node: int = 1, **more: object) -> PoolConfig:
+def pool(nodes=1, slots_per_node=1, **more):
     return PoolConfig.model_validate({"nodes": nodes, "slots_per_node": slots_per_node, **more})
 
 
-def assigned_names(pools: dict[str, PoolConfig], nodes: list[ClusterNode], device: str = "cuda") -> dict[str, str]:
+def assigned_names(pools, nodes, device="cuda"):
     chosen = assign_nodes(pools, nodes, device)
     assert list(chosen) == list(pools)
     return {name: "".join(each.id for each in of_pool) for name, of_pool in chosen.items()}
 
 
-def test_ranks_fill_nodes_in_order() -> None:
+def test_ranks_fill_nodes_in_order():
     assert assigned_names({"main": pool(3, 8)}, [node(x) for x in "abcd"]) == {"main": "abc"}
     assert assigned_names({"main": pool(2, 4), "b": pool(2, 4)}, [node("a"), node("b")]) == {"main": "ab", "b": "ab"}
 
 
-def test_pools_do_not_take_nodes_that_others_need() -> None:
+def test_pools_do_not_take_nodes_that_others_need():
     small_first = [node("a", 4), node("b", 8)]
     assert assigned_names({"main": pool(1, 4), "b": pool(1, 8)}, small_first) == {"main": "a", "b": "b"}
     assert assigned_names({"main": pool(1, 4), "b": pool(1, 8)}, small_first[::-1]) == {"main": "a", "b": "b"}
@@ -44,13 +42,13 @@ def test_pools_do_not_take_nodes_that_others_need() -> None:
     assert assigned_names({"main": pool(1, 4)}, [head, *small_first], "cpu") == {"main": "a"}
 
 
-def test_pools_choose_nodes_by_their_labels() -> None:
+def test_pools_choose_nodes_by_their_labels():
     nodes = [node("a", megarl_group="1"), node("b"), node("c", megarl_group="1")]
     pools = {"main": pool(1, 8), "rollout": pool(2, 8, labels={"megarl.group": "1"})}
     assert assigned_names(pools, nodes) == {"main": "b", "rollout": "ac"}
 
 
-def test_blocks_of_nodes_share_an_nvlink_domain() -> None:
+def test_blocks_of_nodes_share_an_nvlink_domain():
     nodes = [node(name, domain=domain) for name, domain in zip("abcdef", "xyxyyx", strict=True)]
     assert assigned_names({"main": pool(4, 8, nvlink_domain_nodes=2)}, nodes) == {"main": "acbd"}
     assert assigned_names({"main": pool(3, 8, nvlink_domain_nodes=3)}, nodes) == {"main": "acf"}
@@ -63,7 +61,7 @@ def test_blocks_of_nodes_share_an_nvlink_domain() -> None:
     )
 
 
-def test_too_few_nodes_are_reported_with_the_arithmetic() -> None:
+def test_too_few_nodes_are_reported_with_the_arithmetic():
     with pytest.raises(ConfigError) as error:
         assign_nodes({"main": pool(2, 8), "b": pool(1, 4)}, [node("x"), node("y"), node("z", 2)], "cuda")
     assert str(error.value) == (
@@ -83,7 +81,7 @@ def test_too_few_nodes_are_reported_with_the_arithmetic() -> None:
     st.lists(st.integers(0, 8), min_size=1, max_size=5),
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 8)), min_size=1, max_size=3),
 )
-def test_pools_fit_whenever_any_assignment_fits(sizes: list[int], requested: list[tuple[int, int]]) -> None:
+def test_pools_fit_whenever_any_assignment_fits(sizes, requested):
     nodes = [node(str(i), gpus) for i, gpus in enumerate(sizes)]
     pools = {f"p{i}": pool(*sizes) for i, sizes in enumerate(requested)}
     try:
@@ -99,7 +97,7 @@ def test_pools_fit_whenever_any_assignment_fits(sizes: list[int], requested: lis
     assert min(left.values()) >= 0
 
 
-def _has_valid_assignment(sizes: list[int], requested: list[tuple[int, int]]) -> bool:
+def _has_valid_assignment(sizes, requested):
     for choice in product(*(list(combinations(range(len(sizes)), count)) for count, _ in requested)):
         used = [0] * len(sizes)
         for chosen_nodes, (_, per_node) in zip(choice, requested, strict=True):

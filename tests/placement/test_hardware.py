@@ -1,6 +1,4 @@
-"""Hardware queries of this node."""
-
-from __future__ import annotations
+"""Hardware queries of this node, and the table of GPU types."""
 
 import shutil
 from pathlib import Path
@@ -8,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from megarl.placement.gpu_types import GPU_TYPES, find_gpu_type
 from megarl.placement.hardware import Gpu, free_shared_memory, list_gpus, package_version, visible_gpu_names
 
 
 @pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def driver(tmp_path, monkeypatch):
     """An nvidia-smi that reports two GPUs."""
     script = tmp_path / "nvidia-smi"
     script.write_text(
@@ -28,12 +27,12 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-def test_without_a_driver_there_are_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_there_are_no_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert list_gpus() == []
 
 
-def test_gpus_as_the_driver_reports_them(driver: Path) -> None:
+def test_gpus_as_the_driver_reports_them(driver):
     first, second = list_gpus()
     assert first == Gpu(index=0, name="NVIDIA A", driver="570.86.15", memory_bytes=81559 * 2**20, used_bytes=4 * 2**20)
     assert (second.name, second.memory_bytes, second.used_bytes) == ("NVIDIA B, as they call it", None, None)
@@ -45,24 +44,22 @@ def test_gpus_as_the_driver_reports_them(driver: Path) -> None:
     ("visible_devices", "indices"),
     [(None, [0, 1]), ("1", [1]), ("1,0", [1, 0]), ("7", []), ("", []), ("-1", []), ("GPU-0a1b", [0])],
 )
-def test_cuda_visible_devices_selects_gpus(
-    driver: Path, monkeypatch: pytest.MonkeyPatch, visible_devices: str | None, indices: list[int]
-) -> None:
+def test_cuda_visible_devices_selects_gpus(driver, monkeypatch, visible_devices, indices):
     if visible_devices is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_devices)
     assert [gpu.index for gpu in list_gpus()] == indices
     assert visible_gpu_names() == [gpu.name for gpu in list_gpus()]
 
 
-def test_package_versions() -> None:
+def test_package_versions():
     assert package_version("pytest") == pytest.__version__
     assert package_version("no-such-package") is None
 
 
-def test_free_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_shared_memory(monkeypatch):
     seen = []
 
-    def disk_usage(folder: Path) -> SimpleNamespace:
+    def disk_usage(folder):
         seen.append(folder)
         return SimpleNamespace(total=9, used=4, free=5)
 
@@ -75,9 +72,37 @@ def test_free_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_listed_gpus_are_those_of_torch() -> None:
+def test_listed_gpus_are_those_of_torch():
     import torch
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     assert visible_gpu_names() == names
     assert all(gpu.memory_bytes for gpu in list_gpus())
+
+
+NAMES = ("H100 PCIe", "H100 NVL", "H200", "H20", "GB200", "B200", "A100-SXM4-80GB", "A10", "L4", "L40S")
+"""Names that CUDA reports after `NVIDIA`, and the table lists as they are."""
+
+
+@pytest.mark.parametrize(
+    ("reported", "listed"),
+    [
+        *((f"NVIDIA {name}", name) for name in NAMES),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA A100-PCIE-40GB", "A100"),
+        ("NVIDIA A10G", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_a_type_is_found_by_the_name_that_cuda_reports(reported, listed):
+    found = find_gpu_type(reported)
+    assert (None if found is None else found.reported) == listed
+
+
+def test_names_have_the_size_of_the_memory():
+    named = [gpu for gpu in GPU_TYPES if gpu.name]
+    assert len({gpu.name for gpu in named}) == len(named) > 8
+    for gpu in named:
+        assert 0.95 * int(gpu.name.split("-")[1]) < gpu.mebibytes / 1024 * 1.0738 < 1.08 * int(gpu.name.split("-")[1])
+    assert all(not gpu.mebibytes for gpu in GPU_TYPES if not gpu.name)

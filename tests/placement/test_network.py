@@ -1,7 +1,5 @@
 """Choice of the network interface."""
 
-from __future__ import annotations
-
 import socket
 import sys
 
@@ -14,7 +12,7 @@ from tests.launch.hosts import Hosts
 
 
 def test_own_addresses_are_reached_over_their_interfaces():
-    owners: dict[str, list[str]] = {}  # containers' bridges may have the same address
+    owners = {}  # containers' bridges may have the same address
     is_up = {name: stats.isup for name, stats in psutil.net_if_stats().items()}
     for name, found in psutil.net_if_addrs().items():
         for address in (a.address for a in found if a.family == socket.AF_INET and is_up.get(name)):
@@ -64,7 +62,6 @@ def test_ranks_use_the_network_that_connects_their_hosts(tmp_path):
         assert interface_used(a, 0, "127.0.1.1", "127.0.1.1", "10.77.0.1") == ["127.0.1.1", "eth0", "=eth0"]
         assert interface_used(a, 1, "127.0.1.1", "127.0.1.1", "127.0.1.1") == ["127.0.1.1", "lo", "=lo"]
         assert interface_used(a, 0, "", "", "", master="10.77.0.1") == ["10.77.0.1", "eth0", "=eth0"]
-        with pytest.raises(
-            AssertionError, match=r"ConfigError: b has no route to 192\.0\.2\.1: Network is unreachable"
-        ):
+        message = r"ConfigError: b has no route to 192\.0\.2\.1: Network is unreachable"
+        with pytest.raises(AssertionError, match=message):
             interface_used(b, 0, "", "", "", master="192.0.2.1")

@@ -1,11 +1,10 @@
 """Reservation of slot pools."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import ray
@@ -16,78 +15,73 @@ from megarl.errors import ConfigError, WorkerError
 from megarl.placement import pool
 from megarl.placement.assign import resolve_device
 from megarl.placement.nodes import ClusterNode
-from megarl.placement.pool import SlotPool, reserve, reserve_pools, start_cluster
+from megarl.placement.pool import reserve, reserve_pools, start_cluster
 from tests.time_limits import HANG_SECONDS
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
-def num_cpus() -> int:
+def num_cpus():
     """Return the number of CPU slots of the cluster, at least 8."""
     return int(ray.cluster_resources()["CPU"])
 
 
-def test_slots_are_bundles_in_order_on_this_node() -> None:
-    slots = reserve(PlacementConfig(slots_per_node=3))
-    try:
-        assert slots.device == "cpu"
-        assert [slot.bundle for slot in slots.slots] == [0, 1, 2]
-        assert {slot.node for slot in slots.slots} == {ray.get_runtime_context().get_node_id()}
-        assert {(slot.cpus, slot.gpus, slot.gpu_id) for slot in slots.slots} == {(1.0, 0.0, None)}
-    finally:
-        remove_placement_group(slots.group)
-
-
-def test_pools_are_reserved_together() -> None:
-    config = PlacementConfig.model_validate(
-        {"slots_per_node": 2, "pools": {"b": {"slots_per_node": 3}}, "critic": {"pool": "b"}}
-    )
+@contextmanager
+def reserved(**sections):
+    """Reserve the pools of a placement for a block."""
+    config = PlacementConfig.model_validate(sections)
     pools = reserve_pools(config, config.all_pools)
     try:
-        assert {name: [slot.bundle for slot in pool.slots] for name, pool in pools.items()} == {
-            "main": [0, 1],
-            "b": [2, 3, 4],
-        }
-        table = placement_group_table(pools["b"].group)["bundles_to_node_id"]
-        assert [table[slot.bundle] for slot in pools["b"].slots] == [slot.node for slot in pools["b"].slots]
+        yield pools
     finally:
         remove_placement_group(pools["main"].group)
 
 
-def test_more_slots_than_the_cluster_has_are_a_configuration_error() -> None:
+def test_slots_are_bundles_in_order_on_this_node():
+    with reserved(slots_per_node=3) as pools:
+        slots = pools["main"]
+        assert slots.device == "cpu"
+        assert [slot.bundle for slot in slots.slots] == [0, 1, 2]
+        assert {slot.node for slot in slots.slots} == {ray.get_runtime_context().get_node_id()}
+        assert {(slot.cpus, slot.gpus, slot.gpu_id) for slot in slots.slots} == {(1.0, 0.0, None)}
+
+
+def test_pools_are_reserved_together():
+    with reserved(slots_per_node=2, pools={"b": {"slots_per_node": 3}}, critic={"pool": "b"}) as pools:
+        bundles = {name: [slot.bundle for slot in pool.slots] for name, pool in pools.items()}
+        assert bundles == {"main": [0, 1], "b": [2, 3, 4]}
+        table = placement_group_table(pools["b"].group)["bundles_to_node_id"]
+        assert [table[slot.bundle] for slot in pools["b"].slots] == [slot.node for slot in pools["b"].slots]
+
+
+def test_more_slots_than_the_cluster_has_are_a_configuration_error():
     with pytest.raises(ConfigError, match=r"^placement: needs .* = \d+ CPU slots on 1 node; the cluster has 0 nodes"):
         reserve(PlacementConfig(slots_per_node=num_cpus() + 1))
 
 
-def test_slots_in_use_are_waited_for_until_the_timeout() -> None:
-    first = reserve(PlacementConfig(slots_per_node=num_cpus() - 3))
-    try:
-        config = PlacementConfig(slots_per_node=6, start_timeout_seconds=0.5)
-        with pytest.raises(
-            WorkerError, match=r"^placement needs 6 slots of .* within 0\.5 s; unused resources: .*'CPU': 3"
-        ):
-            reserve(config)
-    finally:
-        remove_placement_group(first.group)
+def test_slots_in_use_are_waited_for_until_the_timeout():
+    message = r"^placement needs 6 slots of .* within 0\.5 s; unused resources: .*'CPU': 3"
+    with reserved(slots_per_node=num_cpus() - 3), pytest.raises(WorkerError, match=message):
+        reserve(PlacementConfig(slots_per_node=6, start_timeout_seconds=0.5))
 
 
 class Holder:
     """An actor that Ray restarts."""
 
-    def hold(self) -> int:
+    def hold(self):
         return len(self._reserve().slots)
 
-    def release(self) -> None:
+    def release(self):
         remove_placement_group(self._reserve().group)
 
-    def _reserve(self) -> SlotPool:
+    def _reserve(self):
         return reserve(PlacementConfig(slots_per_node=num_cpus() - 3, start_timeout_seconds=HANG_SECONDS))
 
-    def pid(self) -> int:
+    def pid(self):
         return os.getpid()
 
 
-def test_restarted_actor_takes_over_its_slots() -> None:
+def test_restarted_actor_takes_over_its_slots():
     holder = ray.remote(Holder).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
     for _ in range(2):
         assert ray.get(holder.hold.remote(), timeout=HANG_SECONDS) > num_cpus() / 2
@@ -101,19 +95,19 @@ def test_restarted_actor_takes_over_its_slots() -> None:
     ("device", "gpus", "expected"),
     [("auto", 0, "cpu"), ("auto", 1, "cpu"), ("auto", 2, "cuda"), ("cuda", 2, "cuda"), ("cpu", 8, "cpu")],
 )
-def test_device_is_cuda_if_the_cluster_has_enough_gpus(device: str, gpus: int, expected: str) -> None:
+def test_device_is_cuda_if_the_cluster_has_enough_gpus(device, gpus, expected):
     config = PlacementConfig.model_validate({"slots_per_node": 2, "device": device})
     assert resolve_device(config, [_node("a", gpus // 2), _node("b", gpus - gpus // 2)]) == expected
     with pytest.raises(ConfigError, match=r"^placement\.device: cuda needs 2 GPUs in the cluster, got 0$"):
         resolve_device(PlacementConfig(slots_per_node=2, device="cuda"), [_node("a", 0)])
 
 
-def test_address_where_no_cluster_answers_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_where_no_cluster_answers_is_a_configuration_error(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"^RAY_ADDRESS=127\.0\.0\.1:1: no Ray cluster answers there: .*refused$"):
         start_cluster(PlacementConfig())
 
-    def refuse(**_: object) -> None:
+    def refuse(**_):
         raise ConnectionError("Could not find any running Ray instance")
 
     monkeypatch.setenv("RAY_ADDRESS", "auto")  # which only Ray can parse
@@ -155,7 +149,7 @@ print(ray.get(ray.remote(lambda: "works").remote()))
 """
 
 
-def test_local_cluster_may_take_the_whole_start_timeout() -> None:
+def test_local_cluster_may_take_the_whole_start_timeout():
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     program = subprocess.run([sys.executable, "-c", START_SLOWLY], env=env, capture_output=True, text=True, check=True)
     assert program.stdout.splitlines() == [
@@ -165,5 +159,5 @@ def test_local_cluster_may_take_the_whole_start_timeout() -> None:
     ]
 
 
-def _node(name: str, gpus: int) -> ClusterNode:
+def _node(name, gpus):
     return ClusterNode(id=name, address="10.0.0.1", hostname=name, cpus=4, gpus=gpus)

@@ -1,7 +1,5 @@
 """The grid of ranks."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -15,7 +13,7 @@ GRIDS = [
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=repr)
-def test_tensor_axis_is_innermost_and_pipeline_axis_outermost(grid: RankGrid) -> None:
+def test_tensor_axis_is_innermost_and_pipeline_axis_outermost(grid):
     expected = [
         Coordinates(tp=tp, cp=cp, dp=dp, pp=pp)
         for pp in range(grid.pp)
@@ -28,7 +26,7 @@ def test_tensor_axis_is_innermost_and_pipeline_axis_outermost(grid: RankGrid) ->
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=repr)
-def test_output_rank_is_the_first_rank_of_the_last_stage(grid: RankGrid) -> None:
+def test_output_rank_is_the_first_rank_of_the_last_stage(grid):
     for dp in range(grid.dp):
         coordinates = grid.coordinates(grid.output_rank(dp))
         assert coordinates == Coordinates(tp=0, cp=0, dp=dp, pp=grid.pp - 1)
@@ -45,7 +43,7 @@ WITH_EXPERTS = [
 
 
 @pytest.mark.parametrize("grid", WITH_EXPERTS, ids=repr)
-def test_coordinates_agree_with_megatron_core(grid: RankGrid) -> None:
+def test_coordinates_agree_with_megatron_core(grid):
     from megatron.core.parallel_state import RankGenerator
 
     order, of_experts = "tp-cp-ep-dp-pp", {"tp": "etp", "ep": "ep", "dp": "dp", "pp": "pp"}
@@ -79,6 +77,6 @@ def test_coordinates_agree_with_megatron_core(grid: RankGrid) -> None:
         ({"dp": 4, "ep": 3, "etp": 1}, r"etp 1 \* ep 3 = 3 needs to divide .* = 4$"),
     ],
 )
-def test_invalid_sizes_are_rejected(sizes: dict[str, int], message: str) -> None:
+def test_invalid_sizes_are_rejected(sizes, message):
     with pytest.raises(ConfigError, match=message):
         RankGrid(**sizes)

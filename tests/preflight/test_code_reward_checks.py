@@ -19,6 +19,8 @@ from megarl.preflight.code_reward_checks import NUM_SOLUTIONS, find_test_case_pr
 from megarl.preflight.reward_checks import find_reward_problems
 from megarl.sandbox import tiers
 from tests.cli.tiny_run import ROWS, write_config, write_rows, write_tiny_run
+from tests.config.runs import has_parts
+from tests.run.finished_groups import run_config
 from tests.sandbox.local_tiers import PATIENT, patience
 
 
@@ -47,15 +49,12 @@ def make_config(folder: Path, rows: list[dict[str, Any]], held_out: list[dict[st
     data = {"path": str(write_rows(folder / "mbpp.jsonl", rows)), "fields": {"prompt": "text"}}
     if held_out is not None:
         data["eval_path"] = str(write_rows(folder / "held-out.jsonl", held_out))
-    return RunConfig.model_validate(
-        {
-            "run_dir": str(folder / "run"),
-            "model": {"path": str(folder / "model")},
-            "data": data,
-            "rollout": {"max_new_tokens": 32},
-            "reward": {"terms": {"tests": {"type": "code", "sandbox": sandbox, **term}}},
-        }
-    )
+    reward = {"terms": {"tests": {"type": "code", "sandbox": sandbox, **term}}}
+    return run_config({}, run_dir=str(folder / "run"), data=data, reward=reward)
+
+
+def with_data(config: RunConfig, **changes: Any) -> RunConfig:
+    return config.model_copy(update={"data": config.data.model_copy(update=changes)})
 
 
 def test_rows_as_published_have_no_problems(tmp_path):
@@ -103,8 +102,7 @@ def test_a_message_has_a_few_examples_and_a_count(tmp_path):
 
 def test_only_rows_that_are_scored_are_examined(tmp_path):
     config = make_config(tmp_path, [mbpp_row(0)], [mbpp_row(1), mbpp_row(2, test_list=[])])
-    data = config.data.model_copy(update={"eval_size": 1})
-    assert [*find_test_case_problems(config.model_copy(update={"data": data}))] == []
+    assert [*find_test_case_problems(with_data(config, eval_size=1))] == []
 
     sources = {
         "code": {"path": str(tmp_path / "mbpp.jsonl"), "ratio": 0.5, "fields": {"prompt": "text"}},
@@ -121,14 +119,11 @@ def test_solutions_that_do_not_score_1_are_reported(tmp_path):
     rows = [mbpp_row(i) for i in range(5)]
     rows[1]["code"] = "def add_1(x): return x + 1"
     rows[3]["code"] = "import no_such_module"
-    config = make_config(tmp_path, rows)
-    (report,) = try_solutions(config)
+    (report,) = try_solutions(make_config(tmp_path, rows))
     assert str(report) == (
-        "data.path: reward.terms.tests (code): 2 of 5 reference solutions that were tried (field 'code') "
-        "do not score 1: "
-        f"{tmp_path}/mbpp.jsonl:2: test_list[1] add_1(0.5) gives 1.5, needs 1; "
-        f"{tmp_path}/mbpp.jsonl:4: test_list[0] add_3(1) fails: "
-        "ModuleNotFoundError: No module named 'no_such_module'"
+        "data.path: reward.terms.tests (code): 2 of 5 reference solutions that were tried (field 'code') do not score "
+        f"1: {tmp_path}/mbpp.jsonl:2: test_list[1] add_1(0.5) gives 1.5, needs 1; {tmp_path}/mbpp.jsonl:4: "
+        "test_list[0] add_3(1) fails: ModuleNotFoundError: No module named 'no_such_module'"
     )
 
 
@@ -141,9 +136,7 @@ def test_solutions_that_all_fail_are_a_problem(tmp_path):
 
 def test_a_sample_is_spread_over_the_file(tmp_path, monkeypatch):
     tried: list[str] = []
-    monkeypatch.setattr(
-        code_reward_checks, "_find_failure", lambda row, *_: tried.append(row.fields["task_id"]) and None
-    )
+    monkeypatch.setattr(code_reward_checks, "_find_failure", lambda row, *_: tried.append(row.fields["task_id"]))
     for num_rows in (1, NUM_SOLUTIONS, NUM_SOLUTIONS + 1, 100):
         tried.clear()
         (report,) = try_solutions(make_config(tmp_path, [mbpp_row(i) for i in range(num_rows)]))
@@ -164,8 +157,7 @@ def test_reads_parquet_and_programs_that_print(tmp_path):
     row = {"text": "1", "code": "print(sum(map(int, input().split())))", "tests": [{"input": "3 4", "output": "7"}]}
     config = make_config(tmp_path, [], tests_field="tests")
     pq.write_table(pa.Table.from_pylist([row, row | {"code": "print(8)"}]), tmp_path / "rows.parquet")
-    data = config.data.model_copy(update={"path": str(tmp_path / "rows.parquet")})
-    config = config.model_copy(update={"data": data})
+    config = with_data(config, path=str(tmp_path / "rows.parquet"))
     assert [*find_test_case_problems(config)] == []
     (report,) = try_solutions(config)
     assert report.failures == [f"{tmp_path}/rows.parquet:2: tests[0] of the input gives '8\\n', needs '7'"]
@@ -173,11 +165,10 @@ def test_reads_parquet_and_programs_that_print(tmp_path):
 
 def test_a_tier_that_this_machine_lacks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "find_tier_problem", {"bubblewrap": "bwrap is not installed", "launcher": None}.get)
-    (problem,) = find_reward_problems(
-        make_config(tmp_path, [mbpp_row(0)], sandbox={"tier": "bubblewrap", "allow_unsafe": False})
-    )
-    assert problem.startswith("reward.terms.tests.sandbox needs a sandbox that works on this machine")
-    assert "got none (bubblewrap: bwrap is not installed)" in problem
+    sandbox = {"tier": "bubblewrap", "allow_unsafe": False}
+    (problem,) = find_reward_problems(make_config(tmp_path, [mbpp_row(0)], sandbox=sandbox))
+    start = "reward.terms.tests.sandbox needs a sandbox that works on this machine"
+    assert has_parts(problem, f"{start} ... got none (bubblewrap: bwrap is not installed)")
 
 
 def test_check_reports_rows_and_solutions(tmp_path, capsys):

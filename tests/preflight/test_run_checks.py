@@ -14,10 +14,12 @@ from megarl.cli.main import main
 from megarl.config import RunConfig, SftConfig
 from megarl.controller.run_stage import resolve_and_check
 from megarl.data.prompt_budget import resolve_max_prompt_tokens
+from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import ConfigError
 from megarl.preflight import machine_checks
 from megarl.preflight.run_checks import check_or_raise, check_run
 from tests.cli.tiny_run import write_config, write_rows
+from tests.config.runs import flow, has_parts
 from tests.megatron.families.outside import STORY_PATH
 from tests.megatron.fidelity.models import CONFIGS, build, save_model
 
@@ -37,9 +39,14 @@ def sft_problems(tree: dict[str, Any], **sections: Any) -> list[str]:
     return check_run(SftConfig.model_validate(stage | sections))
 
 
+def edit_config(folder: str, **values: Any) -> None:
+    """Change the model's config.json."""
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
 def hf(tree: dict[str, Any], **values: Any) -> None:
-    path = Path(tree["model"]["path"]) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    edit_config(tree["model"]["path"], **values)
 
 
 def test_a_valid_configuration_has_no_problems(tree: dict[str, Any]) -> None:
@@ -69,10 +76,7 @@ def test_all_problems_are_found_in_one_pass(tree: dict[str, Any]) -> None:
         ("{", "config.json is not valid JSON"),
         ("[]", "config.json needs a JSON object, got list"),
         ("{}", "config.json needs a positive number under hidden_size, "),
-        (
-            {"layer_types": ["full_attention"], "num_hidden_layers": 2},
-            "config.json: layer_types needs num_hidden_layers = 2 entries, got 1",
-        ),
+        ({"layer_types": ["full_attention"]}, "config.json: layer_types needs num_hidden_layers = 2 entries, got 1"),
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; supported are "),
     ],
 )
@@ -84,17 +88,14 @@ def test_model_configuration_unusable(tree: dict[str, Any], content: str | dict[
         file.unlink()
     else:
         file.write_text(content)
-    problem = run_problems(tree)[0]
-    assert problem.startswith("model.path: ")
-    assert message in problem
+    assert has_parts(run_problems(tree)[0], "model.path: ... " + message)
 
 
 def test_tokenizer_missing(tree: dict[str, Any]) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (Path(tree["model"]["path"]) / name).unlink()
     (problem,) = run_problems(tree)
-    assert problem.startswith("model.path: ")
-    assert "holds no tokenizer" in problem
+    assert has_parts(problem, "model.path: ... holds no tokenizer")
 
 
 def test_missing_mtp_layers_are_no_problem_but_a_notice(
@@ -166,34 +167,26 @@ def gemma2(tree: dict[str, Any]) -> dict[str, Any]:
     return tree | {"model": {"path": new}}
 
 
-@pytest.mark.parametrize(
-    ("device", "gpus", "address", "is_reported"),
-    [
-        ("cpu", ["H200"], None, True),
-        ("auto", [], None, True),
-        ("auto", ["H200"], None, False),
-        ("auto", [], "10.0.0.1:6379", False),
-        ("cuda", ["H200"], None, False),
-    ],
-)
 def test_an_option_that_the_cpu_engine_ignores_is_refused(
-    gemma2: dict[str, Any],
-    device: str,
-    gpus: list[str],
-    address: str | None,
-    is_reported: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    gemma2: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_checks, "visible_gpu_names", lambda: gpus)
+    problem = (
+        f"placement.device: {gemma2['model']['path']}/config.json: attn_logit_softcapping needs engines on cuda, the "
+        "CPU engine leaves it out, got 5.0 on cpu"
+    )
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    if address is not None:
-        monkeypatch.setenv("RAY_ADDRESS", address)
-    path = gemma2["model"]["path"]
-    assert sft_problems(gemma2, placement={"device": device}) == []  # it has no engines
-    assert run_problems(gemma2, placement={"device": device}) == is_reported * [
-        f"placement.device: {path}/config.json: attn_logit_softcapping needs engines on cuda, the CPU engine leaves it "
-        "out, got 5.0 on cpu"
-    ]
+    for device, gpus, address, is_reported in (
+        ("cpu", ["H200"], "", True),
+        ("auto", [], "", True),
+        ("auto", ["H200"], "", False),
+        ("cuda", ["H200"], "", False),
+        ("auto", [], "10.0.0.1:6379", False),
+    ):
+        monkeypatch.setattr(machine_checks, "visible_gpu_names", lambda gpus=gpus: gpus)
+        if address:
+            monkeypatch.setenv("RAY_ADDRESS", address)
+        assert sft_problems(gemma2, placement={"device": device}) == []  # it has no engines
+        assert run_problems(gemma2, placement={"device": device}) == is_reported * [problem]
 
 
 HEADS = "model.layers.0.self_attn.q_proj.weight has query heads that do not divide,"
@@ -234,35 +227,25 @@ def parallel(**sizes: int) -> dict[str, Any]:
             "got 200, 128 - 200 = -72",
         ),
         (
-            {"placement": {"slots_per_node": 2}, "trainer": {"profile": {"steps": [1], "ranks": [0, 2]}}},
+            flow("placement: {slots_per_node: 2}, trainer: {profile: {steps: [1], ranks: [0, 2]}}"),
             "trainer.profile.ranks: the trainer has ranks 0 to 1, got 2",
         ),
         (
-            {
-                "placement": {"slots_per_node": 6},
-                "trainer": {"parallel": {"pp": 2}},
-                "algorithm": {"prompts_per_step": 4, "group_size": 2, "num_mini_batches": 4},
-            },
+            parallel(pp=2)
+            | flow(
+                "placement: {slots_per_node: 6}, algorithm: {prompts_per_step: 4, group_size: 2, num_mini_batches: 4}"
+            ),
             "algorithm.prompts_per_step: a mini-batch needs at least one completion per data-parallel rank, got "
             "prompts_per_step * group_size / num_mini_batches = 4 * 2 / 4 = 2 < dp = slots / (tp * pp * cp) = "
             "6 / 2 = 3",
         ),
         ({"placement": {"nodes": 2, "slots_per_node": 3}} | rollout(tp=2, replicas=3), f"{ENGINES} = 2 * (3 // 2) = 2"),
         (
-            {
-                "placement": {
-                    "slots_per_node": 4,
-                    "rollout": {"pool": "b"},
-                    "pools": {"b": {"nodes": 2, "slots_per_node": 3}},
-                }
-            }
+            flow("placement: {slots_per_node: 4, rollout: {pool: b}, pools: {b: {nodes: 2, slots_per_node: 3}}}")
             | rollout(tp=2, replicas=3),
             f"{ENGINES} of placement.pools.b = 2 * (3 // 2) = 2",
         ),
-        (
-            {"model": {"path": "Qwen/Qwen3-8B"}},
-            "model.path: needs a folder in Hugging Face format, there is no folder Qwen/Qwen3-8B",
-        ),
+        ({"model": {"path": "Qwen/Q"}}, "model.path: needs a folder in Hugging Face format, there is no folder Qwen/Q"),
     ],
 )
 def test_settings_that_do_not_fit(tree: dict[str, Any], sections: dict[str, Any], problem: str) -> None:
@@ -286,8 +269,7 @@ def test_prompt_budget(tree: dict[str, Any]) -> None:
         assert resolve_max_prompt_tokens(config, {"max_position_embeddings": 128}, source) == budget
     tree["data"]["max_prompt_tokens"] = 100
     (problem,) = run_problems(tree)
-    assert problem.startswith("data.max_prompt_tokens: ")
-    assert "data.max_prompt_tokens + rollout.max_new_tokens = 100 + 32 = 132" in problem
+    assert has_parts(problem, "data.max_prompt_tokens: ... + rollout.max_new_tokens = 100 + 32 = 132")
 
 
 @pytest.mark.parametrize("key", ["path", "eval_path"])
@@ -308,8 +290,7 @@ def test_data_files(tree: dict[str, Any], tmp_path: Path, key: str, row: Any, me
         file.write_text(row if isinstance(row, str) else json.dumps(row))
     tree["data"][key] = str(file)
     (problem,) = run_problems(tree)
-    assert problem.startswith(f"data.{key}: ")
-    assert message in problem
+    assert has_parts(problem, f"data.{key}: ... {message}")
 
 
 def test_data_is_parsed_even_without_a_tokenizer(tree: dict[str, Any], tmp_path: Path) -> None:
@@ -326,8 +307,7 @@ def test_rows_without_answers_and_responses(tree: dict[str, Any], tmp_path: Path
     rows = {"path": str(write_rows(tmp_path / "rows.jsonl", [{"prompt": "1"}]))}
     assert run_problems(tree, data=rows, reward={"terms": {"p": PLACEHOLDER}}) == []
     (problem,) = sft_problems(tree, data=rows)
-    assert problem.startswith("data.path: ")
-    assert "needs field 'response'" in problem
+    assert has_parts(problem, "data.path: ... needs field 'response'")
     (problem,) = sft_problems(tree, placement={"slots_per_node": 4}, trainer={"batch_size": 2})
     assert "got 2 < dp = slots / (tp * pp * cp) = 4 / 1 = 4" in problem
 
@@ -339,14 +319,8 @@ def test_rows_without_answers_and_responses(tree: dict[str, Any], tmp_path: Path
         ({"type": "python", "path": "json"}, "reward.terms.x.path needs package.module:function, got 'json'"),
         ({"type": "python", "path": "json:nothing"}, "reward.terms.x.path: module json"),
         ({"type": "format", "pattern": "("}, "reward.terms.x.pattern: needs a regular expression, got '('"),
-        (
-            PLACEHOLDER | {"kwargs": {"url": 1}},
-            "reward.terms.x.kwargs: tests.preflight.test_run_checks:reward has no option ",
-        ),
-        (
-            PLACEHOLDER | {"per": "group", "path": "json:dumps"},
-            "reward.terms.x.path needs a function of (trajectories, ",
-        ),
+        (PLACEHOLDER | {"kwargs": {"url": 1}}, f"reward.terms.x.kwargs: {__name__}:reward has no option "),
+        ({"type": "python", "per": "group", "path": "json:dumps"}, "reward.terms.x.path needs a function of (trajec"),
     ],
 )
 def test_rewards(tree: dict[str, Any], term: dict[str, Any], message: str) -> None:
@@ -405,11 +379,9 @@ def test_ports(tree: dict[str, Any]) -> None:
 
 def test_folders_that_cannot_be_created(tree: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
-    got = run_problems(tree, run_dir=f"{file}/run", export_dir=f"{file}/model")
-    assert got == [
-        f"run_dir: {file}/run cannot be made, {file} is not a folder",
-        f"export_dir: {file}/model cannot be made, {file} is not a folder",
-    ]
+    sections = {"run_dir": f"{file}/run", "export_dir": f"{file}/model"}
+    expected = [f"{key}: {path} cannot be made, {file} is not a folder" for key, path in sections.items()]
+    assert run_problems(tree, **sections) == expected
 
 
 def test_folder_that_cannot_be_written(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,21 +408,139 @@ def test_wandb_missing(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
     assert problem == "tracking.wandb: needs the package wandb, which is not installed"
 
 
-def test_sizes_that_micro_dp_cannot_serve(tree: dict[str, Any]) -> None:
-    tree["rollout"] |= {"tp": 2, "replicas": 1}
-    tree["weight_sync"] = {"strategy": "micro_dp"}
-    trainer = {"parallel": {"tp": 2}}
-    assert run_problems(tree, placement={"slots_per_node": 2}, trainer=trainer) == []
-    (problem,) = run_problems(tree, placement={"slots_per_node": 2})
-    assert problem.startswith("weight_sync.strategy: micro_dp needs the training sizes to be multiples ")
-    assert "tp 1 % 2 = 1" in problem
-
-
-def test_engines_that_micro_dp_would_spread_over_nodes(tree: dict[str, Any]) -> None:
+def test_sizes_and_nodes_that_micro_dp_cannot_serve(tree: dict[str, Any]) -> None:
+    tree |= {"weight_sync": {"strategy": "micro_dp"}, "placement": {"slots_per_node": 2}, **rollout(tp=2, replicas=1)}
+    assert run_problems(tree, trainer={"parallel": {"tp": 2}}) == []
+    (problem,) = run_problems(tree)
+    assert has_parts(
+        problem, "weight_sync.strategy: micro_dp needs the training sizes to be multiples ... tp 1 % 2 = 1"
+    )
+    # engines spread over nodes
     hf(tree, num_key_value_heads=4)
-    tree["rollout"] |= {"tp": 2, "replicas": 1}
-    tree["weight_sync"] = {"strategy": "micro_dp"}
     joined = {"nodes": 2, "slots_per_node": 2, "nvlink_domain_nodes": 2}
     problems = run_problems(tree, placement=joined, trainer={"parallel": {"tp": 4}})
     (problem,) = [p for p in problems if p.startswith("weight_sync")]
     assert problem.startswith("weight_sync.strategy: micro_dp puts engine 0 on the slots of trainer ranks [0, 2]")
+
+
+def other(tree: dict[str, Any]) -> str:
+    """Return the folder of another model, at first a copy of the run's."""
+    folder = Path(tree["model"]["path"]).parent / "other"
+    if not folder.exists():
+        shutil.copytree(tree["model"]["path"], folder)
+    return str(folder)
+
+
+def turn_into_reward_model(folder: str) -> None:
+    """Replace the language-model head in the folder by a scalar head."""
+    file = Path(folder, "model.safetensors")
+    tensors = load_file(file)
+    tensors["score.weight"] = np.zeros((1, tensors.pop("lm_head.weight").shape[1]), dtype=np.float32)
+    save_file(tensors, file)
+    edit_config(folder, architectures=["Qwen3ForSequenceClassification"], id2label={"0": "score"})
+
+
+def test_a_valid_configuration_of_auxiliary_models_has_no_problems(tree: dict[str, Any]) -> None:
+    turn_into_reward_model(other(tree))
+    terms = {"rm": {"type": "model", "path": other(tree)}, "cost": {"type": "model", "path": other(tree)}, "a": {}}
+    algorithm = {"type": "safe_rlhf", "critic": {"path": other(tree)}, "cost_critic": {"parallel": {"tp": 2}}}
+    sections = {"placement": {"slots_per_node": 2, "pools": {"b": {"slots_per_node": 2}}, "cost_critic": {"pool": "b"}}}
+    assert run_problems(tree, algorithm=algorithm, reward={"terms": terms}, **sections) == []
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "vapo", "prime", "remax"])
+def test_problems_of_models_in_the_policy_folder_are_reported_once(tree: dict[str, Any], algorithm: str) -> None:
+    assert run_problems(tree, algorithm={"type": algorithm}) == []
+    Path(tree["model"]["path"], "model.safetensors").unlink()
+    problem = f"model.path: {tree['model']['path']} holds no safetensors files"
+    assert run_problems(tree, algorithm={"type": algorithm}) == [problem]
+
+
+AUXILIARY = {
+    "ppo": "critic", "safe_rlhf": "cost_critic", "grpo": "reference", "prime": "reward_model", "distillation": "teacher"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", AUXILIARY)
+def test_missing_folders(tree: dict[str, Any], kind: str) -> None:
+    algorithm = {"type": kind, AUXILIARY[kind]: {"path": "none"}}
+    (problem,) = run_problems(tree, algorithm=algorithm, reward={"terms": {"a": {}, "cost": {}}})
+    assert (
+        problem == f"algorithm.{AUXILIARY[kind]}.path: needs a folder in Hugging Face format, there is no folder none"
+    )
+
+
+def test_reward_model_folder(tree: dict[str, Any]) -> None:
+    terms = {"a": {}, "rm": {"type": "model", "path": other(tree)}}
+    assert run_problems(tree, reward={"terms": terms}) == [
+        "reward.terms.rm.path: needs a reward model, one for sequence classification with 1 label, got Qwen3ForCausalLM"
+    ]
+    turn_into_reward_model(other(tree))
+    assert run_problems(tree, reward={"terms": terms}) == []
+    tensors = load_file(Path(other(tree), "model.safetensors"))
+    del tensors["score.weight"]
+    save_file(tensors, Path(other(tree), "model.safetensors"))
+    (problem,) = run_problems(tree, reward={"terms": terms})
+    assert problem.startswith("reward.terms.rm.path: ")
+    assert "first score.weight" in problem
+
+
+def test_a_teacher_needs_logits_and_the_tokenizer_of_the_policy(tree: dict[str, Any]) -> None:
+    teacher = {"algorithm": {"type": "distillation", "teacher": {"path": other(tree)}}}
+    turn_into_reward_model(other(tree))
+    (problem,) = run_problems(tree, **teacher)
+    assert problem.startswith("algorithm.teacher.path: ")
+    assert "has a value head and no logits" in problem
+    shutil.rmtree(other(tree))
+    write_tiny_model(other(tree), ["another corpus altogether, another corpus altogether"] * 20, seed=0)
+    (problem,) = run_problems(tree, **teacher)
+    assert problem.startswith("algorithm.teacher.path: needs the tokenizer of model.path, as token ids ")
+    assert " tokens differ, first " in problem
+
+
+def test_parallel_sizes_of_an_auxiliary_model(tree: dict[str, Any]) -> None:
+    ppo = {"type": "ppo", "kl_reward": None, "critic": {"path": other(tree)}}
+    critic = ppo["critic"] | {"parallel": {"tp": 3}}
+    (heads, *_) = run_problems(tree, algorithm=ppo | {"critic": critic}, placement={"slots_per_node": 3})
+    assert heads == (
+        "algorithm.critic.parallel.tp: model.layers.0.self_attn.q_proj.weight has query heads that do not divide, "
+        "4 % 3 = 1"
+    )
+    edit_config(other(tree), intermediate_size=383)
+    inherited = {"placement": {"slots_per_node": 2}, "trainer": {"parallel": {"tp": 2}}}
+    got = run_problems(tree, algorithm=ppo, **inherited)
+    rows = "model.layers.0.mlp.gate_proj.weight has rows that do not divide, 383 % 2 = 1"
+    assert f"algorithm.critic: trainer.parallel.tp: {rows}" in got
+
+
+def test_fewer_completions_than_ranks_of_a_critic(tree: dict[str, Any]) -> None:
+    algorithm = {"type": "ppo", "kl_reward": None, "prompts_per_step": 2, "group_size": 1}
+    placement = {"pools": {"b": {"slots_per_node": 3}}, "critic": {"pool": "b"}}
+    assert run_problems(tree, algorithm=algorithm, placement=placement) == [
+        "algorithm.prompts_per_step: a mini-batch needs at least one completion per data-parallel rank of "
+        "algorithm.critic, got prompts_per_step * group_size / num_mini_batches = 2 * 1 / 1 = 2 < slots / "
+        "(tp * pp * cp) = 3 / 1 = 3"
+    ]
+
+
+def test_padding_of_the_vocabulary_may_differ(tree: dict[str, Any]) -> None:
+    for rows, is_reported in ((400, False), (258, True)):
+        file = Path(other(tree), "model.safetensors")
+        tensors = load_file(file)
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = np.zeros((rows, tensors[name].shape[1]), dtype=np.float32)
+        save_file(tensors, file)
+        edit_config(other(tree), vocab_size=rows)
+        got = run_problems(tree, algorithm={"type": "distillation", "teacher": {"path": other(tree)}})
+        assert len(got) == is_reported
+        assert all(p.startswith("algorithm.teacher.path: needs a row for each token of the policy") for p in got)
+
+
+def test_gpus_of_all_pools(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(machine_checks, "visible_gpu_names", lambda: ["H200"] * 2)
+    placement = {"device": "cuda", "slots_per_node": 2, "pools": {"b": {}}, "critic": {"pool": "b"}}
+    assert run_problems(tree, algorithm={"type": "ppo", "kl_reward": None}, placement=placement) == [
+        "placement.device: cuda needs nodes * slots_per_node = 1 * 2 = 2, with placement.pools 3 GPUs, this machine "
+        "has 2 (RAY_ADDRESS joins a cluster)"
+    ]

@@ -1,4 +1,4 @@
-"""Termination of descendants, including orphans."""
+"""Signals to a process and its descendants, including orphans."""
 
 import subprocess
 import sys
@@ -88,4 +88,36 @@ def test_many_children_end_before_the_time_limit():
         assert terminate_descendants({UNREACHED_SECONDS}) == []
     """)
     process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 0
+
+
+def test_early_stop_signal_is_noticed_and_ends_neither_process_nor_child():
+    """In a separate process: threads that exist already do not block the signal, which would end the process."""
+    process = start_python(
+        """
+        import threading
+        from megarl.process.early_stop_signal import SIGNAL, stop_requested, stop_signal_blocked
+
+        def check_signal_is_noticed(handler):
+            signal.signal(SIGNAL, handler)
+            with stop_signal_blocked():
+                before = stop_requested()
+                thread = threading.Thread(target=threading.Event().wait, daemon=True)
+                thread.start()
+                child = subprocess.Popen(["sleep", "6000"])
+                for pid in (os.getpid(), os.getpid(), child.pid):
+                    os.kill(pid, SIGNAL)
+                after, again = stop_requested(), stop_requested()
+                child_lives = child.poll() is None
+                child.kill()
+            assert (before, after, again, child_lives) == (False, True, True, True)
+            assert signal.getsignal(SIGNAL) == handler
+            assert SIGNAL not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+        check_signal_is_noticed(signal.SIG_DFL)
+        check_signal_is_noticed(signal.SIG_IGN)
+    """,
+        stderr=subprocess.PIPE,
+    )
+    assert process.communicate(timeout=HANG_SECONDS) == ("", "")
     assert process.returncode == 0

@@ -1,13 +1,9 @@
 """Stacks of processes on this node."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -40,7 +36,7 @@ hang_here()
 
 
 @pytest.fixture
-def hung_process(tmp_path: Path) -> Iterator[tuple[ProcessInfo, int]]:
+def hung_process(tmp_path):
     """Start a process that sleeps; yield its info and the pid of its child."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -58,20 +54,20 @@ def hung_process(tmp_path: Path) -> Iterator[tuple[ProcessInfo, int]]:
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _patience(monkeypatch):
     for name in ("PER_PROCESS_SECONDS", "OWN_DUMP_SECONDS"):
         monkeypatch.setattr(stack_dump, name, UNREACHED_SECONDS)
     monkeypatch.setattr(stack_dump, "POLL_SECONDS", 0.2)  # a dump that pauses for longer is taken for complete
 
 
-def require_ptrace(info: ProcessInfo) -> None:
+def require_ptrace(info):
     """Skip the test where this user may not read the process."""
     text, problem = stack_dump._run_py_spy(info.pid, HANG_SECONDS)
     if text is None and ("not installed" in problem or "ermission" in problem or "not permitted" in problem):
         pytest.skip(f"py-spy cannot read processes here: {problem}")
 
 
-def deny_ptrace(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def deny_ptrace(monkeypatch, folder):
     """Replace py-spy by a script that fails as py-spy does if it may not read the process."""
     denied = folder / "py-spy"
     denied.write_text("#!/bin/sh\necho 'Permission Denied: Try running again with elevated permissions' >&2\nexit 1\n")
@@ -79,7 +75,7 @@ def deny_ptrace(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(stack_dump, "which", lambda *_, **__: str(denied))
 
 
-def test_process_and_its_descendants_are_read(hung_process: tuple[ProcessInfo, int]) -> None:
+def test_process_and_its_descendants_are_read(hung_process):
     info, child = hung_process
     require_ptrace(info)
     found = read_stacks({"trainer rank 1": info}, HANG_SECONDS)
@@ -92,7 +88,7 @@ def test_process_and_its_descendants_are_read(hung_process: tuple[ProcessInfo, i
     assert "engine_scheduler (program.py:" in descendant
 
 
-def test_stopped_process_is_read(hung_process: tuple[ProcessInfo, int]) -> None:
+def test_stopped_process_is_read(hung_process):
     info, _ = hung_process
     require_ptrace(info)
     os.kill(info.pid, signal.SIGSTOP)
@@ -103,9 +99,7 @@ def test_stopped_process_is_read(hung_process: tuple[ProcessInfo, int]) -> None:
     assert "hang_here (program.py:" in found.text
 
 
-def test_without_ptrace_a_process_dumps_its_own_stacks(
-    hung_process: tuple[ProcessInfo, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_ptrace_a_process_dumps_its_own_stacks(hung_process, monkeypatch, tmp_path):
     info, child = hung_process
     deny_ptrace(monkeypatch, tmp_path)
     for _ in range(2):
@@ -120,7 +114,7 @@ def test_without_ptrace_a_process_dumps_its_own_stacks(
     assert "and it does not answer SIGUSR2" in read_stacks({"trainer rank 1": info}, HANG_SECONDS).text
 
 
-def test_ended_process_is_reported(hung_process: tuple[ProcessInfo, int]) -> None:
+def test_ended_process_is_reported(hung_process):
     info, _ = hung_process
     os.kill(info.pid, signal.SIGKILL)
     assert wait_until(lambda: psutil.Process(info.pid).status() == psutil.STATUS_ZOMBIE)
@@ -131,5 +125,5 @@ def test_ended_process_is_reported(hung_process: tuple[ProcessInfo, int]) -> Non
     )
 
 
-def test_processes_not_read_in_time_are_listed(hung_process: tuple[ProcessInfo, int]) -> None:
+def test_processes_not_read_in_time_are_listed(hung_process):
     assert "not read: out of time" in read_stacks({"trainer rank 0": hung_process[0]}, 0.0).text

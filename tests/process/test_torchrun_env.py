@@ -1,7 +1,5 @@
 """The torchrun world of a process."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.config.placement import PlacementConfig

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +57,7 @@ class RankProcess:
     def begin(self, method, *arguments):
         self._end.send((method, arguments))
 
-    def result(self) -> Outcome:
+    def result(self):
         assert self._end.poll(HANG_SECONDS), f"rank {self.rank} does not answer"
         return self._end.recv()
 
@@ -83,21 +84,11 @@ def call(ranks, method, *arguments):
     return [outcome.value for outcome in outcomes]
 
 
-class Caller:
-    def __init__(self, _):
-        pass
-
-    def run(self, function, arguments):
-        return function(*arguments)
-
-
 def call_in_process(function, *arguments):
     """Return what a function returns in another process."""
-    process = RankProcess(Caller, 0)
-    process.wait_started()
-    (value,) = call([process], "run", function, arguments)
-    process.close()
-    return value
+    multiprocessing.set_forkserver_preload(["tests.megatron.preloaded"])
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
+        return pool.submit(function, *arguments).result(HANG_SECONDS)
 
 
 class PatientGroup(TransferGroup):
@@ -212,10 +203,9 @@ class TransferMember:
         """
         for tensor in self._parameters.values() if delta is None or delta.base is None else ():
             tensor.fill_(float("nan"))
-        held = (
-            {} if self._need is not None else held_tensors(self._transfer_spec.sources[self._rank], self._value, number)
-        )
-        parameters = self._parameters
+        held, parameters = {}, self._parameters
+        if self._need is None:
+            held = held_tensors(self._transfer_spec.sources[self._rank], self._value, number)
         if fault is not None and fault[0] is not None and fault[1] == self._rank:
             held, parameters = FaultyTensors(held, fault[0]), FaultyTensors(parameters, fault[0])
         target = None if self._need is None else Parameters(parameters)

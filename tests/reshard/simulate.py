@@ -84,6 +84,14 @@ def run(rounds, held, targets, groups=()):
     return messages
 
 
+def bytes_into_nodes(messages, topology):
+    """Return the bytes of the messages that enter each node."""
+    entering = dict.fromkeys(topology.nodes, 0)
+    for source, to, num_bytes in messages:
+        entering[topology.nodes[to]] += 0 if topology.same_node(source, to) else num_bytes
+    return entering
+
+
 def _gather(rounds, number, held, buckets, group_of, messages):
     for rank, of_rank in enumerate(rounds):
         for index, gather in enumerate(of_rank[number].gathers):

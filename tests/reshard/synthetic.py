@@ -1,5 +1,9 @@
-"""Layouts of a model whose every tensor divides evenly, for comparison with closed forms."""
+"""Layouts and scenarios of a model whose every tensor divides evenly, for comparison with closed forms."""
 
+from functools import cache
+
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.analysis.scenario import Scenario, even_nodes
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout
 
 ROWS, COLUMNS, LAYERS = 192, 4, 48
@@ -7,16 +11,13 @@ TENSORS = {f"layers.{i}": TensorSpec((ROWS, COLUMNS), "float32") for i in range(
 MODEL_BYTES = LAYERS * ROWS * COLUMNS * 4
 
 
+@cache
 def shard(pp, pp_size, tp, tp_size, prefix):
     """Return the layout of stage `pp`'s layers, rows of tensor rank `tp`."""
     per_stage, rows = LAYERS // pp_size, ROWS // tp_size
-    pieces = [
-        ShardPiece(
-            f"layers.{i}", ((tp * rows, (tp + 1) * rows), (0, COLUMNS)), f"{prefix}.{i}", ((0, rows), (0, COLUMNS))
-        )
-        for i in range(pp * per_stage, (pp + 1) * per_stage)
-    ]
-    return WeightLayout(TENSORS, tuple(pieces))
+    box, local = ((tp * rows, (tp + 1) * rows), (0, COLUMNS)), ((0, rows), (0, COLUMNS))
+    layers = range(pp * per_stage, (pp + 1) * per_stage)
+    return WeightLayout(TENSORS, tuple(ShardPiece(f"layers.{i}", box, f"{prefix}.{i}", local) for i in layers))
 
 
 def trainers(grid):
@@ -26,3 +27,18 @@ def trainers(grid):
 
 def needs(places, gen_pp, gen_tp):
     return {rank: shard(p.pp, gen_pp, p.tp, gen_tp, "gen") for rank, p in enumerate(places)}
+
+
+def scenario(p, t, d, pg, tg, *, nodes=1, bucket_bytes=1 << 20):
+    """Return the scenario p-t-d -> pg-tg of the synthetic model."""
+    grid = RankGrid(pp=p, tp=t, dp=d)
+    return Scenario(
+        model="synthetic",
+        grid=grid,
+        gen_pp=pg,
+        gen_tp=tg,
+        sources=tuple(trainers(grid)),
+        engine=tuple(tuple(shard(s, pg, i, tg, "gen") for i in range(tg)) for s in range(pg)),
+        topology=even_nodes(grid.size, nodes),
+        bucket_bytes=bucket_bytes,
+    )

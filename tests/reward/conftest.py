@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.config.reward import RewardsConfig
+from megarl.reward.reward_scorer import RewardScorer
 
 
 def decode(token_ids: Sequence[int]) -> str:
@@ -25,6 +28,11 @@ def make_trajectory(completion: str, prompt: str = "Q?", finish_reason: str = "s
         policy_versions=np.where(mask, 0, -1).astype(np.int32),
         finish_reason=finish_reason,
     )
+
+
+def make_scorer(**terms: Any) -> RewardScorer:
+    """Return a scorer with these terms, by name."""
+    return RewardScorer(RewardsConfig.model_validate({"terms": terms}), decode)
 
 
 @pytest.fixture

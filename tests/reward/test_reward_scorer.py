@@ -1,27 +1,35 @@
+"""Scores of the terms of a reward; functions of users; terms that fail: called once more, not replaced by a number."""
+
 from __future__ import annotations
 
 import asyncio
 import itertools
 import pickle
 import queue
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from megarl.batch.scored_group import ScoredGroup
 from megarl.batch.trajectory import Prompt, Trajectory
-from megarl.config.reward import RewardsConfig
+from megarl.config.reward import PythonRewardConfig, RewardsConfig
 from megarl.errors import ConfigError, RewardError
 from megarl.reward import math_equivalence, python_term, rules
+from megarl.reward.python_function import PythonReward, load_reward
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.reward.terms import FormatTerm
-from tests.reward.conftest import decode, make_trajectory
+from tests.reward.conftest import make_scorer, make_trajectory
 from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
+from tests.virtual_time import run_in_virtual_time
 
 HERE = __name__
 
@@ -107,14 +115,14 @@ def some(trajectories: Any, texts: list[str], row: Any) -> Any:
     return [None if text == "bad" else 1.0 for text in texts]
 
 
-class Counter:
+class Counting:
     """Counts its instances and calls, and records when it was closed."""
 
-    instances: ClassVar[list[Counter]] = []
+    instances: ClassVar[list[Counting]] = []
 
     def __init__(self, start: float = 0.0) -> None:
         self.value, self.is_closed = start, False
-        Counter.instances.append(self)
+        Counting.instances.append(self)
 
     def score(self, trajectory: Any, text: str, row: Any) -> float:
         self.value += 1
@@ -132,10 +140,6 @@ async def score_one(scorer: RewardScorer, trajectory: Trajectory, prompt: Prompt
     return dict(scored.rewards), scored.reward
 
 
-def scorer(**terms: dict[str, Any]) -> RewardScorer:
-    return RewardScorer(RewardsConfig.model_validate({"terms": terms}), decode)
-
-
 def python(name: str, **fields: Any) -> dict[str, Any]:
     return {
         "type": "python", "path": f"{HERE}:{name}", "on_error": "raise", "timeout_seconds": UNREACHED_SECONDS, **fields
@@ -143,7 +147,7 @@ def python(name: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_terms_and_their_weighted_sum(prompt: Prompt) -> None:
-    s = scorer(
+    s = make_scorer(
         accuracy={"type": "numeric", "weight": 2.0},
         strict={"type": "numeric", "strict": True},
         format={"type": "format", "weight": -0.5},
@@ -161,7 +165,7 @@ def test_terms_and_their_weighted_sum(prompt: Prompt) -> None:
 
 
 def test_strict_rewards_need_a_stop_token_and_no_text_of_the_prompt_counts(prompt: Prompt) -> None:
-    s = scorer(accuracy={"type": "numeric"}, strict={"type": "numeric", "strict": True})
+    s = make_scorer(accuracy={"type": "numeric"}, strict={"type": "numeric", "strict": True})
     unfinished = make_trajectory("#### 72", finish_reason="length")
     assert asyncio.run(score_one(s, unfinished, prompt)) == ({"accuracy": 1.0, "strict": 0.0}, 1.0)
     wrong = make_trajectory("no idea", prompt="#### 72\n")
@@ -186,7 +190,7 @@ def test_strict_rewards_need_a_stop_token_and_no_text_of_the_prompt_counts(promp
     ],
 )
 def test_failing_function_is_named_with_prompt_and_completion(prompt: Prompt, name: str, message: str) -> None:
-    s = scorer(mine=python(name, **({"timeout_seconds": 0.05} if name.startswith("slow") else {})))
+    s = make_scorer(mine=python(name, **({"timeout_seconds": 0.05} if name.startswith("slow") else {})))
     head = rf"^reward.terms.mine \(tests.reward.test_reward_scorer:{name}\) {message}"
     with pytest.raises(RewardError, match=rf"{head}.* on train.jsonl:7, completion 'so it is'$") as caught:
         asyncio.run(score_one(s, make_trajectory("so it is"), prompt))
@@ -195,7 +199,7 @@ def test_failing_function_is_named_with_prompt_and_completion(prompt: Prompt, na
 
 def test_long_completion_is_shortened_in_errors(prompt: Prompt) -> None:
     with pytest.raises(RewardError) as caught:
-        asyncio.run(score_one(scorer(mine=python("raises")), make_trajectory("a" * 10_000 + "z"), prompt))
+        asyncio.run(score_one(make_scorer(mine=python("raises")), make_trajectory("a" * 10_000 + "z"), prompt))
     assert len(str(caught.value)) < 700
     assert "aaa ... aaa" in str(caught.value)
     assert str(caught.value).endswith("az'")
@@ -204,14 +208,14 @@ def test_long_completion_is_shortened_in_errors(prompt: Prompt) -> None:
 def test_missing_reference_answer_raises(prompt: Prompt) -> None:
     without = Prompt(prompt_id="train.jsonl:9", text="Q?", token_ids=(1,), row={})
     with pytest.raises(RewardError, match=r"reward.terms.acc \(numeric\) needs a reference answer .*train.jsonl:9"):
-        asyncio.run(score_one(scorer(acc={"type": "numeric"}), make_trajectory("#### 1"), without))
+        asyncio.run(score_one(make_scorer(acc={"type": "numeric"}), make_trajectory("#### 1"), without))
 
 
 def test_invalid_terms_name_their_yaml_path() -> None:
     with pytest.raises(ConfigError, match=r"^reward.terms.f.pattern: needs a regular expression, got '\('"):
-        scorer(f={"type": "format", "pattern": "("})
+        make_scorer(f={"type": "format", "pattern": "("})
     with pytest.raises(ConfigError, match=r"^reward.terms.g.path: module .* has no 'absent'"):
-        scorer(g=python("absent"))
+        make_scorer(g=python("absent"))
 
 
 def test_math_verify_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +224,8 @@ def test_math_verify_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPat
     prompt = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="x+1")
 
     async def score() -> float:
-        scoring = asyncio.create_task(
-            score_one(scorer(accuracy={"type": "numeric"}), make_trajectory(r"so \boxed{1+x}"), prompt)
-        )
+        accuracy, trajectory = make_scorer(accuracy={"type": "numeric"}), make_trajectory(r"so \boxed{1+x}")
+        scoring = asyncio.create_task(score_one(accuracy, trajectory, prompt))
         await asyncio.sleep(0.01)
         loop_went_on.set()
         return (await scoring)[1]
@@ -232,26 +235,20 @@ def test_math_verify_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPat
 
 def test_sync_functions_run_concurrently(prompt: Prompt) -> None:
     num = python_term.MAX_THREADS
-    assert [t.reward for t in score_texts(scorer(meet=python("meet")), prompt, *["x"] * num)] == [1.0] * num
+    assert [t.reward for t in score_texts(make_scorer(meet=python("meet")), prompt, *["x"] * num)] == [1.0] * num
 
 
 def test_hung_function_does_not_keep_the_process_alive(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text("import time\ndef f(t, text, row): time.sleep(6000)\n")
     code = (
-        "import asyncio\n"
-        "from megarl.config.reward import RewardsConfig\n"
-        "from megarl.reward.reward_scorer import RewardScorer\n"
+        f"import asyncio, sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
         "from tests.reward.conftest import *\n"
         "term = {'type': 'python', 'path': 'hanging:f', 'timeout_seconds': 0.1, 'on_error': 'raise'}\n"
-        "c = RewardsConfig.model_validate({'terms': {'h': term}})\n"
         "p = Prompt(prompt_id='a:1', text='', token_ids=(), row={})\n"
-        "asyncio.run(RewardScorer(c, decode).score([make_trajectory('x')], p))\n"
+        "asyncio.run(make_scorer(h=term).score([make_trajectory('x')], p))\n"
     )
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {root!r})\n{code}"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     assert "took longer than timeout_seconds = 0.1" in done.stderr
 
 
@@ -272,10 +269,9 @@ def test_scorer_decodes_with_the_models_tokenizer(tmp_path: Path) -> None:
 
 def test_model_terms_are_skipped() -> None:
     terms = {"rm": {"type": "model", "path": "nowhere", "weight": 2.0}, "f": {"type": "format", "pattern": "."}}
-    for config, expected in ((terms, ({"f": 1.0}, 1.0)), ({"rm": terms["rm"]}, ({}, 0.0))):
-        scorer = RewardScorer(RewardsConfig.model_validate({"terms": config}), decode)
+    for given, expected in ((terms, ({"f": 1.0}, 1.0)), ({"rm": terms["rm"]}, ({}, 0.0))):
         prompt = Prompt(prompt_id="p", text="", token_ids=(), row={})
-        assert asyncio.run(score_one(scorer, make_trajectory("yes"), prompt)) == expected
+        assert asyncio.run(score_one(make_scorer(**given), make_trajectory("yes"), prompt)) == expected
 
 
 def score_texts(s: RewardScorer, prompt: Prompt, *texts: str) -> list[Trajectory]:
@@ -283,7 +279,7 @@ def score_texts(s: RewardScorer, prompt: Prompt, *texts: str) -> list[Trajectory
 
 
 def test_sub_metrics_are_logged_beside_their_term(prompt: Prompt) -> None:
-    s = scorer(parts=python("parts", weight=2.0, kwargs={"target": 2}), plus=python("plus"))
+    s = make_scorer(parts=python("parts", weight=2.0, kwargs={"target": 2}), plus=python("plus"))
     first, second = score_texts(s, prompt, "ab", "abcd")
     assert first.rewards == {"parts": 1.0, "parts/length": 2.0, "parts/is_short": 1.0, "plus": 2.5}
     assert (first.reward, second.reward) == (4.5, 4.5)
@@ -291,7 +287,9 @@ def test_sub_metrics_are_logged_beside_their_term(prompt: Prompt) -> None:
 
 
 def test_group_rewards_see_all_completions_of_the_prompt(prompt: Prompt) -> None:
-    s = scorer(ranks=python("ranks", per="group"), best=python("best", per="group", kwargs={"margin": 1}, weight=10.0))
+    s = make_scorer(
+        ranks=python("ranks", per="group"), best=python("best", per="group", kwargs={"margin": 1}, weight=10.0)
+    )
     scored = score_texts(s, prompt, "abc", "a", "ab")
     assert [t.rewards["ranks"] for t in scored] == [2.0, 0.0, 1.0]
     assert [t.rewards["best/gap"] for t in scored] == [0.0, 2.0, 1.0]
@@ -307,49 +305,45 @@ def test_group_rewards_see_all_completions_of_the_prompt(prompt: Prompt) -> None
     ],
 )
 def test_failing_group_reward_is_named(prompt: Prompt, name: str, message: str) -> None:
-    s = scorer(mine=python(name, per="group"))
+    s = make_scorer(mine=python(name, per="group"))
     with pytest.raises(RewardError, match=rf"^reward.terms.mine \(tests.reward.test_reward_scorer:{name}\) {message}"):
         score_texts(s, prompt, "good", "bad")
 
 
 def test_failed_completions_are_dropped_if_the_term_says_so(prompt: Prompt) -> None:
-    s = scorer(picky=python("picky", on_error="drop"), plus=python("plus"))
+    s = make_scorer(picky=python("picky", on_error="drop"), plus=python("plus"))
     good, bad, other = score_texts(s, prompt, "good", "bad", "x")
     assert (good.rewards, good.reward, good.reward_errors) == ({"picky": 4.0, "plus": 4.5}, 8.5, {})
     assert (other.reward, other.reward_errors) == (2.5, {})
     assert (bad.rewards, bad.reward) == ({"plus": 3.5}, 0.0)
     assert bad.reward_errors.keys() == {"picky"}
     assert "raised ValueError: I do not like it" in bad.reward_errors["picky"]
-    raising = scorer(picky=python("picky", on_error="raise"), plus=python("plus", on_error="drop"))
+    raising = make_scorer(picky=python("picky", on_error="raise"), plus=python("plus", on_error="drop"))
     with pytest.raises(RewardError, match="I do not like it"):
         score_texts(raising, prompt, "good", "bad")
 
 
 @pytest.mark.parametrize(("name", "dropped"), [("some", [False, True]), ("group_raises", [True, True])])
 def test_group_reward_drops_the_completions_without_a_result(prompt: Prompt, name: str, dropped: list[bool]) -> None:
-    scored = score_texts(scorer(mine=python(name, per="group", on_error="drop")), prompt, "good", "bad")
+    scored = score_texts(make_scorer(mine=python(name, per="group", on_error="drop")), prompt, "good", "bad")
     assert [bool(t.reward_errors) for t in scored] == dropped
 
 
 def test_a_class_is_created_once_and_closed(prompt: Prompt, caplog: pytest.LogCaptureFixture) -> None:
-    Counter.instances.clear()
-    s = scorer(counter=python("Counter", kwargs={"start": 5.0}))
+    Counting.instances.clear()
+    s = make_scorer(counter=python("Counting", kwargs={"start": 5.0}))
     assert [t.reward for t in score_texts(s, prompt, "a", "b", "c")] == [6.0, 7.0, 8.0]
-    (counter,) = Counter.instances
+    (counter,) = Counting.instances
     assert not counter.is_closed
     asyncio.run(s.close())
     assert counter.is_closed
-    assert "reward.terms.counter (tests.reward.test_reward_scorer:Counter): close() raised RuntimeError: too late" in (
-        caplog.text
-    )
+    assert f"reward.terms.counter ({HERE}:Counting): close() raised RuntimeError: too late" in caplog.text
 
 
 BACKTRACKING = {"type": "format", "pattern": "(a|aa)+$", "timeout_seconds": 0.1}
 
 
-def test_backtracking_pattern_times_out_without_blocking_the_event_loop(
-    prompt: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backtracking_pattern_does_not_block_the_event_loop(prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
     search, ticks, ticks_of_search = FormatTerm._search, itertools.count(), queue.SimpleQueue[int]()
 
     def count_ticks(term: FormatTerm, text: str, *, timeout: float, concurrent: bool = False) -> float:
@@ -361,7 +355,7 @@ def test_backtracking_pattern_times_out_without_blocking_the_event_loop(
                 ticks_of_search.put(next(ticks) - before)
 
     async def score_and_tick() -> list[Trajectory]:
-        s = scorer(shape=BACKTRACKING)
+        s = make_scorer(shape=BACKTRACKING)
         scoring = asyncio.create_task(s.score([make_trajectory("a" * 100 + "!"), make_trajectory("aa")], prompt))
         while not scoring.done():
             await asyncio.sleep(0)
@@ -375,7 +369,7 @@ def test_backtracking_pattern_times_out_without_blocking_the_event_loop(
     assert (good.reward, good.reward_errors) == (1.0, {})
     assert ticks_of_search.get(timeout=HANG_SECONDS) > 10
     with pytest.raises(RewardError, match=r"^reward.terms.shape \(format\) took longer than timeout_seconds = 0.1"):
-        score_texts(scorer(shape=BACKTRACKING | {"on_error": "raise"}), prompt, "a" * 100 + "!")
+        score_texts(make_scorer(shape=BACKTRACKING | {"on_error": "raise"}), prompt, "a" * 100 + "!")
 
 
 def test_undecided_equivalence_is_an_error_and_not_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,23 +379,21 @@ def test_undecided_equivalence_is_an_error_and_not_a_zero(monkeypatch: pytest.Mo
     failure: type[Exception] = math_equivalence.EquivalenceError
     monkeypatch.setattr(rules, "is_equivalent", check)
     algebra = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="x+1")
-    good, bad = score_texts(scorer(acc={"type": "numeric"}), algebra, "#### x+1", r"\boxed{1+x}")
+    good, bad = score_texts(make_scorer(acc={"type": "numeric"}), algebra, "#### x+1", r"\boxed{1+x}")
     assert (good.reward, good.reward_errors) == (1.0, {})
-    assert bad.reward_errors == {
-        "acc": "reward.terms.acc (numeric): math-verify took longer than timeout_seconds = 5 on a:1, completion "
-        r"'\\boxed{1+x}'"
-    }
-    raising = scorer(acc={"type": "numeric", "on_error": "raise", "timeout_seconds": 0.5})
+    error = r"math-verify took longer than timeout_seconds = 5 on a:1, completion '\\boxed{1+x}'"
+    assert bad.reward_errors == {"acc": f"reward.terms.acc (numeric): {error}"}
+    raising = make_scorer(acc={"type": "numeric", "on_error": "raise", "timeout_seconds": 0.5})
     with pytest.raises(RewardError, match=r"took longer than timeout_seconds = 0\.5 on"):
         score_texts(raising, algebra, r"\boxed{1+x}")
     failure = RewardError  # as without math-verify, which ends the run even if failures are dropped
     with pytest.raises(RewardError, match="math-verify"):
-        score_texts(scorer(acc={"type": "numeric", "on_error": "drop"}), algebra, r"\boxed{1+x}")
+        score_texts(make_scorer(acc={"type": "numeric", "on_error": "drop"}), algebra, r"\boxed{1+x}")
 
 
 def test_a_reward_that_keeps_hanging_ends_the_run(prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python_term, "MAX_THREADS", 4)
-    s = scorer(slow=python("slow", on_error="drop", timeout_seconds=0.05))
+    s = make_scorer(slow=python("slow", on_error="drop", timeout_seconds=0.05))
     scored = score_texts(s, prompt, "a", "b")
     assert all("took longer" in t.reward_errors["slow"] for t in scored)
     with pytest.raises(RewardError, match=r"^reward.terms.slow \(.*:slow\): 4 calls are still running after"):
@@ -411,4 +403,224 @@ def test_a_reward_that_keeps_hanging_ends_the_run(prompt: Prompt, monkeypatch: p
 @pytest.mark.parametrize("name", ["mean", "dropped", "a/b"])
 def test_term_names_cannot_be_those_of_other_metrics(name: str) -> None:
     with pytest.raises(ValueError, match=rf"a term needs a name without / that is none of .*, got '{name}'"):
-        RewardsConfig.model_validate({"terms": {name: {"type": "numeric"}}})
+        make_scorer(**{name: {"type": "numeric"}})
+
+
+TIMEOUT = 0.2
+
+FAILURES = {
+    "raises": ConnectionError("the service is down"),
+    "nan": float("nan"),
+    "infinite": {"reward": float("inf")},
+    "nothing": None,
+    "hangs": "hang",
+}
+"""By a completion's first word: what goes wrong."""
+
+
+class Service:
+    """Fails on a completion `<failure> <number>` in its first `<number>` calls, and then returns its length."""
+
+    calls: ClassVar[Counter[str]] = Counter()
+
+    async def score(self, trajectory: Any, text: str, row: Any) -> Any:
+        self.calls[text] += 1
+        kind, num_failures = text.split()
+        if self.calls[text] <= int(num_failures):
+            failure = FAILURES[kind]
+            if isinstance(failure, Exception):
+                raise failure
+            if failure == "hang":
+                await asyncio.sleep(10 * TIMEOUT)
+            return failure
+        return float(len(text))
+
+
+class GroupService:
+    """Sees all completions of a prompt; fails on all of them in its first call, or on the texts in `bad`."""
+
+    calls: ClassVar[list[list[str]]] = []
+    bad: ClassVar[list[list[str]]] = []
+
+    async def score(self, trajectories: Any, texts: list[str], row: Any) -> Any:
+        self.calls.append(list(texts))
+        bad = self.bad[len(self.calls) - 1]
+        if bad == ["all"]:
+            raise ConnectionError("the service is down")
+        return [None if text in bad else float(len(text)) + 100 * len(self.calls) for text in texts]
+
+
+@pytest.fixture(autouse=True)
+def forget_calls() -> None:
+    Service.calls.clear()
+    GroupService.calls.clear()
+
+
+def score_service(prompt: Prompt, texts: Sequence[str], path: str = "Service", **fields: Any) -> ScoredGroup:
+    term = {"type": "python", "path": f"{__name__}:{path}", "timeout_seconds": TIMEOUT, **fields}
+    scorer = make_scorer(service=term)
+    return run_in_virtual_time(scorer.score([make_trajectory(text) for text in texts], prompt))
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failed_completion_is_scored_once_more(prompt: Prompt, failure: str) -> None:
+    scored = score_service(prompt, [f"{failure} 0", f"{failure} 1"])
+    assert [t.reward_errors for t in scored.trajectories] == [{}, {}]
+    assert [t.reward for t in scored.trajectories] == [len(failure) + 2.0] * 2
+    assert Service.calls == {f"{failure} 0": 1, f"{failure} 1": 2}, "only the failed one is called again"
+    assert scored.terms["service"].num_retried == 1
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_completion_that_fails_twice_has_an_error_and_no_value(prompt: Prompt, failure: str) -> None:
+    good, bad = score_service(prompt, [f"{failure} 0", f"{failure} 2"]).trajectories
+    assert (good.reward, good.reward_errors) == (len(failure) + 2.0, {})
+    assert (bad.rewards, set(bad.reward_errors)) == ({}, {"service"})
+    assert bad.reward_errors["service"].startswith(f"reward.terms.service ({__name__}:Service) ")
+    assert Service.calls[f"{failure} 2"] == 2
+    with pytest.raises(RewardError, match=r"^reward.terms.service "):
+        score_service(prompt, [f"{failure} 4"], on_error="raise")
+
+
+def test_a_term_that_compares_completions_sees_all_of_them_again(prompt: Prompt) -> None:
+    GroupService.bad = [["a"], []]
+    scored = score_service(prompt, ["a", "bb", "ccc"], "GroupService", per="group")
+    assert GroupService.calls == [["a", "bb", "ccc"]] * 2
+    assert [t.reward for t in scored.trajectories] == [201.0, 102.0, 103.0], "values of the first call stay"
+    assert scored.terms["service"].num_retried == 1
+
+
+def test_a_group_that_fails_twice_has_no_values(prompt: Prompt) -> None:
+    GroupService.bad = [["all"], ["all"]]
+    scored = score_service(prompt, ["a", "bb"], "GroupService", per="group")
+    assert all("the service is down" in t.reward_errors["service"] for t in scored.trajectories)
+    assert len(GroupService.calls) == 2
+
+
+def test_seconds_of_a_term_include_its_second_call(prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: asyncio.get_running_loop().time())
+    assert score_service(prompt, ["hangs 0", "hangs 2"]).terms["service"].seconds == pytest.approx(2 * TIMEOUT)
+    assert score_service(prompt, ["raises 0"]).terms["service"].num_retried == 0
+
+
+KEY = "reward.terms.mine"
+
+
+def load(path: str, **fields: Any) -> PythonReward:
+    return load_reward(PythonRewardConfig(type="python", path=path, **fields), key=KEY)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary working directory; its modules are unloaded after the test."""
+    modules, path = set(sys.modules), list(sys.path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+def test_functions_from_the_working_directory(folder: Path) -> None:
+    (folder / "my_rewards.py").write_text(
+        "def f(trajectory, text, row): return 1.0\n"
+        "async def g(trajectory, text, row, extra=0): return 2.0\n"
+        "class H:\n    async def __call__(self, trajectory, text, row): return 3.0\n"
+        "h = H()\n"
+    )
+    assert load("my_rewards:f").function(None, "", {}) == 1.0
+    assert [load(f"my_rewards:{n}").is_async for n in "fgh"] == [False, True, True]
+
+
+CLASS = """
+class Judge:
+    created = 0
+    def __init__(self, url, *, retries=3):
+        Judge.created += 1
+        self.url, self.retries, self.is_closed = url, retries, False
+    async def score(self, trajectory, text, row):
+        return self.retries
+    def close(self):
+        self.is_closed = True
+class Group:
+    @staticmethod
+    def score(trajectories, texts, row):
+        return [0.0] * len(texts)
+class Broken:
+    def __init__(self):
+        raise OSError("no such host")
+    def score(self, trajectory, text, row): ...
+class NoScore: ...
+class ShortScore:
+    def score(self, text): ...
+def with_options(trajectory, text, row, *, low, high=1.0): return (low, high)
+def with_any(trajectory, text, row, **options): return options
+"""
+
+
+def test_kwargs_are_passed_to_functions_and_classes(folder: Path) -> None:
+    (folder / "my_rewards.py").write_text(CLASS)
+    assert load("my_rewards:with_options", kwargs={"low": 0.2}).function(None, "", {}) == (0.2, 1.0)
+    assert load("my_rewards:with_any", kwargs={"a": [1]}).function(None, "", {}) == {"a": [1]}
+    judge = load("my_rewards:Judge", kwargs={"url": "http://localhost"})
+    assert judge.is_async
+    instance = judge.function.__self__  # type: ignore[attr-defined]
+    assert (instance.url, instance.retries, type(instance).created) == ("http://localhost", 3, 1)
+    assert judge.close is not None
+    judge.close()
+    assert instance.is_closed
+    group = load("my_rewards:Group", per="group")
+    assert (group.is_async, group.close, group.function([], ["a", "b"], {})) == (False, None, [0.0, 0.0])
+    message = rf"^{KEY} \(my_rewards:Broken\) cannot be created: OSError: no such host \(at .*my_rewards.py:\d+\)$"
+    with pytest.raises(RewardError, match=message):
+        load("my_rewards:Broken")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("with_options", {}, ".kwargs: my_rewards:with_options needs a value for 'low', which has no default"),
+        ("with_options", {"kwargs": {"low": 1, "no": 2}}, ".kwargs: my_rewards:with_options has no option 'no', it"),
+        ("Group", {"kwargs": {"a": 1}}, ".kwargs: my_rewards:Group has no option 'a', it has none"),
+        ("Judge", {}, ".kwargs: my_rewards:Judge needs a value for 'url', which has no default"),
+        ("NoScore", {}, ".path needs a class with a method score(trajectory, text, row), my_rewards:NoScore has none"),
+        ("ShortScore", {"per": "group"}, ".path needs a function of (self, trajectories, texts, row), got my_rewards:"),
+    ],
+)
+def test_signatures_are_checked(folder: Path, name: str, fields: dict[str, Any], message: str) -> None:
+    (folder / "my_rewards.py").write_text(CLASS)
+    with pytest.raises(ConfigError, match="^" + re.escape(KEY + message)):
+        load(f"my_rewards:{name}", **fields)
+
+
+def test_working_directory_does_not_shadow_installed_modules(folder: Path) -> None:
+    (folder / "colorsys.py").write_text("def rgb_to_hls(trajectory, text, row): return 99.0")
+    (folder / "my_rewards.py").write_text("def f(trajectory, text, row): return 1.0")
+    load("my_rewards:f")  # puts the folder on the path
+    sys.modules.pop("colorsys", None)
+    assert load("colorsys:rgb_to_hls").function(0.0, 0.0, 0.0) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("my_rewards", "needs package.module:function, got 'my_rewards'"),
+        ("my_rewards:", "needs package.module:function"),
+        (":f", "needs package.module:function"),
+        ("nowhere.at_all:f", "cannot import nowhere.at_all: No module named 'nowhere'"),
+        ("my_rewards:missing", "module my_rewards .* has no 'missing'"),
+        ("my_rewards:number", r"needs a function or a class, got my_rewards:number = 3"),
+        ("my_rewards:two", r"needs a function of \(trajectory, text, row\), got my_rewards:two\(a, b\)"),
+        ("my_rewards:four", "my_rewards:four needs a value for 'd', which has no default"),
+        ("broken:f", "importing broken raised NameError: name 'undefined' is not defined"),
+        ("syntax:f", "importing syntax raised SyntaxError"),
+        ("lacks:f", "cannot import lacks: No module named 'not_installed_here'"),
+    ],
+)
+def test_errors_of_functions_name_the_yaml_path(folder: Path, path: str, message: str) -> None:
+    (folder / "my_rewards.py").write_text("number = 3\ndef two(a, b): ...\ndef four(a, b, c, d): ...\n")
+    (folder / "broken.py").write_text("undefined")
+    (folder / "syntax.py").write_text("def f(:")
+    (folder / "lacks.py").write_text("import not_installed_here")
+    with pytest.raises(ConfigError, match=rf"^{KEY}.*{message}"):
+        load(path)

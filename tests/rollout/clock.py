@@ -1,23 +1,19 @@
 """Time limits of the product that no test reaches by chance, and clocks with which tests reach them on purpose."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
-from typing import Any, ParamSpec
+from typing import Any, TypeVar
 
 from tests.time_limits import UNREACHED_SECONDS
 from tests.virtual_time import run_in_virtual_time
 
-P = ParamSpec("P")
+T = TypeVar("T")
 
-ENGINE_LIMITS = {
-    "start_timeout_seconds": UNREACHED_SECONDS,
-    "round_timeout_seconds": UNREACHED_SECONDS,
-    "answer_timeout_seconds": UNREACHED_SECONDS,
-}
+ENGINE_LIMITS = dict.fromkeys(
+    ("start_timeout_seconds", "round_timeout_seconds", "answer_timeout_seconds"), UNREACHED_SECONDS
+)
 """Fields of `EngineSpec` with time limits, none of which is reached."""
 
 
@@ -43,27 +39,25 @@ LOOP_CLOCK = SimpleNamespace(monotonic=_loop_time, perf_counter=_loop_time)
 """Stands for the module `time`: the clock of the running event loop."""
 
 
-def in_virtual_time[**P](test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Run an asynchronous test on an event loop whose clock jumps to the next timer."""
-
-    @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        run_in_virtual_time(test(*args, **kwargs))
-
-    return run
-
-
 def run_in_event_loop[T](main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on an event loop whose clock can jump, whatever loop a package has chosen for this process."""
     with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
         return runner.run(main)
 
 
-def in_event_loop[**P](test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Run an asynchronous test on an event loop whose clock can jump."""
+def _run_by(run: Callable[[Coroutine[Any, Any, None]], None]) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run_test(*args: Any, **kwargs: Any) -> None:
+            run(test(*args, **kwargs))
 
-    @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        run_in_event_loop(test(*args, **kwargs))
+        return run_test
 
-    return run
+    return decorate
+
+
+in_virtual_time = _run_by(run_in_virtual_time)
+"""Decorator of an asynchronous test: runs it on an event loop whose clock jumps to the next timer."""
+
+in_event_loop = _run_by(run_in_event_loop)
+"""Decorator of an asynchronous test: runs it on an event loop whose clock can jump."""

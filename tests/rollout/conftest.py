@@ -1,4 +1,4 @@
-"""Session fixtures: a tiny random Qwen3 model and one engine that serves it."""
+"""Session fixtures: tiny random Qwen3 models, an engine that serves one of them, and a tokenizer for chats."""
 
 import pytest
 import torch
@@ -6,11 +6,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
 from tests.rollout.clock import ENGINE_LIMITS
+from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
 from tests.rollout.remote import started
 
 EOS = 250
-
-
 SIZES = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -43,9 +42,22 @@ def tiny_qwen3(folder, **changes):
 
 
 @pytest.fixture(scope="session")
+def tokenizer():
+    return chat_tokenizer(APPEND)
+
+
+@pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "qwen3"
     tiny_qwen3(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def uneven_dir(tmp_path_factory):
+    """Model with one key-value head for both ranks and a vocabulary that needs padding: rank 1 attends to nothing."""
+    folder = tmp_path_factory.mktemp("models") / "uneven"
+    tiny_qwen3(folder, num_key_value_heads=1, vocab_size=252)
     return str(folder)
 
 

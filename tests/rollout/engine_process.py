@@ -7,6 +7,7 @@ several nodes, the process of its first node starts a process for each of the ot
 import asyncio
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Client
 
@@ -91,11 +92,8 @@ class ProcessNode:
 def make_engine(spec):
     if spec.node_rank > 0:
         return EngineHost(spec)
-    return TestableEngine(spec, [ProcessNode(node_spec(spec, rank)) for rank in range(1, spec.nnodes)])
-
-
-def node_spec(spec, rank):
-    return replace(spec, node_rank=rank, node_name=f"node{rank}")
+    others = [replace(spec, node_rank=rank, node_name=f"node{rank}") for rank in range(1, spec.nnodes)]
+    return TestableEngine(spec, list(map(ProcessNode, others)))
 
 
 async def answer(engine, connection, number, method, args):
@@ -108,19 +106,12 @@ async def answer(engine, connection, number, method, args):
 
 async def main(address):
     connection = Client(address, authkey=b"tests")
-    engine = make_engine(connection.recv())
-    calls = set()
-    while (message := await asyncio.to_thread(receive, connection)) is not None:
-        calls.add(asyncio.create_task(answer(engine, connection, *message)))
+    engine, calls = make_engine(connection.recv()), set()
+    with suppress(EOFError):
+        while (message := await asyncio.to_thread(connection.recv)) is not None:
+            calls.add(asyncio.create_task(answer(engine, connection, *message)))
     await engine.shutdown()
     os._exit(0)
-
-
-def receive(connection):
-    try:
-        return connection.recv()
-    except EOFError:
-        return None
 
 
 if __name__ == "__main__":

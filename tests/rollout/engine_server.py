@@ -5,8 +5,6 @@ function and the arguments arrive, its pid is sent back, and its exit code once 
 standard input closes, which it does with the process that started it.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import selectors
@@ -16,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import NoReturn
@@ -122,12 +121,8 @@ def run(environment: dict[str, str], main: Callable[..., None], arguments: Seque
 def report_end(pid: int, connection: Connection) -> None:
     """Send the exit code of a process that has ended, unless its client is gone."""
     _, status = os.waitpid(pid, 0)
-    try:
+    with connection, suppress(BrokenPipeError):
         connection.send(os.waitstatus_to_exitcode(status))
-    except BrokenPipeError:
-        pass
-    finally:
-        connection.close()
 
 
 if __name__ == "__main__":

@@ -30,14 +30,12 @@ def logprobs(model, prompt, generation, temperature=1.0):
     ids = list(prompt) + generation.token_ids.tolist()
     logits = model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].float()
     every = torch.log_softmax(logits / temperature, -1)
-    return every.gather(1, torch.tensor(generation.token_ids.tolist())[:, None])[:, 0].numpy()
+    return every[torch.arange(len(every)), generation.token_ids.tolist()].numpy()
 
 
 def worst_difference(model, prompts, generations, temperature=1.0):
-    differences = [
-        np.abs(logprobs(model, p, g, temperature) - g.logprobs).max() for p, g in zip(prompts, generations, strict=True)
-    ]
-    return max(differences)
+    pairs = zip(prompts, generations, strict=True)
+    return max(np.abs(logprobs(model, p, g, temperature) - g.logprobs).max() for p, g in pairs)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -18,17 +18,18 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.box_channel import BoxSender
-from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, dtype_name, lay_out
+from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, dtype_name, lay_out, make_buffer
 from megarl.rollout.engine import GenerationRequest, Sampling
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.engine_environment import make_engine_environment
 from megarl.rollout.sglang.weight_layout import offline_trace, trace_child
 from tests.rollout.clock import run_in_event_loop
 from tests.rollout.engine_server import ForkedProcess, start_server
-from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 
 @functools.cache
@@ -109,6 +110,25 @@ class RemoteEngine:
     def generate(self, prompts, **sampling):
         return self.call("generate_many", requests(prompts, **sampling))
 
+    def partial_outputs(self, sent):
+        """Return the tokens so far of those of the requests that are in flight."""
+        return self.call("partial_outputs", {request.request_id: 0 for request in sent})
+
+    def wait_for_tokens(self, sent, pending, num):
+        """Wait until one of the requests in flight has `num` tokens; return how many the longest has, 0 if all ended.
+
+        The engine tells its host of tokens 50 at a time. How many more it has sampled by then is left to chance.
+        """
+        longest = 0
+
+        def grows():
+            nonlocal longest
+            longest = max((len(part.token_ids) for part in self.partial_outputs(sent).values()), default=0)
+            return longest >= num or all(future.done() for future in pending)
+
+        assert wait_until(grows), f"no request has {num} tokens; the longest has {longest}"
+        return longest
+
     def scheduler_processes(self):
         return [psutil.Process(pid) for pid in self.call("health").scheduler_pids]
 
@@ -121,12 +141,6 @@ class RemoteEngine:
             self.process.kill()
             raise
         self.folder.cleanup()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
 
     def _read(self):
         while True:
@@ -146,7 +160,7 @@ class RemoteEngine:
 @contextmanager
 def started(spec, engine_class=RemoteEngine, **changes):
     """Start an engine, with changes of its spec, and close it afterwards."""
-    with engine_class(replace(spec, **changes)) as engine:
+    with closing(engine_class(replace(spec, **changes))) as engine:
         engine.call("start")
         yield engine
 
@@ -161,19 +175,22 @@ def begin_requests(engine, prompts, **sampling):
     """Return requests and their futures once the engine has sampled tokens of one of them, or has ended all."""
     sent = requests(prompts, **sampling)
     pending = [engine.submit("generate", request) for request in sent]
-    while not all(p.done() for p in pending):
-        if engine.call("partial_outputs", {request.request_id: 0 for request in sent}):
-            break
+    while not all(p.done() for p in pending) and not engine.partial_outputs(sent):
+        pass
     return sent, pending
 
 
 _ids = itertools.count()
 
 
-def requests(prompts, temperature=1.0, max_new_tokens=20, top_p=1.0, top_k=-1):
-    sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens, top_p=top_p, top_k=top_k)
+def requests(prompts, *, seeds=None, **sampling):
+    """Return requests with names of their own; not given: temperature 1, at most 20 tokens, no seeds."""
+    settings = {"temperature": 1.0, "max_new_tokens": 20, **sampling}
     return [
-        GenerationRequest(request_id=f"request-{next(_ids)}", token_ids=tuple(p), sampling=sampling) for p in prompts
+        GenerationRequest(
+            request_id=f"request-{next(_ids)}", token_ids=tuple(prompt), sampling=Sampling(seed=seed, **settings)
+        )
+        for prompt, seed in zip(prompts, seeds or [None] * len(prompts), strict=True)
     ]
 
 
@@ -204,58 +221,57 @@ def begin_and_load(engine, weights, num_buckets=3):
         send_bucket(engine, {name: weights[name] for name in names[i::num_buckets]})
 
 
-def box_bucket(boxes):
+def box_bucket(boxes, device="cpu"):
     """Copy the boxes `(local, local_box, elements)` to shared memory; return the buffer and its description."""
     slots, num_bytes = lay_out((local, t.dtype, tuple(t.shape)) for local, _, t in boxes)
-    buffer = SharedBuffer(num_bytes)
-    for slot, (_, _, t) in zip(slots, boxes, strict=True):
+    buffer, box_slots = make_buffer(num_bytes, torch.device(device)), []
+    for slot, (local, box, t) in zip(slots, boxes, strict=True):
         buffer.view(slot).copy_(t)
-    box_slots = [
-        BoxSlot(local, box, dtype_name(t.dtype), slot.offset)
-        for slot, (local, box, t) in zip(slots, boxes, strict=True)
-    ]
+        box_slots.append(BoxSlot(local, box, dtype_name(t.dtype), slot.offset))
+    if device == "cuda":
+        torch.cuda.synchronize()
     return buffer, BoxBucket(buffer.path, buffer.num_bytes, tuple(box_slots))
 
 
-def boxes_of(layout, weights):
-    return [(p.local, p.local_box, weights[p.tensor][slices(p.box)]) for p in layout.pieces]
+def boxes_of(layout, weights, without=()):
+    pieces = [p for p in layout.pieces if p.tensor not in without]
+    return [(p.local, p.local_box, weights[p.tensor][slices(p.box)]) for p in pieces]
 
 
 class Senders:
     """The trainer ranks on an engine's slots, which offer boxes in rounds: [round][TP rank], None for no boxes."""
 
-    def __init__(self, engine, rounds, stall_seconds=UNREACHED_SECONDS):
-        self.buffers, self.buckets = [], []
-        for per_rank in rounds:
-            self.buckets.append([])
-            for boxes in per_rank:
-                bucket = None
-                if boxes is not None:
-                    buffer, bucket = box_bucket(boxes)
-                    self.buffers.append(buffer)
-                self.buckets[-1].append(bucket)
-        self.ranks = [
-            BoxSender(
-                f"trainer rank {rank}",
-                f"engine 0 rank {rank}",
-                [() if bucket is None else bucket.slots for bucket in of_rank],
-                stall_seconds,
-            )
-            for rank, of_rank in enumerate(zip(*self.buckets, strict=True))
-        ]
-        self.offers = [rank.offer for rank in self.ranks]
+    def __init__(self, engine, rounds, device="cpu"):
+        made = [[(None, None) if boxes is None else box_bucket(boxes, device) for boxes in ranks] for ranks in rounds]
+        self.buffers = [buffer for ranks in made for buffer, _ in ranks if buffer is not None]
+        self.buckets = [[bucket for _, bucket in ranks] for ranks in made]
+        self.ranks = []
+        for rank, of_rank in enumerate(zip(*self.buckets, strict=True)):
+            slots = [() if bucket is None else bucket.slots for bucket in of_rank]
+            self.ranks.append(BoxSender(f"trainer rank {rank}", f"engine 0 rank {rank}", slots, UNREACHED_SECONDS))
         self.engine = engine
 
     def prepare(self):
-        self.engine.call("prepare_boxes", self.offers)
+        self.engine.call("prepare_boxes", [rank.offer for rank in self.ranks])
 
     def begin(self):
         for rank in self.ranks:
             rank.begin()
 
+    def receive(self):
+        """Begin with the engine in an open update; return the future of its `receive_weights`."""
+        receiving = self.engine.submit("receive_weights")
+        self.begin()
+        return receiving
+
     def send(self, index):
         """Signal one round to all ranks; return functions that wait until it has been copied."""
         return [rank.load_boxes(index, bucket) for rank, bucket in zip(self.ranks, self.buckets[index], strict=True)]
+
+    def complete(self, index):
+        """Send one round and wait until it has been copied."""
+        for wait in self.send(index):
+            wait()
 
     def send_all(self):
         for wait in [wait for index in range(len(self.buckets)) for wait in self.send(index)]:
@@ -271,18 +287,17 @@ class Senders:
         return self
 
     def __exit__(self, *_):
-        for closing in (*self.ranks, *self.buffers):
-            closing.close()
+        for each in (*self.ranks, *self.buffers):
+            each.close()
 
 
-def send_rounds(engine, rounds):
+def send_rounds(engine, rounds, device="cpu"):
     """Send boxes in an open update: [round][TP rank], None for a rank without boxes in a round."""
-    with Senders(engine, rounds) as senders:
+    with Senders(engine, rounds, device) as senders:
         senders.prepare()
-        receiving = engine.submit("receive_weights")
-        senders.begin()
+        receiving = senders.receive()
         senders.send_all()
-        receiving.result(HANG_SECONDS)
+        assert receiving.result(HANG_SECONDS) == []
         assert senders.failures == [""] * len(senders.ranks)
 
 

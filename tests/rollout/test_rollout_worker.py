@@ -1,4 +1,8 @@
+"""A worker's groups, whose completions equal those that no loss of an engine interrupts."""
+
 import asyncio
+import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -6,16 +10,16 @@ import pytest
 
 from megarl.batch.scored_group import ScoredGroup, TermReport
 from megarl.errors import AgentError, LostEngineError, RewardError, WorkerError
-from megarl.rollout import rollout_worker
+from megarl.rollout import partial_outputs, rollout_worker
 from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.batching_engine import BatchingEngine
-from megarl.rollout.engine import GenerationRequest, Sampling
+from megarl.rollout.continuation import tokens_from
+from megarl.rollout.engine import UNFINISHED, Generation, GenerationRequest, Sampling
 from megarl.rollout.rollout_worker import RetryCounts, RolloutWorker, RolloutWorkerSpec, SourceAgent
 from tests.rollout.clock import LOOP_CLOCK, in_virtual_time
-from tests.rollout.whole_batches import WholeBatches, make_generation, make_group_job
+from tests.rollout.whole_batches import NoScores, WholeBatches, make_generation, make_group_job
+from tests.time_limits import UNREACHED_SECONDS
 from tests.virtual_time import run_in_virtual_time
-
-SAMPLING = Sampling(temperature=1.0, max_new_tokens=8)
 
 
 @dataclass
@@ -58,18 +62,14 @@ async def two_turns(episode):
 class LengthScorer:
     async def score(self, trajectories, prompt):
         assert {t.prompt_id for t in trajectories} == {prompt.prompt_id}
-        lengths = [float(t.loss_mask.sum()) for t in trajectories]
-        scored = [
-            replace(t, rewards={"length": length, "one": 1.0}, reward=length + 0.5)
-            for t, length in zip(trajectories, lengths, strict=True)
-        ]
+        rewards = [{"length": float(t.loss_mask.sum()), "one": 1.0} for t in trajectories]
+        pairs = zip(trajectories, rewards, strict=True)
+        scored = [replace(t, rewards=terms, reward=terms["length"] + 0.5) for t, terms in pairs]
         return ScoredGroup(trajectories=scored, terms={"length": TermReport(seconds=0.5, num_retried=1)})
 
 
-def job(group_id=3, num_samples=2, seed=()):
-    return make_group_job(
-        group_id=group_id, num_samples=num_samples, max_new_tokens=8, seed=seed, request_id=f"1-{group_id}"
-    )
+def job(group_id=3, **changes):
+    return make_group_job(group_id=group_id, max_new_tokens=8, request_id=f"1-{group_id}", **{"seed": (), **changes})
 
 
 def worker(*engines, seconds=1e6, scorer=None, agent=single_turn):
@@ -79,15 +79,14 @@ def worker(*engines, seconds=1e6, scorer=None, agent=single_turn):
 
 def test_group_is_sampled_scored_and_summarized():
     engine = FakeEngine()
-    summary, trajectories = run_in_virtual_time(worker(engine).rollout_group(job()))
+    summary, (first, second) = run_in_virtual_time(worker(engine).rollout_group(job()))
     assert engine.calls == [["1-3-0", "1-3-1"]]  # one call
-    assert [t.token_ids.tolist() for t in trajectories] == [[5, 6, 7, 7], [5, 6, 7, 7, 7]]
-    assert trajectories[1].loss_mask.tolist() == [False] * 3 + [True] * 2
-    assert trajectories[1].logprobs.tolist() == [0.0] * 3 + [-0.5] * 2
-    assert trajectories[1].policy_versions.tolist() == [-1] * 3 + [0, 1]
-    assert trajectories[1].rewards == {"length": 2.0, "one": 1.0}
-    assert trajectories[1].reward == 2.5
-    assert {t.group_id for t in trajectories} == {3}
+    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([5, 6, 7, 7], [5, 6, 7, 7, 7])
+    assert second.loss_mask.tolist() == [False] * 3 + [True] * 2
+    assert second.logprobs.tolist() == [0.0] * 3 + [-0.5] * 2
+    assert second.policy_versions.tolist() == [-1] * 3 + [0, 1]
+    assert (second.rewards, second.reward) == ({"length": 2.0, "one": 1.0}, 2.5)
+    assert first.group_id == second.group_id == 3
     assert (summary.group_id, summary.prompt_id) == (3, "train.jsonl:3")
     last = summary.trajectories[1]
     assert (last.num_tokens, last.prompt_length, last.response_length) == (5, 3, 2)
@@ -136,18 +135,18 @@ async def test_timed_out_request_is_named_and_aborted():
     assert w._pool.outstanding == [0]
 
 
-def outcome(result):
-    summary, trajectories = result
-    return summary.trajectories, [(t.token_ids.tolist(), t.logprobs.tolist()) for t in trajectories]
+def columns(trajectories):
+    return [(t.token_ids.tolist(), t.logprobs.tolist(), t.finish_reason) for t in trajectories]
 
 
 @in_virtual_time
 async def test_lost_engine_requests_are_retried_with_the_same_ids_and_seeds():
     seeded = job(num_samples=3, seed=(1, 2))
-    expected = outcome(await worker(FakeEngine()).rollout_group(seeded))
+    expected, uninterrupted = await worker(FakeEngine()).rollout_group(seeded)
     lost, other = FakeEngine(seconds=0.02, error=LostEngineError("SIGKILL")), FakeEngine()
     w = worker(lost, other)
-    assert outcome(await w.rollout_group(seeded)) == expected
+    summary, trajectories = await w.rollout_group(seeded)
+    assert (summary.trajectories, columns(trajectories)) == (expected.trajectories, columns(uninterrupted))
     assert lost.calls == other.calls == [["1-3-0", "1-3-1", "1-3-2"]]
     assert lost.seeds == other.seeds
     assert len(set(other.seeds)) == 3
@@ -234,11 +233,15 @@ def test_errors_fail_the_group(engine, options, error, message):
         run_in_virtual_time(worker(engine, FakeEngine(), **options).rollout_group(job()))
 
 
+def make_requests(count):
+    sampling = Sampling(temperature=1.0, max_new_tokens=8)
+    return [GenerationRequest(request_id=f"r-{i}", token_ids=(i,), sampling=sampling) for i in range(count)]
+
+
 @in_virtual_time
 async def test_only_requests_of_the_same_loop_iteration_are_batched():
-    wrapped = FakeEngine()
+    wrapped, requests = FakeEngine(), make_requests(3)
     engine = BatchingEngine(wrapped)
-    requests = [GenerationRequest(request_id=f"r-{i}", token_ids=(i,), sampling=SAMPLING) for i in range(3)]
     first = await asyncio.gather(engine.generate(requests[0]), engine.generate(requests[1]))
     second = await engine.generate(requests[2])
     assert wrapped.calls == [["r-0", "r-1"], ["r-2"]]
@@ -247,10 +250,8 @@ async def test_only_requests_of_the_same_loop_iteration_are_batched():
 
 @in_virtual_time
 async def test_cancelled_caller_does_not_affect_the_others():
-    wrapped = FakeEngine(seconds=0.05)
-    engine = BatchingEngine(wrapped)
-    requests = [GenerationRequest(request_id=f"r-{i}", token_ids=(i,), sampling=SAMPLING) for i in range(2)]
-    cancelled, remaining = [asyncio.create_task(engine.generate(request)) for request in requests]
+    engine = BatchingEngine(FakeEngine(seconds=0.05))
+    cancelled, remaining = [asyncio.create_task(engine.generate(request)) for request in make_requests(2)]
     await asyncio.sleep(0.01)
     cancelled.cancel()
     assert (await remaining).token_ids[0] == 1
@@ -262,8 +263,9 @@ def test_a_source_has_its_own_agent():
     spec = RolloutWorkerSpec(request_timeout_seconds=5.0, source_agents={"games": turns, "go": failing})
     w = RolloutWorker(spec, [FakeEngine()], LengthScorer(), tokenizer=None)
 
+    plain = job(num_samples=1)
+
     def of(source):
-        plain = job(num_samples=1)
         return replace(plain, prompt=replace(plain.prompt, source=source))
 
     for source, num_requests in (("math", 1), ("games", 2)):
@@ -271,3 +273,129 @@ def test_a_source_has_its_own_agent():
         assert int(np.sum(np.diff(trajectory.loss_mask.astype(int)) == 1)) == num_requests
     with pytest.raises(AgentError, match=r"^data.sources.go.env.path \(games:Go\) raised KeyError"):
         run_in_virtual_time(w.rollout_group(of("go")))
+
+
+MAX_NEW_TOKENS = 40
+TOKEN_SECONDS = 1e-3
+
+
+def noise(seed: int, position: int) -> float:
+    """Return the noise of a seed at a position of the sequence, which is all that a token depends on here."""
+    return random.Random(f"{seed} {position}").random()
+
+
+class SeededEngine(WholeBatches):
+    """Samples tokens one after another from seed and position; token 0 ends a completion."""
+
+    def __init__(self, version: int = 0, dies_after: int | None = None) -> None:
+        self.version, self.dies_after = version, dies_after
+        self.requests: list[GenerationRequest] = []
+        self.parts: dict[str, Generation] = {}
+        self.num_reports = 0
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self.requests.append(request)
+        tokens, noises, reason = list[int](), list[float](), UNFINISHED
+        while reason == UNFINISHED:
+            if self.dies_after is not None and len(tokens) >= self.dies_after:
+                raise LostEngineError("SIGKILL")
+            noises.append(noise(request.sampling.seed or 0, len(request.token_ids) + len(tokens)))
+            tokens.append(0 if noises[-1] < 0.02 else 1 + int(noises[-1] * 200))
+            if tokens[-1] == 0:
+                reason = "stop"
+            elif len(tokens) == request.sampling.max_new_tokens:
+                reason = "length"
+            self.parts[request.request_id] = make_generation(tokens, -np.array(noises), self.version, reason)
+            if reason == UNFINISHED:
+                await asyncio.sleep(TOKEN_SECONDS)
+        return self.parts.pop(request.request_id)
+
+    async def partial_outputs(self, known: Mapping[str, int]) -> dict[str, Generation]:
+        self.num_reports += 1
+        return {
+            request_id: tokens_from(part, known[request_id])
+            for request_id, part in self.parts.items()
+            if request_id in known and len(part.token_ids) > known[request_id]
+        }
+
+
+def rollout(*engines, restarts=(), num_samples=8, agent=None):
+    """Return the worker and the trajectories of one group; `restarts` replace the first engine, one after another."""
+    spec = RolloutWorkerSpec(request_timeout_seconds=UNREACHED_SECONDS, **({"agent": agent} if agent else {}))
+    job = make_group_job(num_samples=num_samples, max_new_tokens=MAX_NEW_TOKENS, seed=(1, 2), request_id="1-3")
+
+    async def main():
+        worker = RolloutWorker(spec, engines, NoScores(), tokenizer=None)
+        group = asyncio.create_task(worker.rollout_group(job))
+        for engine in restarts:
+            while worker._pool.live(0) is not None:
+                await asyncio.sleep(TOKEN_SECONDS)
+            await worker.replace_engine(0, engine)
+        summary, trajectories = await group
+        counts = await worker.retry_counts()
+        assert (summary.num_retried, summary.num_kept_tokens) == (counts.num_retried, counts.num_kept_tokens)
+        return counts, trajectories
+
+    return run_in_virtual_time(main())
+
+
+@pytest.fixture
+def report_each_token(monkeypatch):
+    monkeypatch.setattr(partial_outputs, "REPORT_SECONDS", TOKEN_SECONDS / 4)
+
+
+@pytest.mark.parametrize("dies_after", [0, 1, 7, 20, MAX_NEW_TOKENS - 1])
+def test_completions_continue_on_another_engine(dies_after, report_each_token):
+    _, expected = rollout(SeededEngine())
+    lost, other = SeededEngine(version=1, dies_after=dies_after), SeededEngine(version=2)
+    counts, trajectories = rollout(lost, other)
+    assert columns(trajectories) == columns(expected)
+    assert all(np.all(np.diff(t.policy_versions[t.loss_mask]) >= 0) for t in trajectories)
+    assert counts.num_retried == len(other.requests)
+    kept = sum(len(request.token_ids) - 3 for request in other.requests)
+    assert counts.num_kept_tokens == kept
+    assert kept > 0 or dies_after < 7
+    by_id = {request.request_id: request for request in lost.requests}
+    for request in other.requests:
+        assert request.sampling.seed == by_id[request.request_id].sampling.seed
+        assert len(request.token_ids) - 3 + request.sampling.max_new_tokens == MAX_NEW_TOKENS
+
+
+def test_completions_survive_several_losses(report_each_token):
+    _, expected = rollout(SeededEngine())
+    lost = [SeededEngine(version=v, dies_after=5) for v in range(1, 6)]
+    counts, trajectories = rollout(lost[0], restarts=[*lost[1:], SeededEngine(version=6)])
+    assert columns(trajectories) == columns(expected)
+    assert counts.num_retried > 5
+    assert len({int(v) for t in trajectories for v in t.policy_versions[t.loss_mask]}) > 2
+
+
+def test_what_was_not_reported_is_sampled_again():
+    """Reports come every few seconds: an engine that is lost before the first one has reported nothing."""
+    _, expected = rollout(SeededEngine())
+    lost, other = SeededEngine(version=1, dies_after=10), SeededEngine(version=2)
+    counts, trajectories = rollout(lost, other)
+    assert columns(trajectories) == columns(expected)
+    assert counts.num_kept_tokens == lost.num_reports == 0
+    assert {int(v) for t in trajectories for v in t.policy_versions[t.loss_mask]} <= {1, 2}
+    assert all(len(request.token_ids) == 3 for request in other.requests)
+
+
+def test_later_turns_of_an_agent_continue(report_each_token):
+    """The turns before are not repeated, and the agent does not notice."""
+    calls = []
+
+    async def two_turns(episode):
+        calls.append(episode)
+        await episode.generate(max_new_tokens=4)
+        episode.observe([8, 9])
+        await episode.generate(max_new_tokens=30)
+        return episode.trajectory()
+
+    _, expected = rollout(SeededEngine(), agent=two_turns, num_samples=2)
+    lost, other = SeededEngine(version=1, dies_after=10), SeededEngine(version=2)
+    counts, trajectories = rollout(lost, other, agent=two_turns, num_samples=2)
+    assert columns(trajectories) == columns(expected)
+    assert len(calls) == 4
+    assert counts.num_retried == 2
+    assert {request.request_id for request in other.requests} == {"1-3-0.1", "1-3-1.1"}

@@ -1,7 +1,5 @@
 """What fake engines share: streams that complete all requests of a call together, completions, and jobs."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any

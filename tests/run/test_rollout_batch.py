@@ -1,18 +1,24 @@
-"""Rollout batch: rewards, forward requests and training requests."""
+"""Rollout batch: rewards, forward and training requests, metrics; evaluation: means, pass@k, against enumeration."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megarl.batch.trajectory import Prompt
 from megarl.functional import Denominators
+from megarl.groups.group_stream import FinishedGroup
 from megarl.megatron.losses.supervised import SftLoss, ValueLoss
 from megarl.megatron.requests import TrainRequest
+from megarl.rollout.engine import Sampling
 from megarl.run.batch_metrics import batch_metrics
+from megarl.run.evaluation import evaluate, pass_at_k
 from megarl.run.rollout_batch import RolloutBatch
 from megarl.workers.payload import LocalPayload
 from tests.run.finished_groups import completion, finished_group, groups_with_rewards, run_config
@@ -145,13 +151,10 @@ def test_added_rewards_have_their_weights_and_a_further_term_weight_one() -> Non
 def test_metrics_are_means_over_completions() -> None:
     batch = RolloutBatch(groups=groups_with_rewards([1.0, 0.0], [0.5, 0.5], [0.0, 1.0, 1.0]))
     batch.scalars["advantages"] = [1.0, -1.0, 0.0, 0.0, -2.0, 1.5, 1.5]
+    expected = {"reward/mean": 4 / 7, "reward/match": 4 / 7, "reward/informative_groups": 2 / 3, "response/length": 2}
+    expected |= {"response/truncated": 0, "policy_version/min": 0, "advantage/abs_mean": 1.0}
     metrics = batch_metrics(batch)
-    assert metrics["reward/mean"] == metrics["reward/match"] == pytest.approx(4 / 7)
-    assert metrics["reward/informative_groups"] == pytest.approx(2 / 3)
-    assert metrics["response/length"] == 2
-    assert metrics["response/truncated"] == 0
-    assert metrics["policy_version/min"] == 0
-    assert metrics["advantage/abs_mean"] == pytest.approx(1.0)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
 def make_failing_batch() -> RolloutBatch:
@@ -209,19 +212,78 @@ def test_requests_of_lost_engines_are_counted() -> None:
 
 
 def test_metrics_of_each_source() -> None:
-    groups = [
-        replace(group, summary=replace(group.summary, source=source))
-        for group, source in zip(groups_with_rewards([1.0, 0.0], [0.0, 0.0], [0.5, 1.0]), ("a", "b", "a"), strict=True)
-    ]
+    groups = groups_with_rewards([1.0, 0.0], [0.0, 0.0], [0.5, 1.0])
+    groups = [replace(g, summary=replace(g.summary, source=s)) for g, s in zip(groups, "aba", strict=True)]
     metrics = batch_metrics(RolloutBatch.from_sampled(groups))
-    found = {name.removeprefix("source/"): value for name, value in metrics.items() if name.startswith("source/")}
-    assert found == {
-        "a/groups": 2.0,
-        "a/reward": 0.625,
-        "a/length": 2.0,
-        "a/truncated": 0.0,
-        "b/groups": 1.0,
-        "b/reward": 0.0,
-        "b/length": 2.0,
-        "b/truncated": 0.0,
+    expected = {"source/a/": (2.0, 0.625, 2.0, 0.0), "source/b/": (1.0, 0.0, 2.0, 0.0)}
+    names = ("groups", "reward", "length", "truncated")
+    assert {name: value for name, value in metrics.items() if name.startswith("source/")} == {
+        source + name: value for source, values in expected.items() for name, value in zip(names, values, strict=True)
     }
+
+
+TERMS = {"match": {"type": "numeric"}, "form": {"type": "format"}}
+
+
+class FakeRollout:
+    """Returns completions with given values of the terms; None: the term failed."""
+
+    def __init__(self, values: Sequence[Sequence[dict[str, float]]]) -> None:
+        self.values, self.calls = values, list[tuple[int, Sampling, tuple[int, ...]]]()
+
+    def collect(
+        self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: tuple[int, ...]
+    ) -> list[FinishedGroup]:
+        self.calls.append((num_samples, sampling, seed))
+        assert [len(group) for group in self.values] == [num_samples] * len(prompts)
+        groups = [[completion([0, 1], rewards=each) for each in group] for group in self.values]
+        return [finished_group(group, group_id) for group_id, group in enumerate(groups)]
+
+
+def prompt(source: str = "", reward_terms: tuple[str, ...] | None = None) -> Prompt:
+    return Prompt(prompt_id="p", text="", token_ids=(1,), row={}, source=source, reward_terms=reward_terms)
+
+
+@pytest.mark.parametrize("num_passed", range(6))
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_pass_at_k_is_the_share_of_subsets_with_a_passing_sample(num_passed: int, k: int) -> None:
+    passed = [i < num_passed for i in range(5)]
+    subsets = list(combinations(passed, k))
+    assert pass_at_k(5, num_passed, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_one_sample_is_greedy() -> None:
+    rollout: Any = FakeRollout([[{"match": 1.0}], [{"match": 0.0}], [{"form": 0.0}]])
+    evaluation = evaluate(run_config({}, reward={"terms": TERMS}), rollout, [prompt()] * 3, label="evaluate-1")
+    assert rollout.calls == [(1, Sampling(temperature=0.0, max_new_tokens=512), ())]
+    assert (evaluation.score, evaluation.num_dropped) == (0.5, 1)
+    assert evaluation.metrics == {"eval/match": 0.5}
+
+
+def test_several_samples_of_several_sources() -> None:
+    sections = {"eval": {"samples": 3, "pass_reward": 0.5}, "reward": {"terms": TERMS}}
+    config = run_config({}, rollout={"sampling": {"temperature": 0.7}, "max_new_tokens": 9}, **sections)
+    values = [
+        [{"match": 1.0, "form": 0.0}, {"match": 0.0, "form": 0.0}, {"match": 0.0, "form": 0.0}],
+        [{"match": 0.6, "form": 0.0}, {"match": 1.0, "form": 0.0}, {"form": 0.0}],  # the term failed on one
+        [{"form": 1.0}, {"form": 1.0}, {"form": 0.0}],
+    ]
+    prompts = [prompt("math"), prompt("math"), prompt("style", ("form",))]
+    rollout: Any = FakeRollout(values)
+    evaluation = evaluate(config, rollout, prompts, label="evaluate-1")
+    assert rollout.calls == [(3, Sampling(temperature=0.7, max_new_tokens=9), (config.seed,))]
+    assert evaluation.num_dropped == 1
+    assert evaluation.metrics == pytest.approx(
+        {
+            "eval/math/match": (1 + 1.6) / 5,
+            "eval/math/match/pass@2": (2 / 3 + 1) / 2,  # pairs with the first of three; both of two pass
+            "eval/math/match/pass@3": 1.0,  # the second prompt has two scored samples only
+            "eval/style/form": 2 / 3,
+            "eval/style/form/pass@2": 1.0,
+            "eval/style/form/pass@3": 1.0,
+            "eval/match": (1 + 1.6 + 2) / 8,
+            "eval/match/pass@2": (2 / 3 + 1 + 1) / 3,
+            "eval/match/pass@3": 1.0,
+        }
+    )
+    assert evaluation.score == evaluation.metrics["eval/match"]

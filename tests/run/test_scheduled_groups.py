@@ -3,42 +3,126 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from megarl.batch.trajectory import Prompt
+from megarl.config import RunConfig
 from megarl.data.mixture import MixtureOrder
 from megarl.errors import OutdatedEngineError
 from megarl.groups.group_stream import FinishedGroup
 from megarl.rollout.engine import Sampling
+from megarl.rollout.journal.journal import FinishedJob, Journal, open_journal, parse_step
 from megarl.rollout.journal.journal_folder import journal_folder
-from megarl.rollout.rollout_worker import GroupJob
+from megarl.rollout.rollout_worker import GroupJob, summarize
 from megarl.run.schedule_log import ScheduleLog, log_folder, read_log, remove_events
 from megarl.run.schedule_recovery import continues_log, first_needed_step, open_schedule
 from megarl.run.scheduled_groups import Keep, ScheduledGroups
 from megarl.schedule.events import OpenGroup, Outcome, Removed, ScheduleState
 from megarl.schedule.schedule import place
-from tests.run.finished_groups import run_config
-from tests.run.scripted_stream import ScriptedStream, num_tokens
+from tests.run.finished_groups import completion, finished_group, run_config
 
 B, STEPS = 3, 12
 ALL = [f"p{ordinal}" for ordinal in range(B * STEPS)]
 """The prompts of a run, in the order of their admission."""
 
 
+NUM_TOKENS = 12
+"""Sampled tokens of a completion."""
+
+
+@dataclass
+class ScriptedStream:
+    """Has the methods of `GroupStream` that a schedule uses, and finishes groups in random order.
+
+    Their tokens are of every version since the group was begun. Finished groups are in the run's real journal, and jobs
+    that it has are answered from it, as by the real workers.
+    """
+
+    config: RunConfig
+    random: Random
+    current_version: Callable[[], int]
+    """Version that the engines sample with."""
+    seconds: Callable[[GroupJob], float] | None = None
+    """Relative duration of a job; None: all are alike."""
+    journal: Journal = field(init=False)
+    in_flight: dict[str, tuple[GroupJob, int]] = field(default_factory=dict)
+    """By request id, the job and the version at its start."""
+    replayed: list[tuple[GroupJob, FinishedGroup]] = field(default_factory=list)
+    num_during_training: int = 0
+    """Number of groups that finish while the trainer works."""
+    num_sampled: int = 0
+    """Number of groups that were generated."""
+
+    def __post_init__(self) -> None:
+        self.journal = open_journal(self.config)
+
+    def submit(self, *jobs: GroupJob) -> None:
+        for job in jobs:
+            step = parse_step(job.request_id)
+            assert step is not None
+            (entry,) = self.journal.lookup(step, [job])
+            if entry is None:
+                self.in_flight[job.request_id] = job, self.current_version()
+            else:
+                group = finished_group(entry.trajectories)
+                self.replayed.append((job, replace(group, summary=replace(entry.summary, replayed=True))))
+
+    def wait(self, label: str) -> list[tuple[GroupJob, FinishedGroup]]:
+        finished, self.replayed = self.replayed, []
+        for _ in range(self.random.randint(0 if finished else 1, max(1, len(self.in_flight) // 3))):
+            if self.in_flight:
+                finished.append(self.finish(self.choose(sorted(self.in_flight))))
+        return finished
+
+    def take_finished(self, seconds: float) -> list[tuple[GroupJob, FinishedGroup]]:
+        finished, self.replayed = self.replayed, []
+        return finished + [self.finish(request_id) for request_id in sorted(self.in_flight)[: self.num_during_training]]
+
+    def choose(self, request_ids: list[str]) -> str:
+        """Return the job that finishes next."""
+        if self.seconds is None:
+            return self.random.choice(request_ids)
+        rates = [1 / self.seconds(self.in_flight[request_id][0]) for request_id in request_ids]
+        return self.random.choices(request_ids, rates)[0]
+
+    def finish(self, request_id: str) -> tuple[GroupJob, FinishedGroup]:
+        job, first = self.in_flight.pop(request_id)
+        step, self.num_sampled = parse_step(request_id), self.num_sampled + 1
+        assert step is not None
+        versions = np.sort(np.linspace(first, self.current_version(), NUM_TOKENS).round().astype(np.int32))
+        sampled = completion([0, *[1] * NUM_TOKENS])
+        sampled = replace(sampled, policy_versions=np.concatenate([np.array([-1], np.int32), versions]))
+        group = finished_group([sampled] * job.num_samples, job.group_id)
+        group = replace(group, summary=replace(group.summary, prompt_id=job.prompt.prompt_id))
+        self.journal.append(step, [FinishedJob(job, group.summary, group.payload.fetch())])
+        return job, group
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            del self.in_flight[request_id]
+
+
+def num_tokens(group: FinishedGroup) -> dict[int, int]:
+    """Return version -> number of tokens of the group."""
+    found: dict[int, int] = {}
+    for summary in (summarize(trajectory) for trajectory in group.payload.fetch()):
+        for version, num in summary.tokens_by_version:
+            found[version] = found.get(version, 0) + num
+    return found
+
+
 class Trainer:
     """Drives a schedule as a run does, and can be killed between any two of its actions."""
 
     def __init__(self, folder: Path, seed: int, *, skipped: frozenset[int] = frozenset(), **schedule: object) -> None:
-        self.config = run_config(
-            {"prompts_per_step": B, "group_size": 2},
-            run_dir=str(folder),
-            trainer={"steps": STEPS},
-            schedule={"type": "async", **schedule},
-        )
+        sections = {"run_dir": str(folder), "trainer": {"steps": STEPS}, "schedule": {"type": "async", **schedule}}
+        self.config = run_config({"prompts_per_step": B, "group_size": 2}, **sections)
         self.random, self.skipped = Random(seed), skipped
         self.label, self.state = 0, ScheduleState()
         self.batches: dict[int, list[str]] = {}

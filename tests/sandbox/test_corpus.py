@@ -12,8 +12,8 @@ import pytest
 
 from megarl.sandbox.tiers import LOCAL_TIERS, find_local_tiers
 from tests.required_tools import skip_or_fail
+from tests.sandbox.corpus.attacks import ATTACKS
 from tests.sandbox.corpus.check import (
-    ATTACKS,
     EXEMPT,
     MAX_GROWTH,
     can_run_outside,

@@ -122,12 +122,9 @@ def test_values_are_those_that_a_program_may_write(best):
         "forge(b'\\xff')": "ok",
         "forge(b'[' * 900)": "ok",
         "forge(b'7' * 9000)": "output",
-        "close()": "error",
-        "nest()": "error",
-        "10 ** 5000": "error",
         "'x' * 2000": "output",
-        "": "error",
     }
+    statuses |= dict.fromkeys(("close()", "nest()", "10 ** 5000", ""), "error")
     outcomes = best.run(Program(source=source, cases=[Case(call=call) for call in statuses]))
     assert {call: outcome.status for call, outcome in zip(statuses, outcomes, strict=True)} == statuses
     assert not any(is_passed(TestCase(case=Case(call="f()"), expected=7), outcome) for outcome in outcomes)
@@ -169,9 +166,8 @@ def test_programs_import_the_standard_library(sandbox, server):
 def test_calls_return_literals(sandbox):
     source = "from collections import Counter\ndef f(x): return Counter(x)\ndef g(): return [float('inf'), (1,), {2}]"
     calls = ["f('aab')", "g()", "f(1)", "undefined", "f"]
-    outcomes = sandbox.run(
-        Program(source=source, setup="import math\nZERO = 0", cases=[Case(call=call) for call in calls])
-    )
+    cases = [Case(call=call) for call in calls]
+    outcomes = sandbox.run(Program(source=source, setup="import math\nZERO = 0", cases=cases))
     assert [outcome.value for outcome in outcomes] == ["{'a': 2, 'b': 1}", "[1e999, (1,), {2}]", "", "", ""]
     assert [outcome.status for outcome in outcomes] == ["ok", "ok", "error", "error", "error"]
 
@@ -203,8 +199,7 @@ def test_interpreters_keep_variables(interpreter):
     assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
     assert "runner" not in failed.stderr
     long = interpreter.run("print('x' * 5000)\nx += 1")
-    assert long.status == "ok"
-    assert len(long.stdout) <= OUTPUT_BYTES + 1
+    assert (long.status, len(long.stdout) <= OUTPUT_BYTES + 1) == ("ok", True)
     assert interpreter.run("x").stdout == "21\n"
     assert interpreter.run("import os; os._exit(0)").status == "exit"
     assert "NameError" in interpreter.run("x").stderr

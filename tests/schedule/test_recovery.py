@@ -1,7 +1,5 @@
 """What a resumed run keeps, trains again and samples again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -16,7 +14,6 @@ from megarl.schedule.events import (
     Outcome,
     Pushed,
     Removed,
-    ScheduleEvent,
     ScheduleState,
     decode_event,
     encode_event,
@@ -28,13 +25,13 @@ from megarl.schedule.schedule import Schedule
 ASYNC = SchedulePolicy(lookahead=1, max_staleness=2)
 
 
-def killed_run() -> tuple[ScheduleState, list[ScheduleEvent]]:
+def killed_run():
     """Return a checkpoint of step 1, and the log until a kill in step 3: 2 groups a step, 4 open.
 
     Step 2 trained on (2, 4), step 3 took (3, 5); group 6 is finished and group 7 is not.
     """
     schedule = Schedule(ASYNC, 2)
-    log: list[ScheduleEvent] = [schedule.admit(4), schedule.finish(0), schedule.finish(1)]
+    log = [schedule.admit(4), schedule.finish(0), schedule.finish(1)]
     log += [schedule.lease((0, 1)), schedule.push()]
     checkpoint = schedule.state()
     log += [schedule.admit(2), schedule.finish(4), schedule.finish(2), schedule.lease((2, 4)), schedule.push()]
@@ -42,7 +39,7 @@ def killed_run() -> tuple[ScheduleState, list[ScheduleEvent]]:
     return checkpoint, log
 
 
-def test_leased_batches_are_trained_as_logged_and_finished_groups_are_kept() -> None:
+def test_leased_batches_are_trained_as_logged_and_finished_groups_are_kept():
     checkpoint, log = killed_run()
     state = recover(checkpoint, log)
     assert state == recover(checkpoint, [event for event in log if event.number > checkpoint.num_events])
@@ -65,7 +62,7 @@ def test_leased_batches_are_trained_as_logged_and_finished_groups_are_kept() -> 
     assert schedule.state().counts.trained == 6
 
 
-def test_a_checkpoint_alone_samples_open_groups_again() -> None:
+def test_a_checkpoint_alone_samples_open_groups_again():
     checkpoint, _ = killed_run()
     schedule = Schedule(ASYNC, 2, state=recover(checkpoint, []))
     assert (schedule.version, schedule.capacity, schedule.num_to_prime) == (1, 4, 2)
@@ -74,7 +71,7 @@ def test_a_checkpoint_alone_samples_open_groups_again() -> None:
     assert (admitted.ordinals, admitted.version) == ((2, 3, 4, 5), 1)
 
 
-def test_a_group_that_was_written_is_kept_without_its_event() -> None:
+def test_a_group_that_was_written_is_kept_without_its_event():
     checkpoint, log = killed_run()
     versions = {ordinal: TokenVersions(0, 0) for ordinal in (2, 3)} | {4: TokenVersions(1, 1), 5: TokenVersions(1, 1)}
     schedule = Schedule(ASYNC, 2, state=recover(checkpoint, log, versions | {7: TokenVersions(2, 2)}))
@@ -82,7 +79,7 @@ def test_a_group_that_was_written_is_kept_without_its_event() -> None:
     assert schedule.state().leases[1].ordinals == (3, 5)
 
 
-def test_a_batch_that_cannot_be_read_is_void() -> None:
+def test_a_batch_that_cannot_be_read_is_void():
     """Group 3 is lost: step 3 is sampled anew. Group 6 has tokens of version 2, which is still the version after it."""
     checkpoint, log = killed_run()
     versions = {2: TokenVersions(0, 0), 4: TokenVersions(1, 1), 5: TokenVersions(1, 2), 6: TokenVersions(2, 2)}
@@ -96,7 +93,7 @@ def test_a_batch_that_cannot_be_read_is_void() -> None:
     assert [group.ordinal for group in schedule.finished()] == [4]  # 5 and 6 have tokens of the voided version 2
 
 
-def test_another_policy_samples_groups_again_that_it_cannot_train_in_time() -> None:
+def test_another_policy_samples_groups_again_that_it_cannot_train_in_time():
     schedule = Schedule(SchedulePolicy(lookahead=3, max_staleness=4), 1)
     schedule.admit(4)
     for ordinal in (3, 0, 1):
@@ -115,7 +112,7 @@ def test_another_policy_samples_groups_again_that_it_cannot_train_in_time() -> N
     assert stricter.admit(stricter.capacity).ordinals == (2,)
 
 
-def test_groups_above_the_cap_are_not_kept_where_late_ones_are_dropped() -> None:
+def test_groups_above_the_cap_are_not_kept_where_late_ones_are_dropped():
     groups = [OpenGroup(ordinal=i, version=version, oldest=version, newest=4) for i, version in ((0, 2), (1, 3))]
     state = ScheduleState(version=4, next_ordinal=2, groups=tuple(groups))
     for late in Late:
@@ -123,7 +120,7 @@ def test_groups_above_the_cap_are_not_kept_where_late_ones_are_dropped() -> None
         assert [group.ordinal for group in kept] == ([0, 1] if late is Late.MASK else [1])
 
 
-def test_groups_wait_for_the_version_that_sampled_them_first() -> None:
+def test_groups_wait_for_the_version_that_sampled_them_first():
     """Group 5, admitted again at version 3, comes after group 7, admitted at version 2."""
     leases = [Lease(step=step, groups=()) for step in (3, 4)]
     groups = (OpenGroup(ordinal=5, version=3), OpenGroup(ordinal=7, version=2))
@@ -135,7 +132,7 @@ def test_groups_wait_for_the_version_that_sampled_them_first() -> None:
     assert schedule.admit(schedule.capacity).ordinals == (5,)
 
 
-def test_a_second_kill_reads_the_log_of_both_runs() -> None:
+def test_a_second_kill_reads_the_log_of_both_runs():
     checkpoint, log = killed_run()
     schedule = Schedule(ASYNC, 2, state=recover(checkpoint, log))
     log += [schedule.resume(), schedule.lease((2, 4)), schedule.push(), schedule.admit(1), schedule.finish(7)]
@@ -156,13 +153,13 @@ def test_a_second_kill_reads_the_log_of_both_runs() -> None:
         (Leased(number=99, step=4, ordinals=(7,)), "event 99 .leased.: the batch of step 4 has unfinished groups"),
     ],
 )
-def test_a_log_that_does_not_continue_the_checkpoint(event: ScheduleEvent, reason: str) -> None:
+def test_a_log_that_does_not_continue_the_checkpoint(event, reason):
     checkpoint, log = killed_run()
     with pytest.raises(DataError, match=f"the log of the schedule does not continue the checkpoint: {reason}"):
         recover(checkpoint, [*log, event])
 
 
-def test_encoded_events() -> None:
+def test_encoded_events():
     _, log = killed_run()
     dropped = Pushed(number=1, version=2, dropped=(3, 4))
     assert [decode_event(encode_event(event)) for event in [*log, dropped]] == [*log, dropped]

@@ -1,7 +1,5 @@
 """The rules of a schedule, one at a time."""
 
-from __future__ import annotations
-
 import doctest
 from importlib import import_module
 
@@ -14,18 +12,18 @@ from megarl.schedule.schedule import Schedule
 MODULES = ("policy", "deadline_queue", "schedule", "staleness", "tail")
 
 
-def make(lookahead: int, max_staleness: int, *, late: Late = Late.WAIT, num_steps: int | None = None) -> Schedule:
+def make(lookahead, max_staleness, *, late=Late.WAIT, num_steps=None):
     policy = SchedulePolicy(lookahead=lookahead, max_staleness=max_staleness, late=late, update=Update.RETRACT)
     return Schedule(policy, 2, num_steps=num_steps)
 
 
-def finish_all(schedule: Schedule) -> None:
+def finish_all(schedule):
     for group in schedule.state().groups:
         if not group.is_finished:
             schedule.finish(group.ordinal)
 
 
-def train(schedule: Schedule) -> tuple[int, ...]:
+def train(schedule):
     batch = schedule.pick()
     assert batch is not None
     schedule.lease(batch)
@@ -34,13 +32,13 @@ def train(schedule: Schedule) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_examples_in_docstrings(module: str) -> None:
+def test_examples_in_docstrings(module):
     results = doctest.testmod(import_module(f"megarl.schedule.{module}"))
     assert results.attempted
     assert not results.failed
 
 
-def test_one_step_off_trains_in_order_and_drains() -> None:
+def test_one_step_off_trains_in_order_and_drains():
     policy = SchedulePolicy(lookahead=1, max_staleness=1, update=Update.DRAIN, in_order=True)
     schedule = Schedule(policy, 2, num_steps=3)
     assert schedule.num_to_prime == 2
@@ -65,7 +63,7 @@ def test_one_step_off_trains_in_order_and_drains() -> None:
 
 
 @pytest.mark.parametrize("is_short", [False, True])
-def test_a_leased_batch_counts_until_its_push_and_a_short_one_as_a_full_one(is_short: bool) -> None:
+def test_a_leased_batch_counts_until_its_push_and_a_short_one_as_a_full_one(is_short):
     schedule = make(1, 1)
     schedule.admit(4)
     finish_all(schedule)
@@ -81,7 +79,7 @@ def test_a_leased_batch_counts_until_its_push_and_a_short_one_as_a_full_one(is_s
     assert schedule.capacity == 2
 
 
-def test_finished_groups_that_wait_take_up_places_of_an_adapted_lookahead() -> None:
+def test_finished_groups_that_wait_take_up_places_of_an_adapted_lookahead():
     schedule = Schedule(SchedulePolicy(lookahead=2, max_staleness=2, adapt_lookahead=True), 2)
     schedule.admit(schedule.capacity)
     finish_all(schedule)
@@ -97,7 +95,7 @@ def test_finished_groups_that_wait_take_up_places_of_an_adapted_lookahead() -> N
     assert schedule.capacity == 2
 
 
-def test_a_step_waits_for_a_group_before_it_is_due() -> None:
+def test_a_step_waits_for_a_group_before_it_is_due():
     """Three groups of version 0 are left after step 1, and two places until their deadline."""
     schedule = make(2, 2)
     schedule.admit(6)
@@ -112,7 +110,7 @@ def test_a_step_waits_for_a_group_before_it_is_due() -> None:
     assert train(schedule) == (2, 5)
 
 
-def test_removed_groups_are_replaced() -> None:
+def test_removed_groups_are_replaced():
     schedule = make(0, 0)
     schedule.admit(2)
     schedule.finish(0)
@@ -127,7 +125,7 @@ def test_removed_groups_are_replaced() -> None:
     assert metrics == {"unfinished": 0, "finished": 0, "filtered": 1, "failed": 1, "dropped": 0}
 
 
-def test_masking_never_waits() -> None:
+def test_masking_never_waits():
     schedule = make(1, 1, late=Late.MASK)
     schedule.admit(4)
     for step in range(3):
@@ -143,7 +141,7 @@ def test_masking_never_waits() -> None:
     assert schedule.policy.oldest_version(schedule.step) == 2
 
 
-def test_dropped_groups_are_reported_and_replaced() -> None:
+def test_dropped_groups_are_reported_and_replaced():
     schedule = make(1, 1, late=Late.DROP)
     schedule.admit(4)
     schedule.finish(1)
@@ -159,7 +157,7 @@ def test_dropped_groups_are_reported_and_replaced() -> None:
     assert schedule.state().counts.dropped == 2
 
 
-def test_wrong_events_are_refused() -> None:
+def test_wrong_events_are_refused():
     schedule = make(1, 1)
     schedule.admit(4)
     schedule.finish(0)

@@ -1,7 +1,5 @@
 """Lookahead and cap that a tail needs, and the staleness of tokens."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.schedule.cases import Case
@@ -15,7 +13,7 @@ TOLERANCE = 0.02
 """How much longer than the bound steps may take with the recommended settings."""
 
 
-def test_needed_settings_and_warnings() -> None:
+def test_needed_settings_and_warnings():
     tail = TailStats.of([50.0, 100.0, 450.0], step_seconds=100, train_seconds=80)
     assert (tail.mean_steps, tail.max_steps, tail.train_steps) == (2.0, 4.5, 0.8)
     assert (tail.needed_lookahead, tail.needed_staleness) == (3, 5)
@@ -31,13 +29,13 @@ def test_needed_settings_and_warnings() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "step_seconds"), [([], 1.0), ([1.0], 0.0)])
-def test_a_tail_needs_groups_and_steps(seconds: list[float], step_seconds: float) -> None:
+def test_a_tail_needs_groups_and_steps(seconds, step_seconds):
     with pytest.raises(ValueError, match="a tail needs at least one group and steps longer than 0 s"):
         TailStats.of(seconds, step_seconds=step_seconds, train_seconds=1.0)
 
 
 @pytest.mark.parametrize("name", list(TAILS))
-def test_needed_settings_suffice_and_smaller_ones_do_not(name: str) -> None:
+def test_needed_settings_suffice_and_smaller_ones_do_not(name):
     """The tail is measured under `sync`, and the settings are used in an asynchronous run of the same groups."""
     workload = Workload(tail=TAILS[name], num_steps=100)
     sync = simulate(Case(policy=SchedulePolicy()), workload).group_seconds
@@ -50,11 +48,11 @@ def test_needed_settings_suffice_and_smaller_ones_do_not(name: str) -> None:
     assert step(SchedulePolicy(lookahead=policy.lookahead, max_staleness=staleness), workload) > 1.05
 
 
-def step(policy: SchedulePolicy, workload: Workload) -> float:
+def step(policy, workload):
     return simulate(Case(policy=policy), workload).report("", "").step_over_bound
 
 
-def test_token_staleness() -> None:
+def test_token_staleness():
     tokens = token_staleness(9, {8: 10, 4: 30, 6: 20, 3: 40}, max_staleness=4)
     assert dict(tokens.num_tokens) == {0: 10, 2: 20, 4: 30}
     assert (tokens.num_masked, tokens.masked_fraction, tokens.worst) == (40, 0.4, 4)

@@ -1,9 +1,6 @@
 """Helpers that run the stages without engines in SPMD fashion, and read what they write."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,13 +44,11 @@ def stage_tree(stage: str, data_dir: Path, run_dir: Path, **sections: Any) -> di
 
 
 def trainer(**keys: Any) -> dict[str, Any]:
-    """Return the `trainer` section, updated with `keys`."""
     optimizer = {"lr": 1e-2, "warmup_steps": 4}
     return {"steps": 8, "batch_size": 6, "eval_every": 2, "optimizer": optimizer} | keys
 
 
 def stage_config(stage: str, data_dir: Path, run_dir: Path, **sections: Any) -> StageConfig:
-    """Return the validated configuration of `stage_tree`."""
     return make_config(STAGES[stage], stage_tree(stage, data_dir, run_dir, **sections))
 
 
@@ -67,14 +62,7 @@ def join_world() -> Any:
     return SpmdWorld("cpu")
 
 
-def train(
-    ranks: Any,
-    stage: str,
-    config: StageConfig,
-    *,
-    resume: str | None = None,
-    at_step: tuple[int, Callable[[Any], None]] | None = None,
-) -> list[str]:
+def train(ranks: Any, stage: str, config: StageConfig, *, resume: str | None = None, at_step=None) -> list[str]:
     """Run the stage as `run_spmd_stage` does; return the messages of this rank.
 
     Args:
@@ -121,7 +109,6 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """Return the loss by step."""
     return {int(row["step"]): row["loss"] for row in metrics(run_dir) if "loss" in row}
 
 

@@ -1,7 +1,5 @@
 """Reward-model and DPO stages: preflight checks and the functions that need no ranks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -55,11 +53,11 @@ def problems(kind: type[StageConfig], tree: dict[str, Any], **sections: Any) -> 
 
 
 @pytest.mark.parametrize("kind", [RmConfig, DpoConfig])
-def test_valid_config_has_no_problems(kind: type[StageConfig], tree: dict[str, Any]) -> None:
+def test_valid_config_has_no_problems(kind, tree):
     assert problems(kind, tree) == []
 
 
-def test_bad_rows_of_both_files_and_a_small_batch_are_reported_together(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_bad_rows_of_both_files_and_a_small_batch_are_reported_together(tree, tmp_path):
     (tmp_path / "held.jsonl").write_text(json.dumps(PAIR | {"rejected": "2"}) + "\n")
     (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR | {"margin": "wide"}) + "\n")
     data = {"path": str(tmp_path / "pairs.jsonl"), "eval_path": str(tmp_path / "held.jsonl")}
@@ -71,14 +69,14 @@ def test_bad_rows_of_both_files_and_a_small_batch_are_reported_together(tree: di
     assert second.startswith(f"data.eval_path: {tmp_path}/held.jsonl:1: fields 'chosen'")
 
 
-def test_safety_labels_are_checked_only_for_cost_models(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_safety_labels_are_checked_only_for_cost_models(tree, tmp_path):
     (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR | {"chosen_safe": "yes", "rejected_safe": False}) + "\n")
     assert problems(RmConfig, tree) == []
     (problem,) = problems(RmConfig, tree, rm={"kind": "cost"})
     assert "'chosen_safe' (data.fields.chosen_safe) needs true or false, got 'yes'" in problem
 
 
-def test_reference_needs_the_same_vocabulary_and_a_valid_layout(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_reference_needs_the_same_vocabulary_and_a_valid_layout(tree, tmp_path):
     write_tiny_model(tmp_path / "other", ["1+1=211"], seed=0, vocab_size=300)
     reference = {"path": str(tmp_path / "other"), "parallel": {"tp": 3}}
     found = problems(DpoConfig, tree, dpo={"reference": reference}, placement={"slots_per_node": 3})
@@ -97,30 +95,28 @@ def test_reference_needs_the_same_vocabulary_and_a_valid_layout(tree: dict[str, 
         (DpoConfig, {"dpo": {"beta": 0}}, "dpo.beta: Input should be greater than 0, got 0"),
     ],
 )
-def test_invalid_values_are_rejected(
-    kind: type[StageConfig], sections: Any, message: str, tree: dict[str, Any]
-) -> None:
+def test_invalid_values_are_rejected(kind, sections, message, tree):
     with pytest.raises(ConfigError, match=message):
         make_config(kind, tree | sections)
 
 
-def test_reference_path_is_made_absolute(tree: dict[str, Any]) -> None:
+def test_reference_path_is_made_absolute(tree):
     config = with_absolute_paths(make_config(DpoConfig, tree | {"dpo": {"reference": {"path": "some/model"}}}))
     assert config.dpo.reference.path == str(Path.cwd() / "some/model")
 
 
-def test_tie_counts_as_half_a_pair() -> None:
+def test_tie_counts_as_half_a_pair():
     assert preference_accuracy([(1.0, 0.0), (0.0, 0.0), (0.0, 1.0), (2.0, 1.0)]) == 0.625
 
 
-def test_pair_scalars_mark_unsafe_answers() -> None:
+def test_pair_scalars_mark_unsafe_answers():
     pair = PreferencePair(chosen=answer(4), rejected=answer(5), margin=0.5)
     assert make_pair_scalars(pair) == ({"margins": 0.5}, {"margins": 0.5})
     chosen, rejected = make_pair_scalars(replace(pair, safe=(True, False)))
     assert (chosen, rejected) == ({"margins": 0.5, "signs": -1.0}, {"margins": 0.5, "signs": 1.0})
 
 
-def test_forward_requests_contain_every_answer_in_order() -> None:
+def test_forward_requests_contain_every_answer_in_order():
     model: Any = SimpleNamespace(group=SimpleNamespace(put=LocalPayload), grid=RankGrid(dp=2))
     answers = [answer(n) for n in range(10, 60)]
     chunks = list(iter_forward_requests(answers, model, max_tokens=20))
@@ -135,12 +131,12 @@ def test_forward_requests_contain_every_answer_in_order() -> None:
 
 
 @pytest.mark.parametrize(("steps", "used"), [(2, 6), (4, 10)])
-def test_select_rows_covers_all_rows_that_are_sampled(steps: int, used: int, tree: dict[str, Any]) -> None:
+def test_select_rows_covers_all_rows_that_are_sampled(steps, used, tree):
     config = make_config(DpoConfig, tree | {"trainer": {"steps": steps, "batch_size": 3}, "seed": 5})
     rows = select_rows(config, 10)
     assert len(rows) == used
     assert set(rows) >= set(PromptSampler(PromptOrder(10, 5, shuffle=True)).take(3 * steps))
 
 
-def test_answer_logprob_excludes_the_prompt() -> None:
+def test_answer_logprob_excludes_the_prompt():
     assert sum_answer_logprobs(answer(4), np.array([0, -1, -2, -4], np.float32)) == -6

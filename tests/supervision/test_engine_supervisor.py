@@ -1,91 +1,45 @@
 """Supervision of engines that die or hang, with a fake Ray and clock."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from ray.exceptions import RayError
 
 from megarl.config.recovery import RecoveryConfig
-from megarl.errors import LostEngineError, MegarlError, RestartLimitError, WeightSyncError, WorkerError
+from megarl.errors import LostEngineError, RestartLimitError, WeightSyncError, WorkerError
 from megarl.supervision import engine_supervisor, liveness_probe
 from megarl.supervision.engine_supervisor import KILL_WAIT_SECONDS, STOP_TIMEOUT_SECONDS, EngineSupervisor
 from megarl.supervision.restart_budget import RestartBudget
+from tests.fake_ray import FakeRay, Ref
 
 DIED = LostEngineError("the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of x.log:\nlast")
 
 
-@dataclass(eq=False)
-class Ref:
-    is_done: bool = False
-    value: Any = None
-
-
-class FakeClock:
-    now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
-@dataclass(eq=False)
 class FakeHandle:
     """Fake actor of an engine: answers pings and `stop` if `is_responsive`."""
 
-    is_responsive: bool = True
-    watch: Ref = field(default_factory=Ref)
-    pings: list[Ref] = field(default_factory=list)
-    was_killed: bool = False
+    was_killed = False
 
-    @property
-    def invoke(self):
-        return SimpleNamespace(remote=self._invoke)
-
-    @property
-    def stop(self):
-        return SimpleNamespace(remote=lambda: Ref(self.is_responsive))
+    def __init__(self, is_responsive=True):
+        self.is_responsive, self.watch, self.pings = is_responsive, Ref(), []
+        self.invoke = SimpleNamespace(remote=self._invoke)
+        self.stop = SimpleNamespace(remote=lambda: Ref(is_done=self.is_responsive))
 
     def _invoke(self, method):
         if method == "watch":
             return self.watch
         assert method == "ping"
-        self.pings.append(Ref(self.is_responsive))
+        self.pings.append(Ref(is_done=self.is_responsive))
         return self.pings[-1]
 
-
-class FakeRay:
-    """Fake Ray whose references are `Ref`s; waiting advances the clock."""
-
-    def __init__(self, clock):
-        self.clock = clock
-
-    def wait(self, refs, *, num_returns=1, timeout=None):
-        done = [ref for ref in refs if ref.is_done][:num_returns]
-        if len(done) < num_returns:
-            self.clock.now += timeout
-        return done, [ref for ref in refs if ref not in done]
-
-    def get(self, ref):
-        assert ref.is_done
-        if isinstance(ref.value, RayError):
-            raise ref.value
-        return ref.value
-
-    def kill(self, handle):
-        handle.was_killed = True
+    def die(self):
+        self.was_killed = True
 
 
 class FakeEngines:
     def __init__(self, count):
-        self.actors = [None] * count
-        self.other_nodes = []
-        self.starting = []
-        self.lost_nodes = set()
-        self.has_memory = True
+        self.actors, self.other_nodes, self.starting = [None] * count, [], []
+        self.lost_nodes, self.has_memory = set(), True
 
     def may_allocate(self):
         return self.has_memory
@@ -107,7 +61,7 @@ class FakeEngines:
 
 @dataclass
 class World:
-    clock: FakeClock
+    ray: FakeRay
     engines: FakeEngines
     supervisor: EngineSupervisor
     messages: list[str]
@@ -115,41 +69,35 @@ class World:
 
     def pass_time(self, seconds):
         for _ in range(round(seconds)):
-            self.clock.now += 1.0
+            self.ray.now += 1.0
             self.supervisor.poll()
 
 
 @pytest.fixture
 def make_world(monkeypatch):
     def make_world(count=2, is_up=True, **recovery):
-        clock, messages, resynced = FakeClock(), [], []
+        ray, messages, resynced = FakeRay(), [], []
         for module in (engine_supervisor, liveness_probe):
-            monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(engine_supervisor, "ray", FakeRay(clock))
-        config = SimpleNamespace(
-            recovery=RecoveryConfig(**recovery),
-            rollout=SimpleNamespace(engine=SimpleNamespace(start_timeout_seconds=300.0)),
-        )
+            monkeypatch.setattr(module, "time", ray)
+        monkeypatch.setattr(engine_supervisor, "ray", ray)
+        engine = SimpleNamespace(start_timeout_seconds=300.0)
+        config = SimpleNamespace(recovery=RecoveryConfig(**recovery), rollout=SimpleNamespace(engine=engine))
         engines = FakeEngines(count)
         supervisor = EngineSupervisor(engines, count, config, RestartBudget(config.recovery, messages.append))
         supervisor.resync = resynced.append
         supervisor.start()
         if is_up:
             for ref in engines.starting:
-                ref.is_done = True
+                ref.end()
             supervisor.wait_started()
             engines.starting.clear()
-        return World(clock, engines, supervisor, messages, resynced)
+        return World(ray, engines, supervisor, messages, resynced)
 
     return make_world
 
 
-def finish(ref, value: Any = None):
-    ref.is_done, ref.value = True, value
-
-
-def kill(handle, error: MegarlError = DIED):
-    finish(handle.watch, error)
+def kill(handle, error=DIED):
+    handle.watch.end(error)
 
 
 def test_dead_engine_is_restarted_and_receives_weights_before_it_serves(make_world):
@@ -184,8 +132,8 @@ def test_dead_engine_is_restarted_and_receives_weights_before_it_serves(make_wor
 def test_engine_killed_during_start_is_restarted(make_world):
     world = make_world(2, is_up=False)
     first, second = world.engines.starting
-    finish(second)
-    finish(first, LostEngineError("the engine did not start: scheduler died"))
+    second.end()
+    first.end(LostEngineError("the engine did not start: scheduler died"))
     world.supervisor.poll()
     assert world.supervisor.ready == [1]
     world.engines.starting[-1].is_done = True
@@ -199,7 +147,7 @@ def test_engine_killed_during_start_is_restarted(make_world):
 def test_first_start_that_fails_without_a_death_is_not_retried(make_world):
     world = make_world(1, is_up=False)
     (ref,) = world.engines.starting
-    finish(ref, WorkerError("the engine did not start: no such model"))
+    ref.end(WorkerError("the engine did not start: no such model"))
     with pytest.raises(WorkerError, match="no such model"):
         world.supervisor.wait_started()
     assert world.messages == []
@@ -250,10 +198,10 @@ def test_hung_engine_is_restarted_after_it_has_been_killed(make_world):
     assert world.messages[0].startswith(
         "engine 0 was lost (engine 0 has not answered a ping for 20 s (recovery.engine_s"
     )
-    lost_at = world.clock.now
+    lost_at = world.ray.now
     while not world.engines.starting:
         world.pass_time(1)
-    assert world.clock.now - lost_at >= KILL_WAIT_SECONDS - 3
+    assert world.ray.now - lost_at >= KILL_WAIT_SECONDS - 3
 
 
 def test_time_without_polling_does_not_count_as_hung(make_world):
@@ -261,7 +209,7 @@ def test_time_without_polling_does_not_count_as_hung(make_world):
     handle = world.engines.actors[0]
     handle.is_responsive = False
     world.pass_time(8)
-    world.clock.now += 1000  # the trainer works
+    world.ray.now += 1000  # the trainer works
     world.pass_time(2)
     assert (world.messages, len(handle.pings)) == ([], 1)
     handle.pings[0].is_done = handle.is_responsive = True
@@ -275,14 +223,14 @@ def test_failed_restarts_back_off_and_finally_abort(make_world):
     world.pass_time(1)
     failure = WorkerError("the engine did not start: out of memory")
     for wait, count in ((4, 2), (8, 3)):
-        finish(world.engines.starting[-1], failure)
+        world.engines.starting[-1].end(failure)
         world.supervisor.poll()
         assert world.messages[-1].endswith(f"; restarting it in {wait} s (restart {count} of 20)")
         world.pass_time(wait - 1)
         assert len(world.engines.starting) == count - 1
         world.pass_time(1)
         assert len(world.engines.starting) == count
-    finish(world.engines.starting[-1], failure)
+    world.engines.starting[-1].end(failure)
     with pytest.raises(WorkerError, match=r"engine 0 was lost 3 times for the same reason.*out of memory"):
         world.supervisor.poll()
 
@@ -296,9 +244,9 @@ def test_failed_push_is_attributed_to_an_engine_only_if_one_is_dead_or_hung(make
     assert world.supervisor.wait_ready() == [0, 2]
     assert world.resynced == []
     world.engines.actors[0].is_responsive = False
-    started_at = world.clock.now
+    started_at = world.ray.now
     assert world.supervisor.attribute_failure(WeightSyncError("nothing from rank 2 within 8 s"))
-    assert world.clock.now - started_at < 40
+    assert world.ray.now - started_at < 40
     assert world.supervisor.ready == [2]
 
 
@@ -308,18 +256,18 @@ def test_attribution_ends_once_every_engine_has_answered_one_ping(make_world):
     delays = {world.engines.actors[0]: 60} | dict.fromkeys(world.engines.actors[1::2], 5)
     for handle in delays:
         handle.is_responsive = False
-    started_at, wait = world.clock.now, engine_supervisor.ray.wait
+    started_at, wait = world.ray.now, engine_supervisor.ray.wait
 
     def delayed_wait(refs, **given):
-        assert world.clock.now - started_at < 500, "still waiting for answers"
+        assert world.ray.now - started_at < 500, "still waiting for answers"
         for handle, seconds in delays.items():
-            if world.clock.now - started_at > seconds and handle.pings and not handle.is_responsive:
+            if world.ray.now - started_at > seconds and handle.pings and not handle.is_responsive:
                 handle.pings[-1].is_done = handle.is_responsive = True
         return wait(refs, **given)
 
     engine_supervisor.ray.wait = delayed_wait
     assert not world.supervisor.attribute_failure(WeightSyncError("nothing from rank 2 within 8 s"))
-    assert 60 < world.clock.now - started_at < 120
+    assert 60 < world.ray.now - started_at < 120
 
 
 def test_wait_ready_blocks_until_an_engine_has_restarted(make_world):
@@ -365,13 +313,13 @@ def test_engine_of_a_lost_node_is_not_restarted(make_world):
 def test_processes_of_an_engine_on_all_its_nodes_are_stopped_before_it_is_restarted(make_world, is_responsive):
     world = make_world(1, backoff_seconds=0.1)
     engine, node = world.engines.actors[0], FakeHandle(is_responsive)
-    world.engines.other_nodes, lost_at = [node], world.clock.now
+    world.engines.other_nodes, lost_at = [node], world.ray.now
     kill(engine)
     world.supervisor.poll()
-    assert world.clock.now == lost_at  # the controller's thread does not wait for a process that does not answer
+    assert world.ray.now == lost_at  # the controller's thread does not wait for a process that does not answer
     assert (engine.was_killed, node.was_killed) == (is_responsive, is_responsive)
     world.pass_time(STOP_TIMEOUT_SECONDS)
     assert (engine.was_killed, node.was_killed) == (True, True)
     while not world.engines.starting:
         world.pass_time(1)
-    assert (world.clock.now - lost_at >= KILL_WAIT_SECONDS) != is_responsive
+    assert (world.ray.now - lost_at >= KILL_WAIT_SECONDS) != is_responsive

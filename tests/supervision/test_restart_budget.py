@@ -1,7 +1,7 @@
 import pytest
 
 from megarl.config.recovery import RecoveryConfig
-from megarl.errors import MegarlError, WeightSyncError, WorkerError
+from megarl.errors import WeightSyncError, WorkerError
 from megarl.supervision.restart_budget import RestartBudget
 
 
@@ -61,7 +61,7 @@ def test_restarts_of_an_earlier_process_count():
 
 
 def test_cause_is_raised_unchanged_if_restarts_are_disabled():
-    cause: MegarlError = WeightSyncError("round 3: late")
+    cause = WeightSyncError("round 3: late")
     with pytest.raises(WeightSyncError) as error:
         make_budget(max_restarts=0).spend("engine", cause, 1)
     assert error.value is cause

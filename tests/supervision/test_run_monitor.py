@@ -1,26 +1,118 @@
-"""Which processes' stacks are collected, and the timeout of a run's start."""
+"""Phase timeouts, with a fake Ray (tests/workers/test_group.py has real processes), and the monitor of a run."""
 
-from __future__ import annotations
-
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from megarl.errors import WorkerError
+from megarl.errors import HungWorkerError, WorkerError
 from megarl.supervision import run_monitor
-from megarl.supervision.phase_watchdog import STACKS_FOLDER
+from megarl.supervision.phase_watchdog import STACKS_FOLDER, PhaseWatchdog
 from megarl.supervision.run_monitor import RunMonitor
+from megarl.workers import failures
 from megarl.workers.failures import run_abort_check
 from tests.run.finished_groups import run_config
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
+
+
+class FakeRay:
+    """A fake Ray whose references are ready as `is_ready` says."""
+
+    def __init__(self, patch, is_ready):
+        self._is_ready, self.num_waits = is_ready, 0
+        patch.setattr(failures, "ray", self)
+        patch.setattr(failures, "POLL_SECONDS", 0.005)
+
+    def wait(self, refs, *, num_returns, timeout):
+        self.num_waits += 1
+        done = [ref for ref in refs if self._is_ready(ref)][:num_returns]
+        if not done:
+            time.sleep(0.005)
+        return done, [ref for ref in refs if ref not in done]
+
+    def get(self, refs):
+        return refs
+
+
+def wait_all(*ranks, timeout=None):
+    return failures.wait_all(ranks, what="train", names={name: f"rank {name}" for name in ranks}, timeout=timeout)
+
+
+def test_late_phase_fails_with_rank_names_once_the_stacks_are_on_disk(monkeypatch, tmp_path):
+    """Recovery from the failure may end the processes whose stacks are collected."""
+    messages = []
+    ray = FakeRay(monkeypatch, lambda ref: ref in "02")
+
+    def collect():
+        before = ray.num_waits
+        assert wait_until(lambda: ray.num_waits > before + 3), "the phase has failed before"
+        return "the workers' stacks"
+
+    watchdog = PhaseWatchdog(0.1, messages.append, collect, tmp_path)
+    file = tmp_path / "stacks" / "step-000012-train.txt"
+    with pytest.raises(HungWorkerError) as error, watchdog.phase(12, "train"):
+        wait_all("0", "1", "2", "3")
+    what = "train of step 12 took longer than 0.1 s"
+    assert str(error.value) == f"{what}; no answer from rank 1, rank 3; stacks: {file}"
+    text = file.read_text()
+    assert text.startswith(f"{what}; no answer from rank 1, rank 3\n")
+    assert "the workers' stacks" in text
+    assert ", in wait_all" in text, "the controller's own stack is missing"
+    assert [line.split(";")[0] for line in messages] == [what] * 2
+
+
+@pytest.mark.parametrize("seconds", [None, UNREACHED_SECONDS])
+def test_phases_within_the_timeout_are_not_affected(seconds, monkeypatch, tmp_path):
+    messages = []
+    watchdog = PhaseWatchdog(seconds, messages.append, lambda: "", tmp_path)
+    FakeRay(monkeypatch, lambda ref: ref != "late")
+    for _ in range(3):
+        with watchdog.phase(1, "train"):
+            assert wait_all("0", "1") == ["0", "1"]
+    assert wait_until(lambda: "phase watchdog" not in {thread.name for thread in threading.enumerate()})
+    assert messages == []
+    late = pytest.raises(WorkerError, match=r"^train: no answer within 0\.1 s from rank late$")
+    with late:
+        wait_all("0", "late", timeout=0.1)
+    with late, watchdog.phase(1, "train"):  # the shorter time limit applies first
+        wait_all("late", timeout=0.1)
+
+
+def test_phase_fails_even_if_stacks_cannot_be_collected_or_written(monkeypatch, tmp_path):
+    def fail():
+        raise WorkerError("no node answers")
+
+    FakeRay(monkeypatch, lambda ref: False)
+    with pytest.raises(WorkerError, match="stacks: "), PhaseWatchdog(0.1, print, fail, tmp_path).phase(1, "train"):
+        wait_all("0")
+    text = (tmp_path / "stacks/step-000001-train.txt").read_text()
+    assert "could not collect the stacks of workers: WorkerError: no node answers" in text
+    (tmp_path / "file").write_text("")
+    watchdog = PhaseWatchdog(0.1, print, lambda: "", tmp_path / "file")
+    message = "no answer from rank 0; stacks could not be written: "
+    with pytest.raises(WorkerError, match=message), watchdog.phase(1, "train"):
+        wait_all("0")
+
+
+def test_outer_phase_can_fail_after_an_inner_phase_has_ended(monkeypatch, tmp_path):
+    messages = []
+    outer = PhaseWatchdog(0.1, messages.append, lambda: "", tmp_path)
+    inner = PhaseWatchdog(UNREACHED_SECONDS, print, lambda: "", tmp_path)
+    FakeRay(monkeypatch, lambda ref: ref == "0" and len(messages) == 2)  # ready once the outer phase is too late
+
+    def step():
+        with inner.phase(1, "train"):
+            assert wait_all("0") == ["0"]
+        wait_all("1")
+
+    message = r"^step of step 1 took longer than 0\.1 s; no answer from rank 1;"
+    with pytest.raises(WorkerError, match=message), outer.phase(1, "step"):
+        step()
 
 
 @pytest.fixture
-def monitor(tmp_path: Path) -> Iterator[RunMonitor]:
+def monitor(tmp_path):
     config = run_config(
         {"type": "grpo"},
         run_dir=str(tmp_path),
@@ -33,10 +125,10 @@ def monitor(tmp_path: Path) -> Iterator[RunMonitor]:
     monitor_instance.close(None)
 
 
-def test_stacks_are_collected_from_replaced_processes(monitor: RunMonitor, monkeypatch: pytest.MonkeyPatch) -> None:
-    queried: list[str] = []
+def test_stacks_are_collected_from_replaced_processes(monitor, monkeypatch):
+    queried = []
 
-    def query(actors: Mapping[str, str], timeout: float) -> dict[str, str]:
+    def query(actors, timeout):
         queried.extend(actors.values())
         if "starts" in actors.values():
             raise WorkerError("no answer")
@@ -45,7 +137,7 @@ def test_stacks_are_collected_from_replaced_processes(monitor: RunMonitor, monke
     monkeypatch.setattr(run_monitor, "query_processes", query)
     monkeypatch.setattr(run_monitor, "collect_stacks", lambda processes: str(sorted(processes.items())))
     engines = {"engine 0": "first", "engine 1": "second"}
-    trainer: Any = SimpleNamespace(processes=lambda: {"trainer rank 0": SimpleNamespace(host="n")})
+    trainer = SimpleNamespace(processes=lambda: {"trainer rank 0": SimpleNamespace(host="n")})
     monitor.watch(trainer, lambda: engines)
     trainer_info = str(next(iter(trainer.processes().items())))
     assert monitor._stacks() == f"[('engine 0', 'info of first'), ('engine 1', 'info of second'), {trainer_info}]"
@@ -54,18 +146,17 @@ def test_stacks_are_collected_from_replaced_processes(monitor: RunMonitor, monke
     assert queried == ["first", "second", "starts", "third", "starts"]
 
 
-def test_hung_start_fails_after_start_timeouts_plus_phase_timeout(monitor: RunMonitor, tmp_path: Path) -> None:
+def test_hung_start_fails_after_start_timeouts_plus_phase_timeout(monitor, tmp_path):
     started_at = time.monotonic()
 
-    def start() -> None:
+    def start():
         with monitor.start(13):
             while time.monotonic() < started_at + HANG_SECONDS:
                 run_abort_check(["rank 1"])
                 time.sleep(0.01)
 
-    with pytest.raises(
-        WorkerError, match=r"^start of step 13 took longer than 0\.4 s; no answer from rank 1; stacks: "
-    ):
+    message = r"^start of step 13 took longer than 0\.4 s; no answer from rank 1; stacks: "
+    with pytest.raises(WorkerError, match=message):
         start()
     assert time.monotonic() - started_at >= 0.4
     assert (tmp_path / STACKS_FOLDER / "step-000013-start.txt").exists()

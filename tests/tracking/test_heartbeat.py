@@ -1,7 +1,5 @@
 """The heartbeat file."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -37,7 +35,7 @@ def writers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
-def test_file_has_the_state_of_the_run(path: Path) -> None:
+def test_file_has_the_state_of_the_run(path):
     messages: list[str] = []
     began = datetime.now(UTC)
     heartbeat = Heartbeat(path, steps=40, notify=messages.append, interval_seconds=UNREACHED_SECONDS)
@@ -66,7 +64,7 @@ def test_file_has_the_state_of_the_run(path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["heartbeat.json"]
 
 
-def test_file_is_rewritten_while_nothing_changes(path: Path) -> None:
+def test_file_is_rewritten_while_nothing_changes(path):
     heartbeat = Heartbeat(path, steps=1, notify=print, interval_seconds=OFTEN)
     assert wait_until(path.exists)
     before = read(path)
@@ -76,7 +74,7 @@ def test_file_is_rewritten_while_nothing_changes(path: Path) -> None:
     assert writers() == []
 
 
-def test_writes_are_rate_limited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_are_rate_limited(path, monkeypatch):
     monkeypatch.setattr(module, "MIN_INTERVAL_SECONDS", UNREACHED_SECONDS)
     writes: list[int] = []
     heartbeat = Heartbeat(
@@ -89,10 +87,10 @@ def test_writes_are_rate_limited(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (len(writes), read(path)["step"]) == (2, 499)
 
 
-def test_a_run_that_lost_its_folder_writes_no_heartbeat(path: Path) -> None:
+def test_a_run_that_lost_its_folder_writes_no_heartbeat(path):
     lost, messages = threading.Event(), list[str]()
 
-    def require_lock() -> None:
+    def require_lock():
         if lost.is_set():
             raise LostLockError("run_dir no longer belongs to this run")
 
@@ -106,7 +104,7 @@ def test_a_run_that_lost_its_folder_writes_no_heartbeat(path: Path) -> None:
     assert (path.read_text(), messages) == ("of the other run", [])
 
 
-def test_write_failure_is_reported_once(path: Path) -> None:
+def test_write_failure_is_reported_once(path):
     path.parent.write_text("not a folder")
     attempts: list[int] = []
     messages: list[str] = []

@@ -1,7 +1,5 @@
 """Timing of phases."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 
@@ -14,8 +12,7 @@ from tests.virtual_time import run_in_virtual_time
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self) -> float:
         return self.now
@@ -26,7 +23,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_seconds_accumulate_and_own_time_excludes_waiting(clock: Clock) -> None:
+def test_seconds_accumulate_and_own_time_excludes_waiting(clock):
     timer = PhaseTimer(clock)
     timer.start_step()
     for _ in range(2):
@@ -49,7 +46,7 @@ def test_seconds_accumulate_and_own_time_excludes_waiting(clock: Clock) -> None:
     assert timer.totals == pytest.approx({"rollout": 6.0, "advantages": 1.0})
 
 
-def test_phase_over_several_steps_is_split_between_them(clock: Clock) -> None:
+def test_phase_over_several_steps_is_split_between_them(clock):
     timer = PhaseTimer(clock)
     timer.start_step()
     with timer.phase("rollout", waiting=True):
@@ -64,7 +61,7 @@ def test_phase_over_several_steps_is_split_between_them(clock: Clock) -> None:
     assert timer.totals == {"rollout": 8.0}
 
 
-def test_phases_outside_steps_count_only_in_totals(clock: Clock) -> None:
+def test_phases_outside_steps_count_only_in_totals(clock):
     timer = PhaseTimer(clock)
     with timer.phase("evaluation", waiting=True):
         clock.now += 7.0
@@ -76,11 +73,11 @@ def test_phases_outside_steps_count_only_in_totals(clock: Clock) -> None:
         timer.take()
 
 
-def test_phase_that_raises_is_measured(clock: Clock) -> None:
+def test_phase_that_raises_is_measured(clock):
     timer = PhaseTimer(clock)
     timer.start_step()
 
-    def fail() -> None:
+    def fail():
         clock.now += 1.0
         raise KeyError
 
@@ -94,7 +91,7 @@ def test_phase_that_raises_is_measured(clock: Clock) -> None:
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.booleans()), max_size=6),
     st.lists(st.integers(1, 40), max_size=4),
 )
-def test_own_time_is_step_time_minus_union_of_waiting(spans: list[tuple[int, int, bool]], cuts: list[int]) -> None:
+def test_own_time_is_step_time_minus_union_of_waiting(spans, cuts):
     clock = Clock()
     timer = PhaseTimer(clock)
     clock.now = 0.0
@@ -128,11 +125,11 @@ def test_own_time_is_step_time_minus_union_of_waiting(spans: list[tuple[int, int
     assert timer.totals.get("x", 0.0) == pytest.approx(sum(n for _, n, _ in spans))
 
 
-def test_phases_of_concurrent_tasks_overlap() -> None:
-    async def both() -> dict[str, float]:
+def test_phases_of_concurrent_tasks_overlap():
+    async def both():
         timer = PhaseTimer(asyncio.get_running_loop().time)
 
-        async def wait(name: str) -> None:
+        async def wait(name):
             with timer.phase(name, waiting=True):
                 await asyncio.sleep(3)
 

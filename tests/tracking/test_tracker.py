@@ -1,6 +1,4 @@
-"""Metrics in all sinks."""
-
-from __future__ import annotations
+"""Metrics in all sinks, and the rollout log."""
 
 import itertools
 import json
@@ -12,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
+from megarl.batch.trajectory import Trajectory
 from megarl.config.tracking import TrackingConfig
 from megarl.errors import ConfigError, DataError
+from megarl.tracking.rollout_log import write_rollouts
 from megarl.tracking.tracker import ResumedMetrics, Tracker
 
 
@@ -32,7 +33,7 @@ def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_jsonl_and_tensorboard_hold_the_same_metrics(tmp_path: Path) -> None:
+def test_jsonl_and_tensorboard_hold_the_same_metrics(tmp_path):
     run = tmp_path / "new" / "run"
     with Tracker(TrackingConfig(), run) as tracker:
         tracker.log({"reward/mean": 0.25, "loss": np.float32(2.0)}, step=1)
@@ -43,19 +44,19 @@ def test_jsonl_and_tensorboard_hold_the_same_metrics(tmp_path: Path) -> None:
     assert read_scalars(run) == {"reward/mean": [(1, 0.25), (2, 0.5)], "loss": [(1, 2.0)]}
 
 
-def test_json_stays_valid_with_numbers_that_are_not_finite(tmp_path: Path) -> None:
+def test_json_stays_valid_with_numbers_that_are_not_finite(tmp_path):
     with Tracker(TrackingConfig(), tmp_path) as tracker:
         tracker.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}, step=1)
     text = (tmp_path / "metrics.jsonl").read_text()
 
-    def refuse(name: str) -> Any:
+    def refuse(name):
         raise AssertionError(f"{name} is not JSON")
 
     assert json.loads(text, parse_constant=refuse) == {"step": 1, "a": None, "b": None, "c": None, "d": 1.0}
     assert math.isnan(read_scalars(tmp_path)["a"][0][1])
 
 
-def test_metrics_after_the_resumed_step_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_after_the_resumed_step_are_dropped(tmp_path, monkeypatch):
     # TensorBoard orders event files by their names, which have the second in which they were created
     seconds = types.SimpleNamespace(time=itertools.count(2 * 10**9).__next__)
     monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", seconds)
@@ -70,25 +71,25 @@ def test_metrics_after_the_resumed_step_are_dropped(tmp_path: Path, monkeypatch:
     assert read_scalars(tmp_path) == {"a": [(1, 1.0), (2, 20.0)]}
 
 
-def test_nothing_is_written_if_no_sink_is_configured(tmp_path: Path) -> None:
+def test_nothing_is_written_if_no_sink_is_configured(tmp_path):
     with Tracker(TrackingConfig(tensorboard=False, jsonl=False), tmp_path) as tracker:
         tracker.log({"a": 1.0}, step=1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wandb_gets_project_name_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_project_name_and_metrics(tmp_path, monkeypatch):
     calls: list[Any] = []
 
     class Run:
         id = "abc"
 
-        def log(self, metrics: dict[str, float], step: int) -> None:
+        def log(self, metrics, step):
             calls.append((metrics, step))
 
-        def finish(self) -> None:
+        def finish(self):
             calls.append("finish")
 
-    def init(**kwargs: Any) -> Run:
+    def init(**kwargs):
         calls.append(kwargs)
         return Run()
 
@@ -105,7 +106,7 @@ def test_wandb_gets_project_name_and_metrics(tmp_path: Path, monkeypatch: pytest
     assert calls == [init_arguments | {"id": "abc", "resume": "allow"}, "finish"]
 
 
-def test_wandb_without_the_package_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_without_the_package_is_a_configuration_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = TrackingConfig.model_validate({"wandb": {"project": "p"}})
     with pytest.raises(ConfigError, match=r"tracking\.wandb needs the wandb package"):
@@ -113,7 +114,7 @@ def test_wandb_without_the_package_is_a_configuration_error(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tracking_loads_neither_torch_nor_tensorflow() -> None:
+def test_tracking_loads_neither_torch_nor_tensorflow():
     code = (
         "import sys, megarl.tracking.tracker, megarl.tracking.rollout_log, megarl.tracking.progress\n"
         "assert not {'torch', 'tensorflow', 'ray'} & set(sys.modules)"
@@ -121,7 +122,7 @@ def test_tracking_loads_neither_torch_nor_tensorflow() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_truncated_file_keeps_only_complete_lines(tmp_path: Path) -> None:
+def test_truncated_file_keeps_only_complete_lines(tmp_path):
     file = tmp_path / "metrics.jsonl"
     for torn, left in (('{"step": 1}\n{"step": 2}\n{"st', 2), ('{"st', 0), ('{"step": 1}\n', 1), ("", 0)):
         file.write_text(torn)
@@ -130,9 +131,85 @@ def test_truncated_file_keeps_only_complete_lines(tmp_path: Path) -> None:
         assert [line["step"] for line in read_lines(tmp_path)] == [*range(1, left + 1), 5]
 
 
-def test_full_disk_is_a_data_error(tmp_path: Path) -> None:
+def test_full_disk_is_a_data_error(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     tracker = Tracker(TrackingConfig(tensorboard=False), tmp_path)
     with pytest.raises(DataError, match=r"^the metrics of step 1 cannot be written to .*: .* No space left on device$"):
         tracker.log({"a": 1.0}, step=1)
     assert tracker.num_bytes == 0
+
+
+def decode(token_ids: list[int]) -> str:
+    return "".join(map(chr, token_ids))
+
+
+def trajectory(prompt: str, spans: list[tuple[str, int]], **fields: object) -> Trajectory:
+    """Return a trajectory; `spans`: texts after the prompt with their policy versions (-1: tool output)."""
+    text = prompt + "".join(t for t, _ in spans)
+    versions = [-1] * len(prompt) + [v for t, v in spans for _ in t]
+    return Trajectory(
+        prompt_id="train.jsonl:3",
+        token_ids=np.array([ord(c) for c in text], dtype=np.int32),
+        loss_mask=np.array(versions) >= 0,
+        logprobs=np.array([0.0 if v < 0 else -0.5 for v in versions], dtype=np.float32),
+        policy_versions=np.array(versions, dtype=np.int32),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def test_rows_hold_the_trajectories(tmp_path):
+    rows = [
+        trajectory(
+            "Q?", [("ab", 4), ("[tool]", -1), ("c", 6)], group_id=0, rewards={"acc": 1.0, "fmt": 0.5}, reward=1.5
+        ),
+        trajectory("Why?", [("no", 5)], group_id=1, finish_reason="length"),
+        trajectory("Mute", [], group_id=2),
+        trajectory("Odd", [("!", 5)], group_id=2, rewards={"acc": 1.0}, reward_errors={"fmt": "took too long"}),
+    ]
+    path = tmp_path / "rollouts" / "step_7.parquet"
+    write_rollouts(path, rows, [0.7, -0.7, np.float32(np.nan), None], step=7, decode=decode)
+    first, second, third, dropped = pq.read_table(path).to_pylist()
+    assert first == {
+        "step": 7,
+        "prompt_id": "train.jsonl:3",
+        "group_id": 0,
+        "prompt": "Q?",
+        "response": "ab[tool]c",
+        "reward": 1.5,
+        "rewards": [("acc", 1.0), ("fmt", 0.5)],
+        "reward_errors": [],
+        "advantage": pytest.approx(0.7),
+        "policy_version_min": 4,
+        "policy_version_max": 6,
+        "num_tokens": 11,
+        "finish_reason": "stop",
+        "segment": 0,
+        "token_ids": [ord(c) for c in "Q?ab[tool]c"],
+        "loss_mask": [False] * 2 + [True] * 2 + [False] * 6 + [True],
+        "logprobs": [0.0] * 2 + [-0.5] * 2 + [0.0] * 6 + [-0.5],
+    }
+    assert (second["group_id"], second["finish_reason"], second["rewards"]) == (1, "length", [])
+    assert (third["prompt"], third["response"], third["policy_version_min"]) == ("Mute", "", None)
+    assert (dropped["reward"], dropped["advantage"], dropped["rewards"]) == (None, None, [("acc", 1.0)])
+    assert dropped["reward_errors"] == [("fmt", "took too long")]
+
+
+def test_file_is_written_atomically(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_rollouts(path, [trajectory("Q", [("a", 0)], group_id=0)], [1.0], step=1, decode=decode)
+    before = path.read_bytes()
+
+    def fails(token_ids):
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        write_rollouts(path, [trajectory("Q", [("b", 0)], group_id=0)], [1.0], step=2, decode=fails)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
+    with pytest.raises(AssertionError, match=r"1 trajectories, 2 advantages"):
+        write_rollouts(path, [trajectory("Q", [], group_id=0)], [1.0, 2.0], step=2, decode=decode)
+
+
+def test_no_trajectories_give_an_empty_table(tmp_path):
+    write_rollouts(tmp_path / "a.parquet", [], [], step=1, decode=decode)
+    assert pq.read_table(tmp_path / "a.parquet").num_rows == 0

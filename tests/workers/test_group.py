@@ -1,7 +1,5 @@
 """Worker groups and worker hosts, with minimal workers."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -10,13 +8,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -25,15 +20,7 @@ import ray
 from ray.util import remove_placement_group
 
 from megarl.config.placement import PlacementConfig
-from megarl.errors import (
-    HungWorkerError,
-    LostRankError,
-    LostWorkerError,
-    MegarlError,
-    RewardError,
-    WeightSyncError,
-    WorkerError,
-)
+from megarl.errors import HungWorkerError, LostRankError, LostWorkerError, RewardError, WeightSyncError, WorkerError
 from megarl.placement.pool import Slot, SlotPool, reserve
 from megarl.placement.rank_grid import RankGrid
 from megarl.supervision.phase_watchdog import PhaseWatchdog
@@ -44,7 +31,6 @@ from megarl.workers.group import WorkerGroup, WorkerProcesses
 from megarl.workers.master_port import join_world
 from megarl.workers.payload import (
     LocalPayload,
-    Payload,
     StoredItem,
     StoredPayload,
     as_arguments,
@@ -59,11 +45,15 @@ from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-EACH: Dispatch[Any, Any] = Dispatch(lambda argument, grid: [argument] * grid.size, lambda results, _: list(results))
-
-EQUAL_WORK: Dispatch[Any, Any] = replace(BROADCAST, equal_work=True)
-
-PER_RANK: Dispatch[Any, Any] = replace(EACH, distribute=lambda argument, grid: [argument + r for r in range(grid.size)])
+EACH = Dispatch(lambda argument, grid: [argument] * grid.size, lambda results, _: list(results))
+EQUAL_WORK = replace(BROADCAST, equal_work=True)
+PER_RANK = replace(EACH, distribute=lambda argument, grid: [argument + r for r in range(grid.size)])
+ERRORS = {
+    "ValueError": ValueError("of no use"),
+    "RewardError": RewardError("a reward of nothing"),
+    "LostRankError": LostRankError("lost the connection"),
+    "WeightSyncError": WeightSyncError("the boxes are wrong"),
+}
 
 
 class Worker:
@@ -71,27 +61,21 @@ class Worker:
 
     busy_seconds = 0.0
 
-    def __init__(self, greeting: str, released: Path | None = None) -> None:
+    def __init__(self, greeting, released=None):
         self.greeting, self.rank, self.released = greeting, int(os.environ["RANK"]), released
 
-    def where(self, _: Any) -> Any:
+    def where(self, _):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FLAG")
         return self.greeting, *(os.environ[name] for name in names)
 
-    def fail(self, how: tuple[str, str]) -> int:
+    def fail(self, how):
         """Fail on each rank in the given way; a rank that stalls waits as in a collective."""
         match how[self.rank]:
             case "stall":
                 assert self.released is not None
                 wait_until(self.released.exists, UNREACHED_SECONDS)
-            case "ValueError":
-                raise ValueError("of no use")
-            case "RewardError":
-                raise RewardError("a reward of nothing")
-            case "LostRankError":
-                raise LostRankError("lost the connection")
-            case "WeightSyncError":
-                raise WeightSyncError("the boxes are wrong")
+            case name if name in ERRORS:
+                raise ERRORS[name]
             case "DistBackendError":
                 import torch.distributed as dist
 
@@ -101,7 +85,7 @@ class Worker:
                 os.kill(os.getpid(), signal.SIGKILL)
         return self.rank
 
-    def meet(self, seconds: tuple[float, float]) -> None:
+    def meet(self, seconds):
         """Count as busy for `seconds` of the rank."""
         self.busy_seconds += seconds[self.rank]
 
@@ -109,25 +93,25 @@ class Worker:
 class Opposite:
     """A second worker in the same processes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.rank = int(os.environ["RANK"])
 
-    def number(self, scale: int) -> np.ndarray:
+    def number(self, scale):
         if scale < 0 and self.rank == 1:
             raise ValueError("below zero")
         return np.full(100_000, scale * (self.rank + 1))
 
-    def add_up(self, payload: Payload[tuple[np.ndarray, ...]]) -> int:
+    def add_up(self, payload):
         return sum(int(part.sum()) for part in payload.fetch())
 
 
 class Member:
     """A worker that joins torch.distributed's world."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         join_world("gloo", timedelta(seconds=HANG_SECONDS))
 
-    def add_ranks(self, _: Any) -> int:
+    def add_ranks(self, _):
         import torch
         import torch.distributed as dist
 
@@ -137,7 +121,7 @@ class Member:
 
 
 @contextmanager
-def start_processes() -> Iterator[WorkerProcesses]:
+def start_processes():
     pool = reserve(PlacementConfig(slots_per_node=2, start_timeout_seconds=HANG_SECONDS))
     processes = WorkerProcesses("worker", pool, {"FLAG": "flag"})
     yield processes
@@ -146,7 +130,7 @@ def start_processes() -> Iterator[WorkerProcesses]:
 
 
 @pytest.fixture(scope="module")
-def processes(cluster: None) -> Iterator[WorkerProcesses]:
+def processes(cluster):
     """Two processes for all tests that leave them idle."""
     with start_processes() as processes:
         yield processes
@@ -155,47 +139,45 @@ def processes(cluster: None) -> Iterator[WorkerProcesses]:
 group_numbers = count()
 
 
-def start(processes: WorkerProcesses, factory: Callable[..., Any], *arguments: Any, **grid: int) -> WorkerGroup[Any]:
+def start(processes, factory, *arguments, **grid):
     """Start a group with a new name, data-parallel by default."""
-    group: WorkerGroup[Any] = WorkerGroup(f"group{next(group_numbers)}", processes, RankGrid(**(grid or {"dp": 2})))
+    group = WorkerGroup(f"group{next(group_numbers)}", processes, RankGrid(**(grid or {"dp": 2})))
     group.start(factory, arguments).result(HANG_SECONDS)
     return group
 
 
 @contextmanager
-def stalling_group(processes: WorkerProcesses, folder: Path) -> Iterator[WorkerGroup[Worker]]:
+def stalling_group(processes, folder):
     """Start workers that may stall until the end of the block."""
-    group: WorkerGroup[Worker] = WorkerGroup(f"workers{next(group_numbers)}", processes, RankGrid(dp=2))
-    group.start(Worker, ("hello", folder / "released")).result(HANG_SECONDS)
     try:
-        yield group
+        yield start(processes, Worker, "hello", folder / "released")
     finally:
         (folder / "released").touch()
 
 
 @pytest.fixture
-def group(processes: WorkerProcesses, tmp_path: Path) -> Iterator[WorkerGroup[Worker]]:
+def group(processes, tmp_path):
     with stalling_group(processes, tmp_path) as group:
         yield group
 
 
 @pytest.fixture
-def mortal(tmp_path: Path) -> Iterator[tuple[WorkerProcesses, WorkerGroup[Worker]]]:
+def mortal(tmp_path):
     """Processes of this test only, which may be killed."""
     with start_processes() as processes, stalling_group(processes, tmp_path) as group:
         yield processes, group
 
 
 @pytest.fixture
-def others(processes: WorkerProcesses) -> WorkerGroup[Opposite]:
+def others(processes):
     return start(processes, Opposite)
 
 
-def firsts(parts: Any) -> list[int]:
+def firsts(parts):
     return [part[0] for part in parts]
 
 
-def test_every_rank_has_its_distributed_variables(group: WorkerGroup[Worker]) -> None:
+def test_every_rank_has_its_distributed_variables(group):
     first, second = group.call(Worker.where, None, dispatch=EACH)
     greeting, rank, world, local, address, port, flag = first
     assert (greeting, rank, world, local, flag) == ("hello", "0", "2", "0", "flag")
@@ -204,7 +186,7 @@ def test_every_rank_has_its_distributed_variables(group: WorkerGroup[Worker]) ->
     assert group.call(Worker.where, None, dispatch=BROADCAST) == first
 
 
-def test_master_port_is_held_until_the_ranks_use_it(processes: WorkerProcesses) -> None:
+def test_master_port_is_held_until_the_ranks_use_it(processes):
     port = int(processes.rank_variables()[0]["MASTER_PORT"])
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("", port))
@@ -212,9 +194,7 @@ def test_master_port_is_held_until_the_ranks_use_it(processes: WorkerProcesses) 
     assert processes.rank_variables()[0]["MASTER_PORT"] == str(port)
 
 
-def test_roles_share_processes_and_pass_remote_results(
-    group: WorkerGroup[Worker], others: WorkerGroup[Opposite], processes: WorkerProcesses
-) -> None:
+def test_roles_share_processes_and_pass_remote_results(group, others, processes):
     (_, *variables), _ = group.call(Worker.where, None, dispatch=EACH)
     again = start(processes, Worker, "goodbye", tp=2)
     assert again.call(Worker.where, None, dispatch=BROADCAST) == ("goodbye", *variables)
@@ -226,7 +206,7 @@ def test_roles_share_processes_and_pass_remote_results(
     assert firsts(staged.call_remote(Opposite.number, 1, dispatch=BROADCAST).fetch()) == [2]
 
 
-def test_a_large_argument_is_stored_once_for_the_ranks_that_share_it(processes: WorkerProcesses) -> None:
+def test_a_large_argument_is_stored_once_for_the_ranks_that_share_it(processes):
     """Ranks are sent a reference, and their workers get the value."""
     others = start(processes, Opposite, tp=2)
     with patch.object(ray, "put", wraps=ray.put) as put:
@@ -236,13 +216,13 @@ def test_a_large_argument_is_stored_once_for_the_ranks_that_share_it(processes: 
         assert put.call_count == 3
 
 
-def prepare_double(argument: int) -> int:
+def prepare_double(argument):
     if argument < 0:
         raise ValueError("cannot be prepared")
     return 2 * argument
 
 
-def test_the_first_rank_prepares_an_argument_for_the_ranks_that_share_it(processes: WorkerProcesses) -> None:
+def test_the_first_rank_prepares_an_argument_for_the_ranks_that_share_it(processes):
     others = start(processes, Opposite, tp=2)
     shared, own = (replace(d, by_reference=True, prepare=prepare_double) for d in (EACH, PER_RANK))
     with patch.object(ray, "get", wraps=ray.get) as get:
@@ -256,7 +236,7 @@ def test_the_first_rank_prepares_an_argument_for_the_ranks_that_share_it(process
         others.call(Opposite.number, -1, dispatch=shared)
 
 
-def test_remote_results_are_not_fetched(others: WorkerGroup[Opposite]) -> None:
+def test_remote_results_are_not_fetched(others):
     failed = rf"(?s)^{others.name}\.number failed on {others.name} rank 1:\n.*ValueError: below zero"
     with pytest.raises(WorkerError, match=failed):
         others.call_remote(Opposite.number, -1, dispatch=BROADCAST)
@@ -267,7 +247,7 @@ def test_remote_results_are_not_fetched(others: WorkerGroup[Opposite]) -> None:
     assert not set(got) & set(remote_results.refs)
 
 
-def test_subset_of_a_pool_keeps_the_given_order() -> None:
+def test_subset_of_a_pool_keeps_the_given_order():
     slots = tuple(Slot(bundle=i, cpus=1.0, gpus=0.0, node="n", gpu_id=None) for i in range(4))
     part = SlotPool(None, slots, "cpu").subset([3, 1])
     assert [slot.bundle for slot in part.slots] == [3, 1]
@@ -289,13 +269,7 @@ def test_subset_of_a_pool_keeps_the_given_order() -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
-def test_cause_of_a_failure_is_raised_without_waiting_for_ranks_that_stall(
-    group: WorkerGroup[Worker],
-    how: tuple[str, str],
-    error: type[MegarlError],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cause_of_a_failure_is_raised_without_waiting_for_ranks_that_stall(group, how, error, message, monkeypatch):
     # if both ranks answer, the second is waited for however late it is
     seconds = 0.1 if "stall" in how else HANG_SECONDS
     monkeypatch.setattr("megarl.workers.failures.ROOT_CAUSE_SECONDS", seconds)
@@ -303,9 +277,7 @@ def test_cause_of_a_failure_is_raised_without_waiting_for_ranks_that_stall(
         group.call(Worker.fail, how, dispatch=BROADCAST)
 
 
-def test_killed_rank_is_the_cause_and_named_with_the_end_of_its_log(
-    mortal: tuple[WorkerProcesses, WorkerGroup[Worker]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_rank_is_the_cause_and_named_with_the_end_of_its_log(mortal, monkeypatch):
     monkeypatch.setattr("megarl.workers.failures.ROOT_CAUSE_SECONDS", HANG_SECONDS)
     _, group = mortal
     with pytest.raises(LostWorkerError) as error:
@@ -315,8 +287,8 @@ def test_killed_rank_is_the_cause_and_named_with_the_end_of_its_log(
     assert re.search(r"\nthe end of \S+\.err:\n(.*\n)*last line of stderr$", text)
 
 
-def test_joined_calls_are_waited_for_together(group: WorkerGroup[Worker], others: WorkerGroup[Opposite]) -> None:
-    def begin(scale: int) -> Any:
+def test_joined_calls_are_waited_for_together(group, others):
+    def begin(scale):
         first = group.begin(Worker.fail, ("", ""), dispatch=EACH)
         return first.joined_with(others.begin(Opposite.number, scale, dispatch=EACH))
 
@@ -327,7 +299,7 @@ def test_joined_calls_are_waited_for_together(group: WorkerGroup[Worker], others
         begin(-1).result(HANG_SECONDS)
 
 
-def test_dead_and_silent_processes_are_found(mortal: tuple[WorkerProcesses, WorkerGroup[Worker]]) -> None:
+def test_dead_and_silent_processes_are_found(mortal):
     processes, group = mortal
     actors = processes.named_actors()
     assert find_losses(actors, HANG_SECONDS) == (None, [])
@@ -339,7 +311,7 @@ def test_dead_and_silent_processes_are_found(mortal: tuple[WorkerProcesses, Work
     assert str(loss).startswith("liveness check: worker rank 1 died. ")
 
 
-def test_a_wait_is_interrupted_or_names_late_ranks(group: WorkerGroup[Worker]) -> None:
+def test_a_wait_is_interrupted_or_names_late_ranks(group):
     assert group.call(Worker.fail, ("", ""), dispatch=EACH) == [0, 1]  # from now on both ranks answer at once
     call = group.begin(Worker.fail, ("stall", "nothing"), dispatch=BROADCAST)
     assert wait_until(lambda: ray.wait([call.refs[1]], timeout=1.0)[0])
@@ -353,14 +325,12 @@ def test_a_wait_is_interrupted_or_names_late_ranks(group: WorkerGroup[Worker]) -
     assert interrupt.is_set()
 
 
-def test_stopped_rank_is_named_and_all_stacks_are_written(
-    group: WorkerGroup[Worker], processes: WorkerProcesses, tmp_path: Path
-) -> None:
+def test_stopped_rank_is_named_and_all_stacks_are_written(group, processes, tmp_path):
     infos = processes.processes()
     assert list(infos) == ["worker rank 0", "worker rank 1"]
     stopped = infos["worker rank 1"]
     assert {info.node_id for info in infos.values()} == {ray.get_runtime_context().get_node_id()}
-    messages: list[str] = []
+    messages = []
     watchdog = PhaseWatchdog(3.0, messages.append, lambda: collect_stacks(infos, HANG_SECONDS), tmp_path)
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
@@ -386,8 +356,8 @@ def test_stopped_rank_is_named_and_all_stacks_are_written(
     assert f"== worker rank 0 (pid {infos['worker rank 0'].pid}" in text
 
 
-def test_only_calls_with_equal_work_have_stragglers(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:
-    messages: list[str] = []
+def test_only_calls_with_equal_work_have_stragglers(group, processes):
+    messages = []
     monitor = StragglerMonitor(["n1", "n2"], messages.append)
     processes.pop_call_records()
     for _ in range(MIN_CONSECUTIVE_STEPS):
@@ -413,11 +383,11 @@ def test_only_calls_with_equal_work_have_stragglers(group: WorkerGroup[Worker], 
 class Slow:
     """A worker that may be slow to build, and whose calls wait for each other; logs its life cycle to a file."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log):
         self.log, self.num_waiting, self.all_wait = log, 0, asyncio.Event()
 
     @classmethod
-    async def make(cls, log: Path, seconds: float) -> Slow:
+    async def make(cls, log, seconds):
         slow = cls(log)
         slow.note("begun")
         try:
@@ -427,11 +397,11 @@ class Slow:
             raise
         return slow
 
-    def note(self, text: str) -> None:
+    def note(self, text):
         with self.log.open("a") as file:
             file.write(text + "\n")
 
-    async def meet(self, num_calls: int) -> int:
+    async def meet(self, num_calls):
         """Wait until `num_calls` calls wait."""
         self.num_waiting += 1
         if self.num_waiting == num_calls:
@@ -439,14 +409,14 @@ class Slow:
         await self.all_wait.wait()
         return num_calls
 
-    async def shutdown(self) -> None:
+    async def shutdown(self):
         self.note("shut down")
 
 
-def test_life_of_an_async_host(tmp_path: Path) -> None:
+def test_life_of_an_async_host(tmp_path):
     """Its construction is cancelled, its calls run concurrently, and it is shut down even while it is busy."""
     log = tmp_path / "log"
-    host: Any = ray.remote(AsyncWorkerHost).options(num_cpus=0, max_concurrency=100).remote({"FLAG": "flag"})
+    host = ray.remote(AsyncWorkerHost).options(num_cpus=0, max_concurrency=100).remote({"FLAG": "flag"})
     ray.get(host.stop.remote(), timeout=HANG_SECONDS)  # without a worker, this does nothing
     building = host.build.remote(Slow.make, (log, UNREACHED_SECONDS), {}, time.time())
     assert wait_until(log.exists)
@@ -465,19 +435,19 @@ def test_life_of_an_async_host(tmp_path: Path) -> None:
 
 
 @ray.remote
-def sum_arguments(*stored: Any) -> int:
+def sum_arguments(*stored):
     return sum(fetch_arguments(stored))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
-def test_any_number_of_stored_values_can_be_arguments(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_stored_values_can_be_arguments(count, monkeypatch):
     monkeypatch.setattr(payload, "MAX_ARGUMENTS", 2)
     arguments = as_arguments([ray.put(10**i) for i in range(count)])
     assert len(arguments) == (count if count <= 2 else 1)
     assert ray.get(sum_arguments.options(num_cpus=0).remote(*arguments), timeout=HANG_SECONDS) == (10**count - 1) // 9
 
 
-def test_items_of_one_object_are_fetched_once() -> None:
+def test_items_of_one_object_are_fetched_once():
     first, second = ray.put(["a", "b", "c"]), ray.put(["d"])
     items = [StoredItem(first, 2), StoredItem(second, 0), StoredItem(first, 0)]
     assert fetch_all([*items, LocalPayload("e")]) == ["c", "d", "a", "e"]

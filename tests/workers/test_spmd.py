@@ -1,47 +1,54 @@
-"""Worker groups without Ray, in ranks that run the same program."""
-
-from __future__ import annotations
-
-from pathlib import Path
+"""Dispatch of arguments and results, and worker groups without Ray, in ranks that run the same program."""
 
 import pytest
+import torch.distributed as dist
 
 from megarl.errors import DataError, WorkerError
 from megarl.placement.rank_grid import RankGrid
-from megarl.workers.dispatch import BROADCAST, Dispatch, from_output_rank
-from megarl.workers.group import Group
+from megarl.workers.dispatch import BROADCAST, Dispatch, from_output_rank, from_rank0, to_all
+from megarl.workers.spmd import SpmdWorld
 from tests.megatron.ranks import run_ranks
+
+
+def test_broadcast_sends_the_argument_to_all_and_returns_rank_0():
+    grid = RankGrid(tp=2, dp=2)
+    argument = object()
+    assert BROADCAST.distribute(argument, grid) == to_all(argument, grid) == [argument] * 4
+    assert BROADCAST.collect(["a", "b", "c", "d"], grid) == from_rank0(["a", "b", "c", "d"], grid) == "a"
+
+
+def test_output_comes_from_the_last_stage():
+    results = [f"rank {rank}" for rank in range(8)]
+    assert from_output_rank(results, RankGrid(tp=2, dp=2, pp=2)) == "rank 4"
+    assert from_output_rank(results, RankGrid(tp=2, pp=4)) == "rank 6"
+
 
 EACH = Dispatch(lambda argument, grid: [argument + rank for rank in range(grid.size)], from_output_rank)
 
 
 class Counter:
-    def __init__(self, start: int) -> None:
+    def __init__(self, start):
         self.total = start
 
-    def add(self, number: int) -> int:
+    def add(self, number):
         if number < 0:
             raise ValueError("below zero")
         self.total += number
         return self.total
 
-    def read(self, _: None) -> int:
+    def read(self, _):
         return self.total
 
 
-def check_groups() -> str:
-    import torch.distributed as dist
-
-    from megarl.workers.spmd import SpmdWorld
-
+def check_groups():
     dist.init_process_group("gloo")
     world = SpmdWorld("cpu")
     check_call_order(world)
-    replicas: Group[Counter] = world.group("replicas", RankGrid(dp=2))
+    replicas = world.group("replicas", RankGrid(dp=2))
     replicas.start(Counter, (0,)).result()
     assert replicas.call_remote(Counter.add, 5, dispatch=EACH).fetch() == (5, 6)  # every replica keeps its result
 
-    def fail() -> None:
+    def fail():
         raise DataError(f"rank {world.rank} cannot read")
 
     with pytest.raises(DataError, match=r"^rank 0 cannot read$"):
@@ -51,9 +58,9 @@ def check_groups() -> str:
     return str(error.value)
 
 
-def check_call_order(world) -> None:
+def check_call_order(world):
     """Calls run in order and return on every rank."""
-    group: Group[Counter] = world.group("counters", RankGrid(pp=2))
+    group = world.group("counters", RankGrid(pp=2))
     starting = group.start(Counter, (100,))
     first, second = group.begin(Counter.add, 1, dispatch=EACH), group.begin(Counter.add, 10, dispatch=EACH)
     assert second.result() == 100 + 2 + 11  # from the output rank, rank 1
@@ -68,7 +75,7 @@ def check_call_order(world) -> None:
     assert world.run_on_rank0(lambda: world.rank) == 0
 
 
-def test_calls_and_errors_are_the_same_on_all_ranks(tmp_path: Path) -> None:
+def test_calls_and_errors_are_the_same_on_all_ranks(tmp_path):
     text = run_ranks(check_groups, 2, tmp_path)
     assert text.startswith("replicas.add failed on replicas rank 0:\n")
     assert text.endswith("ValueError: below zero\n")

@@ -1,7 +1,5 @@
 """Straggler detection."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -10,9 +8,7 @@ import pytest
 from megarl.workers.stragglers import MAX_RECORDS, CallLog, CallRecord, Straggler, StragglerMonitor, find_stragglers
 
 
-def make_step(
-    *busy_seconds: float, method: str = "train_step", wall: float = 9.0, stages: tuple[int, ...] = ()
-) -> list[list[CallRecord]]:
+def make_step(*busy_seconds, method="train_step", wall=9.0, stages=()):
     """Return the records of one phase by rank; calls of all ranks take equally long."""
     return [
         [CallRecord("trainer", method, wall, seconds, stage)]
@@ -20,7 +16,7 @@ def make_step(
     ]
 
 
-def test_busiest_rank_is_found_although_calls_take_equally_long() -> None:
+def test_busiest_rank_is_found_although_calls_take_equally_long():
     (found,) = find_stragglers(make_step(1.0, 1.1, 0.9, 1.8))
     assert found == Straggler(phase="trainer.train_step", rank=3, seconds=1.8, median_seconds=1.0)
     assert found.ratio == pytest.approx(1.8)
@@ -37,11 +33,11 @@ def test_busiest_rank_is_found_although_calls_take_equally_long() -> None:
         (0.0, 0.0, 1.0),  # the others are not busy in it
     ],
 )
-def test_insignificant_differences_are_ignored(busy_seconds: tuple[float, ...]) -> None:
+def test_insignificant_differences_are_ignored(busy_seconds):
     assert find_stragglers(make_step(*busy_seconds)) == []
 
 
-def test_calls_add_up_within_a_phase_and_not_across() -> None:
+def test_calls_add_up_within_a_phase_and_not_across():
     twice = [
         a + b + c
         for a, b, c in zip(make_step(1, 1, 1), make_step(1, 1, 3), make_step(2, 1, 1, method="logprobs"), strict=True)
@@ -50,15 +46,15 @@ def test_calls_add_up_within_a_phase_and_not_across() -> None:
     assert found == {"trainer.train_step": (2, 4, 2), "trainer.logprobs": (0, 2, 1)}
 
 
-def test_ranks_are_compared_within_their_pipeline_stage() -> None:
+def test_ranks_are_compared_within_their_pipeline_stage():
     assert [one.rank for one in find_stragglers(make_step(1.0, 1.0, 2.0, 2.1))] == [3]
     assert find_stragglers(make_step(1.0, 1.0, 2.0, 2.1, stages=(0, 0, 1, 1))) == []
     assert [one.rank for one in find_stragglers(make_step(1.0, 1.5, 2.0, 2.1, stages=(0, 0, 1, 1)))] == [1]
     assert find_stragglers(make_step(1.0, 2.0, stages=(0, 1))) == []
 
 
-def test_persistent_straggler_is_reported_once() -> None:
-    messages: list[str] = []
+def test_persistent_straggler_is_reported_once():
+    messages = []
     monitor = StragglerMonitor(["n1", "n1", "n2", "n2"], messages.append)
     slow, even = make_step(1.0, 1.0, 1.0, 1.8), make_step(1.0, 1.0, 1.0, 1.0)
     for _ in range(4):
@@ -76,8 +72,8 @@ def test_persistent_straggler_is_reported_once() -> None:
     assert monitor.step(make_step(0.001, 0.002, 0.001, 0.001)) == {}
 
 
-def test_only_cpu_time_of_the_calling_thread_is_busy_time() -> None:
-    def burn(seconds: float) -> None:
+def test_only_cpu_time_of_the_calling_thread_is_busy_time():
+    def burn(seconds):
         ends = time.thread_time() + seconds
         while time.thread_time() < ends:
             pass
@@ -95,7 +91,7 @@ def test_only_cpu_time_of_the_calling_thread_is_busy_time() -> None:
     assert log.take() == []
 
 
-def test_busy_seconds_of_the_worker_take_precedence() -> None:
+def test_busy_seconds_of_the_worker_take_precedence():
     class Worker:
         busy_seconds = 5.0
 
@@ -105,7 +101,7 @@ def test_busy_seconds_of_the_worker_take_precedence() -> None:
     assert [record.busy_seconds for record in log.take()] == [0.75]
 
 
-def test_old_records_are_dropped() -> None:
+def test_old_records_are_dropped():
     log = CallLog()
     for number in range(MAX_RECORDS + 5):
         with log.call("trainer", str(number), object()):

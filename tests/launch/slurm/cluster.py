@@ -1,7 +1,5 @@
 """Slurm cluster of two nodes on this machine, separate from any Slurm installed on it."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil
@@ -11,13 +9,12 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.end_to_end.launched import run_program
 from tests.time_limits import HANG_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[3]
 """The checkout, from which jobs are submitted."""
-
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo")
-
 NODES = ("n1", "n2")
 
 CONFIGURATION = """\
@@ -100,26 +97,13 @@ class SlurmCluster:
             )
 
     def _num_idle(self) -> int:
-        done = subprocess.run(
-            ["sinfo", "--noheader", "--states=idle", "--format=%D"],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,  # fails until slurmctld listens
-        )
+        # fails until slurmctld listens
+        done = run_program("sinfo", "--noheader", "--states=idle", "--format=%D", env=self.environment)
         return sum(map(int, done.stdout.split()))
 
     def run(self, *command: str | Path, environment: Mapping[str, str] | None = None) -> str:
         """Run one of Slurm's programs in the checkout and return its stdout."""
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=self.environment | (environment or {}),
-            capture_output=True,
-            text=True,
-            timeout=HANG_SECONDS,
-            check=False,
-        )
+        done = run_program(*command, cwd=ROOT, env=self.environment | (environment or {}))
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 

@@ -1,7 +1,5 @@
 """Fixtures: a Slurm cluster for the session, and jobs that end with their test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,9 +31,7 @@ def submit(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
     """Function that submits a script of launch/slurm; the output of the job goes to `folder`/log."""
     jobs: list[Job] = []
 
-    def start(
-        script: str, *arguments: str | Path, folder: Path = tmp_path, options: tuple[str, ...] = (), **knobs: str
-    ) -> Job:
+    def start(script: str, *arguments: str | Path, folder: Path = tmp_path, options=(), **knobs: str) -> Job:
         slurm.wait_until_idle()
         jobs.append(Job(slurm, folder, script, *arguments, options=options, **knobs))
         return jobs[-1]

@@ -1,13 +1,9 @@
 """Batch job of a test, with all processes that descend from it."""
 
-from __future__ import annotations
-
 import contextlib
-import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,34 +13,22 @@ from pathlib import Path
 
 import psutil
 
-from tests.end_to_end.launched import MARKER, has_ended, process_title
+from tests.end_to_end.launched import MARKER, has_ended, last_step, process_title, run_program
 from tests.launch.slurm.cluster import ROOT, SlurmCluster
 from tests.time_limits import END_SECONDS, HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 SCRIPTS = ROOT / "launch/slurm"
-
 SLURMD_NODENAME = "SLURMD_NODENAME"
-
 POLL_SECONDS = 0.5
-
 LISTENING = "0A"
 """State of a listening socket in /proc/net/tcp."""
-
 DONE = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
 class Job:
     """A submitted script of launch/slurm; its output goes to `folder`/log."""
 
-    def __init__(
-        self,
-        cluster: SlurmCluster,
-        folder: Path,
-        script: str,
-        *arguments: str | Path,
-        options: tuple[str, ...] = (),
-        **knobs: str,
-    ) -> None:
+    def __init__(self, cluster: SlurmCluster, folder: Path, script: str, *arguments, options=(), **knobs: str) -> None:
         """`options`: options of sbatch; `knobs`: environment variables."""
         self._cluster, self._folder, self._mark = cluster, folder, uuid.uuid4().hex
         # not in `folder`: the paths of Ray's sockets begin with it, and their length is limited
@@ -85,10 +69,7 @@ class Job:
         assert text in self.output, f"no {text!r} within {HANG_SECONDS:g} s:\n{self.output}"
 
     def last_step(self) -> int:
-        """Return the last step in metrics.jsonl of the run in `folder`/run; 0 if there is none."""
-        file = self._folder / "run/metrics.jsonl"
-        lines = file.read_text().split("\n")[:-1] if file.exists() else []
-        return max((json.loads(line)["step"] for line in lines), default=0)
+        return last_step(self._folder / "run")
 
     def wait_for_step(self, step: int) -> None:
         """Block until the run has finished `step` or the job ends; fail if it has not finished `step`."""
@@ -153,11 +134,8 @@ class Job:
     def end(self) -> None:
         """Kill all remaining processes of the job."""
         for options in (("--signal=KILL", "--full"), ()):
-            subprocess.run(
-                ["scancel", "--quiet", *options, self.id],
-                env=self._cluster.environment,
-                check=False,  # the job may have ended already
-            )
+            # fails if the job has ended
+            run_program("scancel", "--quiet", *options, self.id, env=self._cluster.environment)
         for process in self.find_live_processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

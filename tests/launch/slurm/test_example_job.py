@@ -1,20 +1,15 @@
 """The job script of examples/two-node-slurm, on a Slurm cluster of two nodes without GPUs."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.end_to_end.launched import list_steps
 from tests.launch.slurm.cluster import NODES, ROOT
-from tests.launch.slurm.conftest import Submit
 from tests.launch.slurm.test_train import CONFIG, local_overrides
 
 pytestmark = pytest.mark.slow
 
 
-def test_the_job_trains_a_given_configuration_on_both_nodes(submit: Submit, tmp_path: Path) -> None:
+def test_the_job_trains_a_given_configuration_on_both_nodes(submit, tmp_path):
     job = submit(str(ROOT / "examples/two-node-slurm/job.sbatch"), CONFIG, *local_overrides(tmp_path))
     assert job.wait() == 0, job.output
     assert job.field("JobName") == "gsm8k-7b"

@@ -1,14 +1,12 @@
 """Tests of the commands that the job scripts run, with stand-ins for Slurm's programs, and of their errors."""
 
-from __future__ import annotations
-
 import os
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.end_to_end.launched import run_program
 from tests.launch.slurm.cluster import ROOT
 from tests.launch.slurm.job import SCRIPTS
 
@@ -22,7 +20,6 @@ exit 0
 """
 
 CONFIG = "yaml/demo.yaml"
-
 PYXIS = "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH"
 
 
@@ -56,14 +53,7 @@ def run(tmp_path: Path):
     }
 
     def run(script: str, *arguments: str, **changes: str) -> Done:
-        done = subprocess.run(
-            ["bash", SCRIPTS / script, *arguments],
-            env=job | changes,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_program("bash", SCRIPTS / script, *arguments, env=job | changes, cwd=tmp_path)
         calls = tmp_path / "calls"
         return Done(done.returncode, done.stderr, calls.read_text().splitlines() if calls.exists() else [])
 

@@ -1,7 +1,5 @@
 """Checkpoints saved in one layout and loaded in another, compared with the model folder that they were created from."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -15,16 +13,15 @@ import torch
 
 from benchmarks.kernels.head_memory import peak_allocated_bytes
 from megarl.config.trainer import ParallelConfig
-from megarl.errors import DataError
 from megarl.megatron.checkpoint.checkpoint_files import COMMON_STATE, read_index
 from megarl.megatron.convert_worker import ConvertWorker
 from megarl.model_files import reader
+from tests.megatron.checkpoint.test_training_state import error_of
 from tests.megatron.conftest import save_model
 from tests.megatron.fidelity.models import CONFIGS, build
 from tests.megatron.hf_weights.test_export import same_bits
-from tests.megatron.matrix import sample
 from tests.megatron.rank_models import gather, make_model, model_spec
-from tests.megatron.ranks import run_ranks
+from tests.megatron.ranks import run_ranks, sample
 
 ROUND_TRIPS = {
     "qwen2": ({"tp": 2, "pp": 2}, {}),
@@ -51,14 +48,9 @@ def save_on_rank(folder, target, sizes, content=None, strategy=None):
     from megarl.megatron.checkpoint import model_state
 
     model_state.CONTENT_METADATA = model_state.CONTENT_METADATA if content is None else content
-    rank = make_model(model_spec(folder, sizes))
     if strategy is not None:
         model_state._StreamingSave = strategy
-    try:
-        model_state.save_model(rank, target)
-    except DataError as e:
-        return gather(str(e))
-    return gather(None)
+    return error_of(model_state.save_model, make_model(model_spec(folder, sizes)), target)
 
 
 def load_on_rank(folder, source, sizes, target=None, dtype="float32"):
@@ -69,10 +61,9 @@ def load_on_rank(folder, source, sizes, target=None, dtype="float32"):
     rank = make_model(model_spec(folder, sizes, weights="none", dtype=dtype))
     for tensor in rank.tensors().values():
         tensor.fill_(torch.nan)
-    try:
-        model_state.load_model(rank, source)
-    except DataError as e:
-        return gather(str(e))
+    errors = error_of(model_state.load_model, rank, source)
+    if any(errors):
+        return errors
     loaded = {name: tensor.clone() for name, tensor in rank.tensors().items()}
     if target is not None:
         export.save(rank, folder, target)
@@ -80,26 +71,28 @@ def load_on_rank(folder, source, sizes, target=None, dtype="float32"):
     return gather([name for name, tensor in rank.tensors().items() if not torch.equal(loaded[name], tensor)])
 
 
-def save(tmp_path, folder, sizes, **options):
+def save(tmp_path, folder, sizes, content=None):
     target = tmp_path / "checkpoint"
-    assert not any(run_ranks(save_on_rank, world(sizes), tmp_path, folder, str(target), sizes, *options.values()))
+    assert not any(run_ranks(save_on_rank, world(sizes), tmp_path, folder, str(target), sizes, content))
     return target
+
+
+def load(tmp_path, folder, checkpoint, sizes, *options):
+    """Return what `load_on_rank` returns."""
+    return run_ranks(load_on_rank, world(sizes), tmp_path, folder, str(checkpoint), sizes, *options)
 
 
 @pytest.mark.parametrize("name", sample(ROUND_TRIPS, ["qwen2", "gemma2", "qwen3_moe", "deepseek_v3"]))
 def test_round_trip_through_two_layouts_is_bitwise_exact(name, model_folder, tmp_path):
     source, (saved, loaded) = model_folder(name), ROUND_TRIPS[name]
-    checkpoint, target = save(tmp_path, source, saved), tmp_path / "out"
-    wrong = run_ranks(load_on_rank, world(loaded), tmp_path, source, str(checkpoint), loaded, str(target))
+    target = tmp_path / "out"
+    wrong = load(tmp_path, source, save(tmp_path, source, saved), loaded, str(target))
     assert wrong == [[]] * world(loaded)
     same_bits(target, source)
 
 
-PADDINGS = [
-    (tied, saved, loaded)
-    for tied in (False, True)
-    for saved, loaded in (({}, {"tp": 2}), ({"tp": 2}, {}), ({"tp": 2}, {"pp": 2}))
-]
+PADDED = (({}, {"tp": 2}), ({"tp": 2}, {}), ({"tp": 2}, {"pp": 2}))
+PADDINGS = [(tied, saved, loaded) for tied in (False, True) for saved, loaded in PADDED]
 
 
 @pytest.mark.parametrize(("tied", "saved", "loaded"), sample(PADDINGS, [PADDINGS[0], PADDINGS[-1]]), ids=str)
@@ -108,8 +101,7 @@ def test_vocabulary_padding_adapts_to_the_layout(tied, saved, loaded, tmp_path):
     checkpoint = save(tmp_path, source, saved)
     stored = read_index(checkpoint)["embedding.word_embeddings.weight"]
     assert stored.shape == (384 if saved.get("tp") else 320, 48)
-    wrong = run_ranks(load_on_rank, world(loaded), tmp_path, source, str(checkpoint), loaded)
-    assert wrong == [[]] * world(loaded)
+    assert load(tmp_path, source, checkpoint, loaded) == [[]] * world(loaded)
 
 
 STORED_SHAPES = {
@@ -142,7 +134,7 @@ def test_checkpoint_with_all_layers_in_one_tensor_is_loaded(qwen3_path, tmp_path
     index = read_index(checkpoint)
     assert index["decoder.layers.mlp.linear_fc1.weight"].shape == (2, 160, 48)
     assert index["decoder.layers.self_attention.linear_qkv.layer_norm_weight"].shape == (2, 48)
-    assert run_ranks(load_on_rank, 2, tmp_path, qwen3_path, str(checkpoint), {"tp": 2}) == [[], []]
+    assert load(tmp_path, qwen3_path, checkpoint, {"tp": 2}) == [[], []]
 
 
 def save_like_megatron_core(folder, target, sizes):
@@ -207,7 +199,7 @@ def test_a_folder_without_its_mtp_layers_survives_conversion(tmp_path):
 
 def test_checkpoint_of_another_model_raises_on_every_rank(qwen3_path, model_folder, tmp_path):
     checkpoint = save(tmp_path, model_folder("qwen2"), {})
-    errors = run_ranks(load_on_rank, 2, tmp_path, qwen3_path, str(checkpoint), {"pp": 2})
+    errors = load(tmp_path, qwen3_path, checkpoint, {"pp": 2})
     assert errors[0] == errors[1]
     assert f"{checkpoint} is not a checkpoint of Qwen3ForCausalLM as its config.json describes it: " in errors[0]
     assert "decoder.layers.0.self_attention.k_layernorm.weight is missing" in errors[0]
@@ -216,15 +208,13 @@ def test_checkpoint_of_another_model_raises_on_every_rank(qwen3_path, model_fold
 
 def test_checkpoint_with_too_small_vocabulary_raises(tmp_path):
     small, large = (save_model(tmp_path / str(size), vocab_size=size) for size in (100, 300))
-    checkpoint = save(tmp_path, small, {})
-    (error,) = run_ranks(load_on_rank, 1, tmp_path, large, str(checkpoint), {})
+    (error,) = load(tmp_path, large, save(tmp_path, small, {}), {})
     assert "embedding.word_embeddings.weight needs at least 300 rows of [48], got [128, 48]" in error
 
 
 def test_checkpoint_is_loaded_in_another_dtype(model_folder, tmp_path):
     source = model_folder("deepseek_v3")
-    checkpoint = save(tmp_path, source, {})
-    assert run_ranks(load_on_rank, 1, tmp_path, source, str(checkpoint), {}, None, "bfloat16") == [[]]
+    assert load(tmp_path, source, save(tmp_path, source, {}), {}, None, "bfloat16") == [[]]
 
 
 @pytest.mark.parametrize(
@@ -233,13 +223,13 @@ def test_checkpoint_is_loaded_in_another_dtype(model_folder, tmp_path):
 def test_truncated_checkpoint_raises_on_every_rank(name, num_bytes, message, qwen3_path, tmp_path):
     file = save(tmp_path, qwen3_path, {"tp": 2}) / name
     os.truncate(file, num_bytes % file.stat().st_size)
-    errors = run_ranks(load_on_rank, 2, tmp_path, qwen3_path, str(file.parent), {"tp": 2})
+    errors = load(tmp_path, qwen3_path, file.parent, {"tp": 2})
     assert errors[0].startswith(f"{file}{message}")
     assert errors[0] == errors[1]
 
 
-def save_to_a_full_disk_on_rank(folder, target, faulty):
-    if int(os.environ["RANK"]) == faulty:
+def save_to_a_full_disk_on_rank(folder, target):
+    if os.environ["RANK"] == "1":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     return save_on_rank(folder, target, {"tp": 2})
@@ -247,7 +237,7 @@ def save_to_a_full_disk_on_rank(folder, target, faulty):
 
 def test_error_names_the_rank_that_cannot_write(qwen3_path, tmp_path):
     target = tmp_path / "checkpoint"
-    errors = run_ranks(save_to_a_full_disk_on_rank, 2, tmp_path, qwen3_path, str(target), 1)
+    errors = run_ranks(save_to_a_full_disk_on_rank, 2, tmp_path, qwen3_path, str(target))
     assert errors[0].startswith(f"{target}: the checkpoint could not be written, on rank 1: ")
     assert errors[0] == errors[1]
     assert not (target / "metadata.json").exists()

@@ -1,7 +1,5 @@
 """Training state checkpoints: bitwise exact resume in the same layout, same tensors in other layouts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -12,6 +10,7 @@ import threading
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from tests.time_limits import HANG_SECONDS
 
 LENGTHS = (5, 9, 21, 34, 40, 18)
 VOCAB = 331
-VALUES = ValueLoss(clip=None)
 
 
 def make_worker(path, dtype="float32", distributed=True, head="lm", offload_when_idle=False, weights="hf", **parallel):
@@ -44,7 +42,7 @@ def train(worker, step):
     if worker._spec.model.head == "value":
         (batch,) = work.mini_batches
         samples = tuple(replace(sample, scalars={"values": 0.0, "returns": 1.0}) for sample in batch.samples)
-        work = replace(work, mini_batches=(replace(batch, samples=samples),), loss=VALUES)
+        work = replace(work, mini_batches=(replace(batch, samples=samples),), loss=ValueLoss(clip=None))
     metrics = train_step(worker, work)
     return {name: metrics[name] for name in ("loss", "grad_norm", "learning_rate")}
 
@@ -89,6 +87,11 @@ def error_of(call, *arguments):
 
 def index_of(folder):
     return pickle.loads((Path(folder) / ".metadata").read_bytes())
+
+
+def stored_bytes(folder):
+    tensors = index_of(folder).state_dict_metadata.values()
+    return sum(prod(t.size) * t.properties.dtype.itemsize for t in tensors)
 
 
 def read_with_torch(folder):
@@ -149,11 +152,6 @@ def resume_on_rank(cases, root):
     return {name: of for name, of in wrong.items() if any(of)}
 
 
-def stored_bytes(folder):
-    tensors = index_of(folder).state_dict_metadata.values()
-    return sum(prod(t.size) * t.properties.dtype.itemsize for t in tensors)
-
-
 def reads_no_more_than_needed(name, here, all_ranks, stored):
     """With a distributed optimizer, ranks read each value once in total; with a replicated one, each reads all."""
     if name.startswith("dp2"):
@@ -186,13 +184,17 @@ def bytes_by_file(folder):
     return list(found.values())
 
 
+def box_slices(offsets, sizes):
+    return tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))
+
+
 def check_index(folder, *, has_mains):
     """Check that chunks fill each tensor without overlap, and that each weight has its optimizer state."""
     index = index_of(folder)
     for name, tensor in index.state_dict_metadata.items():
         count = torch.zeros(tensor.size, dtype=torch.int8)
         for chunk in tensor.chunks:
-            count[tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))] += 1
+            count[box_slices(chunk.offsets, chunk.sizes)] += 1
         assert (count == 1).all(), name
     assert len(index.storage_data) == sum(len(t.chunks) for t in index.state_dict_metadata.values())
     state = {name for name in index.state_dict_metadata if name.startswith("optimizer.")}
@@ -220,11 +222,7 @@ WIDE = {
 
 
 def chain_on_rank(chains, root, dtype):
-    """Train and save in the first layout, then load and save in each of the others.
-
-    Returns:
-        The metrics of the next steps, by chain and layout.
-    """
+    """Train and save in the first layout, then load and save in each other; return the metrics of the next steps."""
     out = {}
     for name, (path, layouts) in chains.items():
         metrics = []
@@ -235,10 +233,8 @@ def chain_on_rank(chains, root, dtype):
                     train(worker, step)
             else:
                 report = worker.load_training(f"{root}/{name} {number - 1}")
-                assert report.same_layout == (
-                    {k: v for k, v in options.items() if k != "distributed"}
-                    == {k: v for k, v in layouts[number - 1].items() if k != "distributed"}
-                )
+                before = layouts[number - 1] | {"distributed": options.get("distributed", True)}
+                assert report.same_layout == ({"distributed": True} | options == before)
             save(worker, f"{root}/{name} {number}")
             metrics.append([train(worker, step) for step in (2, 3)])
         out[name] = metrics
@@ -280,11 +276,7 @@ def test_resume_in_another_layout_on_four_ranks(model_folder, tmp_path):
 
 
 def names_on_rank(path, folder):
-    """Save on one rank in small shards, and check that megatron-core reads the weights.
-
-    Returns:
-        The optimizer's second moment of each parameter.
-    """
+    """Save on one rank in small shards that megatron-core reads; return the second moment of each parameter."""
     from megarl.megatron.checkpoint import shards
     from megarl.megatron.checkpoint.model_state import load_model
 
@@ -306,17 +298,18 @@ def test_optimizer_state_is_named_after_its_parameter(model_folder, tmp_path):
     sizes = [prod(c.sizes) for t in index_of(tmp_path / "saved").state_dict_metadata.values() for c in t.chunks]
     assert 900 < 4 * max(sizes) <= 1000
     stored = read_with_torch(tmp_path / "saved")
-    for name in ("embedding.word_embeddings.weight", "decoder.layers.2.self_attention.linear_qkv.weight"):
-        assert torch.equal(stored[f"optimizer.state.exp_avg_sq.{name}"], held[name])
-    name = "decoder.layers.1.mlp.linear_fc1.weight"
-    assert torch.equal(stored[f"optimizer.state.exp_avg_sq.{name}"], held[name])
+    for part in (
+        "embedding.word_embeddings",
+        "decoder.layers.2.self_attention.linear_qkv",
+        "decoder.layers.1.mlp.linear_fc1",
+    ):
+        assert torch.equal(stored[f"optimizer.state.exp_avg_sq.{part}.weight"], held[f"{part}.weight"])
 
 
 def background_on_rank(path, root):
     """Save each state synchronously and in the background, where writing waits until training has continued.
 
-    Returns:
-        By step and rank: the staging limit, and statistics and saved files of both saves.
+    Returns by step and rank: the staging limit, and statistics and saved files of both saves.
     """
     from megarl.megatron.checkpoint import background_writer
 
@@ -331,15 +324,12 @@ def background_on_rank(path, root):
     worker = make_worker(path, dtype="bfloat16")
     train(worker, 0)
     saves = {}
-    num_bytes = None
-    for step, limit in enumerate((None, 0, 0.3, None), start=1):
+    for step, share in enumerate((None, 0, 0.3, None), start=1):
         at_once = save(worker, f"{root}/{step} at once")
-        num_bytes = at_once[0].bytes
-        limit = limit if limit is None else int(limit * num_bytes)
+        limit = share if share is None else int(share * at_once[0].bytes)
         go.clear()
-        stats = worker.begin_save(
-            SaveRequest(folder=f"{root}/{step} later", asynchronous=True, max_staging_bytes=limit)
-        )
+        request = SaveRequest(folder=f"{root}/{step} later", asynchronous=True, max_staging_bytes=limit)
+        stats = worker.begin_save(request)
         assert not worker.is_save_written(None)
         train(worker, step)
         go.set()
@@ -367,9 +357,8 @@ def test_background_save_writes_the_state_at_begin_save(model_folder, tmp_path):
             else:
                 assert 0.8 * limit <= later_stats.staging_bytes <= limit
                 assert (later / f"__{rank}_0.distcp").stat().st_size >= later_stats.bytes - limit
-            assert (later / f"generators_{rank}.pt").read_bytes() == (at_once / f"generators_{rank}.pt").read_bytes()
-        stored = sum(prod(t.size) * t.properties.dtype.itemsize for t in index_of(later).state_dict_metadata.values())
-        assert stored == sum(stats.bytes for _, (stats, _), _ in of_ranks)
+            assert sha256(later / f"generators_{rank}.pt") == sha256(at_once / f"generators_{rank}.pt")
+        assert stored_bytes(later) == sum(stats.bytes for _, (stats, _), _ in of_ranks)
         for folder, number in ((at_once, 1), (later, 2)):
             files = [file for each in of_ranks for file in each[number][1].files]
             assert sorted(file.name for file in files) == sorted(path.name for path in folder.iterdir())
@@ -403,12 +392,9 @@ def fail_on_rank(path, root):
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     worker.begin_save(SaveRequest(folder=f"{root}/file"))
     errors.append(error_of(worker.finish_save, None))
-    write = background_writer._write
-    if dist.get_rank() == 1:
-        background_writer._write = die
-    worker.begin_save(SaveRequest(folder=f"{root}/dead", asynchronous=True))
-    errors.append(error_of(worker.finish_save, None))
-    background_writer._write = write
+    with patch.object(background_writer, "_write", die if dist.get_rank() == 1 else background_writer._write):
+        worker.begin_save(SaveRequest(folder=f"{root}/dead", asynchronous=True))
+        errors.append(error_of(worker.finish_save, None))
     train(worker, 1)
     save(worker, f"{root}/valid", asynchronous=True)
     want = full_state(worker)
@@ -454,14 +440,14 @@ def load_invalid_on_rank(path, other_path, fewer_layers, root):
         name: error_of(worker.load_training, f"{root}/{name}")
         for name in ("model alone", "other", "16 bits", "truncated", "no generators", "nowhere")
     }
-    errors["more layers"] = error_of(fewer.load_training, f"{root}/valid")
+    errors["valid"] = error_of(fewer.load_training, f"{root}/valid")
     assert differences(full_state(worker), want) == []
     assert differences(fewer._model.tensors(), fewer_before) == []
     return errors
 
 
 LOAD_ERRORS = {
-    "more layers": "{folder} is not a training state of this Qwen3ForCausalLM: the model has no decoder.layers.",
+    "valid": "{folder} is not a training state of this Qwen3ForCausalLM: the model has no decoder.layers.",
     "model alone": "{folder} holds only a model, needs a training state",
     "other": "decoder.layers.0.self_attention.linear_qkv.weight needs shape [160, 48], got [",
     "16 bits": " needs dtype float32, got bfloat16; ",
@@ -471,7 +457,7 @@ LOAD_ERRORS = {
 }
 
 
-FOLDERS = {"more layers": "valid"}
+"""By saved folder; the model of `valid` has more layers than that which loads it."""
 
 
 def test_invalid_checkpoint_raises_on_all_ranks_and_changes_nothing(model_folder, tmp_path):
@@ -485,7 +471,7 @@ def test_invalid_checkpoint_raises_on_all_ranks_and_changes_nothing(model_folder
     errors = run_ranks(load_invalid_on_rank, 2, tmp_path, *folders)
     for name, message in LOAD_ERRORS.items():
         assert errors[name][0] == errors[name][1]
-        assert message.format(folder=tmp_path / FOLDERS.get(name, name)) in errors[name][0]
+        assert message.format(folder=tmp_path / name) in errors[name][0]
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 5), (1, 3, 4), (2, 3, 4), (3, 1, 2, 2)])
@@ -497,10 +483,7 @@ def test_range_is_cut_into_few_boxes(shape):
         for stop in range(start, prod(shape) + 1):
             boxes = list(cut_range(shape, start, stop))
             assert len(boxes) <= 2 * len(shape) - 1
-            values = [
-                tensor[tuple(slice(at, at + n) for at, n in zip(box.offset, box.sizes, strict=True))].flatten()
-                for box in boxes
-            ]
+            values = [tensor[box_slices(box.offset, box.sizes)].flatten() for box in boxes]
             assert [int(each[0]) for each in values] == [box.start for box in boxes]
             assert [int(value) for each in values for value in each] == list(range(start, stop))
 

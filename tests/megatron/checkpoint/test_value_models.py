@@ -1,7 +1,5 @@
 """Value models on disk: created from language models, exported, kept in checkpoints, and invalid folders."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -31,12 +29,12 @@ LENGTHS = (5, 9, 2, 14)
 def export_on_rank(source, target, sizes, sequences):
     """Export the folder `source` as a value model; return the value of every token, [sequence][token]."""
     rank = make_model(model_spec(source, sizes, head="value"))
-    values = rank.values([rank.pack([as_trajectory(tokens)]) for tokens in sequences]) if sequences else []
+    values = rank.values([rank.pack([as_trajectory(tokens)]) for tokens in sequences])
     save(rank, source, target)
     return gather([of[: len(s)] for of, s in zip(values, sequences, strict=False)])[-1]  # from the last stage
 
 
-def export(tmp_path, source, sequences=(), **sizes):
+def export(tmp_path, source, sequences, **sizes):
     target = tmp_path / "out"
     world = ParallelConfig(**sizes).min_world_size
     return target, run_ranks(export_on_rank, world, tmp_path, source, str(target), sizes, sequences)
@@ -105,12 +103,9 @@ def convert_on_rank(spec, read, source, write, target):
 
 
 def load_error_on_rank(spec, root):
-    worker = ConvertWorker(spec)
-    try:
-        worker.read_checkpoint(f"{root}/release")
-    except DataError as e:
-        return str(e)
-    return ""
+    with pytest.raises(DataError) as error:
+        ConvertWorker(spec).read_checkpoint(f"{root}/release")
+    return str(error.value)
 
 
 def convert(tmp_path, plan, source, output, **sizes):
@@ -185,15 +180,13 @@ def test_other_tensors_are_reported(change, message, value_folder, tmp_path):
     assert re.search(message, problem), problem
 
 
-def read_on_rank(source, head):
-    try:
+def read_error_on_rank(source, head):
+    with pytest.raises((ConfigError, DataError)) as error:
         make_model(model_spec(source, head=head))
-    except (ConfigError, DataError) as e:
-        return str(e)
-    return ""
+    return str(error.value)
 
 
 def test_ranks_reject_folders_with_the_wrong_head(value_folder, tmp_path):
     without = altered(value_folder("qwen2"), tmp_path, without_score)
-    assert "has a value head and no logits" in run_ranks(read_on_rank, 1, tmp_path, value_folder("qwen2"), "lm")
-    assert run_ranks(read_on_rank, 1, tmp_path, str(without), "value").endswith("tensors is named score.weight")
+    assert "has a value head and no logits" in run_ranks(read_error_on_rank, 1, tmp_path, value_folder("qwen2"), "lm")
+    assert run_ranks(read_error_on_rank, 1, tmp_path, str(without), "value").endswith("tensors is named score.weight")

@@ -1,7 +1,5 @@
 """Model families as a user writes them, in a module outside the package, and folders of their models."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -20,9 +18,8 @@ RENAMES = (("model.layers.", "story.h."), ("self_attn.", "attn."), ("model.", "s
 
 def read_story(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture of a "story" model: Llama under other tensor names."""
-    return replace(
-        HfConfig.read(config, origin=origin).to_architecture("StoryForCausalLM", origin=origin), hf_renames=RENAMES
-    )
+    architecture = HfConfig.read(config, origin=origin).to_architecture("StoryForCausalLM", origin=origin)
+    return replace(architecture, hf_renames=RENAMES)
 
 
 STORY = ModelFamily(architecture="StoryForCausalLM", read=read_story)
@@ -42,10 +39,9 @@ MISTRAL_PATH = f"{__name__}:MISTRAL"
 def save_mistral(root: Path) -> str:
     """Return the folder of a random Mistral model under `root`; the first call writes it."""
     config = CONFIGS["llama3"] | {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
     if not (root / "mistral/model.safetensors").exists():
-        build(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}).save_pretrained(
-            root / "mistral"
-        )
+        build(config).save_pretrained(root / "mistral")
     return str(root / "mistral")
 
 

@@ -1,7 +1,5 @@
 """A model family outside the package: read, checked, trained and exported like the Llama that its weights are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trainer layouts: all ranks hold every element of every tensor once per replica; those of built models are equal."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,28 +14,51 @@ from megarl.megatron.families import trainer_layouts as planner
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.layout_checks import pipeline_split
 from megarl.megatron.families.load_architecture import load_architecture
+from megarl.megatron.families.parameter_map import shard_pieces
 from megarl.megatron.families.pipeline_stages import PipelineSplit
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.megatron.requests import ModelSpec
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import ShardPiece, slices
 from tests.megatron.families.tiny import CONFIGS, PLAIN, tiny
-from tests.megatron.matrix import sample
 from tests.megatron.rank_models import gather, make_model, model_spec
-from tests.megatron.ranks import run_ranks
+from tests.megatron.ranks import run_ranks, sample
 
-DENSE = [
-    load_architecture(
-        PLAIN | {"architectures": [architecture], "num_attention_heads": 16, "num_key_value_heads": num_heads} | tied,
-        origin="test",
-    )
-    for architecture, num_heads, tied in (
-        ("Qwen3ForCausalLM", 8, {}),
-        ("Qwen2ForCausalLM", 8, {"tie_word_embeddings": True}),
-        ("Qwen2ForCausalLM", 2, {}),
-        ("Qwen3ForCausalLM", 1, {}),
+MODEL = tiny("qwen3_moe")
+NAME = "output_layer.weight"
+
+
+def test_rank_that_holds_only_padding_has_no_pieces() -> None:
+    rows = 128  # 331 rows on 4 ranks of 128: the last one holds nothing but padding
+    counts = [list(shard_pieces(NAME, MODEL.parameter_map(NAME), (rows, 48), rank=rank, size=4)) for rank in range(4)]
+    assert [len(c) for c in counts] == [1, 1, 1, 0]
+    assert counts[2][0].box[0] == (256, 331)
+    assert counts[2][0].local_box[0] == (0, 75)
+
+
+def test_fused_norms_map_to_the_same_tensors_as_separate_norms() -> None:
+    for fused, plain in (
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ):
+        assert MODEL.parameter_map(f"decoder.layers.1.{fused}") == MODEL.parameter_map(f"decoder.layers.1.{plain}")
+
+
+def test_shards_too_small_for_the_tensor_fail_an_assertion() -> None:
+    with pytest.raises(AssertionError, match="331 rows do not fit 2 shards of 165"):
+        list(shard_pieces(NAME, MODEL.parameter_map(NAME), (165, 48), rank=0, size=2))
+
+
+DENSE_CONFIGS = [
+    PLAIN | {"architectures": [f"{name}ForCausalLM"], "num_attention_heads": 16, "num_key_value_heads": heads} | tied
+    for name, heads, tied in (
+        ("Qwen3", 8, {}),
+        ("Qwen2", 8, {"tie_word_embeddings": True}),
+        ("Qwen2", 2, {}),
+        ("Qwen3", 1, {}),
     )
 ]
+DENSE = [load_architecture(config, origin="test") for config in DENSE_CONFIGS]
 """Fewer key-value heads are shared by tensor-parallel ranks."""
 
 GRIDS = [

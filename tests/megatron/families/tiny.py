@@ -1,7 +1,5 @@
 """Tiny config.json contents of mixture-of-experts models, and that of the published DeepSeek-V3."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.megatron.families.architecture import ModelArchitecture
@@ -23,15 +21,8 @@ CONFIGS = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v3 without query latent": DEEPSEEK_V3 | {"q_lora_rank": None, "num_nextn_predict_layers": 0},
 }
-PLAIN: dict[str, Any] = {
-    "vocab_size": 331,
-    "hidden_size": 2048,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-}
+PLAIN: dict[str, Any] = {"vocab_size": 331, "hidden_size": 2048, "intermediate_size": 80, "num_hidden_layers": 2}
+PLAIN |= {"num_attention_heads": 32, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
 """The keys that every config.json needs."""
 
 

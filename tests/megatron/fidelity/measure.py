@@ -1,7 +1,5 @@
 """Runs Megatron ranks on a saved model in a given parallel layout; returns results under Hugging Face names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,17 +18,9 @@ from megarl.megatron.losses.supervised import ValueLoss
 from megarl.megatron.requests import MiniBatch, ModelSpec, TrainerSpec, TrainRequest
 from megarl.megatron.training.samples import StepSamples
 from megarl.workers.payload import LocalPayload
+from tests.megatron import rank_models
 from tests.megatron.fidelity.reference import Tokens, draw_returns
-from tests.megatron.rank_models import (
-    gather,
-    gather_full,
-    make_model,
-    make_trainer,
-    model_spec,
-    own_part,
-    record_gradients,
-    train_step,
-)
+from tests.megatron.rank_models import gather, gather_full, make_model, make_trainer, model_spec, own_part, train_step
 from tests.megatron.ranks import run_ranks
 
 TOLERANCE = 1e-5
@@ -49,13 +39,8 @@ class Measured:
     """After the optimizer step."""
 
     @property
-    def logprobs(self) -> dict[int, torch.Tensor]:
-        """By sequence index, float32 [T - 1]."""
-        return {i: of[0] for i, of in self.scores.items()}
-
-    @property
-    def values(self) -> dict[int, torch.Tensor]:
-        """By sequence index, float32 [T]."""
+    def token_scores(self) -> dict[int, torch.Tensor]:
+        """By sequence index: log-probabilities, float32 [T - 1], or values [T]."""
         return {i: of[0] for i, of in self.scores.items()}
 
 
@@ -121,7 +106,7 @@ def _score(model: Any, request: TrainRequest) -> Scores:
 def _on_rank(spec: ModelSpec, optimizer: OptimizerConfig, sequences: Tokens, max_tokens: int) -> Measured:
     trainer = make_trainer(TrainerSpec(model=spec, optimizer=optimizer, optimizer_steps=1))
     request = nll_request(sequences, max_tokens) if spec.head == "lm" else value_request(sequences, max_tokens)
-    scores, recorded = _score(trainer.model, own_part(trainer.model, request)), record_gradients(trainer)
+    scores, recorded = _score(trainer.model, own_part(trainer.model, request)), rank_models.record_gradients(trainer)
     metrics = train_step(trainer, request)
     return Measured(
         scores=scores,

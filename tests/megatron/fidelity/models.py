@@ -5,121 +5,74 @@ hidden / heads. All models support tp 2, ep 4 and four pipeline chunks. Position
 fit; RoPE scaling starts at 128, so that it affects short sequences.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.mismatch.random_model import build_random_model as build
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-_SIZES: dict[str, Any] = {
-    "vocab_size": 331,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
+_TOKENS: dict[str, Any] = {"vocab_size": 331, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
+_SIZES = _TOKENS | _HEADS | {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4}
+_SIZES |= {
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.1,
     "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
 }
 _PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 _SCALED = {"rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 128}
 _YARN = _SCALED | {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
 
 _QWEN2 = _SIZES | {"model_type": "qwen2", "rope_parameters": _PLAIN | {"rope_theta": 1e6}}
-_QWEN3 = _SIZES | {"model_type": "qwen3", "head_dim": 16, "rope_parameters": _PLAIN | {"rope_theta": 1e6}}
-_QWEN3_MOE = _SIZES | {
-    "model_type": "qwen3_moe",
-    "head_dim": 16,
-    "moe_intermediate_size": 24,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "rope_parameters": _PLAIN | {"rope_theta": 1e6},
-}
-_DEEPSEEK_V3 = _SIZES | {
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 6,
-    "moe_intermediate_size": 24,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 28,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    # megatron-core scores an expert group by its topk / topk_group best experts, transformers by its two best
+_QWEN3 = _QWEN2 | {"model_type": "qwen3", "head_dim": 16}
+_QWEN3_MOE = _QWEN3 | {"model_type": "qwen3_moe", "norm_topk_prob": True}
+_QWEN3_MOE |= {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
+_LATENT = {"q_lora_rank": 20, "kv_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+# megatron-core scores an expert group by its topk / topk_group best experts, transformers by its two best
+_ROUTING = {
     "num_experts_per_tok": 4,
     "n_group": 4,
     "topk_group": 2,
-    "num_nextn_predict_layers": 1,
-    # as published folders have them; SGLang reads them
-    "moe_layer_freq": 1,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
 }
+# as published folders have them; SGLang reads them
+_READ_BY_SGLANG = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_EXPERTS = {"moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
+_DEEPSEEK_V3 = _SIZES | _LATENT | _ROUTING | _READ_BY_SGLANG | _EXPERTS
+_DEEPSEEK_V3 |= {"model_type": "deepseek_v3", "num_key_value_heads": 6, "num_nextn_predict_layers": 1}
+_DEEPSEEK_V3 |= {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+_LLAMA3 = _SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_SOFTCAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}
+_LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}
+_TIED = {"tie_word_embeddings": True}
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen2": _QWEN2 | {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    "qwen2 linear": _QWEN2
-    | {"vocab_size": 509, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}},
-    "qwen3": _QWEN3 | {"tie_word_embeddings": True},
+    "qwen2": _QWEN2 | _TIED | {"num_key_value_heads": 1},
+    "qwen2 linear": _QWEN2 | {"vocab_size": 509, "rope_parameters": _LINEAR},
+    "qwen3": _QWEN3 | _TIED,
     "qwen3 yarn": _QWEN3 | {"vocab_size": 509, "num_key_value_heads": 1, "rope_parameters": _YARN},
-    "llama3": _SIZES
-    | {
-        "model_type": "llama",
-        "vocab_size": 509,
-        "tie_word_embeddings": True,
-        "rope_parameters": _SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    },
-    "gemma2": _SIZES
-    | {
+    "llama3": _SIZES | _TIED | {"model_type": "llama", "vocab_size": 509, "rope_parameters": _LLAMA3},
+    "gemma2": {
+        **(_SIZES | _TIED | _SOFTCAPS),
         "model_type": "gemma2",
         "head_dim": 16,
         "hidden_activation": "gelu_pytorch_tanh",
         "hidden_act": "gelu_pytorch_tanh",  # as published folders have it; SGLang reads it
         "query_pre_attn_scalar": 24,
         "sliding_window": 8,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 10.0,
-        "tie_word_embeddings": True,
         "rope_parameters": _PLAIN,
     },
-    "qwen3_moe": _QWEN3_MOE | {"norm_topk_prob": True, "mlp_only_layers": [1]},
-    "qwen3_moe all sparse": _QWEN3_MOE | {"vocab_size": 509, "norm_topk_prob": True},
-    "qwen3_moe sparse step": _QWEN3_MOE
-    | {
-        "vocab_size": 509,
-        "num_key_value_heads": 1,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 2,
-        "tie_word_embeddings": True,
-    },
+    "qwen3_moe": _QWEN3_MOE | {"mlp_only_layers": [1]},
+    "qwen3_moe all sparse": _QWEN3_MOE | {"vocab_size": 509},
+    "qwen3_moe sparse step": (_QWEN3_MOE | _TIED)
+    | {"vocab_size": 509, "num_key_value_heads": 1, "norm_topk_prob": False, "decoder_sparse_step": 2},
     "mixtral": _SIZES
     | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rope_parameters": _PLAIN},
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v3 without query latent": _DEEPSEEK_V3
-    | {
-        "vocab_size": 509,
-        "q_lora_rank": None,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_nextn_predict_layers": 0,
-        "rope_parameters": _PLAIN,
-    },
+    | {"vocab_size": 509, "q_lora_rank": None, "num_nextn_predict_layers": 0, "rope_parameters": _PLAIN}
+    | {"n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
 }
 """Content of config.json by model name."""
 
@@ -147,12 +100,12 @@ def append_prediction_layer(file: Path, config: dict[str, Any]) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    tensors: dict[str, Tensor] = load_file(file)
+    tensors = load_file(file)
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     last, added = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
     generator = torch.Generator().manual_seed(1)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape: int) -> Any:
         return 0.3 * torch.randn(shape, generator=generator)
 
     inner = {added + name.removeprefix(last): draw(*t.shape) for name, t in tensors.items() if name.startswith(last)}

@@ -3,21 +3,16 @@
 Uses no megarl code. Results are cached for the session, since they are the same for every layout.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 SHORT = (2, 3, 5, 8, 9, 13, 21, 34, 47, 55, 72, 90)
 LONG = (1, 2, 3, 17, 64, 129, 333, 777, 1025)
@@ -28,10 +23,10 @@ Tokens = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Log-probabilities of sequences under one model, with loss and gradients."""
+    """Scores of sequences under one model, with loss and gradients."""
 
-    logprobs: tuple[torch.Tensor, ...]
-    """By sequence, float32 [T - 1]: log-probabilities of tokens 1 to T - 1."""
+    scores: tuple[torch.Tensor, ...]
+    """By sequence, float32: log-probabilities [T - 1] of tokens 1 to T - 1, or of a value model all values [T]."""
     loss: float
     gradients: dict[str, torch.Tensor]
     """Gradients of the loss by name on disk: one tensor per expert, a tied head as `model.embed_tokens.weight`."""
@@ -68,17 +63,7 @@ def differentiate(folder: str, sequences: Tokens) -> Reference:
             part.backward()
         loss += float(part.detach())
         every.append(logprobs.detach())
-    return Reference(logprobs=tuple(every), loss=loss, gradients=_gradients_on_disk(model))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueReference:
-    """Values of sequences under one value model, with loss and gradients."""
-
-    values: tuple[torch.Tensor, ...]
-    """By sequence, values of all tokens, float32 [T]."""
-    loss: float
-    gradients: dict[str, torch.Tensor]
+    return Reference(scores=tuple(every), loss=loss, gradients=_gradients_on_disk(model))
 
 
 def draw_returns(sequences: Tokens) -> list[np.ndarray]:
@@ -88,7 +73,7 @@ def draw_returns(sequences: Tokens) -> list[np.ndarray]:
 
 
 @cache
-def differentiate_values(folder: str, sequences: Tokens) -> ValueReference:
+def differentiate_values(folder: str, sequences: Tokens) -> Reference:
     """Compute half the mean squared error of values against `draw_returns`, and its gradient.
 
     The value of a token is the model's output at the token before it; the first tokens are not counted.
@@ -105,19 +90,17 @@ def differentiate_values(folder: str, sequences: Tokens) -> ValueReference:
         part.backward()
         loss += float(part.detach())
         every.append(values.detach())
-    return ValueReference(values=tuple(every), loss=loss, gradients=_gradients_on_disk(model))
+    return Reference(scores=tuple(every), loss=loss, gradients=_gradients_on_disk(model))
 
 
-def _load(folder: str, kind: Any = None) -> PreTrainedModel:
+def _load(folder: str, kind: Any = None) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model: PreTrainedModel = (kind or AutoModelForCausalLM).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    )
-    return model.eval()
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return (kind or AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32, **options).eval()
 
 
-def _logprobs(model: PreTrainedModel, sequence: tuple[int, ...]) -> torch.Tensor:
+def _logprobs(model: Any, sequence: tuple[int, ...]) -> torch.Tensor:
     if len(sequence) == 1:
         return torch.zeros(0)
     ids = torch.tensor(sequence)
@@ -125,7 +108,7 @@ def _logprobs(model: PreTrainedModel, sequence: tuple[int, ...]) -> torch.Tensor
     return torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
 
 
-def _gradients_on_disk(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _gradients_on_disk(model: Any) -> dict[str, torch.Tensor]:
     """Return gradients by name on disk. They are saved as a model, because saving splits fused tensors."""
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,7 +1,5 @@
 """All families on one rank, compared with transformers: log-probabilities, entropy bounds, values, gradients."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -12,7 +10,7 @@ import torch
 from tests.megatron.fidelity.measure import TOLERANCE, assert_same_gradients, gradient_norm, measure, score_on_ranks
 from tests.megatron.fidelity.models import CONFIGS
 from tests.megatron.fidelity.reference import LONG, SHORT, differentiate, differentiate_values, draw, score
-from tests.megatron.matrix import sample
+from tests.megatron.ranks import sample
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -20,8 +18,8 @@ def test_logprobs_and_gradients_match_transformers(name, model_folder, tmp_path)
     folder, sequences = model_folder(name), draw(SHORT, CONFIGS[name]["vocab_size"])
     want = differentiate(folder, sequences)
     got = measure(folder, sequences, tmp_path)
-    for i, logprobs in enumerate(want.logprobs):
-        torch.testing.assert_close(got.logprobs[i], logprobs, rtol=0, atol=TOLERANCE)
+    for i, logprobs in enumerate(want.scores):
+        torch.testing.assert_close(got.token_scores[i], logprobs, rtol=0, atol=TOLERANCE)
         assert (got.scores[i][1] >= 0).all()
         assert (got.scores[i][1] <= math.log(CONFIGS[name]["vocab_size"]) + 1e-5).all()
     assert got.loss == pytest.approx(want.loss, abs=TOLERANCE)
@@ -33,8 +31,8 @@ def test_logprobs_and_gradients_match_transformers(name, model_folder, tmp_path)
 def test_values_and_their_gradients_match_transformers(name, value_folder, tmp_path):
     folder, sequences = value_folder(name), draw((1, *SHORT), CONFIGS[name]["vocab_size"])
     want, got = differentiate_values(folder, sequences), measure(folder, sequences, tmp_path, head="value")
-    for i, values in enumerate(want.values):
-        torch.testing.assert_close(got.values[i], values, rtol=0, atol=TOLERANCE)
+    for i, values in enumerate(want.scores):
+        torch.testing.assert_close(got.token_scores[i], values, rtol=0, atol=TOLERANCE)
     assert got.loss == pytest.approx(want.loss, rel=TOLERANCE)
     assert_same_gradients(got.gradients, want.gradients, tolerance=3e-5)  # errors of both signs partly cancel
     assert got.grad_norm == pytest.approx(gradient_norm(want.gradients), rel=TOLERANCE)

@@ -1,7 +1,5 @@
 """Parallel layouts compared with one rank: log-probabilities, loss, gradient norm, all gradients by HF name."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from pathlib import Path
@@ -13,7 +11,7 @@ from tests.megatron.conftest import save_model
 from tests.megatron.fidelity.measure import TOLERANCE, Measured, assert_same, assert_same_gradients, measure
 from tests.megatron.fidelity.models import CONFIGS
 from tests.megatron.fidelity.reference import SHORT, draw
-from tests.megatron.matrix import sample
+from tests.megatron.ranks import sample
 
 COMMON_LAYOUTS = {
     "tp2": {"world": 2, "tp": 2},
@@ -63,9 +61,9 @@ DEFAULT = [
 """Every model and every axis, on at most four ranks; all other cases are slow."""
 
 
-def check_layout(name, sizes, model_folder, tmp_path, lengths=SHORT):
-    folder, sequences = model_folder(name), draw(lengths, CONFIGS[name]["vocab_size"])
-    assert_same(measure(folder, sequences, tmp_path, **sizes), on_one_rank(folder, sequences))
+def check_layout(name, sizes, folders, tmp_path, lengths=SHORT, head="lm"):
+    folder, sequences = folders(name), draw(lengths, CONFIGS[name]["vocab_size"])
+    assert_same(measure(folder, sequences, tmp_path, head=head, **sizes), on_one_rank(folder, sequences, head))
 
 
 @functools.cache
@@ -91,9 +89,7 @@ DEFAULT_VALUE_CASES = [("qwen2", "tp2 without sequence parallel"), ("qwen2", "pp
 
 @pytest.mark.parametrize(("name", "layout"), sample(VALUE_CASES, DEFAULT_VALUE_CASES))
 def test_layouts_of_value_models_match_one_rank(name, layout, value_folder, tmp_path):
-    folder, sequences = value_folder(name), draw(SHORT, CONFIGS[name]["vocab_size"])
-    got = measure(folder, sequences, tmp_path, head="value", **LAYOUTS[layout])
-    assert_same(got, on_one_rank(folder, sequences, head="value"))
+    check_layout(name, LAYOUTS[layout], value_folder, tmp_path, head="value")
 
 
 FUSED = [
@@ -132,7 +128,7 @@ def test_sequence_order_does_not_change_results(model_folder, tmp_path):
     got = measure(folder, tuple(sequences[i] for i in permutation), tmp_path, world=2)
     want = on_one_rank(folder, sequences)
     for i, original in enumerate(permutation):
-        torch.testing.assert_close(got.logprobs[i], want.logprobs[original], rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(got.scores[i], want.scores[original], rtol=0, atol=TOLERANCE)
     assert got.loss == pytest.approx(want.loss, rel=TOLERANCE)
     assert_same_gradients(got.gradients, want.gradients)
 

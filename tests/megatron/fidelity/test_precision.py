@@ -1,50 +1,34 @@
 """bfloat16 with float32 main parameters; the distributed optimizer compared with the replicated one."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.config.weight_sync import WeightSyncConfig
-from megarl.megatron.requests import PushRequest, SyncSetup
-from megarl.workers.payload import LocalPayload
+from megarl.megatron.trainer_worker import TrainerWorker
+from tests.megatron import rank_models
 from tests.megatron.fidelity.measure import measure, nll_request
 from tests.megatron.fidelity.reference import differentiate_values, draw, score
-from tests.megatron.matrix import sample
 from tests.megatron.rank_models import gather_full, make_trainer, model_spec, own_part, train_step, trainer_spec
-from tests.megatron.ranks import CollectingSink, run_ranks
+from tests.megatron.ranks import run_ranks, sample
 
 SEQUENCES = draw((3, 21, 34, 60, 17, 45), 331)
-LR = 1.5e-4
-STEPS = 5
+LR, STEPS = 1.5e-4, 5
 
 
 def train_on_rank(path, steps):
     """Train in bfloat16; returns the weights synced after the first and the last step, and the main parameters."""
-    from megarl.megatron.trainer_worker import TrainerWorker
-
     worker = TrainerWorker(trainer_spec(model_spec(path, dtype="bfloat16"), lr=LR, steps=steps))
-    sink = CollectingSink()
-    config = WeightSyncConfig(strategy="gather_hf", bucket_bytes=200_000)
-    worker.prepare_sync(LocalPayload(SyncSetup(config=config, senders=(0,))))
     request = own_part(worker._model, nll_request(SEQUENCES, 256))
     pushed = []
     for step in range(steps):
         worker.train_step(request)
         if step in (0, steps - 1):
-            worker.push_weights(PushRequest(sinks={0: (sink,)}))
-            pushed.append(dict(sink.tensors))
-    megatron_model = worker._trainer.model
-    of = {parameter.data_ptr(): parameter for chunk in megatron_model.chunks for parameter in chunk.module.parameters()}
-    main_params = {
-        name: of[tensor.data_ptr()].main_param.view(tensor.shape)
-        for name, tensor in megatron_model.tensors().items()
-        if tensor.data_ptr() in of
-    }
-    return pushed, gather_full(megatron_model, main_params)
+            pushed.append(rank_models.sync_weights(worker))
+    model = worker._trainer.model
+    main_params = {name: p.main_param.view(p.shape) for name, p in rank_models.trained_parameters(model).items()}
+    return pushed, gather_full(model, main_params)
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +52,10 @@ def test_main_params_accumulate_updates_below_bfloat16_resolution(name, trained)
         start = disk[tensor].bfloat16()
         # Between 1/8 and 1/4 bfloat16 values are 2**-10 apart: one step of about LR is less than half of that.
         coarse = (start.abs() >= 0.125) & (start.abs() < 0.25)
-        assert torch.equal(pushed[0][tensor][coarse], start[coarse]), (
-            f"{tensor}: one step is below the bfloat16 resolution"
-        )
+        assert torch.equal(pushed[0][tensor][coarse], start[coarse]), f"{tensor}: one step is below the resolution"
         moved += int((pushed[-1][tensor] != start)[coarse].sum())
         total += int(coarse.sum())
-        step = (main_param - start.float()).abs()
-        assert step.max() <= STEPS * LR * 1.1, tensor
+        assert (main_param - start.float()).abs().max() <= STEPS * LR * 1.1, tensor
     assert STEPS * LR > 2**-11
     assert moved > 0.25 * total, (moved, total)
 
@@ -121,18 +102,18 @@ def test_bfloat16_logprobs_are_close_to_float32_on_two_cuda_devices(name, parall
 
 def check_bfloat16_logprobs(folder, tmp_path, **layout):
     measured = measure(folder, SEQUENCES, tmp_path, dtype="bfloat16", **layout)
-    got = torch.cat([measured.logprobs[i] for i in range(len(SEQUENCES))])
+    got = torch.cat([measured.token_scores[i] for i in range(len(SEQUENCES))])
     want = torch.cat(list(score(folder, SEQUENCES)))
     assert got.dtype == torch.float32
-    # Measured: 0.009 to 0.015. Single tokens differ by 0.6 if rounding routes them to another expert.
+    # measured: 0.009 to 0.015. Single tokens differ by 0.6 if rounding routes them to another expert.
     assert 1e-4 < (got - want).abs().mean() < 0.03
 
 
 def test_values_of_bfloat16_models_are_float32(value_folder, tmp_path):
     folder = value_folder("qwen3")
     got = measure(folder, SEQUENCES, tmp_path, dtype="bfloat16", head="value")
-    values = torch.cat([got.values[i] for i in range(len(SEQUENCES))])
-    exact = torch.cat(differentiate_values(folder, SEQUENCES).values)
+    values = torch.cat([got.token_scores[i] for i in range(len(SEQUENCES))])
+    exact = torch.cat(differentiate_values(folder, SEQUENCES).scores)
     assert values.dtype == torch.float32
     assert not torch.equal(values, values.bfloat16().float())
     assert 1e-5 < (values - exact).abs().mean() < 0.03 * exact.std()

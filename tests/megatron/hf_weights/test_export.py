@@ -1,7 +1,5 @@
 """Exports by real ranks in megatron-core's layouts, compared with the folder that the weights came from."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import resource
@@ -14,9 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.errors import DataError, LostLockError
-from tests.megatron.matrix import sample
 from tests.megatron.rank_models import gather, make_model, model_spec
-from tests.megatron.ranks import run_ranks
+from tests.megatron.ranks import run_ranks, sample
 
 BUCKET, JOINED = 20_000, 4096
 """Bytes of a transfer bucket, and of the rows from several ranks that are joined before they are written."""
@@ -26,7 +23,11 @@ def load_folder(folder):
     return {name: t for file in Path(folder).glob("*.safetensors") for name, t in load_file(file).items()}
 
 
-def export_on_rank(spec, companions, target, file_bytes, faulty_rank, num_lock_checks):
+def export_on_rank(spec, target, options):
+    return export_with(spec, target, **options)
+
+
+def export_with(spec, target, file_bytes=60_000, faulty_rank=None, companions=None, num_lock_checks=9):
     """Export; return, by rank, the files written, the error, and the memory for transfers and for writes, in bytes."""
     model = make_model(spec)
     from megarl.megatron.hf_weights import export, export_plan, file_sink
@@ -61,31 +62,23 @@ def export_on_rank(spec, companions, target, file_bytes, faulty_rank, num_lock_c
     error = None
     try:
         export.save(model, companions or spec.model_path, target, require_lock=require_lock)
-    except DataError as e:
-        error = str(e)
-    except LostLockError as e:
-        error = f"LostLockError: {e}"
+    except (DataError, LostLockError) as e:
+        error = f"{type(e).__name__}: {e}"
     return gather((wrote, error, memory))
 
 
-def export(
-    tmp_path,
-    source,
-    *,
-    dtype="float32",
-    file_bytes=60_000,
-    faulty_rank=None,
-    companions=None,
-    num_lock_checks=9,
-    **sizes,
-):
+def export(tmp_path, source, *, dtype="float32", options=None, **sizes):
+    """Export to the folder `out` with options of `export_on_rank`."""
     spec, target = model_spec(source, sizes, dtype=dtype), str(tmp_path / "out")
-    arguments = spec, companions, target, file_bytes, faulty_rank, num_lock_checks
-    return run_ranks(export_on_rank, spec.parallel.min_world_size, tmp_path, *arguments)
+    return run_ranks(export_on_rank, spec.parallel.min_world_size, tmp_path, spec, target, options or {})
 
 
 def errors_of(outcomes):
     return [error for _, error, _ in outcomes]
+
+
+def files_in(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def same_bits(folder, source, dtype=None):
@@ -159,7 +152,7 @@ def test_small_model_is_one_file_and_replaces_the_previous_export(qwen3_path, tm
     export(tmp_path, qwen3_path, tp=2)
     assert len(list(out.glob("*.safetensors"))) > 2
     (Path(qwen3_path) / "tokenizer.json").write_text("{}")
-    export(tmp_path, qwen3_path, file_bytes=2**30, tp=2)
+    export(tmp_path, qwen3_path, options={"file_bytes": 2**30}, tp=2)
     same_bits(out, qwen3_path)
     (Path(qwen3_path) / "tokenizer.json").unlink()
     names = {path.name for path in out.iterdir()}
@@ -169,11 +162,11 @@ def test_small_model_is_one_file_and_replaces_the_previous_export(qwen3_path, tm
 def test_error_names_the_rank_that_cannot_write_and_the_previous_model_stays(qwen3_path, model_folder, tmp_path):
     out = tmp_path / "out"
     export(tmp_path, model_folder("qwen2"), tp=2)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    outcomes = export(tmp_path, qwen3_path, faulty_rank=1, tp=2)
-    message = f"{out}: the model could not be written, on rank 1: [Errno 27] File too large"
+    before = files_in(out)
+    outcomes = export(tmp_path, qwen3_path, options={"faulty_rank": 1}, tp=2)
+    message = f"DataError: {out}: the model could not be written, on rank 1: [Errno 27] File too large"
     assert errors_of(outcomes) == [message, message]
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert files_in(out) == before
 
 
 @pytest.mark.parametrize("num_lock_checks", [0, 1])
@@ -181,16 +174,16 @@ def test_run_that_lost_its_folder_keeps_the_previous_model(num_lock_checks, qwen
     """The folder is lost before the export, or while the files are written."""
     out = tmp_path / "out"
     export(tmp_path, model_folder("qwen2"), tp=2)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    outcomes = export(tmp_path, qwen3_path, num_lock_checks=num_lock_checks, tp=2)
+    before = files_in(out)
+    outcomes = export(tmp_path, qwen3_path, options={"num_lock_checks": num_lock_checks}, tp=2)
     assert errors_of(outcomes) == ["LostLockError: another run holds the folder"] * 2
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert files_in(out) == before
 
 
 def test_source_without_config_json_raises_before_anything_is_written(qwen3_path, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
-    outcomes = export(tmp_path, qwen3_path, companions=str(bare), tp=2)
-    assert outcomes[0][1].endswith("config.json cannot be read: No such file or directory")
-    assert outcomes[0][1] == outcomes[1][1]
+    error, other = errors_of(export(tmp_path, qwen3_path, options={"companions": str(bare)}, tp=2))
+    assert error.endswith("config.json cannot be read: No such file or directory")
+    assert error == other
     assert list((tmp_path / "out").iterdir()) == []

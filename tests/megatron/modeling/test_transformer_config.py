@@ -4,8 +4,6 @@ Expected values follow from what megatron-core's documentation says about each f
 of Transformer Engine's functions, because megatron-core refuses a fusion whose function is missing.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -168,7 +166,7 @@ def test_fields_that_need_transformer_engine_are_refused_without_it(case: str, d
     assert described["refused", case] == REFUSED[case][1]
 
 
-def describe_training() -> tuple[list[Any], list[Any]]:
+def describe_training() -> list[Any]:
     """Return DDP's and the optimizer's configuration, as they are by default and with fields set."""
     from megarl.megatron.runtime import platform
 
@@ -186,56 +184,48 @@ def describe_training() -> tuple[list[Any], list[Any]]:
     )
     adam = OptimizerConfig(lr=1e-6)
     ddp = [vars(DistributedDataParallelConfig(**ddp_fields(adam, each))) for each in (default, offloaded)]
-    return ddp, [vars(optimizer_config(adam, each, torch.bfloat16)) for each in (default, offloaded)]
+    return ddp + [vars(optimizer_config(adam, each, torch.bfloat16)) for each in (default, offloaded)]
+
+
+TRAINING = (
+    {
+        "grad_reduce_in_fp32": True,  # bfloat16 gradients of many micro-batches would be rounded at every addition
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        "average_in_collective": False,
+        "check_for_nan_in_grad": False,  # the update guard does it
+        "num_distributed_optimizer_instances": 1,
+    },
+    {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000},
+    {
+        "optimizer": "adam",
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "use_precision_aware_optimizer": False,
+        "main_params_dtype": torch.float32,
+        "exp_avg_dtype": torch.float32,
+        "optimizer_cpu_offload": False,
+        "overlap_param_gather": False,
+        "decoupled_weight_decay": True,
+        "fp8_recipe": None,
+    },
+    {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+        "use_precision_aware_optimizer": True,  # as Megatron-LM demands
+        "use_precision_aware_optimizer_no_fp8_or_ds_fp8": True,
+        "overlap_param_gather": True,
+        "decoupled_lr": 2e-6,
+        "fp8_recipe": "blockwise",
+    },
+)
 
 
 def test_gradient_and_optimizer_configurations(tmp_path: Any) -> None:
-    (ddp, overlapped), (adam, offloaded) = run_ranks(describe_training, 1, tmp_path)
-
-    def check(got: dict[str, Any], want: dict[str, Any]) -> None:
+    for got, want in zip(run_ranks(describe_training, 1, tmp_path), TRAINING, strict=True):
         assert {name: got[name] for name in want} == want
-
-    check(
-        ddp,
-        {
-            "grad_reduce_in_fp32": True,  # bfloat16 gradients of many micro-batches would be rounded at every addition
-            "use_distributed_optimizer": True,
-            "overlap_grad_reduce": False,
-            "overlap_param_gather": False,
-            "average_in_collective": False,
-            "check_for_nan_in_grad": False,  # the update guard does it
-            "num_distributed_optimizer_instances": 1,
-        },
-    )
-    check(overlapped, {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000})
-    check(
-        adam,
-        {
-            "optimizer": "adam",
-            "bf16": True,
-            "params_dtype": torch.bfloat16,
-            "use_precision_aware_optimizer": False,
-            "main_params_dtype": torch.float32,
-            "exp_avg_dtype": torch.float32,
-            "optimizer_cpu_offload": False,
-            "overlap_param_gather": False,
-            "decoupled_weight_decay": True,
-            "fp8_recipe": None,
-        },
-    )
-    check(
-        offloaded,
-        {
-            "optimizer_cpu_offload": True,
-            "optimizer_offload_fraction": 0.5,
-            "overlap_cpu_optimizer_d2h_h2d": True,
-            "use_precision_aware_optimizer": True,  # as Megatron-LM demands
-            "use_precision_aware_optimizer_no_fp8_or_ds_fp8": True,
-            "overlap_param_gather": True,
-            "decoupled_lr": 2e-6,
-            "fp8_recipe": "blockwise",
-        },
-    )
 
 
 def layers_of_latent_attention(path: str) -> dict[str, Any]:

@@ -1,46 +1,40 @@
 """Offloading of training state between phases: what is freed, and that it does not change training."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megarl.config.trainer import OffloadConfig
-from megarl.config.weight_sync import WeightSyncConfig
-from megarl.megatron.requests import PushRequest, SyncSetup
 from megarl.megatron.runtime import platform
 from megarl.megatron.runtime.offload import FrozenMemory, OffloadedTensors, TrainerMemory
 from megarl.megatron.trainer_worker import TrainerWorker
-from megarl.workers.payload import LocalPayload
 from tests.megatron.fidelity.measure import nll_request
 from tests.megatron.fidelity.reference import draw
-from tests.megatron.matrix import sample
-from tests.megatron.rank_models import gather, model_spec, own_part, trainer_spec
-from tests.megatron.ranks import CollectingSink, run_ranks
+from tests.megatron.hf_weights.test_export import load_folder
+from tests.megatron.rank_models import assert_same_bits, gather, model_spec, own_part, sync_weights, trainer_spec
+from tests.megatron.ranks import run_ranks, sample
 
 EVERYTHING = OffloadConfig(optimizer=True, gradients=True, weights=True)
-LENGTHS = (5, 9, 21, 34, 40, 18)
 STEPS = 2
 
 LAYOUTS = {
-    "tp2": ("qwen3", 2, {"tp": 2}),
-    "pp2": ("deepseek_v3", 2, {"pp": 2}),
-    "vpp": ("qwen3", 2, {"pp": 2, "vpp": 2}),
-    "ep2": ("qwen3_moe", 2, {"ep": 2}),
-    "dp2 distributed optimizer": ("qwen3", 2, {}),
-    "dp2 replicated optimizer": ("qwen3", 2, {"distributed": False}),
+    "tp2": ("qwen3", {"tp": 2}),
+    "pp2": ("deepseek_v3", {"pp": 2}),
+    "vpp": ("qwen3", {"pp": 2, "vpp": 2}),
+    "ep2": ("qwen3_moe", {"ep": 2}),
+    "dp2 distributed optimizer": ("qwen3", {}),
+    "dp2 replicated optimizer": ("qwen3", {"distributed": False}),
 }
 
 
-def make_worker(path, dtype, distributed, parallel):
+def make_worker(path, dtype, distributed=True, **parallel):
     model = model_spec(path, parallel, dtype=dtype)
     return TrainerWorker(trainer_spec(model, lr=1e-3, distributed=distributed, steps=STEPS))
 
 
 def request_of(worker, seed=0):
-    return own_part(worker._model, nll_request(draw(LENGTHS, 331, seed=seed), 64))
+    return own_part(worker._model, nll_request(draw((5, 9, 21, 34, 40, 18), 331, seed=seed), 64))
 
 
 def storages(tensors):
@@ -58,13 +52,9 @@ def held_tensors(worker):
     state += [t for _, of in trainer._optimizer.state.items() for t in of.values() if torch.is_tensor(t)]
     weights = list(trainer.model.tensors().values())
     ids = {s._cdata for s in storages(weights)}
-    return {
-        "optimizer": [t for t in state if t.untyped_storage()._cdata not in ids],
-        "gradients": [
-            b.grad_data for chunk in trainer._ddp_chunks for b in chunk.buffers + chunk.expert_parallel_buffers
-        ],
-        "weights": weights,
-    }
+    buffers = [buffer for chunk in trainer._ddp_chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    optimizer = [t for t in state if t.untyped_storage()._cdata not in ids]
+    return {"optimizer": optimizer, "gradients": [b.grad_data for b in buffers], "weights": weights}
 
 
 def check_offload(worker, kinds, held_before):
@@ -86,9 +76,9 @@ def check_offload(worker, kinds, held_before):
     return stats
 
 
-def train_on_rank(path, dtype, distributed, parallel, kinds):
+def train_on_rank(path, dtype, options, kinds):
     """Train with `kinds` offloaded before each step; returns the final weights and optimizer state of all ranks."""
-    worker = make_worker(path, dtype, distributed, parallel)
+    worker = make_worker(path, dtype, **options)
     for step in range(STEPS):
         held = held_tensors(worker)
         stats = check_offload(worker, kinds, held)
@@ -100,7 +90,7 @@ def train_on_rank(path, dtype, distributed, parallel, kinds):
         worker.train_step(request_of(worker, seed=step))
     held = held_tensors(worker)
     assert num_bytes(held["optimizer"]) > 0
-    return gather({kind: [t.clone() for t in held[kind]] for kind in ("weights", "optimizer")})
+    return gather({(kind, i): t.clone() for kind in ("weights", "optimizer") for i, t in enumerate(held[kind])})
 
 
 CASES = [(layout, dtype) for layout in LAYOUTS for dtype in ("float32", "bfloat16")]
@@ -109,36 +99,30 @@ DEFAULT = [("tp2", "float32"), ("pp2", "float32"), ("ep2", "bfloat16"), CASES[-3
 
 @pytest.mark.parametrize(("layout", "dtype"), sample(CASES, DEFAULT))
 def test_offloading_everything_does_not_change_training(layout, dtype, model_folder, tmp_path):
-    name, world, options = LAYOUTS[layout]
-    parallel = {k: v for k, v in options.items() if k != "distributed"}
-    arguments = (model_folder(name), dtype, options.get("distributed", True), parallel)
-    got = run_ranks(train_on_rank, world, tmp_path, *arguments, EVERYTHING)
-    want = run_ranks(train_on_rank, world, tmp_path, *arguments, OffloadConfig())
-    for rank, (of, wanted) in enumerate(zip(got, want, strict=True)):
-        for kind in wanted:
-            for number, (tensor, other) in enumerate(zip(of[kind], wanted[kind], strict=True)):
-                assert torch.equal(tensor, other), (rank, kind, number)
+    name, options = LAYOUTS[layout]
+    offloaded, plain = (
+        run_ranks(train_on_rank, 2, tmp_path, model_folder(name), dtype, options, kinds)
+        for kinds in (EVERYTHING, OffloadConfig())
+    )
+    for got, want in zip(offloaded, plain, strict=True):
+        assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "gradients", "weights"])
 def test_each_kind_of_state_can_be_offloaded_alone(kind, device, model_folder, tmp_path):
-    arguments = (model_folder("qwen3"), "bfloat16", True, {}, OffloadConfig(**{kind: True}))
+    arguments = (model_folder("qwen3"), "bfloat16", {}, OffloadConfig(**{kind: True}))
     run_ranks(train_on_rank, 1, tmp_path, *arguments, device=device)
 
 
 def push_on_rank(path, folder):
     """Sync and export while everything is offloaded; returns the synced weights of two steps."""
-    worker = make_worker(path, "bfloat16", True, {"tp": 2})
+    worker = make_worker(path, "bfloat16", tp=2)
     received = []
-    sink = CollectingSink()
-    config = WeightSyncConfig(strategy="gather_hf", bucket_bytes=20_000)
-    worker.prepare_sync(LocalPayload(SyncSetup(config=config, senders=(0,))))
     for offloaded in (False, True):
         worker.train_step(request_of(worker))
         if offloaded:
             worker.offload(EVERYTHING)
-        worker.push_weights(PushRequest(sinks={0: (sink,)}))
-        received.append(dict(sink.tensors))
+        received.append(sync_weights(worker))
     held = held_tensors(worker)
     assert num_bytes(held["weights"])
     assert not num_bytes(held["optimizer"] + held["gradients"]), "a weight sync must onload only the weights"
@@ -148,15 +132,10 @@ def push_on_rank(path, folder):
 
 
 def test_weight_sync_and_export_onload_the_weights(model_folder, tmp_path):
-    from safetensors.torch import load_file
-
     before, after = run_ranks(push_on_rank, 2, tmp_path, model_folder("qwen3"), str(tmp_path / "export"))
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[name], after[name]) for name in before)
-    files = list((tmp_path / "export").glob("*.safetensors"))
-    saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    assert saved.keys() == after.keys()
-    assert all(torch.equal(saved[name], after[name]) for name in saved)
+    assert_same_bits(load_folder(tmp_path / "export"), after)
 
 
 def test_shared_storages_are_moved_once(device):
@@ -220,24 +199,21 @@ class FakeAllocator:
             monkeypatch.setattr(torch.cuda, name, lambda name=name: record(name))
 
 
-class FakeGradients:
-    """Stands in for a model chunk wrapped in megatron-core's DDP, with one gradient buffer."""
-
-    def __init__(self, num_elements):
-        self.buffers, self.expert_parallel_buffers = [SimpleNamespace(grad_data=torch.zeros(num_elements))], []
-
-    def offload_grad_buffers(self, *, empty_cache):
-        assert not empty_cache
-        self.buffers[0].grad_data.untyped_storage().resize_(0)
-
-
 def test_offloading_returns_all_memory_to_the_device(monkeypatch):
     """Copies finish before storages are freed, and torch's cache is emptied once everything is."""
     weight, moment = torch.arange(8.0), torch.arange(16.0)
     optimizer = SimpleNamespace(param_groups=[{"params": [weight]}], state={weight: {"exp_avg": moment}})
-    chunk = FakeGradients(8)
+    gradient = torch.zeros(8)
+
+    def offload_gradients(*, empty_cache):
+        assert not empty_cache
+        gradient.untyped_storage().resize_(0)
+
+    # a model chunk wrapped in megatron-core's DDP
+    chunk = SimpleNamespace(buffers=[SimpleNamespace(grad_data=gradient)], expert_parallel_buffers=[])
+    chunk.offload_grad_buffers = offload_gradients
     memory = TrainerMemory(SimpleNamespace(tensors=lambda: {"weight": weight}), [chunk], optimizer)
-    device = FakeAllocator(monkeypatch, [weight, moment, chunk.buffers[0].grad_data])
+    device = FakeAllocator(monkeypatch, [weight, moment, gradient])
     memory.offload(EVERYTHING)
     steps = ["copy", "synchronize", "free"]
     assert device.events == ["ipc_collect", *steps, "free", *steps, "empty_cache"]
@@ -247,9 +223,12 @@ def test_offloading_returns_all_memory_to_the_device(monkeypatch):
     assert device.events == ["ipc_collect", "empty_cache"]
 
 
+def frozen(weight):
+    return weight, FrozenMemory(SimpleNamespace(tensors=lambda: {"weight": weight}))
+
+
 def test_a_frozen_model_returns_its_memory_to_the_device(monkeypatch):
-    weight = torch.arange(8.0)
-    memory = FrozenMemory(SimpleNamespace(tensors=lambda: {"weight": weight}))
+    weight, memory = frozen(torch.arange(8.0))
     device = FakeAllocator(monkeypatch, [weight])
     assert memory.offload() == 32
     assert device.events == ["copy", "synchronize", "free", "empty_cache"]
@@ -261,28 +240,25 @@ def test_a_frozen_model_returns_its_memory_to_the_device(monkeypatch):
 
 @pytest.mark.gpu
 def test_an_idle_frozen_model_leaves_nothing_reserved():
-    weight = torch.arange(2**24, dtype=torch.float32, device="cuda")
-    memory = FrozenMemory(SimpleNamespace(tensors=lambda: {"weight": weight}))
+    weight, memory = frozen(torch.arange(2**24, dtype=torch.float32, device="cuda"))
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    freed = memory.offload()
-    assert freed == 2**26
-    assert before[0] - torch.cuda.memory_allocated() == freed
-    assert before[1] - torch.cuda.memory_reserved() >= freed
+    assert memory.offload() == 2**26
+    assert before[0] - torch.cuda.memory_allocated() == 2**26
+    assert before[1] - torch.cuda.memory_reserved() >= 2**26
     memory.onload()
     assert torch.equal(weight, torch.arange(2**24, dtype=torch.float32, device="cuda"))
 
 
 def test_excluded_storages_stay_and_new_storages_are_moved(device):
-    sizes = ((4, 1.0), (5, 2.0), (60, 3.0))
-    kept, first, second = (torch.full((size,), value, device=device) for size, value in sizes)
+    kept, first, second = (torch.full((size,), float(size), device=device) for size in (4, 5, 60))
     moved = OffloadedTensors(block_bytes=16)
     assert moved.offload([kept[:2], first], exclude=[kept]) == 20
     assert kept.untyped_storage().nbytes() == 16
     moved.onload()
     assert moved.offload([first, second]) == 20 + 240
     moved.onload()
-    assert (first == 2).all()
-    assert (second == 3).all()
+    assert (first == 5).all()
+    assert (second == 60).all()
     assert moved.host_bytes == 260
 
 

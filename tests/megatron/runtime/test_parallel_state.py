@@ -1,23 +1,14 @@
 """Models of several layouts in the same processes: results are bitwise equal to those in separate processes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.megatron import rank_models
 from tests.megatron.fidelity.measure import nll_request
 from tests.megatron.fidelity.reference import draw
-from tests.megatron.rank_models import (
-    assert_same_bits,
-    gather,
-    make_model,
-    make_trainer,
-    model_spec,
-    train_step,
-    trainer_spec,
-)
+from tests.megatron.rank_models import assert_same_bits, gather, make_model, model_spec, train_step, trainer_spec
 from tests.megatron.ranks import run_ranks
 from tests.time_limits import HANG_SECONDS
 
@@ -30,13 +21,9 @@ def make_request(seed):
 
 
 def train_alternately(paths, layouts):
-    """Train several models alternately; returns for each rank, model and step: metrics, weights, random numbers.
-
-    Args:
-        layouts: parallel layout by model; only these models of `paths` are trained.
-    """
+    """Train the models of `layouts` alternately; returns by rank, model and step: metrics, weights, random numbers."""
     trainers = {
-        name: make_trainer(trainer_spec(model_spec(paths[name], sizes, seed=len(name)), lr=1e-2))
+        name: rank_models.make_trainer(trainer_spec(model_spec(paths[name], sizes, seed=len(name)), lr=1e-2))
         for name, sizes in layouts.items()
     }
     from megatron.core import parallel_state, tensor_parallel
@@ -58,10 +45,8 @@ def assert_same_as_alone(paths, layouts, world, tmp_path):
     models_together = run_ranks(train_alternately, world, tmp_path, paths, layouts)
     for name, sizes in layouts.items():
         model_alone = run_ranks(train_alternately, world, tmp_path, paths, {name: sizes})
-        for rank in range(world):
-            for (metrics, weights, *drawn), expected in zip(
-                models_together[rank][name], model_alone[rank][name], strict=True
-            ):
+        for together, alone in zip(models_together, model_alone, strict=True):
+            for (metrics, weights, *drawn), expected in zip(together[name], alone[name], strict=True):
                 assert metrics == expected[0], name
                 assert_same_bits(weights, expected[1])
                 assert all(map(torch.equal, drawn, expected[2:])), name

@@ -4,8 +4,6 @@ As there, the optimizer steps the 16-bit parameter, keeps the float32 one in its
 by group, and reads the gradient from `decoupled_grad`.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import ExitStack
 from types import ModuleType

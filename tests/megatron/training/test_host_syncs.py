@@ -13,8 +13,6 @@ more in a step that checks the mismatch: megatron-core's optimizer decides on th
 host, FusedAdam of Transformer Engine 2.11 reads nothing, and `HybridDeviceOptimizer` waits for its copies.
 """
 
-from __future__ import annotations
-
 import traceback
 from contextlib import ExitStack
 from dataclasses import replace
@@ -47,11 +45,6 @@ PIPELINE = {"_communicate_shapes"}
 """Functions of megatron-core's that wait once per message between pipeline stages, whose lengths differ."""
 
 
-def is_mask(index):
-    """Return whether an index of a tensor is a mask."""
-    return index is not None and index.dtype == torch.bool
-
-
 class WaitCounter(TorchDispatchMode):
     """Records where operations wait for the device, while it is entered."""
 
@@ -62,7 +55,8 @@ class WaitCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().split(".")[0]
         # torch turns writing one number to the places of a mask into masked_fill, which does not wait
-        by_mask = name in INDEXING and any(map(is_mask, args[1])) and not (len(args) > 2 and args[2].numel() == 1)
+        by_mask = name in INDEXING and not (len(args) > 2 and args[2].numel() == 1)
+        by_mask = by_mask and any(index is not None and index.dtype == torch.bool for index in args[1])
         if name in WAITING or by_mask:
             self.note(func.name())
         return func(*args, **(kwargs or {}))
@@ -142,9 +136,8 @@ def test_the_counter_sees_what_it_is_to_see():
 def train(path, parallel, max_tokens, stand_ins):
     """Take one training step of two updates, and one of one update that checks the mismatch.
 
-    Returns:
-        Metrics of the first; micro-batches; the functions in which passes wait for the device, and where; the functions
-        that wait between the passes and Adam in each of the steps.
+    Returns metrics of the first, the number of micro-batches, functions in which passes wait for the device, and where,
+    and the functions that wait between the passes and Adam in each of the steps.
     """
     from megarl.megatron.runtime import platform
 

@@ -3,9 +3,7 @@
 Reference formulas are computed per trajectory. Legend: n tokens of a trajectory, K of them sampled.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -31,20 +29,12 @@ from megarl.megatron.requests import ForwardRequest, MiniBatch, TrainRequest
 from megarl.megatron.trainer_worker import TrainerWorker
 from megarl.stages.pairwise import make_pair_request
 from megarl.workers.payload import LocalPayload
+from tests.megatron import rank_models
 from tests.megatron.conftest import save_model
 from tests.megatron.fidelity.measure import as_trajectory, assert_same_gradients
 from tests.megatron.fidelity.reference import _load, _logprobs
-from tests.megatron.matrix import sample
-from tests.megatron.rank_models import (
-    collect_gradients,
-    gather,
-    gather_full,
-    gather_metrics,
-    model_spec,
-    own_part,
-    trainer_spec,
-)
-from tests.megatron.ranks import run_ranks
+from tests.megatron.rank_models import gather, gather_full, model_spec, own_part, trainer_spec
+from tests.megatron.ranks import run_ranks, sample
 
 TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 2e-5
@@ -62,8 +52,7 @@ LAYOUTS_OF_FEW_CASES = ("dp2", "tp2")
 
 
 def make_trajectories() -> list[Trajectory]:
-    rng = np.random.default_rng(0)
-    out = []
+    rng, out = np.random.default_rng(0), []
     for i, n in enumerate(LENGTHS):
         mask = np.zeros(n, bool)
         if i != UNSAMPLED_INDEX:
@@ -131,6 +120,8 @@ CORRECTIONS = {
     "geometric_mask": RolloutIsConfig(kind="geometric_mask", low=0.97, high=1.03),
 }
 GSPO = {"clip_ratio_low": 0.03, "clip_ratio_high": 0.05}
+ALL_OPTIONS: dict[str, Any] = {"kl_loss": KlLossConfig(coefficient=0.3), "entropy_coefficient": 0.1}
+ALL_OPTIONS["rollout_is"] = CORRECTIONS["sequence_tis"]
 CASES = {
     "sft": Case(loss=SftLoss()),
     "ppo_clip": policy_case(grpo(clip_ratio_high=0.28, dual_clip=1.5)),
@@ -152,16 +143,7 @@ CASES = {
     "gmpo": policy_case(GmpoConfig(clip_log_ratio_low=0.3, clip_log_ratio_high=0.2)),
     "nll": policy_case(grpo(), nll=0.4),
     "entropy bonus": policy_case(grpo(entropy_coefficient=0.2)),
-    "all options": policy_case(
-        GspoConfig(
-            **GSPO,
-            kl_loss=KlLossConfig(coefficient=0.3),
-            rollout_is=CORRECTIONS["sequence_tis"],
-            entropy_coefficient=0.1,
-        ),
-        "ref_logprobs",
-        nll=0.4,
-    ),
+    "all options": policy_case(GspoConfig(**GSPO, **ALL_OPTIONS), "ref_logprobs", nll=0.4),
     "value": Case(loss=ValueLoss(clip=None), columns=("values", "returns")),
     "clipped value": Case(loss=ValueLoss(clip=0.5), columns=("values", "returns")),
     "bradley-terry reward": Case(loss=BradleyTerryLoss(kind="reward")),
@@ -217,6 +199,12 @@ def make_pairs(trajectories: list[Trajectory], *, labeled: bool) -> list[Prefere
     ]
 
 
+def sample_refs(names: Iterable[str] = ()) -> tuple[SampleRef, ...]:
+    """Return all samples, with the scalars of these names."""
+    scalars = [{name: SCALARS[name][i] for name in names} for i in range(COUNT)]
+    return tuple(SampleRef(payload=0, index=i, num_tokens=n, scalars=scalars[i]) for i, n in enumerate(LENGTHS))
+
+
 def make_request(case: Case, data: Data) -> TrainRequest:
     if isinstance(case.loss, BradleyTerryLoss | DpoLoss):
         pairs, refs = make_pairs(data.trajectories, labeled="signs" in case.scalars), data.columns["ref_logprobs"]
@@ -228,17 +216,7 @@ def make_request(case: Case, data: Data) -> TrainRequest:
     }
     count = Denominators(num_tokens=NUM_TOKENS, num_sequences=COUNT, num_positive_tokens=NUM_POSITIVE_TOKENS)
     return TrainRequest(
-        mini_batches=(
-            MiniBatch(
-                samples=tuple(
-                    SampleRef(
-                        payload=0, index=i, num_tokens=n, scalars={name: SCALARS[name][i] for name in case.scalars}
-                    )
-                    for i, n in enumerate(LENGTHS)
-                ),
-                denominators=count,
-            ),
-        ),
+        mini_batches=(MiniBatch(samples=sample_refs(case.scalars), denominators=count),),
         payloads=(LocalPayload(data.trajectories),),
         max_tokens_per_micro_batch=MAX_TOKENS,
         loss=case.loss,
@@ -251,19 +229,17 @@ def measure_on_rank(folders: Mapping[str, str], parallel: Mapping[str, int], dat
         head: TrainerWorker(trainer_spec(model_spec(folder, parallel, head=head), distributed=False))
         for head, folder in folders.items()
     }
-    forward_request = ForwardRequest(
-        samples=tuple(SampleRef(payload=0, index=i, num_tokens=n) for i, n in enumerate(LENGTHS)),
-        payloads=(LocalPayload(data.trajectories),),
-        max_tokens_per_micro_batch=MAX_TOKENS,
-    )
-    own = own_part(workers["lm"]._model, forward_request)
+    payloads = (LocalPayload(data.trajectories),)
+    request = ForwardRequest(samples=sample_refs(), payloads=payloads, max_tokens_per_micro_batch=MAX_TOKENS)
+    own = own_part(workers["lm"]._model, request)
     gathered = gather((workers["lm"].logprobs(own), workers["value"].values(own), workers["value"].scores(own)))
     logprobs, values, scores = ({k[1]: v for each in gathered for k, v in each[i].items()} for i in range(3))
 
     def step(name: str, given: Data) -> Step:
         worker = workers[CASES[name].head]
         metrics, gradients = step_on_rank(worker, own_part(worker._model, make_request(CASES[name], given)))
-        return Step(metrics=gather_metrics(worker._model, metrics), gradients=gather_full(worker._model, gradients))
+        metrics = rank_models.gather_metrics(worker._model, metrics)
+        return Step(metrics=metrics, gradients=gather_full(worker._model, gradients))
 
     steps = {name: step(name, data) for name in names}
     if names:
@@ -278,7 +254,7 @@ def step_on_rank(worker: Any, request: TrainRequest) -> tuple[dict[str, float], 
     gradients: dict[str, Tensor] = {}
 
     def keep_gradients() -> bool:
-        gradients.update(collect_gradients(worker._trainer))
+        gradients.update(rank_models.collect_gradients(worker._trainer))
         return False
 
     worker._trainer._optimizer.prepare_grads = keep_gradients
@@ -365,9 +341,8 @@ def policy_loss_of_sequence(algorithm: Any, logprobs: Tensor, old: Tensor, advan
     ratio = (logprobs - old).exp()
     match algorithm.type:
         case "grpo":
-            gain = torch.minimum(
-                advantages * ratio, advantages * ratio.clip(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
-            )
+            bounded = ratio.clip(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
+            gain = torch.minimum(advantages * ratio, advantages * bounded)
             if algorithm.dual_clip:
                 gain = torch.where(advantages < 0, torch.maximum(gain, algorithm.dual_clip * advantages), gain)
             return -gain
@@ -379,9 +354,8 @@ def policy_loss_of_sequence(algorithm: Any, logprobs: Tensor, old: Tensor, advan
             return -ratio.detach().clip(max=1 + algorithm.clip_ratio_high) * advantages * logprobs
         case "gmpo":
             sign, log_ratio = advantages[0].sign(), logprobs - old  # arXiv 2507.20673, equation 4
-            kept = torch.minimum(
-                sign * log_ratio, sign * log_ratio.clip(-algorithm.clip_log_ratio_low, algorithm.clip_log_ratio_high)
-            )
+            bounded = log_ratio.clip(-algorithm.clip_log_ratio_low, algorithm.clip_log_ratio_high)
+            kept = torch.minimum(sign * log_ratio, sign * bounded)
             return -advantages * (sign * kept).mean().exp()
 
 
@@ -522,9 +496,7 @@ def reference(case: Case, data: Data, of: Graph) -> tuple[Tensor, dict[str, floa
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loss_metrics_and_gradients_match_transformers(
-    name: str, measure: Measure, data: Data, folders: dict[str, str]
-) -> None:
+def test_loss_metrics_and_gradients_match_transformers(name: str, measure: Measure, data: Data, folders: Any) -> None:
     case, got = CASES[name], measure().steps[name]
     of = graph(folders[case.head], case.head)
     loss, metrics = reference(case, data, of)
@@ -578,28 +550,25 @@ def check_forward_results(got: Measured, folders: dict[str, str]) -> None:
         assert got.logprobs[i][0] == got.values[i][0] == 0
         logprobs, values = (graph(folders[head], head).outputs[i].detach() for head in ("lm", "value"))
         sampled = SAMPLED[i]  # only these reach the language head
-        torch.testing.assert_close(
-            torch.from_numpy(got.logprobs[i][1:])[sampled], logprobs[sampled], rtol=0, atol=TOLERANCE
-        )
-        torch.testing.assert_close(torch.from_numpy(got.values[i][1:]), values[:-1], rtol=0, atol=TOLERANCE)
+        got_logprobs, got_values = (torch.from_numpy(of[i][1:]) for of in (got.logprobs, got.values))
+        torch.testing.assert_close(got_logprobs[sampled], logprobs[sampled], rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(got_values, values[:-1], rtol=0, atol=TOLERANCE)
         assert got.scores[i] == pytest.approx(float(values[-1]), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("layout", "has_results"),
-    [
-        ("one rank", [True]),
-        ("dp2", [True, True]),
-        ("cp2", [True, False]),
-        ("tp2", [True, False]),
-        ("pp2", [False, True]),
-    ],
-)
-def test_forward_results_match_transformers(
-    layout: str, has_results: list[bool], measure: Measure, folders: dict[str, str]
-) -> None:
-    """Each replica returns them on one rank."""
+HAS_RESULTS = {
+    "one rank": [True],
+    "dp2": [True, True],
+    "cp2": [True, False],
+    "tp2": [True, False],
+    "pp2": [False, True],
+}
+"""By layout and rank: each replica returns forward results on one rank."""
+
+
+@pytest.mark.parametrize("layout", HAS_RESULTS)
+def test_forward_results_match_transformers(layout: str, measure: Measure, folders: dict[str, str]) -> None:
     names = (FEW_CASES,) if layout in LAYOUTS_OF_FEW_CASES else ((),) if layout == "pp2" else ()
     got = measure(layout, *names)
     check_forward_results(got, folders)
-    assert got.has_results == has_results
+    assert got.has_results == HAS_RESULTS[layout]

@@ -1,7 +1,5 @@
 """Learning-rate schedule, and megatron-core's overlapped communication and Adam on the CPU against the plain ones."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -39,12 +37,8 @@ def learning_rates(cases):
 
 def test_no_update_has_learning_rate_zero(tmp_path):
     warm = OptimizerConfig(lr=1.0, warmup_steps=4)
-    cases = [
-        (warm, 6),
-        (warm.model_copy(update={"decay": "linear"}), 10),
-        (OptimizerConfig(lr=1.0, decay="linear", min_lr=0.2), 4),
-        (warm, 3),
-    ]
+    cases = [(warm, 6), (OptimizerConfig(lr=1.0, warmup_steps=4, decay="linear"), 10)]
+    cases += [(OptimizerConfig(lr=1.0, decay="linear", min_lr=0.2), 4), (warm, 3)]
     constant, linear, without_warmup, short = run_ranks(learning_rates, 1, tmp_path, cases)
     assert constant == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
     assert linear == pytest.approx([0.25, 0.5, 0.75, 1, *(n / 7 for n in (6, 5, 4, 3, 2, 1))])
@@ -55,8 +49,7 @@ def test_no_update_has_learning_rate_zero(tmp_path):
 def train(model, steps):
     """Take `steps` training steps of four updates each.
 
-    Returns:
-        By rank: weights, gradient norms, gradient buckets, and whether the rank's last micro-batch is empty.
+    Returns by rank: weights, gradient norms, gradient buckets, and whether the rank's last micro-batch is empty.
     """
     # without clipping: the norm is summed in another order when there are several buckets
     trainer = make_trainer(trainer_spec(model, lr=1e-3, clip_grad=0))
@@ -96,9 +89,8 @@ def test_overlapped_communication_changes_no_weight(name, sizes, fused_lm_head, 
 def train_and_resume(path, parallel, dtype, fields, folder, fused=False):
     """Take two steps, with state offloaded between them.
 
-    Returns:
-        Weights; weights of a trainer resumed after the first step; the share of parameters stepped on the host; the
-        dtypes of the optimizer's state.
+    Returns weights, those of a trainer resumed after the first step, the share of parameters stepped on the host, and
+    the dtypes of the optimizer's state.
     """
     from megarl.megatron.runtime import platform
 
@@ -152,8 +144,7 @@ def test_adam_on_the_host_is_adam(model_folder, tmp_path):
 def test_moments_in_bfloat16_are_resumed_bitwise(model_folder, tmp_path):
     fields = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
     path, folder = model_folder("qwen3"), tmp_path / "saved"
-    trained, resumed, _, dtypes = run_ranks(
-        train_and_resume, 2, tmp_path, path, ParallelConfig(), "bfloat16", fields, folder, True
-    )
+    arguments = (path, ParallelConfig(), "bfloat16", fields, folder, True)
+    trained, resumed, _, dtypes = run_ranks(train_and_resume, 2, tmp_path, *arguments)
     assert dtypes == {"exp_avg": "torch.bfloat16", "exp_avg_sq": "torch.bfloat16", "master_param": "torch.float32"}
     assert_same_bits(resumed, trained)

@@ -1,6 +1,4 @@
-"""Training steps of RL: policy loss, mini-batches, metrics, gradient clipping, weight sync after the step."""
-
-from __future__ import annotations
+"""Training steps of RL: policy loss, mini-batches, metrics, clipping, weight sync after the step, load of experts."""
 
 import shutil
 from dataclasses import replace
@@ -13,16 +11,17 @@ from safetensors.torch import load_file, save_file
 
 from megarl.batch.sample_table import SampleRef
 from megarl.config.algorithms.group_baseline import GrpoConfig
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.megatron import MoeConfig
 from megarl.functional.losses import Denominators
 from megarl.megatron.losses.policy import ClippedLoss, PolicyLoss
-from megarl.megatron.requests import MiniBatch, PushRequest, SyncSetup, TrainerSpec, TrainRequest
+from megarl.megatron.requests import MiniBatch, TrainRequest
+from megarl.megatron.trainer_worker import TrainerWorker
 from megarl.workers.payload import LocalPayload
+from tests.megatron import rank_models
 from tests.megatron.fidelity.measure import as_trajectory, gradient_norm
-from tests.megatron.fidelity.reference import score
-from tests.megatron.matrix import sample
-from tests.megatron.rank_models import gather_full, make_trainer, model_spec, record_gradients, train_step, trainer_spec
-from tests.megatron.ranks import CollectingSink, run_ranks
+from tests.megatron.fidelity.reference import _load, score
+from tests.megatron.rank_models import gather, gather_full, model_spec, sync_weights, train_step, trainer_spec
+from tests.megatron.ranks import run_ranks, sample
 
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "pp2 vpp2": {"pp": 2, "vpp": 2}, "cp2": {"cp": 2}, "dp2": {}}
 
@@ -50,45 +49,29 @@ HALVES = (range(12), range(12, 24))
 
 def make_request(*mini_batches, max_tokens=256, advantages=ADVANTAGES):
     """Request one optimizer step per mini-batch, given as indices into TRAJECTORIES."""
+    token_loss = ClippedLoss(clip_low=0.2, clip_high=0.2)
     return TrainRequest(
         mini_batches=tuple(mini_batch(indices, advantages) for indices in mini_batches),
         payloads=(LocalPayload(TRAJECTORIES),),
         max_tokens_per_micro_batch=max_tokens,
-        loss=PolicyLoss(
-            token_loss=ClippedLoss(clip_low=0.2, clip_high=0.2), algorithm=GrpoConfig(kl_loss=None), length_norm=1
-        ),
+        loss=PolicyLoss(token_loss=token_loss, algorithm=GrpoConfig(kl_loss=None), length_norm=1),
     )
 
 
 def mini_batch(indices, advantages):
     count = Denominators(num_tokens=sum(sum(MASKS[i]) for i in indices), num_sequences=len(indices))
-    return MiniBatch(
-        samples=tuple(
-            SampleRef(payload=0, index=i, num_tokens=TRAJECTORIES[i].num_tokens, scalars={"advantages": advantages[i]})
-            for i in indices
-        ),
-        denominators=count,
+    samples = (
+        SampleRef(payload=0, index=i, num_tokens=len(TOKENS[i]), scalars={"advantages": advantages[i]}) for i in indices
     )
+    return MiniBatch(samples=tuple(samples), denominators=count)
 
 
-def train_on_rank(spec: TrainerSpec, request: TrainRequest):
+def train_on_rank(spec, request):
     """Run one training step; returns metrics, gradients of each optimizer step, and the weights synced afterwards."""
-    trainer = make_trainer(spec)
-    from megarl.megatron.hf_weights.weight_sync_worker import WeightSyncWorker
-
-    recorded = record_gradients(trainer)
-    metrics = train_step(trainer, request)
-    sink = CollectingSink()
-    config = WeightSyncConfig(strategy="gather_hf", bucket_bytes=20_000)
-    weight_sync_worker = WeightSyncWorker(trainer.model, SyncSetup(config=config, senders=(0,)))
-    weight_sync_worker.push(PushRequest(sinks={0: (sink,)}))
-    weight_sync_worker.close()
-    return metrics, [gather_full(trainer.model, gradients) for gradients in recorded], sink.tensors
-
-
-@pytest.fixture(scope="module")
-def path(model_folder):
-    return model_folder("qwen3")
+    worker = TrainerWorker(spec)
+    recorded = rank_models.record_gradients(worker._trainer)
+    metrics = train_step(worker, request)
+    return metrics, [gather_full(worker._model, gradients) for gradients in recorded], sync_weights(worker)
 
 
 @pytest.fixture
@@ -192,3 +175,72 @@ def test_metrics_and_synced_weights_match_one_rank(layout, train, one_rank):
 def test_micro_batch_size_does_not_change_results(max_tokens, train, one_rank):
     request = replace(make_request(*HALVES), max_tokens_per_micro_batch=max_tokens)
     assert_same_step(train(request, lr=1e-4), one_rank)
+
+
+LAYERS, EXPERTS, TOP_K = 3, 8, 2
+"""Of the tiny Qwen3-MoE model: layers with experts (one has none), experts, and experts per token."""
+
+
+def train_experts_on_rank(model, request, distributed):
+    """Take one training step; returns metrics, the step's gradients, weights before and after it, and stored keys."""
+    trainer = rank_models.make_trainer(trainer_spec(model, lr=1e-3, weight_decay=0.1, distributed=distributed))
+    from megarl.megatron.checkpoint.optimizer_state import collect_optimizer_shards
+    from megarl.megatron.checkpoint.shards import shards_to_save
+
+    before = {name: tensor.detach().clone() for name, tensor in trainer.model.tensors().items()}
+    recorded = rank_models.record_gradients(trainer) if not model.moe.freeze_router else []
+    metrics = train_step(trainer, request)
+    stored = {s.key for s in shards_to_save(trainer.model, collect_optimizer_shards(trainer._optimizer))}
+    after = {name: tensor.detach() for name, tensor in trainer.model.tensors().items()}
+    full = gather_full(trainer.model, recorded[0]) if recorded else {}
+    return metrics, full, before, after, set.union(*gather(stored))
+
+
+def count_tokens(path):
+    """Return the tokens that transformers routes to each expert of each layer, int64 [LAYERS, EXPERTS]."""
+    counts = torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)
+    model = _load(path)
+    for tokens in TOKENS:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+        for layer, logits_TE in enumerate(logits):
+            counts[layer] += logits_TE.topk(TOP_K).indices.flatten().bincount(minlength=EXPERTS)
+    return counts
+
+
+def test_load_of_experts_is_counted_and_frozen_routers_stay(model_folder, tmp_path):
+    path = model_folder("qwen3_moe")
+    spec = model_spec(path, {"ep": 2}, moe=MoeConfig(freeze_router=True))
+    request = make_request(ALL_INDICES)
+    metrics, _, before, after, stored = run_ranks(train_experts_on_rank, 2, tmp_path, spec, request, True)
+    counts = count_tokens(path).double()
+    assert int(counts.sum()) == LAYERS * TOP_K * sum(map(len, TOKENS))
+    ratios = counts.amax(1) / counts.mean(1)
+    assert metrics["expert_load/max_over_mean"] == pytest.approx(float(ratios.mean()))
+    assert metrics["expert_load/max_over_mean_max"] == pytest.approx(float(ratios.max()))
+    assert metrics["expert_load/unused"] == float((counts == 0).double().mean())
+    unchanged = {name for name, tensor in after.items() if torch.equal(before[name], tensor)}
+    assert unchanged == {name for name in after if name.endswith("mlp.router.weight")}
+    assert len(unchanged) == LAYERS
+    assert any(key.endswith("mlp.router.weight") and not key.startswith("optimizer.") for key in stored)
+    assert not any(key.startswith("optimizer.") and "router" in key for key in stored)
+
+
+def test_gradient_of_the_load_balancing_loss_is_that_of_transformers(model_folder, tmp_path):
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    path, request = model_folder("qwen3_moe"), make_request(range(3), max_tokens=4096)
+    specs = [model_spec(path, moe=MoeConfig(aux_loss_coeff=coefficient)) for coefficient in (1.0, 0.0)]
+    with_loss, without = (run_ranks(train_experts_on_rank, 1, tmp_path, spec, request, False)[1] for spec in specs)
+    model = _load(path)
+    logits = [model(torch.tensor([tokens]), output_router_logits=True).router_logits for tokens in TOKENS[:3]]
+    # transformers averages over layers, and counts the experts of a token one by one
+    loss = sum(load_balancing_loss_func((torch.cat(layer),), EXPERTS, TOP_K) for layer in zip(*logits, strict=True))
+    (loss / TOP_K).backward()
+    routed = {number: layer for number, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")}
+    assert len(routed) == LAYERS
+    for number, layer in routed.items():
+        name = f"model.layers.{number}.mlp.gate.weight"
+        got, want = with_loss[name] - without[name], layer.mlp.gate.weight.grad
+        assert float(want.abs().max()) > 1e-3
+        assert float((got - want).abs().max()) < 1e-4 * float(want.abs().max()) + 1e-6, name

@@ -1,9 +1,15 @@
+"""Problems that the reports of nodes show, and the table of the nodes."""
+
 from __future__ import annotations
 
+import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from rich.console import Console
 
+from megarl.placement.hardware import Gpu
 from megarl.preflight.cluster.findings import (
     GPU_MEMORY,
     Problem,
@@ -13,9 +19,43 @@ from megarl.preflight.cluster.findings import (
     format_names,
     messages,
 )
-from megarl.preflight.cluster.node_report import SOURCE, Clock, NodeReport
+from megarl.preflight.cluster.node_report import SOURCE, Clock, NodeFacts, NodeReport, PathReport
+from megarl.preflight.cluster.node_table import nodes_table
 from megarl.preflight.cluster.reachability import Interface
-from tests.preflight.cluster.reports import GIB, gpu, path, report
+
+GIB = 2**30
+
+VERSIONS: dict[str, str | None] = {
+    "Python": "3.11.2", "megarl": "0.1.0", SOURCE: "0a1b2c3d", "torch": "2.13.0+cpu", "ray": "2.60.0", "NCCL": None
+}  # fmt: skip
+
+
+def report(name: str, *, versions: Any = None, gpus: int = 0, cards: Any = None, **changes: Any) -> NodeReport:
+    """Make a report; the last digit of the address is the position of `name` in the alphabet."""
+    address = f"10.0.0.{ord(name) - ord('a') + 1}"
+    gloo = Interface(name="eth0", address=address, is_chosen=True)
+    cards = tuple(gpu(i) for i in range(gpus)) if cards is None else cards
+    facts = NodeFacts(
+        cores=8, memory_bytes=100 * GIB, shared_memory_bytes=50 * GIB, gpus=cards, gloo=gloo, nccl="=eth0", paths=()
+    )
+    clock = Clock(ahead_seconds=0.001, uncertainty_seconds=0.002)
+    content: dict[str, Any] = {
+        "versions": VERSIONS | (versions or {}),
+        "clock": clock,
+        "facts": replace(facts, **changes),
+    }
+    return NodeReport(name=name, address=address, gpus=gpus, **content)
+
+
+def gpu(index: int, used_bytes: int | None = 4 * 2**20) -> Gpu:
+    """Make a GPU, idle by default."""
+    return Gpu(index=index, name="H200", driver="570.1", memory_bytes=140 * GIB, used_bytes=used_bytes)
+
+
+def path(key: str = "data.path", num_bytes: int | None = 7, trouble: str | None = None) -> PathReport:
+    """Make a report on the path /x."""
+    return PathReport(key=key, path="/x", num_bytes=num_bytes, trouble=trouble)
+
 
 THREE = [report(name) for name in "abc"]
 
@@ -169,10 +209,59 @@ def test_a_node_that_is_cut_off_is_reported_once() -> None:
 
 
 def test_long_lists_of_names_are_shortened() -> None:
-    assert [format_names("abcdef"[:n]) for n in (1, 2, 4, 5, 6)] == [
-        "a",
-        "a and b",
-        "a, b, c and d",
-        "a, b, c and 2 more",
-        "a, b, c and 3 more",
+    shortened = ["a", "a and b", "a, b, c and d", "a, b, c and 2 more", "a, b, c and 3 more"]
+    assert [format_names("abcdef"[:n]) for n in (1, 2, 4, 5, 6)] == shortened
+
+
+def render(*reports: NodeReport, color: bool = False) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=160, force_terminal=color, color_system="standard" if color else None)
+    console.print(nodes_table(reports, find_problems(reports)))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_common_values_are_shown_once() -> None:
+    lines = render(*(report(name, memory_bytes=(100 + i) * GIB) for i, name in enumerate("abc")))
+    assert lines[0] == "all 3 nodes"
+    values = {line[:15].strip(): line[15:].strip() for line in lines[1:]}
+    expected = {"torch": "2.13.0+cpu", "memory free": "100.0 to 102.0 GiB", "cores": "8", "NCCL": "none"}
+    assert values.items() >= (expected | {"GPUs": "none", "clock ahead": "1.0 ms"}).items()
+    assert not any(line.startswith("node") for line in lines)
+
+
+def test_gpu_rows_are_shown_for_nodes_with_gpus() -> None:
+    lines = render(report("a", gpus=8), report("b", gpus=8))
+    values = {line[:19].strip(): line[19:].strip() for line in lines[1:]}
+    assert (values["GPUs"], values["driver"], values["GPU memory in use"]) == ("8 H200", "570.1", "0.0 GiB")
+
+
+def test_differing_values_are_shown_per_node_and_problems_marked() -> None:
+    blind = report("b", versions={"torch": "2.12.0"}, paths=(path(trouble="cannot see it"),))
+    seeing = [report(name, paths=(path(),)) for name in "acdefg"]
+    lines = render(*seeing, blind)
+    at = lines.index("")
+    assert [line.split() for line in lines[at + 1 :]] == [
+        ["node", "torch", "data.path"],
+        ["a,", "c,", "d", "and", "3", "more", "2.13.0+cpu", "/x"],
+        ["b", "!", "2.12.0", "!", "no"],
     ]
+    assert not any(line.startswith(("torch", "data.path")) for line in lines[:at])
+    assert any("\x1b[31m! 2.12.0" in line for line in render(*seeing, blind, color=True))
+
+
+def test_a_quantity_with_a_problem_is_shown_per_node() -> None:
+    lines = render(report("a"), report("b", memory_bytes=GIB))
+    assert [line.split() for line in lines[-3:]] == [
+        ["node", "memory", "free"],
+        ["a", "100.0", "GiB"],
+        ["b", "!", "1.0", "GiB"],
+    ]
+
+
+def test_a_node_without_a_reply_is_shown() -> None:
+    lines = render(report("a"), replace(NodeReport(name="b", address="10.0.0.2", gpus=0), failure="it is gone"))
+    assert lines[0] == "all 2 nodes"
+    header, a, b = lines[-3:]
+    assert header.split()[:2] == ["node", "answer"]
+    assert a.split()[:3] == ["a", "ok", "3.11.2"]
+    assert b.split()[:4] == ["b", "!", "failed", "?"]

@@ -1,15 +1,23 @@
+"""What a node reports on itself, the addresses that it reaches, and the paths that it has to see."""
+
 from __future__ import annotations
 
 import os
 import platform
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from megarl.preflight.cluster import node_report
+from megarl.config import SftConfig
+from megarl.config.paths import with_absolute_paths
+from megarl.preflight.cluster import node_report, reachability
+from megarl.preflight.cluster.cluster_check import required_paths
 from megarl.preflight.cluster.node_report import (
     SOURCE,
     ProbeRequest,
@@ -19,6 +27,15 @@ from megarl.preflight.cluster.node_report import (
     source_hash,
     versions,
 )
+from megarl.preflight.cluster.reachability import Address, EchoServer, Interface, gloo_interface, probe
+from tests.run.finished_groups import run_config
+from tests.time_limits import HANG_SECONDS
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_versions_are_those_of_the_installed_packages() -> None:
@@ -50,8 +67,7 @@ def test_collecting_facts_imports_neither_torch_nor_ray() -> None:
         "collect_facts(ProbeRequest(readable={}, writable={}, token='t')); "
         "print('torch' in sys.modules, 'ray' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    assert run_python(code).split() == ["False", "False"]
 
 
 def test_facts_of_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,3 +111,99 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     )
     full = Path("/proc")  # files cannot be created there
     assert str(check_writable("run_dir", full, "token").trouble).startswith("cannot ")
+
+
+def test_all_paths_of_a_run_are_checked(tmp_path: Path) -> None:
+    sections = {
+        "model": {"path": "/m"},
+        "data": {"path": "/d.jsonl", "eval_path": "/e.jsonl"},
+        "run_dir": str(tmp_path / "runs" / "one"),
+        "export_dir": str(tmp_path / "export"),
+        "reward": {"terms": {"judge": {"type": "model", "path": "/judge"}, "match": {"type": "numeric"}}},
+    }
+    config = run_config({"type": "ppo", "critic": {"path": "/critic"}, "reference": {"path": "/ref"}}, **sections)
+    places = required_paths(with_absolute_paths(config))
+    assert places.readable == {
+        "data.path": "/d.jsonl",
+        "data.eval_path": "/e.jsonl",
+        "model.path": "/m",
+        "algorithm.critic.path": "/critic",
+        "algorithm.reference.path": "/ref",
+        "reward.terms.judge.path": "/judge",
+    }
+    assert places.writable == {"run_dir": str(tmp_path), "export_dir": str(tmp_path)}
+    # an export into the run folder is not checked separately
+    config = SftConfig.model_validate({"run_dir": str(tmp_path), "model": {"path": "/m"}, "data": {"path": "/d"}})
+    places = required_paths(with_absolute_paths(config))
+    assert places.writable == {"run_dir": str(tmp_path)}
+    assert places.readable == {"data.path": "/d", "model.path": "/m"}
+
+
+PROGRAM = """
+import sys, time
+from megarl.preflight.cluster.probe_actor import ProbeActor
+
+actor = ProbeActor()
+while "torch._C" not in sys.modules:
+    time.sleep(0.0001)
+print(actor.open_store("127.0.0.1", 300.0))
+"""
+
+
+def test_store_is_opened_while_torch_is_being_imported() -> None:
+    assert int(run_python(PROGRAM)) > 0
+
+
+@pytest.fixture
+def server() -> Iterator[EchoServer]:
+    server = EchoServer("node a", address="127.0.0.1")
+    yield server
+    server.close()
+
+
+def at(port: int, name: str = "node a") -> Address:
+    return Address(name=name, host="127.0.0.1", port=port)
+
+
+def test_a_server_replies_to_all_clients(server: EchoServer) -> None:
+    assert probe([at(server.port)] * 200, seconds=HANG_SECONDS) == [None] * 200  # 64 at a time
+    assert probe([], seconds=HANG_SECONDS) == []
+    assert str(at(7)) == "127.0.0.1:7"
+    assert str(Address(name="a", host="fd00::1", port=7)) == "[fd00::1]:7"
+
+
+def test_the_reason_is_reported_per_address(server: EchoServer) -> None:
+    closed = EchoServer("node a", address="127.0.0.1")
+    closed.close()
+    answers = probe([at(closed.port), at(server.port, "node b"), at(server.port)], seconds=HANG_SECONDS)
+    assert answers == ["connection refused", "another host answers at this address", None]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert probe([at(silent.getsockname()[1])], seconds=0.2) == ["timed out"]
+
+
+def test_the_interface_of_gloo_socket_ifname(monkeypatch: pytest.MonkeyPatch) -> None:
+    loopback = next(name for name, all_ in psutil.net_if_addrs().items() if "127.0.0.1" in {a.address for a in all_})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{loopback},eth9")
+    assert gloo_interface() == Interface(name=loopback, address="127.0.0.1", is_chosen=True)
+    assert gloo_interface().is_loopback
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    assert gloo_interface() == Interface(name="eth9", address=None, is_chosen=True)
+    assert not gloo_interface().is_loopback
+
+
+@pytest.mark.parametrize(
+    ("resolves_to", "want"),
+    [(["192.0.2.1", "127.0.0.1"], "127.0.0.1"), (["127.0.0.2"], "127.0.0.2"), ([], "127.0.0.1")],
+)
+def test_the_interface_of_the_host_name(resolves_to: list[str], want: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """192.0.2.1 is reserved for documentation: no socket can bind to it."""
+
+    def resolve(*_: object, **__: object) -> list[object]:
+        if not resolves_to:
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in resolves_to]
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(reachability.socket, "getaddrinfo", resolve)
+    found = gloo_interface()
+    assert (found.address, found.is_chosen) == (want, False)

@@ -1,7 +1,9 @@
-"""The proof of progress against hand-made deadlocks, brute force, and the calls of the real executor."""
+"""The proof of progress against hand-made deadlocks, brute force, and the executor; plans of ranks agree."""
 
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,16 +13,17 @@ from benchmarks.reshard.published import QWEN3_8B
 from benchmarks.reshard.synthetic import engine_layouts
 from megarl.megatron.families.load_architecture import load_architecture
 from megarl.offline.reshard_explain import make_scenario
+from megarl.reshard.analysis import plan_agreement
 from megarl.reshard.analysis.nccl_progress import PostedGroup, Stall, find_stalls, posted_groups
+from megarl.reshard.analysis.plan_agreement import find_disagreements, representative_plans
 from megarl.reshard.analysis.scenario import arrange
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning.plan_cache import cached_plan
+from megarl.reshard.planning.plan_cache import cached_index, cached_plan
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.sink import Parameters
-from tests.reshard.planning.test_plan import worlds
 from tests.reshard.rank_process import empty_parameters
-from tests.reshard.scenarios import scenario
+from tests.reshard.synthetic import scenario
 
 
 def post(sends=(), receives=(), **fields):
@@ -145,8 +148,6 @@ def test_many_ranks():
     assert [stall.group for stall in find_stalls(ranks)] == [rounds - 1] * 10
 
 
-# -- plans
-
 BUCKET_BYTES = 1 << 28
 """Default of `weight_sync.bucket_bytes`."""
 
@@ -169,18 +170,17 @@ def plan_all(strategy, case):
     return plans, [members.get(rank, ()) for rank in range(len(plans))]
 
 
-QWEN3_8B_LAYOUTS = [
-    ("exact", "tp=8", "tp=1", 1),
-    ("exact", "tp=2,pp=4", "tp=4", 1),
-    ("exact", "tp=8,pp=2", "tp=2", 2),
-    ("micro_dp", "tp=4,pp=2", "tp=2", 1),
-    ("exact", "tp=8,pp=4", "tp=4", 4),
-]
-
-
-@pytest.mark.parametrize("layout", QWEN3_8B_LAYOUTS, ids=str)
-def test_qwen3_8b_makes_progress(layout):
-    strategy, train, gen, nodes = layout
+@pytest.mark.parametrize(
+    ("strategy", "train", "gen", "nodes"),
+    [
+        ("exact", "tp=8", "tp=1", 1),
+        ("exact", "tp=2,pp=4", "tp=4", 1),
+        ("exact", "tp=8,pp=2", "tp=2", 2),
+        ("micro_dp", "tp=4,pp=2", "tp=2", 1),
+        ("exact", "tp=8,pp=4", "tp=4", 4),
+    ],
+)
+def test_qwen3_8b_makes_progress(strategy, train, gen, nodes):
     plans, members = plan_all(strategy, qwen3_8b_scenario(train, gen, nodes))
     assert find_stalls([posted_groups(plan.rounds, ranks) for plan, ranks in zip(plans, members, strict=True)]) == []
 
@@ -194,21 +194,6 @@ def test_disaggregated_engines_make_progress():
     topology = Topology((0,) * len(case.sources) + (1,) * len(engines))
     plans = [cached_plan(sources, needs, topology, rank, BUCKET_BYTES) for rank in range(len(sources))]
     assert find_stalls([posted_groups(plan.rounds) for plan in plans]) == []
-
-
-@given(worlds(), st.integers(16, 400), st.booleans(), st.booleans())
-@settings(max_examples=100)
-def test_random_plans_make_progress(case, bucket_bytes, relay, grouped):
-    sources, needs, topology = case
-    groups = [tuple(range(i, min(i + 2, len(sources)))) for i in range(0, len(sources), 2)] if grouped else []
-    posted = []
-    for rank in range(len(sources)):
-        plan = cached_plan(sources, needs, topology, rank, bucket_bytes, groups=groups, relay=relay)
-        posted.append(posted_groups(plan.rounds, next((g for g in groups if rank in g), ())))
-    assert find_stalls(posted) == []
-
-
-# -- the executor
 
 
 class RecordingTransport:
@@ -268,3 +253,46 @@ def test_posted_groups_are_those_of_the_executor(strategy, layout, nodes, steps)
 
 def key(group):
     return group.sends, group.receives, group.all_gathers, group.communicator
+
+
+def index_of(strategy, case):
+    arrangement = arrange(strategy, case)
+    return cached_index(case.sources, arrangement.needs, case.topology, case.bucket_bytes, groups=arrangement.groups)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "ranks"),
+    [
+        ("micro_dp", (1, 4, 4, 1, 2), [0, 1, 2, 3]),  # the groups of other replicas are of the same kinds
+        ("micro_dp", (2, 2, 2, 2, 1), [0, 1, 4, 5]),
+        ("exact", (1, 3, 2, 1, 2), [0, 1, 2, 4, 5]),
+        ("exact", (2, 2, 2, 1, 8), [0, 1, 3, 6, 7]),
+    ],
+)
+def test_representatives_of_a_plan_agree(strategy, layout, ranks):
+    plans = representative_plans(index_of(strategy, scenario(*layout)))
+    assert sorted(plan.rank for plan in plans) == ranks
+    assert sum(len(plan.receives) for plan in plans) > 0
+    assert find_disagreements(plans) == []
+
+
+def test_a_message_in_another_round_is_found():
+    first, *others = representative_plans(index_of("exact", scenario(1, 4, 1, 1, 1)))
+    later = replace(first, sends=replace(first.sends, round=first.sends.round + 1))
+    assert find_disagreements([later, *others])[0] == (
+        "ranks 0 and 1 disagree about what the first sends the other in hop 0 of round 0"
+    )
+    none = replace(first, sends=first.sends.take(np.arange(0)))
+    assert len(find_disagreements([none, *others])) == 3
+
+
+def test_another_choice_of_all_gathers_is_found():
+    first, second, *_ = representative_plans(index_of("micro_dp", scenario(1, 4, 1, 1, 2)))
+    fewer = replace(first, gathered=first.gathered & (first.receives.item > 0))
+    problems = find_disagreements([fewer, second])
+    assert problems[-1] == "ranks 1 and 0 disagree about the all-gathers of round 0"
+
+
+def test_too_many_representatives_are_not_planned(monkeypatch):
+    monkeypatch.setattr(plan_agreement, "MAX_REPRESENTATIVES", 3)
+    assert representative_plans(index_of("micro_dp", scenario(1, 4, 4, 1, 2))) is None

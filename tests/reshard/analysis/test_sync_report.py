@@ -1,21 +1,29 @@
-"""Reports against closed forms and lower bounds."""
+"""Reports, forecasts and computed traffic against closed forms, lower bounds, HybridFlow's tables, and plans."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import product
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megarl.errors import ConfigError
 from megarl.reshard.analysis import forecast as forecast_module
 from megarl.reshard.analysis import plan_agreement
+from megarl.reshard.analysis.forecast import forecast, redundant_bytes
 from megarl.reshard.analysis.nccl_progress import Stall
 from megarl.reshard.analysis.scenario import STRATEGIES, arrange, even_nodes
 from megarl.reshard.analysis.sync_report import RUN_ONLY_FIELDS, SyncReport, explain, explain_auto
+from megarl.reshard.analysis.traffic import TrafficSpec, compute_traffic, make_traffic_spec
 from megarl.reshard.layout.engine_ranks import can_place_strided
 from megarl.reshard.layout.engine_stages import split_stages
-from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
 from megarl.reshard.planning.plan_cache import cached_plan, clear_plan_cache
-from tests.reshard.scenarios import scenario
-from tests.reshard.synthetic import MODEL_BYTES
+from megarl.reshard.strategies.full_gather import owned_parts
+from tests.reshard import simulate
+from tests.reshard.planning.test_plan import worlds
+from tests.reshard.synthetic import MODEL_BYTES, scenario
 
 FIELDS = """strategy world train gen model bytes_total bytes_in_max bytes_in_mean bytes_in_bound_max bytes_cross_node
 peak_extra_bytes redundant_bytes_after messages collectives plan_seconds_cold plan_seconds_cached hand_over
@@ -61,18 +69,8 @@ def test_small_buckets_need_more_messages_and_less_memory():
     assert many.peak_extra_bytes <= 2 << 14 < few.peak_extra_bytes
 
 
-AUTO = {
-    (1, 4, 2, 1, 2): "micro_dp",
-    (1, 8, 1, 1, 8): "micro_dp",
-    (2, 2, 2, 1, 2): "micro_dp",
-    (4, 2, 1, 2, 1): "micro_dp",
-    (2, 4, 2, 2, 2): "micro_dp",
-    (1, 2, 2, 1, 4): "exact",
-    (1, 1, 4, 1, 2): "exact",
-    (1, 3, 2, 1, 2): "exact",
-    (3, 2, 1, 2, 1): "exact",
-    (2, 3, 1, 1, 6): "exact",
-}
+STRIDED = [(1, 4, 2, 1, 2), (1, 8, 1, 1, 8), (2, 2, 2, 1, 2), (4, 2, 1, 2, 1), (2, 4, 2, 2, 2)]
+OTHERS = [(1, 2, 2, 1, 4), (1, 1, 4, 1, 2), (1, 3, 2, 1, 2), (3, 2, 1, 2, 1), (2, 3, 1, 1, 6)]
 
 
 def fits(layout, nodes):
@@ -81,7 +79,7 @@ def fits(layout, nodes):
     return p * t * d % nodes == 0 and p * t * d // nodes // tg * nodes >= p * t * d // (pg * tg) * pg
 
 
-CASES = [(layout, nodes) for layout in AUTO for nodes in (1, 2, 4) if fits(layout, nodes)]
+CASES = [(layout, nodes) for layout in STRIDED + OTHERS for nodes in (1, 2, 4) if fits(layout, nodes)]
 
 
 @pytest.mark.parametrize(("layout", "nodes"), CASES, ids=str)
@@ -90,7 +88,7 @@ def test_no_other_strategy_of_a_run_has_a_lower_maximum_than_auto(layout, nodes)
     case = scenario(*layout, nodes=nodes)
     found = explain_auto(case).report
     strided = can_place_strided(case.grid, case.topology, gen_tp=tg, gen_pp=pg)
-    assert found.strategy == (AUTO[layout] if nodes == 1 or strided else "exact")
+    assert found.strategy == ("micro_dp" if layout in STRIDED and (nodes == 1 or strided) else "exact")
     for name in ("gather_hf", "exact", *(("micro_dp",) if strided else ())):
         assert found.bytes_in_max <= explain(name, case).report.bytes_in_max
 
@@ -156,3 +154,117 @@ def test_split_stages(tied):
     assert set(last) == {*names[3:], "lm_head.weight"}
     with pytest.raises(ConfigError, match=r"got 4 % 3 = 1"):
         split_stages(layout, 3)
+
+
+LAYOUTS = [(1, 4, 2, 1, 2), (2, 4, 2, 1, 4), (2, 4, 2, 2, 2), (1, 3, 4, 1, 2), (1, 2, 4, 1, 4)]
+TRAFFIC_CASES = [
+    (strategy, layout, nodes)
+    for strategy, layout, nodes in product(sorted({*STRATEGIES} - {"gather_hf"}), LAYOUTS, [1, 2])
+    if strategy != "micro_dp" or layout[1] % layout[4] == layout[0] % layout[3] == 0
+]
+
+
+@pytest.mark.parametrize(("strategy", "layout", "nodes"), TRAFFIC_CASES, ids=str)
+def test_traffic_equals_sum_of_all_plans(strategy, layout, nodes):
+    case = scenario(*layout, nodes=nodes)
+    arrangement = arrange(strategy, case)
+    plan = forecast(arrangement, case)
+    found = compute_traffic(make_traffic_spec(arrangement, case), arrangement.groups, case.topology)
+    assert found.into_ranks == tuple(stats.bytes_received for stats in plan.stats)
+    group_spans_nodes = any(len({case.topology.nodes[rank] for rank in group}) > 1 for group in arrangement.groups)
+    assert found.into_nodes == (None if group_spans_nodes else plan.bytes_into_nodes(case.topology))
+
+
+@given(worlds(), st.booleans())
+@settings(max_examples=100)
+def test_traffic_equals_simulated_messages(case, relay):
+    sources, needs, topology = case
+    _, held, targets = simulate.make_tensors(sources, needs)
+    messages = simulate.run(simulate.plans(sources, needs, topology, 256, relay=relay), held, targets)
+    found = compute_traffic(TrafficSpec(sources=sources, needs=needs, relay=relay), (), topology)
+    assert list(found.into_ranks) == [sum(n for _, to, n in messages if to == rank) for rank in range(len(sources))]
+    assert found.into_nodes == simulate.bytes_into_nodes(messages, topology)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_too_many_pieces_omit_numbers_that_need_every_plan(strategy, monkeypatch):
+    case = scenario(1, 4, 2, 1, 2, nodes=2)
+    planned = explain(strategy, case)
+    monkeypatch.setattr(forecast_module, "MAX_PLANNED_PIECES", 0)
+    summed = explain(strategy, case)
+    left_out = () if strategy == "gather_hf" else ("peak_extra_bytes", "messages", "collectives")
+    assert all((value is None) == (name in left_out) for name, value in summed.as_json().items())
+    seconds = {name: getattr(summed.report, name) for name in ("plan_seconds_cold", "plan_seconds_cached")}
+    rest = replace(planned.report, **dict.fromkeys(left_out), **seconds)
+    assert summed == replace(planned, report=rest)
+
+
+def test_stats_of_the_busiest_rank():
+    explained = explain("exact", scenario(1, 3, 2, 1, 2))
+    assert explained.busiest_rank_stats.bytes_received == explained.report.bytes_in_max
+    assert 0 < explained.busiest_rank_stats.messages < explained.report.messages
+
+
+def test_progress_is_reported():
+    progress = []
+    explain("exact", scenario(1, 2, 1, 1, 1), progress.append)
+    steps = ("placing engine ranks", "planning 2 ranks", "planning rank 0", "bounds")
+    assert progress == [f"exact: {step}" for step in steps]
+
+
+def test_engine_wider_than_a_node_is_explained():
+    wide = explain("exact", scenario(2, 2, 2, 1, 4, nodes=4))
+    assert wide.machines_per_tensor_group == 2
+    assert wide.report.bytes_in_max == wide.report.bytes_in_bound_max
+    assert wide.report.bytes_cross_node > 0
+    assert explain("exact", scenario(2, 2, 2, 1, 4, nodes=2)).machines_per_tensor_group == 1
+
+
+BYTES = {  # p-t-d -> p_g-t_g: fractions of the model that every rank receives, and then holds in excess
+    (1, 4, 2, 1, 2): {"ds_chat": (0.875, 1 / 8), "hybridflow_v": (0.750, 1 / 4), "micro_dp": (0.250, 0)},
+    (1, 8, 2, 1, 4): {"ds_chat": (0.9375, 1 / 16), "hybridflow_v": (0.875, 1 / 8), "micro_dp": (0.125, 0)},
+    (2, 8, 2, 2, 4): {"ds_chat": (0.96875, 1 / 32), "hybridflow_v": (0.9375, 1 / 16), "micro_dp": (0.0625, 0)},
+    (8, 8, 2, 1, 8): {"hybridflow_v": (0.984375, 0), "micro_dp": (0.109375, 0)},
+}
+
+
+@pytest.mark.parametrize("layout", BYTES)
+def test_received_and_redundant_bytes_are_those_of_the_paper(layout):
+    case = scenario(*layout)
+    for strategy, (received, redundant) in BYTES[layout].items():
+        arrangement = arrange(strategy, case)
+        stats = forecast(arrangement, case).stats
+        assert {of_rank.bytes_received for of_rank in stats} == {received * MODEL_BYTES}
+        assert redundant_bytes(arrangement, case.sources) == redundant * MODEL_BYTES
+
+
+@pytest.mark.parametrize("strategy", ["ds_chat", "hybridflow_v"])
+def test_peak_memory_includes_the_full_model(strategy):
+    case = scenario(1, 4, 2, 1, 2, bucket_bytes=8192)
+    for of_rank in forecast(arrange(strategy, case), case).stats:
+        assert MODEL_BYTES < of_rank.peak_extra_bytes <= MODEL_BYTES + 2 * 8192
+        assert of_rank.bytes_delivered == MODEL_BYTES / 2
+
+
+def test_hybridflow_v_stays_in_its_training_replica():
+    case = scenario(2, 2, 2, 1, 2)
+    between = forecast(arrange("hybridflow_v", case), case).bytes_between
+    replica = [case.grid.coordinates(rank).dp for rank in range(8)]
+    assert between
+    assert all(replica[source] == replica[destination] for source, destination in between)
+
+
+@pytest.mark.parametrize(("rows", "holders"), [(5, 3), (2, 4), (12, 4), (1, 1)])
+def test_owned_rows_have_no_gap_or_overlap(rows, holders):
+    tensors = {"w": TensorSpec((rows + 2, 3), "float32")}
+    held = ShardPiece("w", ((2, rows + 2), (0, 3)), "local", ((7, rows + 7), (1, 4)))
+    owned = owned_parts([WeightLayout(tensors, (held,))] * holders)
+    seen = np.zeros((rows + 2, 3), int)
+    for layout in owned:
+        for piece in layout.pieces:
+            seen[slices(piece.box)] += 1
+            assert piece.local_box == ((piece.box[0][0] + 5, piece.box[0][1] + 5), (1, 4))
+    assert (seen[:2] == 0).all()
+    assert (seen[2:] == 1).all()
+    sizes = [sum(p.box[0][1] - p.box[0][0] for p in layout.pieces) for layout in owned]
+    assert max(sizes) - min(sizes) <= 1

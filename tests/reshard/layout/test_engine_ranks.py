@@ -24,8 +24,7 @@ from megarl.reshard.layout.overlap import layout_bytes, overlap_bytes
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.lower_bounds import rank_bounds
 from tests.reshard.calls import count_calls
-from tests.reshard.scenarios import scenario
-from tests.reshard.synthetic import MODEL_BYTES
+from tests.reshard.synthetic import MODEL_BYTES, scenario
 
 
 def divisible():
@@ -69,9 +68,7 @@ WITH_STAGES = [(2, 8, 2, 2, 4), (2, 4, 2, 2, 2), (4, 2, 2, 2, 2), (4, 2, 1, 4, 1
 
 
 @pytest.mark.parametrize(
-    ("layout", "nodes"),
-    [*GROW_OR_DO_NOT_DIVIDE, *itertools.product(WITH_STAGES, [1, 2, 4])],
-    ids=str,
+    ("layout", "nodes"), [*GROW_OR_DO_NOT_DIVIDE, *itertools.product(WITH_STAGES, [1, 2, 4])], ids=str
 )
 def test_exact_reaches_lower_bound(layout, nodes):
     case = scenario(*layout, nodes=nodes)

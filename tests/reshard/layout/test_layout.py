@@ -1,11 +1,17 @@
+"""Layouts: boxes, piece tables, quantized weights, and samples."""
+
 import itertools
 import pickle
+import random
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from megarl.errors import WeightSyncError
+from megarl.reshard.layout import sampled_boxes
 from megarl.reshard.layout.layout import (
-    Box,
     PieceTable,
     ShardPiece,
     TensorSpec,
@@ -14,16 +20,24 @@ from megarl.reshard.layout.layout import (
     extent,
     intersect,
     share_tensors,
+    slices,
     volume,
 )
 from megarl.reshard.layout.model_tensors import ModelTensors
+from megarl.reshard.layout.quantized_layout import (
+    find_quantized_pieces,
+    quantize_layout,
+    quantize_sources,
+    quantized_tensors,
+)
+from megarl.reshard.layout.sampled_boxes import find_copies, find_parts, sample_boxes
 from tests.reshard.rank_process import call_in_process
 
 INTERVALS = [(0, 2), (1, 4), (3, 3), (2, 5), (4, 6)]
-BOXES: list[Box] = list(itertools.product(INTERVALS, INTERVALS))
+BOXES = list(itertools.product(INTERVALS, INTERVALS))
 
 
-def elements(box: Box) -> set[tuple[int, ...]]:
+def elements(box):
     return set(itertools.product(*(range(start, stop) for start, stop in box)))
 
 
@@ -102,7 +116,7 @@ def test_layouts_of_a_model_share_its_tensors_when_pickled_together():
     assert len({id(copy.tensors) for copy in share_tensors(apart)}) == 1
 
 
-def pickle_again(layouts: list[WeightLayout]) -> list[tuple[bool, bool, int]]:
+def pickle_again(layouts):
     copies = pickle.loads(pickle.dumps(layouts))
     return [(x == y, hash(x) == hash(y), len(x.pieces)) for x, y in zip(layouts, copies, strict=True)]
 
@@ -113,3 +127,159 @@ def test_layout_equality_and_hash_survive_pickling():
     layouts = [WeightLayout(tensors, pieces) for pieces in (PIECES, PieceTable.pack(PIECES))]
     assert [hash(layout) for layout in layouts] == [hash(layout) for layout in layouts]
     assert call_in_process(pickle_again, layouts) == [(True, True, 3)] * 2
+
+
+SHAPE = (700, 400)
+SPECS = {"norm": TensorSpec((400,), "bfloat16"), "w": TensorSpec(SHAPE, "bfloat16")}
+QUANTIZED = {
+    "norm": TensorSpec((400,), "bfloat16"),
+    "w": TensorSpec(SHAPE, "float8_e4m3fn"),
+    "w_scale_inv": TensorSpec((6, 4), "float32"),
+}
+
+
+def random_shards(seed):
+    """Cut `w` at random rows, and each part at random columns; return the layouts of as many ranks."""
+    draw = random.Random(seed)
+
+    def cuts(n):
+        inner = sorted(draw.sample(range(1, n), 3))
+        return list(zip([0, *inner], [*inner, n], strict=True))
+
+    boxes = [(rows, columns) for rows in cuts(SHAPE[0]) for columns in cuts(SHAPE[1])]
+    pieces = [ShardPiece("w", box, "p", tuple((7, 7 + b - a) for a, b in box)) for box in boxes]
+    norm = ShardPiece("norm", ((0, 400),), "n", ((0, 400),))
+    return [WeightLayout(SPECS, [norm, piece]) for piece in pieces]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_each_scale_has_one_holder_and_values_stay_where_they_are(seed):
+    holders = Counter()
+    for layout in random_shards(seed):
+        sent = quantize_layout(layout, {"w"})
+        assert dict(sent.tensors) == QUANTIZED
+        norm, values, *scales = sent.pieces
+        assert norm == layout.pieces[0]
+        held = layout.pieces[1]
+        assert values == ShardPiece("w", held.box, "p:fp8", held.local_box)
+        for piece in scales:
+            assert (piece.tensor, piece.local) == ("w_scale_inv", "p:scales:0")
+            (first, last), (left, right) = piece.box
+            assert piece.local_box == ((0, last - first), (0, right - left))
+            holders.update((row, column) for row in range(first, last) for column in range(left, right))
+        (found,) = find_quantized_pieces(layout, {"w"})
+        corners = {(128 * i, 128 * j) for i, j in holders}
+        assert corners >= {
+            (i, j)
+            for i in range(0, SHAPE[0], 128)
+            for j in range(0, SHAPE[1], 128)
+            if held.box[0][0] <= i < held.box[0][1] and held.box[1][0] <= j < held.box[1][1]
+        }
+        edges = [(start % 128, stop % 128 and stop != n) for (start, stop), n in zip(held.box, SHAPE, strict=True)]
+        assert found.cuts_blocks(SHAPE) == any(any(edge) for edge in edges)
+    assert holders == Counter((i, j) for i in range(6) for j in range(4))
+
+
+def test_sources_follow_what_engines_need():
+    sources = random_shards(0)
+    engine = WeightLayout(QUANTIZED, [])
+    assert quantized_tensors([engine]) == {"w"}
+    assert quantize_sources(sources, [WeightLayout(SPECS, [])]) == sources
+    sent = quantize_sources([*sources, sources[0]], [engine])
+    assert sent[0] is sent[-1]
+    assert sent[3] == quantize_layout(sources[3], {"w"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "got"),
+    [
+        ({"w_scale_inv": TensorSpec((1,), "float32")}, "float32 \\[1\\]"),
+        ({"w_scale_inv": TensorSpec((6, 4), "uint8")}, "uint8 \\[6, 4\\]"),
+        ({"v": TensorSpec((6, 4), "float8_e4m3fn")}, "none"),
+    ],
+)
+def test_other_scales_are_refused(changes, got):
+    message = f"which a sync can send with a float32 scale for each block of 128 x 128 only, .* as scales: {got}$"
+    with pytest.raises(WeightSyncError, match=message):
+        quantized_tensors([WeightLayout(QUANTIZED | changes, [])])
+
+
+SHAPES = {"a": (40, 6), "b": (17,), "c": (9, 4, 5), "scalar": ()}
+TENSORS = {name: TensorSpec(shape, "bfloat16" if name == "b" else "float32") for name, shape in SHAPES.items()}
+
+
+def split(size, rank, *, at=0):
+    """Return the layout of a rank that holds a part of the rows of each tensor, `at` rows into its local tensor."""
+    pieces = []
+    for name, shape in SHAPES.items():
+        if shape:
+            rows = shape[0] * rank // size, shape[0] * (rank + 1) // size
+            rest = tuple((0, n) for n in shape[1:])
+            local = (at, at + rows[1] - rows[0])
+            pieces.append(ShardPiece(name, (rows, *rest), f"local.{name}", (local, *rest)))
+        else:
+            pieces.append(ShardPiece(name, (), f"local.{name}", ()))
+    return WeightLayout(TENSORS, PieceTable.pack(pieces))
+
+
+def test_samples_depend_on_the_version_only_and_lie_in_the_layout():
+    layouts = [split(2, rank) for rank in range(2)]
+    chosen = [sample_boxes(layouts, version, 5) for version in range(30)]
+    assert chosen == [sample_boxes([split(2, rank) for rank in range(2)], version, 5) for version in range(30)]
+    assert len({tuple(samples) for samples in chosen}) > 20
+    for samples in chosen:
+        assert len(set(samples)) == 5
+        for sample in samples:
+            pieces = [p for p in layouts[sample.tp_rank].pieces if p.tensor == sample.tensor]
+            assert any(contains(piece.box, sample.box) for piece in pieces)
+            assert sample.dtype == TENSORS[sample.tensor].dtype
+    # every piece of both ranks is compared sooner or later
+    assert {(s.tp_rank, s.tensor) for samples in chosen for s in samples} == {(r, t) for r in range(2) for t in SHAPES}
+    assert len(sample_boxes(layouts, 0, 100)) == 8
+
+
+def test_large_pieces_are_sampled_in_part(monkeypatch):
+    monkeypatch.setattr(sampled_boxes, "MAX_ELEMENTS", 13)
+    starts = set()
+    for version in range(50):
+        (sample,) = (s for s in sample_boxes([split(1, 0)], version, 4) if s.tensor == "a")
+        assert volume(sample.box) == 12
+        starts.add(sample.box[0][0])
+        (of_c,) = (s for s in sample_boxes([split(1, 0)], version, 4) if s.tensor == "c")
+        assert volume(of_c.box) == 20  # one row
+    assert len(starts) > 20
+
+
+def element_numbers(name, box):
+    """Return the numbers of the tensor's elements in a box."""
+    numbers = np.arange(volume(TENSORS[name].box)).reshape(SHAPES[name])
+    return set(np.ravel(numbers[slices(box)]).tolist())
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 5), (4, 4)], ids=str)
+def test_parts_of_a_sample_make_up_all_of_it(sizes):
+    engine, trainer = ([split(size, rank, at=3) for rank in range(size)] for size in sizes)
+    for sample in sample_boxes(engine, 7, 100):
+        found = []
+        for layout in trainer:
+            for part, local, local_box in find_parts(layout.pieces, sample.box, sample.tensor):
+                assert local == f"local.{sample.tensor}"
+                (piece,) = (p for p in layout.pieces if p.tensor == sample.tensor)
+                shift = [a - b for (a, _), (b, _) in zip(piece.local_box, piece.box, strict=True)]
+                assert local_box == tuple((a + n, b + n) for (a, b), n in zip(part, shift, strict=True))
+                found += sorted(element_numbers(sample.tensor, part))
+        wanted = element_numbers(sample.tensor, sample.box)
+        assert set(found) == wanted
+        if sample.tensor != "scalar":  # which every rank holds
+            assert len(found) == len(wanted)
+
+
+def test_copies_are_found_in_all_local_tensors():
+    pieces = [
+        ShardPiece("tied", ((4, 8), (0, 2)), "embedding", ((0, 4), (0, 2))),
+        ShardPiece("tied", ((4, 8), (0, 2)), "head", ((10, 14), (0, 2))),
+        ShardPiece("tied", ((6, 7), (0, 2)), "part", ((0, 1), (0, 2))),
+        ShardPiece("other", ((4, 8), (0, 2)), "other", ((0, 4), (0, 2))),
+    ]
+    found = list(find_copies(pieces, ((5, 7), (0, 1)), "tied"))
+    assert found == [("embedding", ((1, 3), (0, 1))), ("head", ((11, 13), (0, 1)))]

@@ -90,23 +90,17 @@ def test_all_tensors_may_be_sent_in_full(monkeypatch):
     monkeypatch.setattr(rank, "_execute", lambda *_: NO_STATS)
     loaded = []
     rank.run({}, Parameters({}), loaded.append)
-    assert {name: tuple(tensor.shape) for part in loaded for name, tensor in part.items()} == {
-        name: spec.shape for name, spec in synthetic.TENSORS.items()
-    }
+    shapes = {name: tuple(tensor.shape) for part in loaded for name, tensor in part.items()}
+    assert shapes == {name: spec.shape for name, spec in synthetic.TENSORS.items()}
 
 
 @pytest.mark.parametrize("whole", [(), ("layers.1", "layers.40")])
 def test_each_missing_byte_enters_a_node_once(whole):
     """Three engines of two TP ranks: one on a node, two on another one, none on the trainer's nodes."""
     nodes = (0, 0, 1, 1, 2, 2, 3, 3, 3, 3)
-    transfer_spec = TransferSpec(
-        sources=synthetic.trainers(RankGrid(tp=2, dp=2)),
-        needs=tuple(synthetic.needs([GenerationPlace(0, 0, tp) for tp in range(2)], 1, 2).values()),
-        num_engines=3,
-        nodes=nodes,
-        bucket_bytes=BUCKET_BYTES,
-        full_tensors=whole,
-    )
+    needs = tuple(synthetic.needs([GenerationPlace(0, 0, tp) for tp in range(2)], 1, 2).values())
+    sources = synthetic.trainers(RankGrid(tp=2, dp=2))
+    transfer_spec = replace(arrangement(nodes), sources=sources, needs=needs, num_engines=3, full_tensors=whole)
     entering, sent, received = Counter(), 0, 0
     for rank in range(transfer_spec.size):
         for plan in (transfer_spec.plan(rank), *(part.rounds for part in transfer_spec.plan_full_tensors(rank))):

@@ -117,14 +117,9 @@ def random_split(draw, length):
 def worlds(draw):
     """Draw sources that cover every tensor, with some boxes on several ranks, and arbitrary needs."""
     world = draw(st.integers(1, 5))
-    tensors = {
-        f"t{i}": TensorSpec(
-            (draw(st.integers(1, 9)), draw(st.integers(1, 6))), draw(st.sampled_from(["float32", "bfloat16"]))
-        )
-        for i in range(draw(st.integers(1, 3)))
-    }
-    held = {rank: [] for rank in range(world)}
-    wanted = {rank: [] for rank in range(world)}
+    shape, dtype = st.tuples(st.integers(1, 9), st.integers(1, 6)), st.sampled_from(["float32", "bfloat16"])
+    tensors = {f"t{i}": TensorSpec(draw(shape), draw(dtype)) for i in range(draw(st.integers(1, 3)))}
+    held, wanted = ([[] for _ in range(world)] for _ in range(2))
     for name, spec in tensors.items():
         for r, rows in enumerate(draw(random_split(spec.shape[0]))):
             for c, columns in enumerate(draw(random_split(spec.shape[1]))):
@@ -212,14 +207,10 @@ def test_each_missing_box_enters_a_node_once(case):
     equal_needs = {rank: WeightLayout(need.tensors, needs[0].pieces) for rank, need in needs.items()}
     rounds = simulate.plans(sources, equal_needs, topology, 1 << 20)
     _, held, targets = simulate.make_tensors(sources, equal_needs)
-    entered = Counter()
-    for source, to, num_bytes in simulate.run(rounds, held, targets):
-        if not topology.same_node(source, to):
-            entered[topology.nodes[to]] += num_bytes
+    entered = simulate.bytes_into_nodes(simulate.run(rounds, held, targets), topology)
     for node in set(topology.nodes):
-        together = tuple(
-            p for rank, layout in enumerate(sources) if topology.nodes[rank] == node for p in layout.pieces
-        )
+        on_node = [layout for layout, of_rank in zip(sources, topology.nodes, strict=True) if of_rank == node]
+        together = tuple(piece for layout in on_node for piece in layout.pieces)
         assert entered[node] == missing_bytes_by_box(equal_needs[0], WeightLayout(sources[0].tensors, together))
 
 

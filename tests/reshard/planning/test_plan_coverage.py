@@ -140,15 +140,14 @@ def test_every_element_arrives_exactly_once(scenarios, name):
         assert {specs[p.tensor].dtype for p in need.pieces} == {need.tensors[p.tensor].dtype for p in need.pieces}
         expected = simulate.local_tensors(need, whole)
         assert all(np.array_equal(targets[rank][local], expected[local]) for local in expected)
-    into_ranks, into_nodes = Counter(), Counter(dict.fromkeys(topology.nodes, 0))
-    for source, to, num_bytes in messages:
+    into_ranks = Counter()
+    for _, to, num_bytes in messages:
         into_ranks[to] += num_bytes
-        into_nodes[topology.nodes[to]] += 0 if topology.same_node(source, to) else num_bytes
     assert {rank: into_ranks[rank] for rank in spec.needs} == rank_bounds(spec.sources, spec.needs)
     traffic = compute_traffic(spec, arrangement.groups, topology)
     assert traffic.into_ranks == tuple(into_ranks[rank] for rank in range(len(held)))
     if traffic.into_nodes is not None:
-        assert dict(into_nodes) == traffic.into_nodes
+        assert simulate.bytes_into_nodes(messages, topology) == traffic.into_nodes
         if spec.relay:
             assert traffic.into_nodes == node_bounds(spec.sources, spec.needs, topology)
 

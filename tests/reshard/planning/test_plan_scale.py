@@ -1,5 +1,6 @@
-"""Planning of DeepSeek-V3 on one rank, from 2,048 trainer ranks to 1,024 generation ranks."""
+"""Planning of DeepSeek-V3 on one rank, and sizes of its layouts, from 2,048 trainer ranks to 1,024 generation ranks."""
 
+import pickle
 from functools import lru_cache
 
 import pytest
@@ -29,8 +30,12 @@ def sources():
 
 
 @pytest.fixture(scope="module")
-def needs(sources):
-    engine = engine_layouts(sources[0].tensors, GEN_TP)
+def engine(sources):
+    return engine_layouts(sources[0].tensors, GEN_TP)
+
+
+@pytest.fixture(scope="module")
+def needs(engine):
     return {rank: engine[rank % GEN_TP] for rank in range(GEN_RANKS)}
 
 
@@ -96,3 +101,13 @@ def test_ranks_have_few_peers_on_other_machines(plan, topology, rank):
     peers = {send.to for this in plan(rank) for hop in this.hops for send in hop.sends}
     peers |= {message.source for this in plan(rank) for hop in this.hops for message in hop.receives}
     assert sum(not topology.same_node(rank, peer) for peer in peers) <= MAX_REMOTE_PEERS
+
+
+def test_layouts_take_little_to_send(sources, engine):
+    assert sum(len(layout.pieces.to_bytes()) for layout in sources) < 2e6
+    assert {len(layout.pieces) for layout in engine} == {45395}
+    message = pickle.dumps(engine)
+    assert len(message) < 2e6
+    received = pickle.loads(message)
+    assert received == engine
+    assert received[7].pieces[44_000] == engine[7].pieces[44_000]

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -27,16 +28,14 @@ def test_slots_survive_encoding(rounds):
 
 @pytest.fixture
 def sender():
-    sender = BoxSender("trainer rank 3", "engine 0 rank 1", ROUNDS, HANG_SECONDS)
-    yield sender
-    sender.close()
+    with closing(BoxSender("trainer rank 3", "engine 0 rank 1", ROUNDS, HANG_SECONDS)) as sender:
+        yield sender
 
 
 @pytest.fixture
 def buffer():
-    buffer = SharedBuffer(4096)
-    yield buffer
-    buffer.close()
+    with closing(SharedBuffer(4096)) as buffer:
+        yield buffer
 
 
 def nothing():
@@ -138,8 +137,7 @@ def test_sender_survives_a_dead_or_stalled_receiver_and_serves_its_successor(sen
     os.waitpid(pid, 0)
     sender.begin()
     assert sender.failure == "engine 0 rank 1 has not connected"
-    values = []
-    receiver = []
+    values, receiver = [], []
     thread = threading.Thread(target=lambda: receiver.append(receive_all(sender.offer, values)))
     thread.start()
     accept(sender)
@@ -156,8 +154,7 @@ def test_sender_survives_a_dead_or_stalled_receiver_and_serves_its_successor(sen
     assert sender.failure == "engine 0 rank 1: a parameter has gone"
 
 
-def test_receiver_names_a_sender_that_ends_is_late_or_out_of_order(buffer):
-    sender = BoxSender("trainer rank 3", "engine 0 rank 1", ROUNDS, HANG_SECONDS)
+def test_receiver_names_a_sender_that_ends_is_late_or_out_of_order(sender, buffer):
     receiver = BoxReceiver(sender.offer)
     sender.begin()
     with pytest.raises(WeightSyncError, match=r"round 0 of the weights did not come from trainer rank 3 in 0\.2 s"):

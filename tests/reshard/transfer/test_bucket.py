@@ -1,3 +1,5 @@
+"""Buckets, views of boxes in them, and digests of samples."""
+
 import functools
 import inspect
 import os
@@ -8,16 +10,30 @@ from functools import partial
 import pytest
 import torch
 import torch.multiprocessing.reductions
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megarl.errors import WeightSyncError
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
+from megarl.reshard.layout.sampled_boxes import SampledBox
 from megarl.reshard.transfer import bucket as bucket_module
+from megarl.reshard.transfer.box_views import (
+    consecutive,
+    contiguous_bytes,
+    copy_boxes,
+    first_element,
+    split_regions,
+    view_box,
+    view_to_send,
+    views_like,
+)
 from megarl.reshard.transfer.bucket import (
     ALIGNMENT,
     IPC_STORAGE,
     BoxBucket,
     DeviceBuffer,
     SharedBuffer,
-    WeightBucket,
+    digest,
     identify_memory,
     lay_out,
     make_buffer,
@@ -25,6 +41,7 @@ from megarl.reshard.transfer.bucket import (
     open_bucket,
     torch_dtype,
 )
+from megarl.reshard.transfer.sample_digests import digest_samples, merge_digests
 from tests.reshard.rank_process import call_in_process
 
 SHAPES = [
@@ -63,7 +80,7 @@ def test_open_bucket_views_memory_without_copies(make):
     buffer.close()
 
 
-def read(bucket: WeightBucket) -> list[float]:
+def read(bucket):
     return open_bucket(bucket)["a"].tolist()
 
 
@@ -116,17 +133,16 @@ UUIDS = ["GPU-a", "GPU-b"]
 
 
 @pytest.fixture
-def fake_cuda(monkeypatch) -> list[str]:
+def fake_cuda(monkeypatch):
     """Fake torch's IPC handles without a device; return the list of calls that release memory."""
-    made: dict[bytes, torch.Tensor] = {}
-    calls: list[str] = []
+    made, calls = {}, []
 
-    def reduce_tensor(tensor: torch.Tensor) -> tuple[None, tuple[object, ...]]:
+    def reduce_tensor(tensor):
         made[b"\x00handle\xff"] = tensor
         known = (torch.Tensor, tensor.shape, tensor.stride(), 0, torch.UntypedStorage, tensor.dtype)
         return None, (*known, 3, b"\x00handle\xff", tensor.nbytes, 0, False, b"count", 16, b"event", True)
 
-    def rebuild_cuda_tensor(*arguments: object) -> torch.Tensor:
+    def rebuild_cuda_tensor(*arguments):
         assert len(arguments) == len(inspect.signature(torch.multiprocessing.reductions.rebuild_cuda_tensor).parameters)
         assert arguments[1:7] == ((4096,), (1,), 0, torch.UntypedStorage, torch.uint8, 1)
         assert arguments[8:] == (4096, 0, False, b"count", 16, b"event", True)
@@ -136,9 +152,8 @@ def fake_cuda(monkeypatch) -> list[str]:
     real = inspect.signature(reductions.rebuild_cuda_tensor).parameters
     assert list(real)[IPC_STORAGE][:2] == ["storage_device", "storage_handle"]
     monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
-    monkeypatch.setattr(
-        reductions, "rebuild_cuda_tensor", functools.wraps(reductions.rebuild_cuda_tensor)(rebuild_cuda_tensor)
-    )
+    fake = functools.wraps(reductions.rebuild_cuda_tensor)(rebuild_cuda_tensor)
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", fake)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: calls.append("ipc_collect"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(UUIDS))
@@ -166,8 +181,109 @@ def test_closing_device_memory_frees_the_storage_and_collects_what_others_have_r
     buffer = DeviceBuffer(10, torch.device("cpu"))
     assert fake_cuda == ["ipc_collect"]  # of the buffers of the last push
     view = buffer.bytes[:4]
-    buffer.close()
-    assert view.untyped_storage().nbytes() == 0
-    assert fake_cuda == ["ipc_collect"] * 2
-    buffer.close()
-    assert fake_cuda == ["ipc_collect"] * 2
+    for _ in range(2):
+        buffer.close()
+        assert view.untyped_storage().nbytes() == 0
+        assert fake_cuda == ["ipc_collect"] * 2
+
+
+DIMENSIONS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=4)
+
+
+@given(DIMENSIONS, st.booleans(), st.sampled_from([torch.int32, torch.float32]))
+@settings(max_examples=300)
+def test_a_view_has_the_elements_of_the_box(dims, transposed, dtype):
+    shape = [before + length + after for before, length, after in dims]
+    box = tuple((before, before + length) for before, length, _ in dims)
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=dtype).view(shape)
+    if transposed:
+        tensor = tensor.mT.contiguous().mT if tensor.ndim > 1 else tensor
+    expected = tensor[slices(box)]
+    view = view_box(tensor, box, expected.nbytes)
+    assert view.reshape(-1).tolist() == expected.reshape(-1).tolist()
+    assert view.is_contiguous() == expected.is_contiguous()
+    if tensor.is_contiguous():
+        first = first_element(box, shape)
+        assert (first is not None) == expected.is_contiguous()
+        assert first is None or first == expected.reshape(-1)[0]
+    view.zero_()
+    assert not expected.any()  # the same memory
+    for data, sent_as in (
+        (contiguous_bytes(view), torch.uint8),
+        (view_to_send(tensor, box, expected.nbytes), torch.float32 if dtype == torch.float32 else torch.uint8),
+    ):
+        assert (data is None) != view.is_contiguous()
+        assert data is None or (data.dtype, data.nbytes) == (sent_as, expected.nbytes)
+        assert data is None or data.data_ptr() == expected.data_ptr()
+
+
+def test_a_box_outside_of_the_tensor_is_refused():
+    with pytest.raises(WeightSyncError, match=r"size \[4, 2\] does not contain the box \(\(3, 5\), \(0, 2\)\)"):
+        view_box(torch.zeros(4, 2), ((3, 5), (0, 2)), 16)
+
+
+def test_regions_of_a_larger_buffer_are_named_by_their_offsets():
+    data = torch.arange(32, dtype=torch.uint8)
+    found = {offset: region.tolist() for offset, region in split_regions(data, (3, 5, 16)).items()}
+    assert found == {0: [*range(3)], 3: [*range(3, 8)], 8: [*range(8, 24)], 24: [*range(24, 32)]}
+    assert split_regions(data, ())[0].data_ptr() == data.data_ptr()
+
+
+def test_boxes_of_several_dtypes_are_copied_one_after_another():
+    boxes = [torch.randn(2, 3), torch.randn(4), torch.randn(3, 4).T[:2], torch.randn(8).bfloat16().view(4, 2)[1:3]]
+    data = torch.zeros(256, dtype=torch.uint8)
+    copy_boxes(views_like(data, 16, boxes), boxes)
+    expected = b"".join(box.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for box in boxes)
+    assert bytes(data.numpy())[: 16 + len(expected)] == bytes(16) + expected
+    copies = [torch.empty_like(box) for box in boxes]
+    copy_boxes(copies, views_like(data, 16, copies))
+    assert all(torch.equal(copy, box) for copy, box in zip(copies, boxes, strict=True))
+    copy_boxes([], [])
+
+
+@pytest.mark.parametrize(
+    ("offsets", "expected"),
+    [
+        ([], []),
+        ([5], [slice(0, 1)]),
+        ([0, 10, 20], [slice(0, 3)]),
+        ([0, 16, 26, 10], [slice(0, 1), slice(1, 3), slice(3, 4)]),
+    ],
+)
+def test_regions_that_follow_each_other_are_found(offsets, expected):
+    assert consecutive(offsets, [10] * len(offsets)) == expected
+
+
+FULL = {"w": torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), "v": torch.arange(5.0)}
+TENSORS = {name: TensorSpec(tuple(tensor.shape), "float32") for name, tensor in FULL.items()}
+SAMPLES = [SampledBox(1, "w", ((2, 7), (0, 3)), "float32"), SampledBox(0, "v", ((0, 5),), "bfloat16")]
+
+
+def rank_digests(first, last, full=FULL):
+    """Return the digests of a trainer rank that holds some rows of `w`, behind two other rows, and all of `v`."""
+    local = {"w": torch.cat([torch.zeros(2, 3), full["w"][first:last]]), "v": full["v"]}
+    rows = ShardPiece("w", ((first, last), (0, 3)), "w", ((2, 2 + last - first), (0, 3)))
+    layout = WeightLayout(TENSORS, (rows, ShardPiece("v", ((0, 5),), "v", ((0, 5),))))
+    return digest_samples(layout, local, SAMPLES)
+
+
+def test_samples_are_put_together_from_the_parts_of_all_ranks():
+    expected = merge_digests(SAMPLES, [rank_digests(0, 4), rank_digests(4, 8), rank_digests(0, 4)])
+    boxes = [(1, "w", ((2, 4), (0, 3))), (1, "w", ((4, 7), (0, 3))), (0, "v", ((0, 5),))]
+    assert [(box.tp_rank, box.tensor, box.box) for box in expected] == boxes
+    dtypes = {"w": torch.float32, "v": torch.bfloat16}
+    for box in expected:
+        assert box.digest == digest(FULL[box.tensor][slices(box.box)].to(dtypes[box.tensor]))
+
+
+def test_trainer_ranks_that_differ_are_named():
+    """Data-parallel replicas that have diverged."""
+    other = {"w": FULL["w"].clone(), "v": FULL["v"]}
+    other["w"][3, 1] += 1e-6
+    with pytest.raises(WeightSyncError, match=r"trainer ranks 0 and 2 hold different values of w at \[\(2, 4\), "):
+        merge_digests(SAMPLES, [rank_digests(0, 4), rank_digests(4, 8), rank_digests(0, 4, other)])
+
+
+def test_a_sample_that_no_rank_holds_is_an_error():
+    with pytest.raises(WeightSyncError, match=r"no trainer rank holds w at \[\(2, 7\), \(0, 3\)\]"):
+        merge_digests(SAMPLES, [rank_digests(0, 1)])

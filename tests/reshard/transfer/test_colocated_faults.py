@@ -2,6 +2,7 @@
 
 import re
 import signal
+from itertools import product
 
 import pytest
 import torch.distributed as dist
@@ -68,14 +69,10 @@ class ColocatedMember:
         return numbers
 
 
-@pytest.fixture(scope="module", params=["gloo", NCCL_ORDER])
-def backend(request):
-    return request.param
-
-
-@pytest.fixture(scope="module", params=["micro-DP groups gather", "any rank sends to any rank"])
-def ranks(request, backend):
-    groups = micro_dp_groups(GRID, gen_tp=2) if request.param.startswith("micro") else []
+@pytest.fixture(scope="module", params=product(["gloo", NCCL_ORDER], ["micro-DP groups", "no groups"]), ids=str)
+def ranks(request):
+    backend, kind = request.param
+    groups = micro_dp_groups(GRID, gen_tp=2) if kind == "micro-DP groups" else []
     with Ranks(backend, GRID.size, ColocatedMember, groups) as ranks:
         yield ranks
 

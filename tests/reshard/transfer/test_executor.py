@@ -3,16 +3,20 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import extent, slices
 from megarl.reshard.layout.micro_dp import consecutive_places, micro_dp_groups, strided_places
 from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning import rounds
 from megarl.reshard.planning.plan import plan_rank
 from megarl.reshard.planning.plan_cache import cached_index
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncContext
+from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.transfer.bucket import map_bucket, torch_dtype
 from megarl.reshard.transfer.process_groups import NCCL_ORDER
+from megarl.reshard.transfer.sink import Parameters
 from tests.megatron.ranks import run_ranks
 from tests.reshard import synthetic
 from tests.reshard.rank_process import empty_parameters, held_tensors, wrong_elements
@@ -60,12 +64,6 @@ def reshard(grid, gen_pp, gen_tp, nodes, direct, large_bytes, backend):
         large_bytes: size from which a box is a message of its own.
         backend: as for `make_sync_transport`.
     """
-    import torch.distributed as dist
-
-    from megarl.reshard.planning import rounds
-    from megarl.reshard.strategies.box_strategy import BoxStrategy
-    from megarl.reshard.transfer.sink import Parameters
-
     rounds.LARGE_MESSAGE_BYTES = large_bytes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -74,13 +72,13 @@ def reshard(grid, gen_pp, gen_tp, nodes, direct, large_bytes, backend):
     needs, groups = arrangement(grid, gen_pp, gen_tp, nodes)
     context = SyncContext(rank=rank, sources=sources, needs=needs, topology=Topology(nodes), groups=groups)
     strategy, sink = BoxStrategy(context, BUCKET_BYTES, UNREACHED_SECONDS, backend), MemorySink(needs[rank], device)
-    mismatched, all_stats = 0, []
+    mismatched, all_stats, boxes = 0, [], Parameters(sink.tensors) if direct else sink
     for sync in range(3):
         mine = {name: held.to(device) for name, held in held_tensors(sources[rank], value, sync).items()}
         sink.fill_nan()
-        all_stats.append(strategy.push(mine, Sinks(boxes=Parameters(sink.tensors) if direct else sink)))
+        all_stats.append(strategy.push(mine, Sinks(boxes=boxes)))
         mismatched += wrong_elements(needs[rank], sink.tensors, value, sync)
-    all_stats += push_deltas(strategy, sources[rank], needs[rank], sink, Parameters(sink.tensors) if direct else sink)
+    all_stats += push_deltas(strategy, sources[rank], needs[rank], sink, boxes)
     mismatched += wrong_elements(needs[rank], sink.tensors, value, 5)
     strategy.close()
     out = [None] * grid.size
@@ -113,10 +111,10 @@ def push_deltas(strategy, source, need, sink, boxes):
 
 def arrangement(grid, gen_pp, gen_tp, nodes):
     """Return needs and groups: strided placement on one node, consecutive placement on several."""
+    sizes = {"gen_tp": gen_tp, "gen_pp": gen_pp}
     if len(set(nodes)) == 1:
-        groups = micro_dp_groups(grid, gen_tp=gen_tp, gen_pp=gen_pp)
-        return synthetic.needs(strided_places(grid, gen_tp=gen_tp, gen_pp=gen_pp), gen_pp, gen_tp), groups
-    return synthetic.needs(consecutive_places(grid.size, gen_tp=gen_tp, gen_pp=gen_pp), gen_pp, gen_tp), []
+        return synthetic.needs(strided_places(grid, **sizes), gen_pp, gen_tp), micro_dp_groups(grid, **sizes)
+    return synthetic.needs(consecutive_places(grid.size, **sizes), gen_pp, gen_tp), []
 
 
 CASES = [
@@ -190,9 +188,4 @@ def check_changed_bytes(results, *, has_gathers):
     share = len(CHANGED) / synthetic.LAYERS
     received, whole = total("bytes_received", 5) - total("mark_bytes", 5), total("bytes_received", 3) * share
     delivered, of_whole = total("bytes_delivered", 5), total("bytes_delivered", 3) * share
-    if has_gathers:
-        assert received >= whole
-        assert delivered >= of_whole
-    else:
-        assert received == whole
-        assert delivered == of_whole
+    assert (received, delivered) == (whole, of_whole) or (has_gathers and received >= whole and delivered >= of_whole)

@@ -120,9 +120,8 @@ def test_connected_ranks_need_not_take_part(make_ranks):
 def test_connect_names_ranks_that_are_missing(make_ranks):
     a, _ = make_ranks(2, is_connected=False)
     a.timeout_seconds = 0.2
-    with pytest.raises(
-        WeightSyncError, match=r"^rank 0 could not connect to the other ranks: nothing from rank 1 within 0\.2 s$"
-    ):
+    message = r"^rank 0 could not connect to the other ranks: nothing from rank 1 within 0\.2 s$"
+    with pytest.raises(WeightSyncError, match=message):
         a.connect()
 
 

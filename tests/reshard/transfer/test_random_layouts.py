@@ -1,7 +1,11 @@
-"""Random layouts, moved by the real executor between threads over plain gloo and over gloo in NCCL's order."""
+"""Random layouts, moved in full and as deltas between threads, over plain gloo and over gloo in NCCL's order."""
 
+import mmap
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +16,11 @@ from hypothesis import strategies as st
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout
 from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning import delta as delta_planning
+from megarl.reshard.planning import rounds as round_planning
 from megarl.reshard.planning.plan_cache import cached_plan
+from megarl.reshard.planning.strategy import DeltaUpdate
+from megarl.reshard.transfer.delta_sync import DeltaSync
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.nccl_order import NcclOrderTransport
 from megarl.reshard.transfer.sink import Parameters
@@ -28,23 +36,26 @@ TRANSPORTS = {
 }
 
 
-def value(name, sync=0):
+def value(name):
     rows = int(name.split(".")[1])
-    return torch.rand(rows, COLUMNS, generator=torch.Generator().manual_seed(len(name) * rows + sync))
+    return torch.rand(rows, COLUMNS, generator=torch.Generator().manual_seed(len(name) * rows))
 
 
-def split_rows(specs, owners, world, prefix):
-    """Return by rank a layout in which each group of `owners[tensor]` divides the tensor's rows, in its order."""
-    pieces = [[] for _ in range(world)]
-    for name, groups in owners.items():
-        rows = specs[name].shape[0]
-        for group in groups:
-            for part, rank in enumerate(group):
-                first, last = rows * part // len(group), rows * (part + 1) // len(group)
-                if first < last:
-                    local = ((0, last - first), (0, COLUMNS))
-                    pieces[rank].append(ShardPiece(name, ((first, last), (0, COLUMNS)), f"{prefix}.{name}", local))
-    return [WeightLayout(specs, tuple(of_rank)) for of_rank in pieces]
+def split_rows(rows, owners, engines, world):
+    """Return sources and needs: the ranks `owners[i]` divide the rows of tensor i, each of `engines` those of all."""
+    specs = {f"t{i}.{n}": TensorSpec((n, COLUMNS), "float32") for i, n in enumerate(rows)}
+
+    def split(groups_by_tensor, prefix):
+        pieces = [[] for _ in range(world)]
+        for name, num_rows, groups in zip(specs, rows, groups_by_tensor, strict=True):
+            for ranks in groups:
+                cuts = [num_rows * part // len(ranks) for part in range(len(ranks) + 1)]
+                for rank, first, last in zip(ranks, cuts[:-1], cuts[1:], strict=True):
+                    box, local = ((first, last), (0, COLUMNS)), ((0, last - first), (0, COLUMNS))
+                    pieces[rank] += [ShardPiece(name, box, f"{prefix}.{name}", local)] * (first < last)
+        return [WeightLayout(specs, tuple(of_rank)) for of_rank in pieces]
+
+    return split([[ranks] for ranks in owners], "train"), dict(enumerate(split([engines] * len(rows), "gen")))
 
 
 @st.composite
@@ -52,15 +63,12 @@ def layouts(draw):
     """Draw a trainer whose tensors are divided among some of the ranks, engines of some tp, and nodes."""
     world = draw(st.integers(2, 4))
     rows = draw(st.lists(st.integers(1, 40) | st.integers(500, 4000), min_size=1, max_size=4))
-    specs = {f"t{i}.{n}": TensorSpec((n, COLUMNS), "float32") for i, n in enumerate(rows)}
     some = st.lists(st.integers(0, world - 1), min_size=1, max_size=world, unique=True)
-    held = {name: [draw(st.permutations(range(world)) | some)] for name in specs}
+    owners = [draw(st.permutations(range(world)) | some) for _ in rows]
     tp = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
     engines = [list(range(first, first + tp)) for first in range(0, world, tp)]
     nodes_of_rank = [(0,) * world, tuple(rank * 2 // world for rank in range(world)), tuple(range(world))]
-    nodes = draw(st.sampled_from(nodes_of_rank))
-    needs = split_rows(specs, dict.fromkeys(specs, engines), world, "gen")
-    return split_rows(specs, held, world, "train"), dict(enumerate(needs)), nodes
+    return *split_rows(rows, owners, engines, world), draw(st.sampled_from(nodes_of_rank))
 
 
 def connect(transport, size):
@@ -71,56 +79,194 @@ def connect(transport, size):
         return [TRANSPORTS[transport](group) for group in groups]
 
 
-def run_sync(transport, sources, needs, nodes):
-    """Run one sync on threads; return by rank the error or the number of wrong elements."""
-    connections = connect(transport, len(sources))
+@dataclass
+class Cluster:
+    """Ranks in threads, that hold parts of a model and need parts of it."""
 
-    def run(rank):
-        plan = cached_plan(sources, needs, Topology(nodes), rank, BUCKET_BYTES)
-        held, target = held_tensors(sources[rank], value, 0), empty_parameters(needs[rank])
-        executor = BoxExecutor(rank, plan.rounds, plan.buffer_sizes, transport=connections[rank])
-        try:
-            executor.run(held, Parameters(target))
-        except WeightSyncError as error:
-            return str(error)
-        return wrong_elements(needs[rank], target, value, 0)
+    transport: str
+    sources: list
+    needs: dict
+    nodes: tuple
 
-    with ThreadPoolExecutor(len(sources)) as pool:
-        outcomes = list(pool.map(run, range(len(sources))))
-    for connection in connections:
-        connection.close()
-    return outcomes
+    def __post_init__(self):
+        self.world = len(self.sources)
+        self.weights = {name: value(name) for name in self.sources[0].tensors}
+        self.targets = [empty_parameters(self.needs[rank]) for rank in range(self.world)]
+        self.plans = [
+            cached_plan(self.sources, self.needs, Topology(self.nodes), rank, BUCKET_BYTES)
+            for rank in range(self.world)
+        ]
+        self.deltas = [DeltaSync(rank, plan.rounds) for rank, plan in enumerate(self.plans)]
+        self.pool = ThreadPoolExecutor(self.world)
+        self.connections = connect(self.transport, self.world)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for connection in self.connections:
+            connection.close()
+        self.pool.shutdown()
+
+    def sync(self, update=None):
+        """Run a delta sync, or one without `update`; return by rank its statistics, or its error."""
+
+        def run(rank):
+            held, sink = held_tensors(self.sources[rank], self.value, 0), Parameters(self.targets[rank])
+            plan, connection = self.plans[rank], self.connections[rank]
+            try:
+                if update is None:
+                    return BoxExecutor(rank, plan.rounds, plan.buffer_sizes, transport=connection).run(held, sink)
+                return self.deltas[rank].run(held, sink, update, connection)
+            except WeightSyncError as error:
+                return str(error)
+
+        return list(self.pool.map(run, range(self.world)))
+
+    def wrong_elements(self):
+        return sum(wrong_elements(need, self.targets[rank], self.value, 0) for rank, need in self.needs.items())
+
+    def value(self, tensor, _):
+        return self.weights[tensor]
+
+    def messages(self):
+        """Yield (source, destination, hop), tensor and rows of every box of the plan, without the selection's code."""
+        for rank, plan in enumerate(self.plans):
+            piece_of = {piece.local: piece for piece in self.needs[rank].pieces}
+            for this in plan.rounds:
+                for number, message in ((number, m) for number, hop in enumerate(this.hops) for m in hop.receives):
+                    for slot in message.slots:
+                        piece = piece_of[slot.local]
+                        first = piece.box[0][0] - piece.local_box[0][0]
+                        (start, stop), _ = slot.local_box
+                        yield (message.source, rank, number), piece.tensor, start + first, stop + first
+
+
+def check_sync(transport, sources, needs, nodes):
+    with Cluster(transport, sources, needs, nodes) as cluster:
+        assert not [outcome for outcome in cluster.sync() if isinstance(outcome, str)]
+        assert cluster.wrong_elements() == 0
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @settings(max_examples=15)
 @given(layouts())
 def test_random_layouts_arrive(transport, drawn):
-    sources, needs, nodes = drawn
-    assert run_sync(transport, sources, needs, nodes) == [0] * len(sources)
+    check_sync(transport, *drawn)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_one_tensor_that_every_rank_needs_from_every_rank(transport):
     """Each rank packs more for the others than its staging holds."""
-    world = 4
-    specs = {"t0.4096": TensorSpec((4096, COLUMNS), "float32"), "t1.32": TensorSpec((32, COLUMNS), "float32")}
-    sources = split_rows(specs, {name: [list(range(world))] for name in specs}, world, "train")
-    needs = split_rows(specs, {name: [[rank] for rank in range(world)] for name in specs}, world, "gen")
-    assert run_sync(transport, sources, dict(enumerate(needs)), (0,) * world) == [0] * world
+    layouts_of_ranks = split_rows([4096, 32], [range(4)] * 2, [[rank] for rank in range(4)], 4)
+    check_sync(transport, *layouts_of_ranks, (0,) * 4)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_boxes_pass_several_nodes(transport):
     """One rank holds what six ranks on nodes of their own need: they forward it to each other, in three hops."""
-    world, nodes, sizes = 7, tuple(range(7)), [2000, 700, 3, 40, 900]
-    specs = {f"t{i}.{rows}": TensorSpec((rows, COLUMNS), "float32") for i, rows in enumerate(sizes)}
-    sources = split_rows(specs, {name: [[0]] for name in specs}, world, "train")
-    needs = dict(
-        enumerate(split_rows(specs, {name: [[rank] for rank in range(1, world)] for name in specs}, world, "gen"))
-    )
-    plans = [cached_plan(sources, needs, Topology(nodes), rank, BUCKET_BYTES) for rank in range(world)]
+    nodes, sizes = tuple(range(7)), [2000, 700, 3, 40, 900]
+    sources, needs = split_rows(sizes, [[0]] * 5, [[rank] for rank in range(1, 7)], 7)
+    plans = [cached_plan(sources, needs, Topology(nodes), rank, BUCKET_BYTES) for rank in range(7)]
     assert {len(plan.rounds[0].hops) for plan in plans} == {3}
     sent = sum(hop.bytes_sent for this in plans[0].rounds for hop in this.hops)
     assert sent == sum(sizes) * COLUMNS * 4  # once, instead of six times
-    assert run_sync(transport, sources, needs, nodes) == [0] * world
+    check_sync(transport, sources, needs, nodes)
+
+
+ROW_BYTES = COLUMNS * 4
+PIECE_BYTES = 2048
+LARGE_BYTES = 1024
+"""Small boxes share a message, large ones have one for each run of changed pieces."""
+
+
+@contextmanager
+def delta_cluster(*arguments):
+    """Make a cluster for delta syncs of small pieces."""
+    with (
+        patch.object(delta_planning, "PIECE_BYTES", PIECE_BYTES),
+        patch.object(round_planning, "LARGE_MESSAGE_BYTES", LARGE_BYTES),
+        Cluster(*arguments) as cluster,
+    ):
+        yield cluster
+
+
+def changed_bytes(cluster, before):
+    """Return the bytes of changed pieces that have to travel, by brute force, and those of their marks."""
+    total, marks = 0, {}
+    for ends, tensor, start, stop in cluster.messages():
+        is_changed = (before[tensor] != cluster.weights[tensor]).any(dim=1).tolist()
+        rows = max(1, PIECE_BYTES // ROW_BYTES)
+        for first in range(start, stop, rows):
+            last = min(first + rows, stop)
+            total += (last - first) * ROW_BYTES * any(is_changed[first:last])
+            marks[ends] = marks.get(ends, 0) + 1
+    return total, sum(-(-count // 8) for count in marks.values())
+
+
+@st.composite
+def updates(draw, weights):
+    """Draw rows of some tensors that change."""
+    rows = {name: range(len(tensor)) for name, tensor in weights.items()}
+    some = {name: st.sets(st.sampled_from(each), min_size=1, max_size=6).map(list) for name, each in rows.items()}
+    return {name: draw(st.just([]) | some[name] | st.just(list(each))) for name, each in rows.items()}
+
+
+def change(weights, rows_of):
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    for name, rows in rows_of.items():
+        weights[name][rows, 0] += 1.0
+    return before
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@settings(max_examples=12)
+@given(drawn=layouts(), data=st.data())
+def test_changed_pieces_travel_and_nothing_else(transport, drawn, data):
+    """After a whole sync, two sparse ones: engines hold all weights, and counted bytes are those of changed pieces."""
+    with delta_cluster(transport, *drawn) as cluster:
+        whole = cluster.sync(DeltaUpdate(number=0))
+        assert cluster.wrong_elements() == 0
+        whole_bytes = sum(stats.bytes_received for stats in whole)
+        assert sum(stats.mark_bytes + stats.bytes_not_received for stats in whole) == 0
+        for number in (1, 2):
+            before = change(cluster.weights, data.draw(updates(cluster.weights)))
+            stats = cluster.sync(DeltaUpdate(number=number, base=number - 1))
+            assert cluster.wrong_elements() == 0
+            wanted, mark_bytes = changed_bytes(cluster, before)
+            assert sum(each.mark_bytes for each in stats) == mark_bytes
+            received = sum(each.bytes_received for each in stats)
+            assert received == sum(each.bytes_sent for each in stats)
+            assert received - mark_bytes == wanted
+            assert sum(each.bytes_not_received for each in stats) == whole_bytes - wanted
+            before_of_rank = [each.bytes_delivered for each in whole]
+            assert [each.bytes_delivered + each.bytes_not_delivered for each in stats] == before_of_rank
+            assert all(each.peak_extra_bytes <= max(2 * BUCKET_BYTES, 4 * mmap.PAGESIZE) for each in stats)
+
+
+def test_a_rank_without_digests_of_the_base_fails_the_sync_for_all():
+    sources, needs = split_rows([64], [[0, 1]], [[1, 0]], 2)
+    with delta_cluster("gloo", sources, needs, (0, 0)) as cluster:
+        cluster.sync(DeltaUpdate(number=0))
+        cluster.deltas[1] = DeltaSync(1, cluster.plans[1].rounds)  # of a process that was replaced
+        first, second = cluster.sync(DeltaUpdate(number=1, base=0))
+        assert second == "rank 1 has no digests of sync 0"
+        assert first.startswith("rank 0: marks of changed weights: lost the connection to rank 1")
+    with delta_cluster(
+        "gloo", sources, needs, (0, 0)
+    ) as again:  # the digests of the base were dropped with the failed sync
+        again.deltas = cluster.deltas
+        assert again.sync(DeltaUpdate(number=2, base=0))[0] == "rank 0 has no digests of sync 0"
+
+
+def test_signs_and_nan_count_as_changes():
+    """Bits are compared: 0.0 and -0.0 are equal, NaN and NaN are not."""
+    with delta_cluster("gloo", *split_rows([4], [[0]], [[1]], 2), (0, 0)) as cluster:
+        cluster.weights["t0.4"] = torch.zeros(4, COLUMNS)
+        cluster.sync(DeltaUpdate(number=0))
+        for number, content, changed in ((1, -0.0, 1), (2, torch.nan, 1), (3, torch.nan, 0)):
+            cluster.weights["t0.4"].fill_(content)
+            stats = cluster.sync(DeltaUpdate(number=number, base=number - 1))
+            assert [each.changed_pieces for each in stats] == [changed, 0]
+            got = cluster.targets[1]["gen.t0.4"].view(torch.int32)
+            assert torch.equal(got, cluster.weights["t0.4"].view(torch.int32))

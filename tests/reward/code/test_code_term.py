@@ -1,21 +1,29 @@
-"""The term `code` on rows in the format in which MBPP is published."""
+"""The term `code` on rows in the format in which MBPP is published.
+
+Test cases taken apart give the verdict that executing the assertion gives, and their inputs hold no answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
+from collections import Counter
 
 import pytest
 
 from megarl.batch.trajectory import Prompt
-from megarl.config.reward import RewardsConfig
 from megarl.data.rows import read_rows
 from megarl.errors import ConfigError, RewardError, SandboxError
 from megarl.reward.code.code_term import find_program
+from megarl.reward.code.grading import is_passed
+from megarl.reward.code.test_cases import TestCaseError, parse_assertion, parse_tests
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.sandbox import tiers
+from megarl.sandbox.guest.program import _plain
 from megarl.sandbox.local_sandbox import LocalSandbox
-from tests.reward.conftest import decode, make_trajectory
+from megarl.sandbox.sandbox import Case, Outcome
+from tests.reward.conftest import make_scorer, make_trajectory
 from tests.sandbox.corpus.forgeries import FORGERIES
 from tests.sandbox.local_tiers import PATIENT, patience
 
@@ -40,7 +48,11 @@ HALF = "```\ndef common_prefix(words):\n    return 'flow'\n```"
 def prompt(tmp_path) -> Prompt:
     (tmp_path / "mbpp.jsonl").write_text(json.dumps(MBPP_ROW) + "\n")
     (row,) = read_rows(str(tmp_path / "mbpp.jsonl"))
-    return Prompt(prompt_id="mbpp.jsonl:1", text="Q?", token_ids=(81,), row=row.fields)
+    return with_row(row.fields)
+
+
+def with_row(row) -> Prompt:
+    return Prompt(prompt_id="mbpp.jsonl:1", text="Q?", token_ids=(81,), row=row)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,10 +61,9 @@ def _patience():
         yield
 
 
-def make_scorer(*, sandbox=None, **fields) -> RewardScorer:
+def code_scorer(*, sandbox=None, **fields) -> RewardScorer:
     sandbox = {**PATIENT, "allow_unsafe": True} | (sandbox or {})
-    term = {"type": "code", "sandbox": sandbox, **fields}
-    return RewardScorer(RewardsConfig.model_validate({"terms": {"tests": term}}), decode)
+    return make_scorer(tests={"type": "code", "sandbox": sandbox, **fields})
 
 
 def score(scorer: RewardScorer, prompt: Prompt, *completions: str):
@@ -62,20 +73,19 @@ def score(scorer: RewardScorer, prompt: Prompt, *completions: str):
 
 
 def test_runs_the_tests_of_a_row(prompt):
-    found = score(make_scorer(), prompt, RIGHT, HALF, MBPP_ROW["code"], "no program")
+    found = score(code_scorer(), prompt, RIGHT, HALF, MBPP_ROW["code"], "no program")
     assert [t.reward for t in found] == [1.0, 0.0, 1.0, 0.0]
     assert [round(t.rewards["tests/passed"], 3) for t in found] == [1.0, 0.333, 1.0, 0.0]
-    assert [t.reward for t in score(make_scorer(score="share"), prompt, RIGHT, HALF)] == [1.0, 1 / 3]
-    assert [t.reward for t in score(make_scorer(require_block=True), prompt, MBPP_ROW["code"])] == [0.0]
-    endless = score(make_scorer(sandbox={"wall_seconds": 0.1}), prompt, "```python\nwhile True: pass\n```")
+    assert [t.reward for t in score(code_scorer(score="share"), prompt, RIGHT, HALF)] == [1.0, 1 / 3]
+    assert [t.reward for t in score(code_scorer(require_block=True), prompt, MBPP_ROW["code"])] == [0.0]
+    endless = score(code_scorer(sandbox={"wall_seconds": 0.1}), prompt, "```python\nwhile True: pass\n```")
     assert [t.reward for t in endless] == [0.0]
 
 
 def test_forged_results_score_0(prompt):
     texts = [text.replace("answer(x)", "common_prefix(words)").replace("(x)", "(words)") for text in FORGERIES.values()]
-    row = {**prompt.row, "test_list": MBPP_ROW["test_list"][:2]}
-    two = Prompt(prompt_id=prompt.prompt_id, text="", token_ids=(), row=row)
-    assert [t.reward for t in score(make_scorer(), two, *texts)] == [0.0] * len(texts)
+    two = with_row({**prompt.row, "test_list": MBPP_ROW["test_list"][:2]})
+    assert [t.reward for t in score(code_scorer(), two, *texts)] == [0.0] * len(texts)
 
 
 BAD_PROGRAMS = {
@@ -91,27 +101,20 @@ BAD_PROGRAMS = {
 
 
 def test_bad_programs_score_0_and_are_no_failures(prompt):
-    found = score(make_scorer(), prompt, *(f"```python\n{source}\n```" for source in BAD_PROGRAMS))
+    found = score(code_scorer(), prompt, *(f"```python\n{source}\n```" for source in BAD_PROGRAMS))
     for name, trajectory in zip(BAD_PROGRAMS.values(), found, strict=True):
         assert (trajectory.reward, trajectory.reward_errors) == (0.0, {}), name
 
 
 def test_programs_are_scored_by_what_they_print():
-    row = {"tests": [{"input": "3 4\n", "output": "7\n"}, {"input": "1 1", "output": "2"}]}
-    both, first = (
-        Prompt(prompt_id="p:1", text="", token_ids=(), row={"tests": row["tests"][:count]}) for count in (2, 1)
-    )
+    tests = [{"input": "3 4\n", "output": "7\n"}, {"input": "1 1", "output": "2"}]
+    both, first = (with_row({"tests": tests[:count]}) for count in (2, 1))
     adds = "import sys\nprint(sum(map(int, input().split())))\n"
-    found = score(make_scorer(tests_field="tests"), both, adds, "print(7)")
+    found = score(code_scorer(tests_field="tests"), both, adds, "print(7)")
     assert [t.reward for t in found] == [1.0, 0.0]
     closes = f"{adds}sys.stdin.close()\nsys.stdout.close()"
-    texts = [
-        closes,
-        "import os\nos.write(1, b'7\\xff')",
-        "import os\nos.write(1, b'7\\0')",
-        "print(7, end='\\r\\n \\n')",
-    ]
-    found = score(make_scorer(tests_field="tests"), first, *texts)
+    writes = [f"import os\nos.write(1, b'7{end}')" for end in ("\\xff", "\\0")]
+    found = score(code_scorer(tests_field="tests"), first, closes, *writes, "print(7, end='\\r\\n \\n')")
     assert [t.reward for t in found] == [1.0, 0.0, 0.0, 1.0]
 
 
@@ -123,7 +126,7 @@ def test_a_lost_sandbox_is_a_failure_and_no_reward(prompt, monkeypatch):
         raise SandboxError("cannot start a sandbox of tier launcher: no memory")
 
     monkeypatch.setattr(LocalSandbox, "run", run)
-    (found,) = score(make_scorer(), prompt, RIGHT)
+    (found,) = score(code_scorer(), prompt, RIGHT)
     assert "cannot start a sandbox" in found.reward_errors["tests"]
     assert "tests" not in found.rewards
     assert len(calls) == 2  # once more
@@ -131,15 +134,105 @@ def test_a_lost_sandbox_is_a_failure_and_no_reward(prompt, monkeypatch):
 
 
 def test_refuses_rows_and_machines(prompt, monkeypatch):
-    row = {**prompt.row, "test_list": ["assert f(1) == g(1)"]}
+    without_literal = with_row({**prompt.row, "test_list": ["assert f(1) == g(1)"]})
     with pytest.raises(RewardError, match=r"mbpp.jsonl:1: test_list\[0\] needs an assertion that compares a call"):
-        score(make_scorer(), Prompt(prompt_id="mbpp.jsonl:1", text="", token_ids=(), row=row), RIGHT)
+        score(code_scorer(), without_literal, RIGHT)
     monkeypatch.setattr(tiers, "find_tier_problem", {"bubblewrap": "none", "launcher": "none", "runsc": "none"}.get)
     with pytest.raises(ConfigError, match=r"reward.terms.tests.sandbox needs a sandbox that works on this machine"):
-        make_scorer(sandbox={"allow_unsafe": False})
+        code_scorer(sandbox={"allow_unsafe": False})
 
 
 def test_finds_the_last_block():
     assert find_program("```py\na\n```\n```Python\nb\n```", require_block=False) == "b\n"
     assert find_program("a = 1", require_block=False) == "a = 1"
     assert find_program("a = 1", require_block=True) is None
+
+
+ASSERTIONS = [
+    "assert f(1, [2, 3]) == 6",
+    "assert f(1, [2, 3]) == -6.0",
+    "assert f('a', ['b']) == 'ab'",
+    "assert f({1}, [{2}]) == {1, 2}",
+    "assert set(f([1], [2])) == set([1, 2])",
+    "assert (1, 2) == f((1,), [(2,)])",
+    "assert f(None, None) == None",
+    "assert f(1, [1]) == True",
+    "assert f(1, [-1])",
+    "assert not f(1, [-1])",
+    "assert sorted(f([2], [1])) == [1, 2]",
+    "assert math.isclose(f(0.1, [0.2]), 0.3)",
+    "assert math.isclose(f(0.1, [0.2]), 0.4, rel_tol=0.5)",
+    "assert math.isclose(f(1, [2]), 2.9, abs_tol=0.01)",
+    "assert Counter(f('a', ['ab'])) == {'a': 2, 'b': 1}",
+    "assert f(1, [2]) == 3, 'message'",
+]
+
+
+def add(first, rest):
+    for other in rest or []:
+        first = first | other if isinstance(first, set) else first + other
+    return first
+
+
+def wrong(first, rest):
+    return 7
+
+
+def fail(first, rest):
+    raise KeyError(first)
+
+
+@pytest.mark.parametrize("function", [add, wrong, fail])
+@pytest.mark.parametrize("source", ASSERTIONS)
+def test_agrees_with_executing_the_assertion(source, function):
+    names = {"f": function, "math": math, "Counter": Counter}
+    try:
+        exec(source, names)
+        expected = True
+    except Exception:  # noqa: BLE001 -- whatever the assertion meets
+        expected = False
+    test = parse_assertion(source, "test_list[0]")
+    try:
+        outcome = Outcome(status="ok", value=repr(_plain(eval(test.case.call, names))))
+    except Exception:  # noqa: BLE001
+        outcome = Outcome(status="error")
+    assert is_passed(test, outcome) == expected
+
+
+def test_the_input_has_no_answer():
+    for source in ("assert f(3) == 48611", "assert 48611 == f(3)", "assert math.isclose(f(3), 48611, rel_tol=0.1)"):
+        assert parse_assertion(source, "test_list[0]").case == Case(call="f(3)")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "assert f(1) == g(1)",
+        "assert 1 == 1",
+        "assert f(1) != 2",
+        "assert f(1) == 1 and f(2) == 2",
+        "assert f(1) in [1, 2]",
+        "assert math.isclose(f(1), g(1))",
+        "f(1) == 2",
+        "assert",
+        "x = f(1)\nassert x == 2",
+    ],
+)
+def test_refuses_what_cannot_be_taken_apart(source):
+    with pytest.raises(TestCaseError, match=r"test_list\[0\] needs an assertion that compares a call with a literal"):
+        parse_tests({"test_list": [source]}, "test_list")
+
+
+def test_reads_inputs_and_calls():
+    row = {"tests": [{"input": "1 2\n", "output": "3"}, {"call": "f(1)", "expected": [1]}]}
+    tests = parse_tests(row, "tests")
+    assert [test.case for test in tests] == [Case(stdin="1 2\n"), Case(call="f(1)")]
+    assert is_passed(tests[0], Outcome(status="ok", stdout="3  \n\n"))
+    assert not is_passed(tests[0], Outcome(status="error", stdout="3"))
+    assert not is_passed(tests[1], Outcome(status="ok", value="[1"))
+    assert not is_passed(tests[1], Outcome(status="ok", value="(" * 10_000))
+    for bad in ({}, {"tests": []}, {"tests": "assert f(1) == 1"}):
+        with pytest.raises(TestCaseError, match="needs a list of test cases in 'tests'"):
+            parse_tests(bad, "tests")
+    with pytest.raises(TestCaseError, match=r"tests\[0\] needs an assertion, \{input, output\} of text"):
+        parse_tests({"tests": [{"input": 1, "output": 2}]}, "tests")

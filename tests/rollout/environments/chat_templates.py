@@ -1,7 +1,5 @@
 """Chat templates written for tests, and a tokenizer that has one of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.data.tiny_checkpoint import train_tokenizer

@@ -1,7 +1,5 @@
 """An engine that replies in text, environments that fail in chosen ways, and a worker that runs them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -43,11 +41,8 @@ class TurnScorer:
 
     async def score(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> ScoredGroup:
         sums = [float(sum(t.turn_rewards)) for t in trajectories]
-        return ScoredGroup(
-            trajectories=[
-                replace(t, reward=total, rewards={"game": total}) for t, total in zip(trajectories, sums, strict=True)
-            ]
-        )
+        pairs = zip(trajectories, sums, strict=True)
+        return ScoredGroup(trajectories=[replace(t, reward=total, rewards={"game": total}) for t, total in pairs])
 
     async def close(self) -> None:
         pass
@@ -79,29 +74,28 @@ class Echo:
 
 def make_prompt(tokenizer: Any, number: int = 1, text: str = "is it?", **row: Any) -> Prompt:
     """Return the prompt of a row; `row` has further fields."""
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
-    return Prompt(
-        prompt_id=f"d.jsonl:{number}",
-        text=rendered,
-        token_ids=tuple(tokenizer.encode(rendered)),
-        row={"prompt": text, "answer": "7", **row},
-        answer="7",
-    )
+    messages = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    token_ids, row = tuple(tokenizer.encode(rendered)), {"prompt": text, "answer": "7", **row}
+    return Prompt(prompt_id=f"d.jsonl:{number}", text=rendered, token_ids=token_ids, row=row, answer="7")
+
+
+def make_task(answer: str | None, row: dict[str, Any] | None = None, shared: dict[str, Any] | None = None) -> Task:
+    """Return a task for an environment without a policy."""
+    prompt = Prompt(prompt_id="p:1", text="", token_ids=(), row=row or {}, answer=answer)
+    messages = [{"role": "user", "content": "?"}]
+    return Task(prompt=prompt, messages=messages, seed=1, shared={} if shared is None else shared)
 
 
 def make_worker(engine: TextEngine, environment: type, *, scorer: Scorer | None = None, **config: Any) -> RolloutWorker:
     """Return a worker whose agent runs the environment, with further fields of `rollout.env`; see `TurnScorer`."""
     section = EnvironmentConfig(path=f"{environment.__module__}:{environment.__name__}", **config)
     agent = EnvironmentAgent(section, DataConfig(path="d.jsonl"), engine.tokenizer)
-    spec = RolloutWorkerSpec(
-        request_timeout_seconds=1e6, agent=agent, agent_path=section.path, agent_key="rollout.env.path"
-    )
+    names = {"agent_path": section.path, "agent_key": "rollout.env.path"}
+    spec = RolloutWorkerSpec(request_timeout_seconds=1e6, agent=agent, **names)
     return RolloutWorker(spec, [engine], scorer or TurnScorer(), tokenizer=engine.tokenizer)
 
 
-def make_job(tokenizer: Any, *, num_samples: int = 2, max_new_tokens: int = 200, number: int = 1) -> GroupJob:
-    return make_group_job(
-        make_prompt(tokenizer, number=number), group_id=number, num_samples=num_samples, max_new_tokens=max_new_tokens
-    )
+def make_job(tokenizer: Any, *, number: int = 1, **changes: Any) -> GroupJob:
+    prompt = make_prompt(tokenizer, number=number)
+    return make_group_job(prompt, group_id=number, **{"max_new_tokens": 200, **changes})

@@ -1,7 +1,5 @@
 """Prompt k + 1 is prompt k, output k as sampled, and new tokens; or a fork, where the template rewrites the reply."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 from megarl.data.tiny_checkpoint import EOS, PAD
 from megarl.errors import AgentError, DataError
 from megarl.rollout.environments.conversation import ChatRenderer, bounded, require_chat_template
+from megarl.rollout.environments.environment import Message
 from tests.rollout.environments.chat_templates import APPEND, SORTED_CALLS, STABLE, STRIPS_THOUGHTS, chat_tokenizer
 
 USER = {"role": "user", "content": "is it?"}
@@ -33,6 +32,13 @@ def test_prompts_of_stable_templates_are_extended_as_the_template_renders_them(n
         assert tokenizer.decode(found.token_ids) == "\n<|user|>\nwhy?<eos>\n<|assistant|>\n"
 
 
+def extend(template: str, reply: str, following: Message = WHY, shown: Message | None = None) -> tuple[bool, str]:
+    """Return whether the prompt after a reply to `USER` is a fork, and the text of its new tokens."""
+    tokenizer = chat_tokenizer(template)
+    found = ChatRenderer(tokenizer).extension([USER], reply, [following], tokenizer.eos_token_id, shown)
+    return found.is_fork, tokenizer.decode(found.token_ids)
+
+
 def test_a_reply_cut_short_gets_the_end_of_its_turn() -> None:
     tokenizer = chat_tokenizer(APPEND)
     found = ChatRenderer(tokenizer).extension([USER], "ye", [WHY], tokenizer.encode("e")[0], None)
@@ -41,26 +47,17 @@ def test_a_reply_cut_short_gets_the_end_of_its_turn() -> None:
 
 
 def test_a_template_that_strips_thoughts_forks_where_there_are_any() -> None:
-    tokenizer = chat_tokenizer(STRIPS_THOUGHTS)
-    renderer = ChatRenderer(tokenizer)
-    assert not renderer.extension([USER], "yes", [WHY], tokenizer.eos_token_id, None).is_fork
-    found = renderer.extension([USER], "<think>so</think>yes", [WHY], tokenizer.eos_token_id, None)
-    assert found.is_fork
-    assert tokenizer.decode(found.token_ids) == (
-        "<|user|>\nis it?<eos>\n<|assistant|>\nyes<eos>\n<|user|>\nwhy?<eos>\n<|assistant|>\n"
-    )
+    assert not extend(STRIPS_THOUGHTS, "yes")[0]
+    text = "<|user|>\nis it?<eos>\n<|assistant|>\nyes<eos>\n<|user|>\nwhy?<eos>\n<|assistant|>\n"
+    assert extend(STRIPS_THOUGHTS, "<think>so</think>yes") == (True, text)
 
 
 def test_a_reordered_tool_call_forks_and_its_text_does_not() -> None:
-    tokenizer = chat_tokenizer(SORTED_CALLS)
-    renderer = ChatRenderer(tokenizer)
     arguments = {"b": 1, "a": 2}
-    reply = json.dumps(arguments)
     shown = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-    assert not renderer.extension([USER], reply, [WHY], tokenizer.eos_token_id, None).is_fork
-    assert renderer.extension([USER], reply, [WHY], tokenizer.eos_token_id, shown).is_fork
-    as_rendered = '[["a", 2], ["b", 1]]'
-    assert not renderer.extension([USER], as_rendered, [WHY], tokenizer.eos_token_id, shown).is_fork
+    assert not extend(SORTED_CALLS, json.dumps(arguments))[0]
+    assert extend(SORTED_CALLS, json.dumps(arguments), shown=shown)[0]
+    assert not extend(SORTED_CALLS, '[["a", 2], ["b", 1]]', shown=shown)[0]  # as it is rendered
 
 
 @pytest.mark.parametrize("text", [f"stop {EOS}{EOS} now", PAD, f"a{EOS}<|assistant|>\n#### 1"])

@@ -1,7 +1,5 @@
 """Episodes with an environment: tokens, rewards of turns, limits in their order, and refused environments."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable
@@ -14,17 +12,10 @@ from megarl.batch.trajectory import split_episodes
 from megarl.config.rollout import EnvironmentConfig, RolloutConfig
 from megarl.errors import AgentError, ConfigError
 from megarl.rollout.environments.environment import Step, Task
-from megarl.rollout.environments.load_environment import EnvironmentFactory, check_environment
-from tests.rollout.environments.chat_templates import APPEND, STRIPS_THOUGHTS, chat_tokenizer
+from megarl.rollout.environments.load_environment import check_environment
+from tests.rollout.environments.chat_templates import STRIPS_THOUGHTS, chat_tokenizer
 from tests.rollout.environments.scripted import Echo, TextEngine, make_job, make_worker, open_environments
 from tests.virtual_time import run_in_virtual_time
-
-HERE = __name__
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return chat_tokenizer(APPEND)
 
 
 def replies(*texts: str) -> Callable[[str, str], str]:
@@ -38,9 +29,8 @@ def replies(*texts: str) -> Callable[[str, str], str]:
 
 
 def run(engine: TextEngine, environment: type = Echo, **config: Any) -> Any:
-    job_config = {"max_new_tokens": config.pop("max_new_tokens", 200)}
-    worker = make_worker(engine, environment, **config)
-    return run_in_virtual_time(worker.rollout_group(make_job(engine.tokenizer, **job_config)))
+    job = make_job(engine.tokenizer, max_new_tokens=config.pop("max_new_tokens", 200))
+    return run_in_virtual_time(make_worker(engine, environment, **config).rollout_group(job))
 
 
 def test_an_episode_is_prompt_replies_and_masked_messages(tokenizer: Any) -> None:
@@ -73,9 +63,7 @@ def test_an_episode_is_prompt_replies_and_masked_messages(tokenizer: Any) -> Non
         ({"max_seconds": 20, "max_calls": 2, "kwargs": {"calls": 1}}, "seconds", 2),
     ],
 )
-def test_the_first_limit_in_their_order_names_the_ending(
-    tokenizer: Any, config: dict[str, Any], ended: str, turns: int
-) -> None:
+def test_the_first_limit_in_their_order_names_the_ending(tokenizer, config, ended, turns) -> None:
     engine = TextEngine(tokenizer, replies("why"), seconds=10.0 if "max_seconds" in config else 0.0)
     summary, (first, _) = run(engine, **config)
     assert (first.finish_reason, summary.trajectories[0].num_turns) == (ended, turns)
@@ -160,10 +148,7 @@ class Silent(Echo):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (
-            Singleton,
-            r"needs a new object for each episode, .*:Singleton returned that of another episode",
-        ),
+        (Singleton, r"needs a new object for each episode, .*:Singleton returned that of another episode"),
         (NoStep, r"rollout.env.path \(.*:NoStep\).step needs to return a Step, got str"),
         (Silent, r"rollout.env.path \(.*:Silent\).step needs to return messages, or done: got a Step with neither"),
     ],
@@ -189,34 +174,22 @@ class NoReply(NoClose):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"path": "AN_OBJECT"},
-            r"needs a class, one object of which is created for each episode, .* an object of type object",
-        ),
+        ({"path": "AN_OBJECT"}, "needs a class, one object of which is created for each .* an object of type object"),
         ({"path": "NoClose"}, r"needs a class with the methods reset, step, close, .*:NoClose has no close"),
-        (
-            {"path": "NoReply"},
-            r"NoReply.step\(self\) -> 'None' needs to take 1 arguments: too many positional",
-        ),
+        ({"path": "NoReply"}, r"NoReply.step\(self\) -> None needs to take 1 arguments: too many positional"),
         ({"path": "Echo", "kwargs": {"what": 1}}, r"^rollout.env.kwargs: .*:Echo.* does not take these arguments: "),
         ({"path": "Missing"}, r"^rollout.env.path: module .* has no 'Missing'$"),
     ],
 )
 def test_environments_are_checked_before_the_run(config: dict[str, Any], message: str) -> None:
-    section = EnvironmentConfig(**{**config, "path": f"{HERE}:{config['path']}"})
+    section = EnvironmentConfig(**{**config, "path": f"{__name__}:{config['path']}"})
     with pytest.raises(ConfigError, match=message):
         check_environment(section)
 
 
-def test_each_episode_gets_an_object_of_its_own() -> None:
-    factory = EnvironmentFactory(EnvironmentConfig(path=f"{HERE}:Blocking"))
-    assert len({id(each) for each in [factory.create() for _ in range(5)]}) == 5
-
-
 def test_agent_and_environment_exclude_each_other() -> None:
-    with pytest.raises(
-        ValidationError, match=r"agent and env: one of them runs an episode, got both, agent.path = a:b"
-    ):
+    message = "agent and env: one of them runs an episode, got both, agent.path = a:b"
+    with pytest.raises(ValidationError, match=message):
         RolloutConfig.model_validate({"agent": {"path": "a:b"}, "env": {"path": "c:D"}})
     config = RolloutConfig.model_validate({"env": {"path": "c:D"}})
     assert RolloutConfig.model_validate(config.model_dump()) == config

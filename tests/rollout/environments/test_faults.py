@@ -1,7 +1,5 @@
 """Environments and a reward that fail, hang or die in a tenth of their calls: baselines, rewards and limits."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
@@ -55,9 +53,7 @@ class Faulty:
     """Fails, hangs for ever, or dies in a tenth of its resets, steps and closes, by the seed of the episode."""
 
     def __init__(self) -> None:
-        self.random = random.Random(0)
-        self.is_dead = False
-        self.num_steps = 0
+        self.random, self.is_dead, self.num_steps = random.Random(0), False, 0
         state["created"] += 1
 
     async def reset(self, task: Task) -> None:
@@ -99,19 +95,14 @@ def finished() -> list[FinishedGroup]:
     waits.clear()
     tokenizer = chat_tokenizer(APPEND)
     rewards = RewardsConfig.model_validate({"terms": {"game": {"type": "environment"}, "quality": QUALITY}})
-    worker = make_worker(
-        TextEngine(tokenizer, lambda text, request_id: "yes", seconds=1.0),
-        Faulty,
-        scorer=RewardScorer(rewards, tokenizer.decode),
-        max_seconds=LIMIT,
-    )
+    engine = TextEngine(tokenizer, lambda text, request_id: "yes", seconds=1.0)
+    worker = make_worker(engine, Faulty, scorer=RewardScorer(rewards, tokenizer.decode), max_seconds=LIMIT)
 
     async def main() -> list[FinishedGroup]:
         jobs = [make_job(tokenizer, num_samples=GROUP_SIZE, number=n) for n in range(1, NUM_GROUPS + 1)]
         results = await asyncio.gather(*map(worker.rollout_group, jobs))
         state["tasks left"] = len(asyncio.all_tasks()) - 1
-        found: Any = [FinishedGroup(summary, LocalPayload(trajectories)) for summary, trajectories in results]
-        return list(found)
+        return [FinishedGroup(summary, LocalPayload(trajectories)) for summary, trajectories in results]
 
     return run_in_virtual_time(main())
 
@@ -165,9 +156,8 @@ def test_an_episode_is_the_same_in_every_run() -> None:
     tokenizer = chat_tokenizer(APPEND)
     engine = TextEngine(tokenizer, lambda text, request_id: "yes", seconds=1.0)
     job = make_job(tokenizer, num_samples=GROUP_SIZE, number=1)
-    first, second = (
-        run_in_virtual_time(make_worker(engine, Faulty, max_seconds=LIMIT).rollout_group(job)) for _ in range(2)
-    )
+    workers = [make_worker(engine, Faulty, max_seconds=LIMIT) for _ in range(2)]
+    first, second = (run_in_virtual_time(worker.rollout_group(job)) for worker in workers)
     assert first[0].trajectories == second[0].trajectories
     seeds = {request.request_id: request.sampling.seed for request in engine.requests}
     assert len(set(seeds.values())) == len(seeds)

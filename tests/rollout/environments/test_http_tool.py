@@ -1,7 +1,5 @@
 """The environment with an HTTP API, against a server on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
@@ -12,10 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from megarl.batch.trajectory import Prompt
 from megarl.errors import AgentError
-from megarl.rollout.environments.environment import Step, Task
 from megarl.rollout.environments.http_tool import HttpTool
+from tests.rollout.environments.scripted import make_task
 from tests.time_limits import UNREACHED_SECONDS
 
 RESPONSES = {
@@ -78,11 +75,6 @@ def server() -> Iterator[Any]:
         thread.join()
 
 
-def make_task(shared: dict[str, Any], answer: str | None = "Tiku") -> Task:
-    prompt = Prompt(prompt_id="p:1", text="", token_ids=(), row={}, answer=answer)
-    return Task(prompt=prompt, messages=[{"role": "user", "content": "?"}], seed=1, shared=shared)
-
-
 LIMITS = {"timeout_seconds": UNREACHED_SECONDS, "max_bytes": 100}
 
 
@@ -95,7 +87,7 @@ def talk(server: Any, *replies: str, episodes: int = 1, **kwargs: Any) -> list[s
         shared: dict[str, Any] = {}
         for _ in range(episodes):
             env = HttpTool(**{"allow": [url], "base_url": url, **LIMITS, **kwargs})
-            await env.reset(make_task(shared))
+            await env.reset(make_task("Tiku", shared=shared))
             for reply in replies:
                 step = await env.step(reply.replace("URL", url))
                 found.append(step.reward if step.done else str(step.messages[0]["content"]))
@@ -126,36 +118,15 @@ def test_methods_are_those_of_the_settings(server: Any) -> None:
     assert talk(server, 'http POST /a {"b": 1}', methods=["GET", "POST"]) == ['200 {"b": 1}!']
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        "http://127.0.0.1:1/api/a",
-        "http://localhost/api/a",
-        "https://127.0.0.1/api/a",
-        "URLx",
-        "URL/../private",
-        "URL/%2e%2e/private",
-        "URL/%252e%252e/private",
-        "URL/..%2fprivate",
-        "URL/a/..\\private",
-        "URL@example.com/api/a",
-        "http://127.0.0.1:80@example.com/api",
-        "file:///etc/passwd",
-        "/../private",
-        "//example.com/api",
-        "private",
-        "http://[::1",
-        "http://127.0.0.1:99999/api/a",
-        "http://127.0.0.1:a/api/a",
-        "http://\x01/api",
-        "http://\u2488com/api",
-        "URL/\ud800",
-        "URL\u200b/a",
-        "http:///api",
-        "::",
-        "9" * 100_000,
-    ],
-)
+OTHER_URLS = """
+http://127.0.0.1:1/api/a http://localhost/api/a https://127.0.0.1/api/a http:///api private :: file:///etc/passwd
+URLx URL/../private URL/%2e%2e/private URL/%252e%252e/private URL/..%2fprivate URL/a/..\\private URL@example.com/api/a
+http://127.0.0.1:80@example.com/api /../private //example.com/api http://[::1 http://127.0.0.1:99999/api/a
+http://127.0.0.1:a/api/a http://\x01/api http://\u2488com/api URL/\ud800 URL\u200b/a
+"""
+
+
+@pytest.mark.parametrize("target", [*OTHER_URLS.split(), "9" * 100_000])
 def test_other_urls_are_not_requested(server: Any, target: str) -> None:
     (text,) = talk(server, f"http GET {target}")
     if target == "//example.com/api":  # a path below the base URL
@@ -202,15 +173,15 @@ def test_proxies_of_the_environment_are_not_used(server: Any, monkeypatch: pytes
 
 
 def test_an_api_that_cannot_be_reached_fails_the_episode() -> None:
-    async def main() -> Step:
+    async def main() -> None:
         env = HttpTool(allow=["http://127.0.0.1:1"], **LIMITS)
-        await env.reset(make_task({}))
-        return await env.step("http GET http://127.0.0.1:1/a")
+        await env.reset(make_task("Tiku"))
+        with pytest.raises(httpx.ConnectError):
+            await env.step("http GET http://127.0.0.1:1/a")
 
-    with pytest.raises(httpx.ConnectError):
-        asyncio.run(main())
+    asyncio.run(main())
     with pytest.raises(ValueError, match="p:1 has no answer"):
-        asyncio.run(HttpTool(allow=["http://a"]).reset(make_task({}, None)))
+        asyncio.run(HttpTool(allow=["http://a"]).reset(make_task(None)))
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,26 @@
-"""The environments that ship: expressions against Python's own arithmetic, answers, hints and rewards."""
-
-from __future__ import annotations
+"""The environments that ship: games and arithmetic, a Python interpreter, and a search."""
 
 import random
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
+from rank_bm25 import BM25Okapi
 
-from megarl.batch.trajectory import Prompt
+from megarl.errors import AgentError, SandboxError
+from megarl.rollout.environments import python_interpreter
+from megarl.rollout.environments.bm25 import Bm25, words
 from megarl.rollout.environments.calculator import Calculator
-from megarl.rollout.environments.environment import Step, Task
+from megarl.rollout.environments.environment import Step
 from megarl.rollout.environments.expressions import ExpressionError, compute
 from megarl.rollout.environments.guess import Guess
+from megarl.rollout.environments.python_interpreter import PythonInterpreter
+from megarl.rollout.environments.search import Search, normalize
+from megarl.sandbox.guest.limits import Limits
+from megarl.sandbox.local_sandbox import LocalSandbox
+from tests.rollout.environments.scripted import make_task
+from tests.sandbox.local_tiers import PATIENT, patience
 
 
 def random_expression(rng: random.Random, depth: int = 0) -> str:
@@ -27,17 +36,11 @@ def test_expressions_have_the_values_that_python_gives_them() -> None:
     for _ in range(3000):
         text = random_expression(rng)
         try:
-            exact = eval(text.replace("/", "//"))
-            remainder = eval(text)
-        except ZeroDivisionError:
-            exact = remainder = None
-        try:
             got = compute(text)
         except ExpressionError:
             continue
         num_values += 1
-        assert exact is not None
-        assert got == exact == pytest.approx(remainder)
+        assert got == eval(text.replace("/", "//")) == pytest.approx(eval(text))
     assert num_values > 1000
 
 
@@ -65,8 +68,7 @@ def test_other_texts_have_no_value(text: str, message: str) -> None:
 
 
 def begin(environment: Any, answer: str | None) -> Any:
-    prompt = Prompt(prompt_id="d.jsonl:1", text="", token_ids=(1,), row={}, answer=answer)
-    environment.reset(Task(prompt=prompt, messages=[], seed=0, shared={}))
+    environment.reset(make_task(answer))
     return environment
 
 
@@ -78,7 +80,7 @@ def test_the_calculator_answers_calls_and_rewards_the_answer() -> None:
     assert begin(Calculator(), "777").step("#### 77") == Step(reward=0.0, done=True)
     assert begin(Calculator(), "777").step("777") == Step(reward=0.0, done=True)
     assert begin(Calculator(), "-5").step("#### -5").reward == 1.0
-    with pytest.raises(ValueError, match=r"d.jsonl:1 has no answer"):
+    with pytest.raises(ValueError, match="p:1 has no answer"):
         begin(Calculator(), None)
 
 
@@ -92,3 +94,161 @@ def test_the_game_gives_hints_and_its_reward_at_the_end() -> None:
     assert begin(Guess(), "5").step("no idea") == Step(reward=0.0, done=True)
     with pytest.raises(ValueError, match="needs an integer as its answer, got 'five'"):
         begin(Guess(), "five")
+
+
+CONTEXT = [["Ada Lovelace", ["Ada was a mathematician.", " She wrote notes."]], ["Lund", ["Lund is a city in Sweden."]]]
+HOTPOT_ROW = {
+    "_id": "5a",
+    "question": "In which country is Lund?",
+    "answer": "Sweden",
+    "type": "bridge",
+    "level": "easy",
+    "supporting_facts": [["Lund", 0]],
+    "context": CONTEXT,
+}
+HUB_ROW = HOTPOT_ROW | {
+    "context": {"title": [title for title, _ in CONTEXT], "sentences": [sentences for _, sentences in CONTEXT]},
+    "supporting_facts": {"title": ["Lund"], "sent_id": [0]},
+}
+
+
+def content(step: Step) -> str:
+    (message,) = step.messages
+    assert (message["role"], step.num_calls, step.done) == ("tool", 1, False)
+    return str(message["content"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _patience() -> Iterator[None]:
+    with patience():
+        yield
+
+
+def python(answer: str = "42", **limits: Any) -> Any:
+    """Return a context manager with the environment in an episode; its sandbox is the best of this machine."""
+    return closing(begin(PythonInterpreter(sandbox={"allow_unsafe": True, **PATIENT, **limits}), answer))
+
+
+def test_python_keeps_variables_and_scores_answers() -> None:
+    with python(output_kib=1) as env:
+        assert content(env.step("I define x.\n```python\nx = 40\n```")) == "(no output)"
+        assert content(env.step("```\nx + 2\n```")) == "42"
+        assert content(env.step("```py\nprint('a')\nx / 0\n```")) == "a\nZeroDivisionError: division by zero"
+        assert len(content(env.step("```\nprint('x' * 100000)\n```"))) <= 1025
+        assert env.step("So it is #### 42") == Step(reward=1.0, done=True)
+
+
+def test_python_ends_code_that_takes_too_long() -> None:
+    with python(wall_seconds=0.2) as env:
+        for _ in range(2):
+            assert "took too long; variables are lost" in content(env.step("```\nwhile True: pass\n```"))
+
+
+ENDED = "error: the interpreter has ended; variables are lost"
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("", "(no output)"),
+        ("x = '\x00'", "SyntaxError: source code string cannot contain null bytes"),
+        ("import os\nos.write(1, b'\\xff\\n')", "\ufffd\n2"),
+        ("import sys\nsys.stdout.close()", ENDED),
+        ("import os\nos._exit(0)", ENDED),
+        ("import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'2 ok')\n    except OSError: pass", ENDED),
+    ],
+)
+def test_python_tells_how_code_has_ended(code: str, text: str) -> None:
+    with python() as env:
+        env.step("```\nx = 1\n```")
+        assert content(env.step(f"```\n{code}\n```")) == text
+        after = content(env.step("```\nx\n```"))
+        assert after == ("NameError: name 'x' is not defined" if text == ENDED else "1")
+
+
+@pytest.mark.parametrize("reply", ["#### 41", "42", "no code"])
+def test_python_gives_no_reward_for_other_answers(reply: str) -> None:
+    with python() as env:
+        assert env.step(reply) == Step(reward=0.0, done=True)
+
+
+def test_python_never_sees_the_answer() -> None:
+    found = "text = repr(sys.modules) + str(vars(sys.modules['__main__'])) + str(dict(os.environ)) + str(sys.argv)"
+    frames = "frame = sys._getframe()\nwhile frame:\n    text += str(frame.f_locals)\n    frame = frame.f_back"
+    code = f"import os, sys\n{found}\n{frames}\nprint(text.count(str(48610 + 1)), len(text) > 1000)"
+    with python("48611") as env:
+        assert content(env.step(f"```\n{code}\n```")) == "0 True"
+
+
+def test_a_sandbox_that_cannot_start_fails_the_episode(monkeypatch) -> None:
+    class Broken(LocalSandbox):
+        def open_interpreter(self):
+            raise SandboxError("cannot start a sandbox of tier launcher: no memory")
+
+    monkeypatch.setattr(python_interpreter, "open_sandbox", lambda config, key: Broken("launcher", Limits()))
+    env = begin(PythonInterpreter(), "1")
+    with pytest.raises(SandboxError, match="cannot start"):
+        env.step("```\n1\n```")
+    env.close()
+    with pytest.raises(AgentError, match=r"rollout.env.kwargs.sandbox.wall: Extra inputs are not permitted"):
+        PythonInterpreter(sandbox={"wall": 1})
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 60])
+def test_scores_are_those_of_rank_bm25(size: int) -> None:
+    rng = random.Random(size)
+    vocabulary = [f"w{i}" for i in range(30)]
+    passages = [rng.choices(vocabulary, weights=range(30, 0, -1), k=rng.randint(1, 40)) for _ in range(size)]
+    index, reference = Bm25(passages), BM25Okapi(passages)
+    for _ in range(50):
+        query = rng.choices([*vocabulary, "unknown"], k=rng.randint(1, 6))
+        expected = reference.get_scores(query)
+        assert index.scores(query) == pytest.approx(list(expected), abs=1e-12)
+        best = index.top(query, 3)
+        sharing = [s for s, passage in zip(expected, passages, strict=True) if set(passage) & set(query)]
+        assert [expected[i] for i in best] == pytest.approx(sorted(sharing, reverse=True)[:3])
+
+
+def test_an_index_needs_passages() -> None:
+    with pytest.raises(ValueError, match="at least one passage, got none"):
+        Bm25([])
+    assert words("Ada's 2 NOTES") == ["ada", "s", "2", "notes"]
+
+
+@pytest.mark.parametrize("row", [HOTPOT_ROW, HUB_ROW])
+def test_search_reads_rows_as_hotpotqa_publishes_them(row: dict[str, object]) -> None:
+    env = Search(num_passages=1)
+    env.reset(make_task("Sweden", row))
+    assert content(env.step("search(notes of Ada)")) == "Ada Lovelace: Ada was a mathematician. She wrote notes."
+    assert content(env.step("search(city Lund)")) == "Lund: Lund is a city in Sweden."
+    assert content(env.step("search(nowhere)")) == "nothing found"
+    assert env.step("It is #### the sweden.") == Step(reward=1.0, done=True)
+    assert env.step("It is #### Norway") == Step(reward=0.0, done=True)
+    env.close()
+
+
+def test_search_shares_an_index_of_a_file(tmp_path) -> None:
+    file, task = tmp_path / "passages.jsonl", make_task("x")
+    file.write_text('{"title": "A", "text": "apples grow"}\n{"title": "B", "text": "bears hunt"}\n')
+    first, second = Search(index=str(file)), Search(index=str(file))
+    first.reset(task)
+    file.unlink()
+    second.reset(task)
+    assert content(second.step("search(bears)")) == "B: bears hunt"
+    file.write_text('{"title": "A"}\n')
+    with pytest.raises(ValueError, match=r"passages.jsonl:1 needs the texts title and text, got \['title'\]"):
+        Search(index=str(file)).reset(make_task("x"))
+
+
+def test_search_refuses_rows() -> None:
+    with pytest.raises(ValueError, match="p:1 has no answer"):
+        Search().reset(make_task(None, HOTPOT_ROW))
+    with pytest.raises(ValueError, match="p:1 needs passages in `context`"):
+        Search().reset(make_task("x", {"context": "text"}))
+    with pytest.raises(AgentError, match="num_passages needs to be at least 1, got 0"):
+        Search(num_passages=0)
+
+
+def test_answers_are_compared_as_in_squad() -> None:
+    assert normalize("The  Beatles!") == normalize("beatles")
+    assert normalize("an apple, a day") == "apple day"

@@ -3,8 +3,6 @@
 Clients do not load certificates, which takes longer than a conversation, and wait as long as it takes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
@@ -40,10 +38,8 @@ async def ask_raw(base_url: str, api_key: str, messages: Messages, **options: An
 
 async def ask_raw_stream(base_url: str, api_key: str, messages: Messages) -> str:
     """Read the events of a stream, by API key alone."""
-    root = base_url.partition("/s/")[0]
-    body = {"model": "m", "messages": messages, "stream": True}
-    headers = {"Authorization": f"Bearer {api_key}"}
-    text = ""
+    root, headers = base_url.partition("/s/")[0], {"Authorization": f"Bearer {api_key}"}
+    body, text = {"model": "m", "messages": messages, "stream": True}, ""
     async with (
         httpx.AsyncClient(headers=headers, verify=False, timeout=None) as client,
         client.stream("POST", f"{root}/v1/chat/completions", json=body) as response,

@@ -1,7 +1,5 @@
 """An engine whose samples depend on prompt and seed alone, and workers that run a harness or sample directly."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +54,7 @@ class SeededEngine(WholeBatches):
 
 
 def make_agent(
-    tokenizer: Any, function: Callable[..., Any] | None = None, *, parser: ReplyParser | None = None, **config: Any
+    tokenizer: Any, function: Any = None, *, parser: ReplyParser | None = None, **config: Any
 ) -> HarnessAgent:
     """Return an agent that runs the function, which needs to be importable, or `command`."""
     if function is not None:
@@ -67,9 +65,10 @@ def make_agent(
     return HarnessAgent(section, data, tokenizer, needs_reward=needs_reward, parser=parser)
 
 
-def run_groups(
-    engine: Any, agent: Any, prompts: Sequence[Prompt], *, seconds: float = 1e9, **changes: Any
-) -> list[tuple[GroupSummary, list[Trajectory]]]:
+Groups = list[tuple[GroupSummary, list[Trajectory]]]
+
+
+def run_groups(engine: Any, agent: Any, prompts: Sequence[Prompt], *, seconds: float = 1e9, **changes: Any) -> Groups:
     """Return the groups of all prompts, which run at the same time, each with the seed of its number.
 
     Args:
@@ -77,11 +76,11 @@ def run_groups(
         changes: further fields of the jobs, such as `num_samples`, which is 1.
     """
 
-    async def main() -> list[tuple[GroupSummary, list[Trajectory]]]:
+    async def main() -> Groups:
         spec = RolloutWorkerSpec(request_timeout_seconds=seconds, agent=agent, agent_path="the agent")
         worker = RolloutWorker(spec, [engine], TurnScorer(), tokenizer=engine.tokenizer)
-        changes.setdefault("num_samples", 1)
-        jobs = [make_group_job(each, group_id=number, **changes) for number, each in enumerate(prompts)]
+        fields = {"num_samples": 1, **changes}
+        jobs = [make_group_job(each, group_id=number, **fields) for number, each in enumerate(prompts)]
         try:
             return list(await asyncio.gather(*map(worker.rollout_group, jobs)))
         finally:

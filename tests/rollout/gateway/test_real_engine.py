@@ -1,10 +1,7 @@
 """Conversations through the gateway with an SGLang engine: bitwise those of direct sampling with the same seeds."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,22 +49,20 @@ class Engine(WholeBatches):
 
 
 @pytest.fixture(scope="module")
-def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RemoteEngine, Path]]:
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RemoteEngine, Any]]:
     folder = tmp_path_factory.mktemp("models") / "chat"
     write_tiny_model(folder, ["some text"] * 3, seed=0, chat=True)
     stop = read_stop_token_ids(str(folder))
     limits = {"max_total_tokens": 8192, "stop_token_ids": stop, **ENGINE_LIMITS}
     with started(EngineSpec(model_path=str(folder), deterministic=True), **limits) as engine:
-        yield engine, folder
+        yield engine, load_tokenizer(str(folder))
 
 
-def test_the_gateway_samples_as_direct_sampling(remote: tuple[RemoteEngine, Path]) -> None:
-    engine, folder = remote
-    tokenizer = load_tokenizer(str(folder))
-    kinds = list(KINDS)
-    prompts = [make_prompt(tokenizer, n, turns=1 + n % 4, turn_tokens=TURN_TOKENS) for n in range(len(kinds))]
+def test_the_gateway_samples_as_direct_sampling(remote: tuple[RemoteEngine, Any]) -> None:
+    engine, tokenizer = remote
+    prompts = [make_prompt(tokenizer, n, turns=1 + n % 4, turn_tokens=TURN_TOKENS) for n in range(len(KINDS))]
     expected = run_groups(Engine(engine, tokenizer), sample_directly, prompts, max_new_tokens=300)
-    agent = make_agent(tokenizer, talk, kwargs={"kinds": kinds}, max_turn_tokens=TURN_TOKENS)
+    agent = make_agent(tokenizer, talk, kwargs={"kinds": list(KINDS)}, max_turn_tokens=TURN_TOKENS)
     served = run_groups(Engine(engine, tokenizer), agent, prompts, max_new_tokens=300)
     for (_, (direct,)), (_, (got,)) in zip(expected, served, strict=True):
         np.testing.assert_array_equal(got.token_ids, direct.token_ids)
@@ -87,9 +82,8 @@ async def leave_a_request(task: Task, base_url: str, api_key: str) -> None:
     asked.cancel()
 
 
-def test_a_request_that_a_program_has_left_ends_in_the_engine(remote: tuple[RemoteEngine, Path]) -> None:
-    engine, folder = remote
-    tokenizer = load_tokenizer(str(folder))
+def test_a_request_that_a_program_has_left_ends_in_the_engine(remote: tuple[RemoteEngine, Any]) -> None:
+    engine, tokenizer = remote
     ours = Engine(engine, tokenizer)
     engines.append(ours)
     (ours.stopped,) = engine.scheduler_processes()

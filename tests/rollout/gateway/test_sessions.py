@@ -1,7 +1,5 @@
 """Requests of a session: options that do not apply, limits, stop texts, forks, and calls through `/v1/responses`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
@@ -17,6 +15,7 @@ from tests.rollout.gateway.clients import make_client
 from tests.rollout.gateway.scripted import SeededEngine, logged_ids, make_agent, make_prompt, run_groups, sampled_ids
 
 QUESTION = {"role": "user", "content": "is it?"}
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 answers: list[httpx.Response] = []
@@ -77,10 +76,7 @@ def test_sampling_is_that_of_the_run_and_clients_learn_it(tokenizer: Any, caplog
         (chat("is it?", stop=[""]), "stop needs to be a text or a list of texts, got ['']"),
         ({"messages": []}, "messages needs to be a list of messages, got []"),
         ({"messages": [{"content": "is it?"}]}, "a message needs a role, got {'content': 'is it?'}"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "content needs parts of text, got one of type 'image_url'",
-        ),
+        ({"messages": [IMAGE]}, "content needs parts of text, got one of type 'image_url'"),
         ([[]], "the body needs to be a JSON object, got list"),
     ],
 )
@@ -108,8 +104,7 @@ async def ask_with_other_keys(task: Task, base_url: str, api_key: str) -> None:
         answers.append(await client.post(url, json=chat("is it?")))
         answers.append(await client.post(f"{root}/s/{api_key}x/v1/chat/completions", json=chat("is it?"), headers=key))
         answers.append(await client.post(url, json=chat("is it?"), headers=key))
-        answers.append(await client.get(f"{base_url}/models"))
-        answers.append(await client.get(f"{base_url}/embeddings"))
+        answers.extend([await client.get(f"{base_url}/{path}") for path in ("models", "embeddings")])
 
 
 @pytest.mark.parametrize(
@@ -122,9 +117,7 @@ async def ask_with_other_keys(task: Task, base_url: str, api_key: str) -> None:
         ({"max_turn_tokens": 2}, "stop", 3, None),
     ],
 )
-def test_the_first_limit_names_the_ending(
-    tokenizer: Any, config: dict[str, Any], reason: str, num_turns: int, code: str | None
-) -> None:
+def test_the_first_limit_names_the_ending(tokenizer, config, reason, num_turns, code) -> None:
     first = chat("is it?")
     said = tokenizer.decode(tokenizer.encode("yes")[:2]) if "max_turn_tokens" in config else "yes"
     second, third = chat("is it?", said, "why?"), chat("is it?", said, "why?", said, "why?")
@@ -145,9 +138,8 @@ def test_a_stop_text_ends_the_reply_and_what_is_trained(tokenizer: Any) -> None:
     )
     assert [answer.json()["choices"][0]["message"]["content"] for answer in answers] == ["higher ", "higher "]
     assert answers[0].json()["choices"][0]["finish_reason"] == "stop"
-    (text,) = texts(tokenizer, trajectories)
     turn = "<|assistant|>\nhigher tool"
-    assert text == f"<|user|>\nis it?<eos>\n{turn}<eos>\n<|user|>\nwhy?<eos>\n{turn}"
+    assert texts(tokenizer, trajectories) == [f"<|user|>\nis it?<eos>\n{turn}<eos>\n<|user|>\nwhy?<eos>\n{turn}"]
     assert [len(ids) for ids in sampled_ids(trajectories)] < [len(ids) for ids in logged_ids(engine)]
     for ids, whole in zip(sampled_ids(trajectories), logged_ids(engine), strict=True):
         assert whole[: len(ids)] == ids
@@ -230,14 +222,9 @@ def test_calls_and_thoughts_are_found_by_sglang(tokenizer: Any) -> None:
 
 
 def test_tool_definitions_are_part_of_the_prompt() -> None:
-    template = "{% if tools %}<|tools|>\n{{ tools | tojson }}<eos>\n{% endif %}" + APPEND
-    tokenizer = chat_tokenizer(template)
-    engine = SeededEngine(tokenizer, reply=lambda prompt: "yes")
+    tokenizer = chat_tokenizer("{% if tools %}<|tools|>\n{{ tools | tojson }}<eos>\n{% endif %}" + APPEND)
     bodies = [chat("is it?", tools=[TOOL]), chat("is it?", tools=[TOOL], tool_choice="none")]
-    kwargs = {"path": "chat/completions", "bodies": bodies}
-    ((_, trajectories),) = run_groups(
-        engine, make_agent(tokenizer, post_all, parser=PlainTextParser(), kwargs=kwargs), [make_prompt(tokenizer)]
-    )
+    _, _, trajectories = send(tokenizer, *bodies, parser=PlainTextParser())
     first, second = texts(tokenizer, trajectories)
     assert first.startswith("<|tools|>\n[" + json.dumps(TOOL))
     assert second.startswith("<|user|>")

@@ -4,8 +4,6 @@ A reply is what the template itself writes for it, as a trained policy samples i
 predicted by rendering the whole message lists directly and comparing their texts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -22,6 +20,7 @@ from typing import Any
 import pytest
 from jinja2 import TemplateError
 
+from megarl.batch.trajectory import Prompt
 from megarl.config.harness import HarnessConfig
 from megarl.data.tiny_checkpoint import train_tokenizer
 from megarl.errors import AgentError
@@ -33,6 +32,7 @@ from megarl.rollout.gateway.chat_api import chat_response, read_chat_request
 from megarl.rollout.gateway.reply_parser import ParsedReply, ToolCall
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.gateway.turn_request import RefusedRequestError
+from tests.rollout.environments.chat_templates import chat_tokenizer
 from tests.rollout.gateway.scripted import make_prompt, sampled_ids
 from tests.rollout.whole_batches import WholeBatches, make_generation
 
@@ -61,10 +61,6 @@ SPECIAL = re.compile(r"<[|｜][^<>{}'\" \\]+>|<[^<>{}'\" \\|｜]+[|｜]>|<(?:sta
 """Names of special tokens in templates."""
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training"))
-
-needs_templates = pytest.mark.skipif(
-    not NAMES, reason=f"needs the templates of requirements/templates.txt in {FOLDER}; make test installs them"
-)
 
 
 @dataclass
@@ -100,11 +96,8 @@ class Prediction:
 
     def render(self, messages: Sequence[Message], *, for_reply: bool = True) -> str:
         options = {"tools": self.tools} if self.tools else {}
-        return str(
-            self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=for_reply, **options
-            )
-        )
+        options |= {"tokenize": False, "add_generation_prompt": for_reply}
+        return str(self.tokenizer.apply_chat_template(list(messages), **options))
 
     def refuses(self) -> bool:
         """Whether the template fails, or does not write the last message."""
@@ -124,7 +117,8 @@ class Prediction:
         """Add a reply and the next message; return whether the next prompt begins with the last one and the reply."""
         said = {"role": "assistant", "content": SPECIAL.sub("", sampled)}
         structured, plain = [*self.structured, reply, following], [*self.plain, said, following]
-        before = self.render(self.structured) + _without_end(sampled)
+        *_, end = ["", *SPECIAL.findall(sampled)]
+        before = self.render(self.structured) + sampled.removesuffix(end)
         by_parts = self.is_structured and self.render(structured).startswith(before)
         by_text = False
         if not by_parts:
@@ -133,12 +127,6 @@ class Prediction:
                 by_text = after.startswith(prompt) and after[len(prompt) :].lstrip().startswith(said["content"].strip())
         self.structured, self.plain, self.is_structured = structured, plain, not by_text
         return by_parts or by_text
-
-
-def _without_end(text: str) -> str:
-    """Return the text without the special token at its end."""
-    found = list(SPECIAL.finditer(text))
-    return text[: found[-1].start()] if found and found[-1].end() == len(text) else text
 
 
 @cache
@@ -159,19 +147,14 @@ def published_tokenizer(name: str) -> Any:
     return tokenizer
 
 
-def run_conversation(name: str, *, calls: bool, thoughts: bool) -> str:
+async def run_conversation(name: str, *, calls: bool, thoughts: bool) -> str:
     """Return how each of the turns after the first continues: `=` as it was sampled, `F` as another segment.
 
     An `R` at the end: the template refuses the messages.
     """
-    return asyncio.run(_run(name, calls=calls, thoughts=thoughts))
-
-
-async def _run(name: str, *, calls: bool, thoughts: bool) -> str:
     policy, tokenizer = ScriptedPolicy(), published_tokenizer(name)
-    prompt = make_prompt(_plain_tokenizer())
     sampling = Sampling(temperature=1.0, max_new_tokens=1 << 20)
-    episode = Episode(prompt, tokenizer, policy, sampling, request_id="r", group_id=0)
+    episode = Episode(_prompt(), tokenizer, policy, sampling, request_id="r", group_id=0)
     config = HarnessConfig(path="a:b", max_turns=NUM_TURNS)
     session = Session(episode, config, ChatRenderer(tokenizer), policy, can_call=True)
     tools = [TOOL] if calls else []
@@ -215,9 +198,8 @@ async def _run(name: str, *, calls: bool, thoughts: bool) -> str:
 
 def _check(session: Session, policy: ScriptedPolicy, expected: str) -> None:
     """Compare the turns so far with the prediction, and what is trained with what was sampled."""
-    pairs = pairwise(policy.log)
     got = ""
-    for (first, output), (second, _) in pairs:
+    for (first, output), (second, _) in pairwise(policy.log):
         whole = (*first.token_ids, *output.token_ids.tolist())
         got += "=" if second.token_ids[: len(whole)] == whole else "F"
     trajectories = session.trajectories(None)
@@ -239,20 +221,19 @@ def _reply(turn: int, thought: str, *, is_call: bool, text_arguments: bool) -> d
 
 
 @cache
-def _plain_tokenizer() -> Any:
-    tokenizer = copy.deepcopy(_base_tokenizer())
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    return tokenizer
+def _prompt() -> Prompt:
+    return make_prompt(chat_tokenizer("{{ messages[0].content }}"))
 
 
-@needs_templates
+@pytest.mark.skipif(not NAMES, reason=f"needs requirements/templates.txt in {FOLDER}; make test installs them")
 def test_conversations_continue_and_fork_as_direct_rendering_predicts_and_as_documented() -> None:
     found: dict[str, tuple[str, ...]] = {}
     for name in NAMES:
-        plain = run_conversation(name, calls=False, thoughts=False)
-        thoughts = run_conversation(name, calls=False, thoughts=True)
-        calls = run_conversation(name, calls=True, thoughts=False)
-        both = run_conversation(name, calls=True, thoughts=True)
+        plain, thoughts, calls, both = (
+            asyncio.run(run_conversation(name, calls=has_calls, thoughts=has_thoughts))
+            for has_calls in (False, True)
+            for has_thoughts in (False, True)
+        )
         after_thoughts = _name(thoughts)
         if both[1::2] and _name(both[1::2]) != after_thoughts:
             after_thoughts = f"{after_thoughts}; {_name(both[1::2])} after calls"

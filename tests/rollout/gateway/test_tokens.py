@@ -1,7 +1,5 @@
 """What is trained is what the engine sampled: through any client, chat template, parser and retry."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -11,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from megarl.rollout.agents.episode import Episode
@@ -21,14 +18,7 @@ from megarl.rollout.environments.environment import Message, Task
 from megarl.rollout.gateway.reply_parser import ParsedReply, ToolCall
 from tests.rollout.environments.chat_templates import STABLE, STRIPS_THOUGHTS, chat_tokenizer
 from tests.rollout.gateway.clients import KINDS, talk
-from tests.rollout.gateway.scripted import (
-    SeededEngine,
-    logged_ids,
-    make_agent,
-    make_prompt,
-    run_groups,
-    sampled_ids,
-)
+from tests.rollout.gateway.scripted import SeededEngine, logged_ids, make_agent, make_prompt, run_groups, sampled_ids
 
 
 async def sample_directly(episode: Episode) -> Any:
@@ -59,8 +49,7 @@ def test_all_clients_sample_as_direct_sampling_with_the_same_seeds(tokenizer: An
     for number, ((_, expected), (summary, got)) in enumerate(zip(direct, served, strict=True)):
         assert len(got) == len(expected) == 1
         for name in ("token_ids", "loss_mask", "logprobs", "policy_versions"):
-            np.testing.assert_array_equal(getattr(got[0], name), getattr(expected[0], name))
-        assert got[0].logprobs.tobytes() == expected[0].logprobs.tobytes()
+            assert getattr(got[0], name).tobytes() == getattr(expected[0], name).tobytes()
         assert (got[0].finish_reason, summary.trajectories[0].num_turns) == ("stop", 1 + number % 6)
 
 
@@ -115,13 +104,9 @@ async def call_tools(task: Task, base_url: str, api_key: str) -> None:
             arguments = json.loads(call["function"]["arguments"])
             shuffled = json.dumps(dict(reversed(arguments.items())), indent=1)
             function = {"arguments": shuffled, "name": call["function"]["name"]}
+            calls = [{"function": function, "id": f"other{turn}", "type": "function"}]
             messages += [
-                {
-                    "tool_calls": [{"function": function, "id": f"other{turn}", "type": "function"}],
-                    "content": None,
-                    "refusal": None,
-                    "role": "assistant",
-                },
+                {"tool_calls": calls, "content": None, "refusal": None, "role": "assistant"},
                 {"role": "tool", "tool_call_id": f"other{turn}", "content": f"why {turn}"},
             ]
 
@@ -135,9 +120,8 @@ def test_tool_calls_that_the_parser_rewrites_are_trained_as_sampled(tokenizer: A
     assert len(trajectories) == 40  # no fork
     assert sampled_ids(trajectories) == logged_ids(engine)
     text = tokenizer.decode(trajectories[0].token_ids)
-    assert text.startswith(
-        "<|user|>\nis it?<eos>\n<|assistant|>\nb=0, a =1<eos>\n<|tool|>\nwhy 0<eos>\n<|assistant|>\n"
-    )
+    beginning = "<|user|>\nis it?<eos>\n<|assistant|>\nb=0, a =1<eos>\n<|tool|>\nwhy 0<eos>\n<|assistant|>\n"
+    assert text.startswith(beginning)
     assert "look" not in text
 
 
@@ -163,9 +147,8 @@ async def talk_badly(task: Task, base_url: str, api_key: str) -> None:
                     await client.post(f"{base_url}/chat/completions", json=body, timeout=rng.uniform(0.005, 0.08))
                 except httpx.TimeoutException:
                     cut_off["timeouts"] += 1
-            first, second = await asyncio.gather(
-                *(client.post(f"{base_url}/chat/completions", json=body) for _ in range(2))
-            )
+            posts = [client.post(f"{base_url}/chat/completions", json=body) for _ in range(2)]
+            first, second = await asyncio.gather(*posts)
             assert first.raise_for_status().json() == second.json()
             reply = first.json()["choices"][0]["message"]
             messages += [reply, {"role": "user", "content": f"why {turn}?"}]

@@ -1,10 +1,18 @@
+"""The journal of finished groups, and its replay: read and written on one thread, for all groups that wait at once."""
+
+import asyncio
 import json
 import logging
+import multiprocessing
 import os
-import signal
 import struct
+import threading
 import zlib
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +24,11 @@ from megarl.errors import DataError, WorkerError
 from megarl.rollout.journal.journal import FinishedJob, Journal, journal_fingerprint, parse_step, read_step
 from megarl.rollout.journal.journal_folder import list_steps, read_fingerprints, remove_steps
 from megarl.rollout.journal.record_file import read_records
-from megarl.rollout.rollout_worker import GroupSummary, summarize
+from megarl.rollout.journal.replay import Replay
+from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
+from tests.rollout.clock import in_event_loop
 from tests.rollout.whole_batches import make_group_job
+from tests.time_limits import HANG_SECONDS
 
 STEP = 12
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
@@ -54,7 +65,7 @@ def finished_group(request, seed=0):
     summary = GroupSummary(
         group_id=request.group_id,
         prompt_id=request.prompt.prompt_id,
-        trajectories=tuple(summarize(t) for t in found),
+        trajectories=tuple(map(summarize, found)),
         generation_seconds=0.1 + seed,
         scoring_seconds=1 / 3,
         terms={"accuracy": TermReport(seconds=0.1 + seed, num_retried=2)},
@@ -72,9 +83,9 @@ def append(writer, request, seed=0, step=STEP):
     return entry
 
 
-def found_in(reader, count=3, step=STEP):
+def found_in(reader, count=3):
     """Return for the first jobs whether the journal has their groups."""
-    return [entry is not None for entry in reader.lookup(step, [job(group) for group in range(count)])]
+    return [entry is not None for entry in reader.lookup(STEP, [job(group) for group in range(count)])]
 
 
 def assert_holds(reader, request, seed=0):
@@ -97,8 +108,19 @@ def write_journal(folder, count=3):
     writer = journal(folder)
     for group in range(count):
         append(writer, job(group))
+    return only_file(folder)
+
+
+def only_file(folder):
     (path,) = (folder / "journal" / "step-000012").iterdir()
     return path
+
+
+def damaged(path, where):
+    """Return the bytes of the file with another one at `where`."""
+    data = bytearray(path.read_bytes())
+    data[where] ^= 1
+    return data
 
 
 def test_another_process_reads_a_group_bit_for_bit(tmp_path):
@@ -155,16 +177,12 @@ def test_damage_is_logged_and_its_group_is_generated_again(tmp_path, caplog, par
     records, _ = read_records(path)
     end = records[1].start + records[1].length  # of group 0
     where = {"body": records[2].start + 100, "header": end + 5, "meta": records[2].start - 3, "beginning": 30}[part]
-    data = bytearray(path.read_bytes())
-    data[where] ^= 1
-    path.write_bytes(data)
+    path.write_bytes(damaged(path, where))
     with caplog.at_level(logging.WARNING):
         found = found_in(journal(tmp_path))
-    survive = {"body": [1, 0, 1], "meta": [1, 0, 1], "header": [1, 0, 0], "beginning": [0, 0, 0]}[part]
-    assert found == [bool(s) for s in survive]
+    assert found == {"body": [1, 0, 1], "meta": [1, 0, 1], "header": [1, 0, 0], "beginning": [0, 0, 0]}[part]
     assert str(path) in caplog.text
-    writer = journal(tmp_path)
-    append(writer, job(1), seed=5)
+    append(journal(tmp_path), job(1), seed=5)
     assert_holds(journal(tmp_path), job(1), seed=5)
 
 
@@ -174,8 +192,7 @@ def test_groups_appended_to_a_file_with_a_damaged_beginning_are_not_used(tmp_pat
     """The file's owner is unknown, also for a reader that has seen the damage in an earlier lookup."""
     path = write_journal(tmp_path)
     seen = read_records(path)[0][num_seen - 1]
-    data = bytearray(path.read_bytes())
-    data[where] ^= 1
+    data = damaged(path, where)
     path.write_bytes(data[: seen.start + seen.length])
     reader = journal(tmp_path)
     jobs = [job(group) for group in range(3)]
@@ -192,7 +209,7 @@ def test_append_returns_the_entry_that_was_written_first(tmp_path):
     assert late.lookup(STEP, [job()]) == [None]
     append(first, job(), seed=1)
     assert as_bits(append(late, job(), seed=2)) == as_bits(finished_group(job(), seed=1))
-    assert len(list((tmp_path / "journal" / "step-000012").iterdir())) == 1
+    assert only_file(tmp_path)
 
 
 def test_all_readers_choose_the_same_of_two_entries(tmp_path):
@@ -202,8 +219,7 @@ def test_all_readers_choose_the_same_of_two_entries(tmp_path):
     early = journal(tmp_path / "run")
     for name, seed in (("z", 1), ("a", 0)):
         append(journal(tmp_path / name), job(), seed=seed)
-        (path,) = (tmp_path / name / "journal" / "step-000012").iterdir()
-        path.rename(folder / f"{name}.groups")
+        only_file(tmp_path / name).rename(folder / f"{name}.groups")
         assert as_bits(early.lookup(STEP, [job()])[0]) == as_bits(finished_group(job(), seed=seed))
     for late in (journal(tmp_path / "run").lookup(STEP, [job()]), read_step(tmp_path / "run", STEP)):
         assert [as_bits(g) for g in late] == [as_bits(finished_group(job(), seed=0))]
@@ -226,10 +242,9 @@ def test_different_job_with_the_same_id_is_logged_and_generated_again(tmp_path, 
 def test_journal_of_another_run_is_rejected(tmp_path):
     path = write_journal(tmp_path)
     other = journal(tmp_path, "theirs")
+    message = rf"\(theirs\), but {path} belongs to another one \(ours\); move .*journal away"
     for _ in range(2):
-        with pytest.raises(
-            WorkerError, match=rf"\(theirs\), but {path} belongs to another one \(ours\); move .*journal away"
-        ):
+        with pytest.raises(WorkerError, match=message):
             other.lookup(STEP, [job()])
     assert read_fingerprints(tmp_path) == {"ours"}
     (tmp_path / "journal").rename(tmp_path / "journal.1")
@@ -242,8 +257,7 @@ def test_records_of_another_run_in_the_same_file_are_rejected(tmp_path):
     reader = journal(tmp_path / "run")
     assert reader.lookup(STEP, [job(0), job(1)])[1] is None
     append(journal(tmp_path / "other", "theirs"), job(1))
-    (other,) = (tmp_path / "other" / "journal" / "step-000012").iterdir()
-    path.write_bytes(path.read_bytes() + other.read_bytes())
+    path.write_bytes(path.read_bytes() + only_file(tmp_path / "other").read_bytes())
     for each in (reader, reader, journal(tmp_path / "run")):
         with pytest.raises(WorkerError, match=rf"\(ours\), but {path} belongs to another one \(theirs\); move "):
             each.lookup(STEP, [job(1)])
@@ -271,17 +285,12 @@ def test_journal_of_another_format_is_rejected(tmp_path, first, got):
         rf"^the rollout journal {tmp_path}/journal has format {got}, but this version of megarl reads format 5: "
         r"start a new run, or resume with the version that wrote the journal$"
     )
-    for read in (
-        lambda: reader.lookup(STEP, [job()]),
-        lambda: reader.lookup(STEP, [job()]),
-        lambda: append(reader, job()),
-        lambda: read_step(tmp_path, STEP),
-        lambda: read_fingerprints(tmp_path),
-    ):
+    lookup = partial(reader.lookup, STEP, [job()])
+    others = [partial(append, reader, job()), partial(read_step, tmp_path, STEP), partial(read_fingerprints, tmp_path)]
+    for read in (lookup, lookup, *others):
         with pytest.raises(DataError, match=message):
             read()
-    assert (folder / "host-1-0.groups").read_bytes() == old
-    assert len(list(folder.iterdir())) == 1
+    assert only_file(tmp_path).read_bytes() == old
 
 
 def test_handwritten_record_of_this_format_is_accepted(tmp_path):
@@ -301,7 +310,7 @@ def test_groups_that_are_appended_together_count_once(tmp_path):
     writer = journal(tmp_path)
     found = writer.append(STEP, [FinishedJob(request, *group) for request, group in zip(requests, groups, strict=True)])
     expected = [theirs, groups[1], groups[1], groups[3], groups[4]]
-    assert [as_bits(entry) for entry in found] == [as_bits(group) for group in expected]
+    assert list(map(as_bits, found)) == list(map(as_bits, expected))
     assert len(read_step(tmp_path, STEP)) == 4
     assert writer.append(STEP, []) == []
 
@@ -376,14 +385,8 @@ def config(**changes):
 
 def test_fingerprint_depends_on_settings_that_determine_the_samples():
     base = config()
-    same = [
-        {"run_dir": "runs/b"},
-        {"trainer": {"steps": 7}},
-        {"checkpoint": {"every": 3}},
-        {"rollout": {"workers": 2}},
-        {"tracking": {"rollouts": False}},
-    ]
-    assert {config(**changes) for changes in same} == {base}
+    same = [{"run_dir": "runs/b"}, {"trainer": {"steps": 7}}, {"checkpoint": {"every": 3}}, {"rollout": {"workers": 2}}]
+    assert {config(**changes) for changes in (*same, {"tracking": {"rollouts": False}})} == {base}
     other = [
         {"seed": 1},
         {"model": {"path": "n"}},
@@ -412,29 +415,127 @@ def test_fingerprint_does_not_depend_on_how_a_service_is_called():
     assert config(reward={"max_failed_share": 0.5}) == config()
 
 
+def append_until_killed(folder, first, written):
+    writer = journal(folder)
+    for group in range(first, 10**6):
+        append(writer, job(group))
+        os.write(written, group.to_bytes(4, "little"))
+
+
 def test_appended_groups_survive_a_killed_process(tmp_path):
     for incarnation in range(3):
         read_end, write_end = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                writer = journal(tmp_path)
-                for group in range(incarnation * 10_000, 10**6):
-                    append(writer, job(group))
-                    os.write(write_end, group.to_bytes(4, "little"))
-            finally:
-                os._exit(1)
+        arguments = (tmp_path, incarnation * 10_000, write_end)
+        child = multiprocessing.get_context("fork").Process(target=append_until_killed, args=arguments)
+        child.start()
         os.close(write_end)
-        data = b""
-        while len(data) < 4 * (20 + 7 * incarnation):
-            data += os.read(read_end, 4)
-            assert data, "the process has ended"
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        while more := os.read(read_end, 65536):
-            data += more
-        os.close(read_end)
+        num_bytes = 4 * (20 + 7 * incarnation)
+        with open(read_end, "rb") as written:
+            data = written.read(num_bytes)
+            child.kill()
+            child.join()
+            assert len(data) == num_bytes, "the process has ended"
+            data += written.read()
         groups = np.frombuffer(data, np.uint32).tolist()
         found = journal(tmp_path).lookup(STEP, [job(group) for group in groups])
         assert [as_bits(g) for g in found] == [as_bits(finished_group(job(group))) for group in groups]
     assert len(read_step(tmp_path, STEP)) >= 3
+
+
+class SlowJournal(Journal):
+    """Waits in each call until `go` is set, and keeps the numbers of jobs of the calls."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "ours")
+        self.go, self.busy = threading.Event(), threading.Event()
+        self.num_appended, self.num_looked_up = list[int](), list[int]()
+
+    def append(self, step: int, finished: Sequence[FinishedJob]) -> Any:
+        self.num_appended.append(len(finished))
+        self.busy.set()
+        assert self.go.wait(HANG_SECONDS)
+        return super().append(step, finished)
+
+    def lookup(self, step: int, jobs: Sequence[GroupJob]) -> Any:
+        self.num_looked_up.append(len(jobs))
+        return super().lookup(step, jobs)
+
+
+async def begin_appends(replay: Replay, journal: SlowJournal, jobs: Sequence[GroupJob]) -> list[asyncio.Task[Any]]:
+    """Append the first job, and the others while the journal's thread works on it."""
+    tasks = [asyncio.create_task(replay.append(STEP, jobs[0], *finished_group(jobs[0])))]
+    assert await asyncio.to_thread(journal.busy.wait, HANG_SECONDS)
+    tasks += [asyncio.create_task(replay.append(STEP, each, *finished_group(each))) for each in jobs[1:]]
+    await asyncio.sleep(0)
+    journal.go.set()
+    return tasks
+
+
+@in_event_loop
+async def test_groups_that_finish_while_the_journal_is_busy_are_written_together(tmp_path, monkeypatch) -> None:
+    journal = SlowJournal(tmp_path)
+    replay, jobs = Replay(journal), [job(group) for group in range(6)]
+    writes, write = list[int](), os.write
+
+    def counted(descriptor: int, data: Any) -> int:
+        if threading.current_thread().name.startswith("journal"):
+            writes.append(len(data))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", counted)
+    entries = await asyncio.gather(*await begin_appends(replay, journal, jobs))
+    assert journal.num_appended == [1, 5]
+    assert len(writes) == 3  # the file's header record, the first group, and the five others
+    assert [as_bits(entry) for entry in entries] == [as_bits(finished_group(each)) for each in jobs]
+    assert [as_bits(entry) for entry in read_step(tmp_path, STEP)] == [as_bits(entry) for entry in entries]
+
+
+@in_event_loop
+async def test_jobs_that_begin_together_are_looked_up_together(tmp_path: Path) -> None:
+    journal = SlowJournal(tmp_path)
+    journal.go.set()
+    replay = Replay(journal)
+    await replay.append(STEP, job(1), *finished_group(job(1)))
+    found = await asyncio.gather(*(replay.lookup(STEP, job(group)) for group in range(3)))
+    assert journal.num_looked_up == [3]
+    assert [entry is not None for entry in found] == [False, True, False]
+
+
+@in_event_loop
+async def test_an_error_reaches_all_groups_of_the_call_and_no_others(tmp_path, monkeypatch) -> None:
+    journal = SlowJournal(tmp_path)
+    replay, jobs = Replay(journal), [job(group) for group in range(4)]
+    write, count = journal._write, 0
+
+    def full(descriptor: int, data: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    def fail_second(*arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        with monkeypatch.context() as patch:
+            if count == 2:
+                patch.setattr(os, "write", full)
+            write(*arguments)
+
+    monkeypatch.setattr(journal, "_write", fail_second)
+    first, *others = await asyncio.gather(*await begin_appends(replay, journal, jobs), return_exceptions=True)
+    assert as_bits(first) == as_bits(finished_group(jobs[0]))
+    for error in others:
+        assert isinstance(error, WorkerError)
+        assert str(error).startswith("step-12-1 (and 2 more) is done but cannot be written to ")
+    again = await replay.append(STEP, jobs[1], *finished_group(jobs[1], seed=9))
+    assert as_bits(again) == as_bits(finished_group(jobs[1], seed=9))
+
+
+@in_event_loop
+async def test_a_group_whose_caller_has_gone_is_written(tmp_path: Path) -> None:
+    journal = SlowJournal(tmp_path)
+    replay, jobs = Replay(journal), [job(group) for group in range(3)]
+    journal.go.set()
+    tasks = [asyncio.create_task(replay.append(STEP, each, *finished_group(each))) for each in jobs]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(results[1], asyncio.CancelledError)
+    assert len(read_step(tmp_path, STEP)) == 3

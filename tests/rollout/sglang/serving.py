@@ -1,7 +1,5 @@
 """What an engine serves: the weights that its ranks hold, and completions as by transformers' model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

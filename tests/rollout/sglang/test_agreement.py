@@ -3,22 +3,18 @@
 Known deviations of SGLang on the CPU are asserted as they are, so that a version that fixes them is noticed.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
-from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
 
 from megarl.errors import WorkerError
-from megarl.rollout.engine import GenerationRequest, Sampling
 from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
 from tests.megatron.fidelity.models import CONFIGS, save_model
 from tests.megatron.fidelity.reference import SHORT, draw, score
 from tests.rollout.clock import ENGINE_LIMITS
-from tests.rollout.remote import RemoteEngine, started
+from tests.rollout.remote import started
 from tests.rollout.sglang.test_cpu_determinism import assert_batch_independent
 
 PROMPT_LENGTHS = (1, *SHORT, 300)
@@ -26,7 +22,6 @@ NEW_TOKENS = 40
 TOLERANCE = 1e-4
 FAST_MODELS = ["llama3", "mixtral", "deepseek_v3"]
 SLOW_MODELS = ["qwen2", "qwen3", "qwen3_moe all sparse", "qwen2 linear", "qwen3 yarn"]
-TP2_MODELS = ["mixtral", "qwen3_moe all sparse", "deepseek_v3"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +29,7 @@ def models(tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "models"
 
 
-def started_engine(folder: str, **changes: object) -> AbstractContextManager[RemoteEngine]:
+def started_engine(folder, **changes):
     settings = {"max_total_tokens": 16_384, "max_running_requests": 64, "mem_fraction": 0.3, "deterministic": True}
     stop = read_stop_token_ids(folder)
     return started(EngineSpec(model_path=folder), stop_token_ids=stop, **settings | ENGINE_LIMITS | changes)
@@ -43,9 +38,7 @@ def started_engine(folder: str, **changes: object) -> AbstractContextManager[Rem
 def sample(engine, vocab_size):
     """Return full sequences, and for each the engine's log-probabilities of the tokens after the prompt."""
     prompts = draw(PROMPT_LENGTHS, vocab_size)
-    sampling = Sampling(temperature=1.0, max_new_tokens=NEW_TOKENS, seed=0)
-    requests = [GenerationRequest(request_id=str(i), token_ids=p, sampling=sampling) for i, p in enumerate(prompts)]
-    generations = engine.call("generate_many", requests)
+    generations = engine.generate(prompts, seeds=[0] * len(prompts), max_new_tokens=NEW_TOKENS)
     sequences = tuple(p + tuple(g.token_ids.tolist()) for p, g in zip(prompts, generations, strict=True))
     return sequences, [g.logprobs for g in generations]
 
@@ -77,7 +70,7 @@ def test_completion_does_not_depend_on_the_batch(served):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TP2_MODELS)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe all sparse", "deepseek_v3"])
 def test_logprobs_match_transformers_with_tp2(name, models):
     folder = save_model(name, models)
     with started_engine(folder, tp=2) as engine:

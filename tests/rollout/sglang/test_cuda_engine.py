@@ -1,23 +1,17 @@
 """SGLang on one CUDA device: log-probabilities, the mismatch with the trainer, weights in the memory of the device."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megarl.config.limits import AUTO_LIMITS
-from megarl.reshard.layout.layout import slices
-from megarl.reshard.transfer.box_channel import BoxSender
-from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, dtype_name, lay_out, make_buffer, torch_dtype
 from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
 from tests.megatron.fidelity.measure import measure
 from tests.rollout import reference
 from tests.rollout.clock import ENGINE_LIMITS
 from tests.rollout.conftest import EOS
-from tests.rollout.remote import started, sync
-from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
+from tests.rollout.remote import boxes_of, send_rounds, started, sync
 
 pytestmark = pytest.mark.gpu
 
@@ -30,19 +24,17 @@ MEAN_TOLERANCE = 0.03
 def engine(model_dir):
     pytest.importorskip("sgl_kernel", reason="needs SGLang's CUDA kernels: make setup-gpu")
     pytest.importorskip("torch_memory_saver", reason="needs SGLang's memory saver: make setup-gpu")
-    stop = read_stop_token_ids(model_dir)
-    with started(
-        EngineSpec(
-            model_path=model_dir,
-            device="cuda",
-            dtype="bfloat16",
-            mem_fraction=0.3,
-            releases_memory=True,
-            stop_token_ids=stop,
-            **ENGINE_LIMITS,
-            extra_args={"attention_backend": "triton"},  # the default has no kernels for heads of this size
-        )
-    ) as engine:
+    spec = EngineSpec(
+        model_path=model_dir,
+        device="cuda",
+        dtype="bfloat16",
+        mem_fraction=0.3,
+        releases_memory=True,
+        stop_token_ids=read_stop_token_ids(model_dir),
+        **ENGINE_LIMITS,
+        extra_args={"attention_backend": "triton"},  # the default has no kernels for heads of this size
+    )
+    with started(spec) as engine:
         yield engine
 
 
@@ -63,7 +55,7 @@ def test_mismatch_with_the_trainer_is_within_the_limits(engine, model_dir, tmp_p
     """Log-probabilities of the trainer's ranks on the same GPU, also in bfloat16."""
     generations = engine.generate(PROMPTS, temperature=1.0, max_new_tokens=64)
     sequences = tuple((*p, *g.token_ids.tolist()) for p, g in zip(PROMPTS, generations, strict=True))
-    scored = measure(model_dir, sequences, tmp_path, dtype="bfloat16", device="cuda").logprobs
+    scored = measure(model_dir, sequences, tmp_path, dtype="bfloat16", device="cuda").token_scores
     pairs = [(scored[i].numpy()[-len(g.logprobs) :], g.logprobs) for i, g in enumerate(generations)]
     difference = np.concatenate([trainer - engine for trainer, engine in pairs])
     limits = AUTO_LIMITS["bfloat16"]
@@ -76,27 +68,8 @@ def test_boxes_in_device_memory_are_written_bitwise(engine, model_dir, tmp_path)
     changed = reference.changed(model_dir, seed=1)
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in changed.items()}
     (layout,) = engine.call("layouts")
-    boxes = [(p.local, p.local_box, weights[p.tensor][slices(p.box)].contiguous()) for p in layout.pieces]
-    slots, num_bytes = lay_out((local, t.dtype, tuple(t.shape)) for local, _, t in boxes)
-    buffer = make_buffer(num_bytes, torch.device("cuda"))
-    for slot, (_, _, tensor) in zip(slots, boxes, strict=True):
-        flat = buffer.bytes[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
-        flat.copy_(tensor.flatten())
-    torch.cuda.synchronize()
-    box_slots = tuple(
-        BoxSlot(local, box, dtype_name(t.dtype), slot.offset)
-        for slot, (local, box, t) in zip(slots, boxes, strict=True)
-    )
     engine.call("begin_weights")
-    sender = BoxSender("trainer rank 0", "engine 0 rank 0", [box_slots], UNREACHED_SECONDS)
-    engine.call("prepare_boxes", [sender.offer])
-    receiving = engine.submit("receive_weights")
-    sender.begin()
-    sender.load_boxes(0, BoxBucket(buffer.path, buffer.num_bytes, box_slots))()
-    buffer.bytes.fill_(0xA5)  # whoever still reads it reads rubbish
-    buffer.close()
-    assert receiving.result(HANG_SECONDS) == []
-    sender.close()
+    send_rounds(engine, [[boxes_of(layout, weights)]], device="cuda")
     engine.call("end_weights", 1)
     generations = engine.generate(PROMPTS, temperature=1.0, max_new_tokens=24)
     assert {int(v) for g in generations for v in g.policy_versions} == {1}

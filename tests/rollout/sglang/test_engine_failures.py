@@ -3,13 +3,14 @@ import dataclasses
 import shutil
 import signal
 import socket
+from contextlib import closing
 
 import psutil
 import pytest
 
 from megarl.errors import ConfigError, LostEngineError, WorkerError
 from megarl.rollout.sglang.sglang_engine import SglangEngine
-from tests.rollout.remote import RemoteEngine, begin_requests, requests
+from tests.rollout.remote import RemoteEngine, begin_requests, requests, started
 from tests.time_limits import HANG_SECONDS, wait_until
 
 PROMPT = [1, 2, 3]
@@ -22,14 +23,17 @@ def has_exited(process):
         return True
 
 
+def assert_all_exit(processes):
+    assert wait_until(lambda: all(map(has_exited, processes))), [p for p in processes if not has_exited(p)]
+
+
 def schedulers(engine):
     """Return the schedulers that the host has started; they are forked from a server."""
     return [scheduler for child in psutil.Process(engine.process.pid).children() for scheduler in child.children()]
 
 
 def test_killed_scheduler_fails_current_and_later_calls(spec):
-    with RemoteEngine(spec) as engine:
-        engine.call("start")
+    with started(spec) as engine:
         (scheduler,) = engine.scheduler_processes()
         scheduler.suspend()
         pending = engine.submit("generate_many", requests([PROMPT] * 4, max_new_tokens=480))
@@ -42,13 +46,25 @@ def test_killed_scheduler_fails_current_and_later_calls(spec):
     assert engine.process.returncode == 0
 
 
+def test_shutdown_fails_the_requests_in_flight(spec):
+    with started(spec, tp=2) as engine:
+        running = engine.scheduler_processes()
+        pending = engine.submit("generate_many", requests([PROMPT] * 4, max_new_tokens=480))
+        engine.call("shutdown")
+        with pytest.raises(WorkerError, match="the engine was shut down"):
+            pending.result(HANG_SECONDS)
+        assert not any(p.is_running() for p in running)
+        with pytest.raises(WorkerError, match="shut down"):
+            engine.generate([PROMPT])
+
+
 def test_failed_start_reports_the_log_tail(spec, model_dir, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(model_dir, broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     logs = tmp_path / "logs"
-    with RemoteEngine(dataclasses.replace(spec, model_path=str(broken), log_dir=str(logs))) as engine:
+    with closing(RemoteEngine(dataclasses.replace(spec, model_path=str(broken), log_dir=str(logs)))) as engine:
         with pytest.raises(WorkerError, match=r"(?s)did not start: .*scheduler-\d+\.log:\n.*Error"):
             engine.call("start")
         assert len(list(logs.glob("scheduler-*.log"))) == 1
@@ -57,7 +73,8 @@ def test_failed_start_reports_the_log_tail(spec, model_dir, tmp_path):
 
 
 def test_scheduler_killed_during_startup_is_a_lost_engine(spec):
-    with RemoteEngine(dataclasses.replace(spec, waits_for_memory=True)) as engine:  # for which it waits for ever
+    waiting = dataclasses.replace(spec, waits_for_memory=True)  # for which it waits for ever
+    with closing(RemoteEngine(waiting)) as engine:
         start = engine.submit("start")
         assert wait_until(lambda: schedulers(engine))
         for process in schedulers(engine):
@@ -67,7 +84,7 @@ def test_scheduler_killed_during_startup_is_a_lost_engine(spec):
 
 
 def test_start_timeout_stops_the_engine(spec):
-    with RemoteEngine(dataclasses.replace(spec, start_timeout_seconds=0.1)) as engine:
+    with closing(RemoteEngine(dataclasses.replace(spec, start_timeout_seconds=0.1))) as engine:
         with pytest.raises(WorkerError, match=r"did not start within 0\.1 s"):
             engine.call("start")
         assert not schedulers(engine)
@@ -87,7 +104,7 @@ def test_schedulers_die_with_a_killed_host(spec, moment):
     assert children
     engine.process.send_signal(signal.SIGKILL)
     engine.process.wait()
-    assert wait_until(lambda: all(has_exited(c) for c in children)), [c for c in children if not has_exited(c)]
+    assert_all_exit(children)
     engine.close()
 
 

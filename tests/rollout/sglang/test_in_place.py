@@ -1,7 +1,5 @@
 """Pushes that keep the KV cache: each token is of the weights that it names, on keys and values of older ones."""
 
-from __future__ import annotations
-
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -9,17 +7,9 @@ import pytest
 import torch
 
 from megarl.batch.trajectory import find_mixed_kv
-from megarl.rollout.engine import GenerationRequest, Sampling
 from tests.rollout import reference
 from tests.rollout.remote import requests, started, sync
-from tests.rollout.sglang.test_in_flight import (
-    NOTICED,
-    TOLERANCE,
-    Versions,
-    generate_during_pushes,
-    prompts,
-    wait_for_tokens,
-)
+from tests.rollout.sglang.test_in_flight import NOTICED, TOLERANCE, Versions, generate_during_pushes, prompts
 from tests.time_limits import HANG_SECONDS
 
 
@@ -52,7 +42,7 @@ def logprobs_on_mixed_kv(model_dir, weights, prompt, token_ids, versions):
 
 def test_tokens_are_of_their_versions_on_the_kv_cache_of_older_ones(in_place_engine, model_dir, record_property):
     versions, batch = Versions(model_dir, 4), prompts(16)
-    generations = generate_during_pushes(in_place_engine, versions, batch, max_new_tokens=300)
+    generations, _ = generate_during_pushes(in_place_engine, versions, batch, max_new_tokens=300)
     alone = versions.logprobs(batch, generations)
     boundaries = noticed = 0
     drifts = []
@@ -95,17 +85,10 @@ def test_new_requests_reuse_nothing_of_older_weights(in_place_engine, model_dir)
 def test_pushes_of_the_same_weights_change_versions_only(in_place_engine, model_dir):
     weights = reference.changed(model_dir, seed=300)
     sync(in_place_engine, weights, 20)
-    batch = [
-        GenerationRequest(
-            request_id=f"same-{i}",
-            token_ids=tuple(prompt),
-            sampling=Sampling(temperature=1.0, max_new_tokens=400, seed=i),
-        )
-        for i, prompt in enumerate(prompts(8))
-    ]
+    batch = requests(prompts(8), seeds=range(8), max_new_tokens=400)
     expected = in_place_engine.call("generate_many", batch)
     pending = [in_place_engine.submit("generate", request) for request in batch]
-    wait_for_tokens(in_place_engine, batch, 50)
+    in_place_engine.wait_for_tokens(batch, pending, 50)
     for version in (21, 22, 23):
         sync(in_place_engine, weights, version)
     generations = [p.result(HANG_SECONDS) for p in pending]

@@ -1,14 +1,23 @@
+"""A real engine: its samples, requests that are aborted, held or continued elsewhere, and its memory."""
+
+import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 
 from megarl.errors import WeightSyncError, WorkerError
+from megarl.rollout import partial_outputs
+from megarl.rollout.continuation import continue_after, tokens_from
+from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
 from tests.rollout import reference
 from tests.rollout.conftest import EOS
-from tests.rollout.remote import begin_requests, let_work, requests, sync
-from tests.rollout.sglang.test_in_flight import pause_mode
-from tests.time_limits import HANG_SECONDS
+from tests.rollout.remote import begin_requests, let_work, requests, started, sync
+from tests.rollout.sglang.test_in_flight import TOLERANCE, pause_mode, prompts
+from tests.rollout.whole_batches import NoScores, WholeBatches, make_group_job
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 __all__ = ["pause_mode"]
 
@@ -20,18 +29,10 @@ def model(model_dir):
     return reference.load(model_dir)
 
 
-def wait_running(engine):
-    """Wait until the engine has a request."""
-    deadline = time.monotonic() + HANG_SECONDS
-    while engine.call("health").num_requests == 0:
-        assert time.monotonic() < deadline, "the engine has no request"
-
-
 @pytest.fixture(autouse=True)
 def original_weights(engine, model_dir):
     """Restore the model's original weights, which tests of other modules change."""
-    health = engine.call("health")
-    if health.policy_version != 0:
+    if engine.call("health").policy_version != 0:
         sync(engine, reference.load(model_dir).state_dict(), 0)
 
 
@@ -54,8 +55,7 @@ def test_greedy_decoding_matches_transformers(engine, model):
 
 def test_completion_ends_with_a_stop_token_or_at_max_new_tokens(engine):
     generations = engine.generate(PROMPTS * 8, max_new_tokens=200)
-    reasons = {g.finish_reason for g in generations}
-    assert reasons == {"stop", "length"}
+    assert {g.finish_reason for g in generations} == {"stop", "length"}
     for g in generations:
         ended = g.token_ids[-1] == EOS
         assert ended == (g.finish_reason == "stop")
@@ -161,20 +161,17 @@ def test_held_requests_continue_with_the_new_weights_once_the_memory_is_back(eng
     assert engine.call("generate", *requests([PROMPTS[1]], temperature=0.0)).policy_versions.tolist()[-1] == 0
 
 
-def test_request_aborted_by_its_caller_is_not_continued(engine, model):
-    engine.call("set_pause_mode", "abort")
-    try:
-        (long,), (running,) = begin_requests(engine, [PROMPTS[0]], temperature=0.0, max_new_tokens=400)
-        engine.call("begin_weights")
-        engine.call("abort", long.request_id)
-        let_work(engine)
-        assert not running.done()
-        sync(engine, model.state_dict(), 0)  # begins another update
-        generation = running.result(HANG_SECONDS)
-        assert generation.finish_reason == "abort"
-        assert 0 < len(generation.token_ids) < 400
-    finally:
-        engine.call("set_pause_mode", "retract")
+@pytest.mark.parametrize("pause_mode", ["abort"], indirect=True)
+def test_request_aborted_by_its_caller_is_not_continued(engine, model, pause_mode):
+    (long,), (running,) = begin_requests(engine, [PROMPTS[0]], temperature=0.0, max_new_tokens=400)
+    engine.call("begin_weights")
+    engine.call("abort", long.request_id)
+    let_work(engine)
+    assert not running.done()
+    sync(engine, model.state_dict(), 0)  # begins another update
+    generation = running.result(HANG_SECONDS)
+    assert generation.finish_reason == "abort"
+    assert 0 < len(generation.token_ids) < 400
 
 
 @pytest.mark.usefixtures("pause_mode")
@@ -183,9 +180,124 @@ def test_request_that_comes_and_is_aborted_during_a_pause_is_not_sent(engine, mo
     before = engine.call("num_attempts")
     (request,) = requests([PROMPTS[0]], max_new_tokens=400)
     waiting = engine.submit("generate", request)
-    wait_running(engine)
+    assert wait_until(lambda: engine.call("health").num_requests)
     engine.call("abort", request.request_id)
     sync(engine, model.state_dict(), 0)  # begins another update
     assert waiting.result(HANG_SECONDS).finish_reason == "abort"
     assert engine.call("num_attempts") == before
     assert engine.generate([PROMPTS[1]])[0].finish_reason in ("stop", "length")
+
+
+def test_requests_continued_after_any_number_of_tokens_equal_uninterrupted_ones(engine):
+    """Prefill and decode round differently: log-probabilities are not bitwise equal, the sampled tokens are."""
+    batch = requests(prompts(4), seeds=range(1000, 1004), max_new_tokens=96)
+    whole = engine.call("generate_many", batch)
+    stops = [(i, n) for i, g in enumerate(whole) for n in range(1, 65) if n < min(len(g.token_ids), 96)]
+    rests = [continue_after(batch[i], replace(whole[i], token_ids=whole[i].token_ids[:n])) for i, n in stops]
+    rests = [replace(rest, request_id=f"{i} after {n}") for rest, (i, n) in zip(rests, stops, strict=True)]
+    continued = engine.call("generate_many", rests)
+    num_tokens = num_equal = 0
+    for (i, n), rest in zip(stops, continued, strict=True):
+        expected = tokens_from(whole[i], n)
+        num = min(len(rest.token_ids), len(expected.token_ids))
+        is_equal = rest.token_ids[:num] == expected.token_ids[:num]
+        num_tokens += len(expected.token_ids)
+        num_equal += np.count_nonzero(is_equal)
+        same = np.logical_and.accumulate(is_equal)  # after another token, the rest is another completion
+        assert np.abs(rest.logprobs[:num] - expected.logprobs[:num])[same].max(initial=0) <= TOLERANCE
+    assert len(stops) >= 100
+    assert num_equal >= 0.999 * num_tokens
+
+
+def next_report(engine, batch, pending, last):
+    """Return the partial outputs once they have a token more than the last ones for each request in flight."""
+    while not all(p.done() for p in pending):
+        report = engine.partial_outputs(batch)
+        before = num_tokens({request_id: last[request_id] for request_id in report.keys() & last.keys()})
+        if report and num_tokens(report) >= before + len(report):
+            return report
+        time.sleep(0.02)
+    return {}
+
+
+def num_tokens(report):
+    return sum(len(part.token_ids) for part in report.values())
+
+
+def test_partial_outputs_are_beginnings_of_the_completions(engine, model_dir):
+    """With pushes in flight: tokens, log-probabilities and versions, bit for bit."""
+    batch = requests(prompts(12), seeds=range(1000, 1012), max_new_tokens=440)
+    pending = [engine.submit("generate", request) for request in batch]
+    reports: list[dict] = [{}]
+    for version in (1, 2, 3):
+        for _ in range(2):
+            reports.append(next_report(engine, batch, pending, reports[-1]))
+        sync(engine, reference.changed(model_dir, seed=100 + version), version)
+    whole = {request.request_id: p.result(HANG_SECONDS) for request, p in zip(batch, pending, strict=True)}
+    assert engine.partial_outputs(batch) == {}
+    checked = [(whole[request_id], part) for report in reports for request_id, part in report.items()]
+    assert len(checked) >= 12
+    assert sum(len(set(part.policy_versions.tolist())) > 1 for _, part in checked) >= 1
+    for generation, part in checked:
+        num = len(part.token_ids)
+        assert 0 < num < len(generation.token_ids)
+        for name in ("token_ids", "logprobs", "policy_versions"):
+            np.testing.assert_array_equal(getattr(part, name), getattr(generation, name)[:num])
+        assert part.finish_reason == "unfinished"
+
+
+class AsyncEngine(WholeBatches):
+    """A `GenerationEngine` of this process's event loop."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    async def generate(self, request):
+        return await asyncio.wrap_future(self.engine.submit("generate", request))
+
+    async def partial_outputs(self, known):
+        return await asyncio.wrap_future(self.engine.submit("partial_outputs", known))
+
+
+def test_group_continues_after_its_engine_is_killed(engine, spec, monkeypatch):
+    monkeypatch.setattr(partial_outputs, "REPORT_SECONDS", 0.05)
+    job = make_group_job(num_samples=8, max_new_tokens=480)
+
+    async def rollout(*engines, kill=None):
+        limits = RolloutWorkerSpec(request_timeout_seconds=UNREACHED_SECONDS)
+        worker = RolloutWorker(limits, engines, NoScores(), tokenizer=None)
+        group = asyncio.create_task(worker.rollout_group(job))
+        if kill is not None:
+            outputs = worker._pool.live(0).engine.partial_outputs
+            while outputs.num_tokens < 50:
+                await asyncio.sleep(0.02)
+            kill()
+        _, trajectories = await group
+        return await worker.retry_counts(), trajectories
+
+    _, expected = asyncio.run(rollout(AsyncEngine(engine)))
+    with started(spec) as lost:
+        kill = lost.scheduler_processes()[0].kill
+        counts, trajectories = asyncio.run(rollout(AsyncEngine(lost), AsyncEngine(engine), kill=kill))
+    assert counts.num_retried >= 1
+    assert counts.num_kept_tokens >= 50
+    for one, other in zip(trajectories, expected, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert np.abs(one.logprobs - other.logprobs).max() <= TOLERANCE
+        assert one.finish_reason == other.finish_reason
+
+
+def test_paused_scheduler_sleeps_and_wakes_up_for_commands(engine):
+    (request,) = requests([[1, 2, 3]], temperature=0.0, max_new_tokens=4)
+    (scheduler,) = engine.scheduler_processes()
+    engine.call("begin_weights")
+    waiting = engine.submit("generate", request)
+    states = []
+    for _ in range(100):
+        time.sleep(0.005)
+        states.append(scheduler.status())
+    assert states.count(psutil.STATUS_SLEEPING) > 50  # one that polls is never seen asleep, also on a busy machine
+    assert not waiting.done()
+    with pytest.raises(WeightSyncError, match="tensors did not arrive"):
+        engine.call("end_weights", 1)  # ends the pause; the weights stay as they are
+    assert 1 <= len(waiting.result(HANG_SECONDS).token_ids) <= 4

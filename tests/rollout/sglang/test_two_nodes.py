@@ -14,9 +14,9 @@ from megarl.process.ports import find_unused_port
 from tests.end_to_end.components import engine_host
 from tests.rollout.remote import RemoteEngine, requests, send_bucket, started
 from tests.rollout.sglang.serving import PROMPTS, assert_blocked
-from tests.rollout.sglang.test_engine_failures import has_exited
+from tests.rollout.sglang.test_engine_failures import assert_all_exit
 from tests.rollout.sglang.weight_update.test_network_receive import World, assert_serves
-from tests.time_limits import HANG_SECONDS, wait_until
+from tests.time_limits import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -43,18 +43,14 @@ def world(spec, uneven_dir, tmp_path_factory):
         world.close()
 
 
-def seeded(temperature):
-    return [
-        dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=seed))
-        for seed, request in enumerate(requests(PROMPTS, temperature=temperature))
-    ]
-
-
 def test_completions_are_those_of_an_engine_on_one_node(world, spec):
     with started(spec, model_path=world.model_dir, tp=2) as on_one_node:
         assert on_one_node.call("layouts") == world.layouts
         for temperature in (0.0, 1.0):
-            here, there = (e.call("generate_many", seeded(temperature)) for e in (world.engine, on_one_node))
+            here, there = (
+                engine.generate(PROMPTS, seeds=range(len(PROMPTS)), temperature=temperature)
+                for engine in (world.engine, on_one_node)
+            )
             for a, b in zip(here, there, strict=True):
                 assert a.token_ids.tobytes() == b.token_ids.tobytes()
                 assert a.logprobs.tobytes() == b.logprobs.tobytes()
@@ -76,26 +72,18 @@ def test_replies_of_both_nodes_are_reported(world):
     assert_serves(world, 2)
 
 
-def stop_for_ping(world):
-    """Stop the host of the second node and return whether a ping is answered then."""
-    (host,) = [process for process in psutil.Process(world.engine.process.pid).children() if is_host(process)]
+def test_ping_waits_for_the_hosts_of_all_nodes(world):
+    assert world.engine.call("ping") is None
+    children = psutil.Process(world.engine.process.pid).children()
+    (host,) = [process for process in children if "engine_process.py" in " ".join(process.cmdline())]
     host.send_signal(signal.SIGSTOP)
     ping = world.engine.submit("ping")
     try:
         world.engine.generate(PROMPTS)  # which the schedulers of both nodes complete without the host
-        return ping.done()
+        assert not ping.done()
     finally:
         host.send_signal(signal.SIGCONT)
         assert ping.result(HANG_SECONDS) is None
-
-
-def is_host(process):
-    return "engine_process.py" in " ".join(process.cmdline())
-
-
-def test_ping_waits_for_the_hosts_of_all_nodes(world):
-    assert world.engine.call("ping") is None
-    assert not stop_for_ping(world)
 
 
 def test_rank_of_the_second_node_that_does_not_answer_is_named(world):
@@ -107,9 +95,8 @@ def test_rank_of_the_second_node_that_does_not_answer_is_named(world):
         with ThreadPoolExecutor() as pool:
             sending = pool.submit(send_bucket, world.engine, bucket)
             world.engine.call("pass_time_limit", "the command to load model.norm.weight")
-            with pytest.raises(
-                WeightSyncError, match=r"TP rank 1 \(pid \d+, stopped\) on node1 did not answer .* 1200 s$"
-            ):
+            message = r"TP rank 1 \(pid \d+, stopped\) on node1 did not answer .* 1200 s$"
+            with pytest.raises(WeightSyncError, match=message):
                 sending.result(HANG_SECONDS)
     finally:
         stalled.send_signal(signal.SIGCONT)
@@ -131,7 +118,7 @@ def test_death_of_a_scheduler_of_the_second_node_ends_the_engine(world):
         pending.result(HANG_SECONDS)
     assert isinstance(watch.result(HANG_SECONDS), LostEngineError)
     world.engine.close()
-    assert wait_until(lambda: all(map(has_exited, processes))), [p for p in processes if not has_exited(p)]
+    assert_all_exit(processes)
 
 
 def test_death_of_the_second_nodes_host_ends_the_engine(spec):
@@ -139,13 +126,12 @@ def test_death_of_the_second_nodes_host_ends_the_engine(spec):
     engine.call("start")
     processes = processes_of(engine)
     watch = engine.submit("watch")
-    engine_host_pid = engine_host(engine.scheduler_processes()[1].pid)
-    os.kill(engine_host_pid, signal.SIGKILL)
+    os.kill(engine_host(engine.scheduler_processes()[1].pid), signal.SIGKILL)
     assert re.search("the engine's host on node1 died", str(watch.result(HANG_SECONDS)))
     with pytest.raises(LostEngineError, match="the engine's host on node1 died"):
         engine.generate(PROMPTS)
     engine.close()
-    assert wait_until(lambda: all(map(has_exited, processes))), [p for p in processes if not has_exited(p)]
+    assert_all_exit(processes)
 
 
 def test_failed_start_names_the_node_and_leaves_no_process(spec, tmp_path):
@@ -155,4 +141,4 @@ def test_failed_start_names_the_node_and_leaves_no_process(spec, tmp_path):
         start.result(HANG_SECONDS)
     processes = processes_of(engine)
     engine.close()
-    assert wait_until(lambda: all(map(has_exited, processes)))
+    assert_all_exit(processes)

@@ -1,3 +1,5 @@
+"""An engine with two TP ranks: weights in each, and ranks that hang or die in the middle of an update."""
+
 import pytest
 import torch
 
@@ -8,18 +10,8 @@ from megarl.reshard.transfer.bucket import digest
 from megarl.reshard.transfer.sample_digests import ExpectedBox
 from megarl.rollout.sglang.engine_host import check_port
 from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts
-from tests.rollout import reference
-from tests.rollout.remote import (
-    Senders,
-    boxes_of,
-    fork_traces,
-    requests,
-    send_bucket,
-    send_rounds,
-    started,
-    sync,
-    sync_boxes,
-)
+from tests.rollout import reference, remote
+from tests.rollout.remote import Senders, boxes_of, requests, send_bucket, send_rounds, started, sync, sync_boxes
 from tests.rollout.sglang.serving import PROMPTS, assert_blocked, assert_completes, assert_serves
 from tests.rollout.sglang.test_in_flight import Versions, check_spans, generate_during_pushes, prompts
 from tests.time_limits import HANG_SECONDS
@@ -43,7 +35,7 @@ def test_each_rank_holds_its_shard(engine, uneven_dir, tmp_path):
 
 def test_tokens_name_the_version_that_sampled_them(engine, uneven_dir):
     versions, batch = Versions(uneven_dir, 4), prompts(12)
-    generations = generate_during_pushes(engine, versions, batch, max_new_tokens=400)
+    generations, _ = generate_during_pushes(engine, versions, batch, max_new_tokens=400)
     boundaries, noticed = check_spans(versions, batch, generations)
     assert boundaries >= 6
     assert noticed >= 0.9 * boundaries
@@ -79,7 +71,7 @@ def test_boxes_arrive_bit_for_bit_in_each_rank(engine, layouts, uneven_dir, tmp_
 
 def test_layouts_match_the_offline_trace(layouts, uneven_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    fork_traces(monkeypatch)
+    remote.fork_traces(monkeypatch)
     assert layouts == trace_layouts(uneven_dir, tp=2)
 
 
@@ -102,10 +94,8 @@ def test_rank_whose_boxes_are_missing_is_named(engine, layouts, uneven_dir, serv
         engine.call("set_round_seconds", 1.0)
         receiving = engine.submit("receive_weights")
         copied()
-        with pytest.raises(
-            WeightSyncError,
-            match=r"^TP rank 1: .*round 0 of the weights did not come from trainer rank 1 in 1 s$",
-        ):
+        message = r"^TP rank 1: .*round 0 of the weights did not come from trainer rank 1 in 1 s$"
+        with pytest.raises(WeightSyncError, match=message):
             receiving.result(HANG_SECONDS)
     assert_blocked(engine, 5)
     sync_boxes(engine, layouts, served, 5)
@@ -138,10 +128,7 @@ NUM_SAMPLES = 16
 
 
 def expected_boxes(samples, weights):
-    return [
-        ExpectedBox(sample.tp_rank, sample.tensor, sample.box, digest(weights[sample.tensor][slices(sample.box)]))
-        for sample in samples
-    ]
+    return [ExpectedBox(s.tp_rank, s.tensor, s.box, digest(weights[s.tensor][slices(s.box)])) for s in samples]
 
 
 def send(engine, way, layouts, weights):
@@ -172,17 +159,13 @@ def test_one_changed_element_is_found_and_the_engine_does_not_serve(engine, layo
     samples = engine.call("sample_boxes", 3, NUM_SAMPLES)
     wrong = samples[NUM_SAMPLES // 2]
     sent = {name: tensor.clone() for name, tensor in weights.items()}
-    last = sent[wrong.tensor][slices(wrong.box)].view(-1) if len(wrong.box) == 1 else None
-    if last is None:
-        last = sent[wrong.tensor][slices(wrong.box)][-1]
-    last[-1] *= 1 + 2**-22
+    sent[wrong.tensor][slices(wrong.box)][(-1,) * len(wrong.box)] *= 1 + 2**-22
     engine.call("begin_weights")
     send(engine, way, layouts, sent)
     problem = engine.call("verify_weights", expected_boxes(samples, weights))
     assert problem.startswith(f"TP rank {wrong.tp_rank} does not hold the values of {wrong.tensor} [")
-    with pytest.raises(
-        WeightSyncError, match="end_weights needs begin_weights first; the last update was closed: TP rank"
-    ):
+    closed = "end_weights needs begin_weights first; the last update was closed: TP rank"
+    with pytest.raises(WeightSyncError, match=closed):
         engine.call("end_weights", 3)
     with pytest.raises(WeightSyncError, match="an update that failed"):
         engine.generate(PROMPTS)
@@ -201,13 +184,90 @@ def test_engine_uses_the_configured_port():
         check_port(PORT)
 
 
-def test_shutdown_fails_the_requests_in_flight(engine):
-    """Must be the last test of this module, because it shuts the engine down."""
-    schedulers = engine.scheduler_processes()
-    pending = engine.submit("generate_many", requests(PROMPTS, max_new_tokens=480))
-    engine.call("shutdown")
-    with pytest.raises(WorkerError, match="the engine was shut down"):
-        pending.result(HANG_SECONDS)
-    assert not any(p.is_running() for p in schedulers)
-    with pytest.raises(WorkerError, match="shut down"):
-        engine.generate(PROMPTS)
+STALL_SECONDS = 1.0
+RECEIVE = "the command to receive weights"
+
+
+@pytest.fixture
+def senders(engine, layouts, uneven_dir):
+    """Senders of version 6 in two rounds, for both TP ranks."""
+    weights = reference.changed(uneven_dir, seed=6)
+    ranks = [boxes_of(layout, weights) for layout in layouts]
+    with Senders(engine, [[boxes[i::2] for boxes in ranks] for i in range(2)]) as senders:
+        yield senders
+
+
+def begin_and_send_one_round(engine, senders):
+    """Return the future of the engine's `receive_weights`, in the middle of an update."""
+    senders.prepare()
+    engine.call("begin_weights")
+    receiving = senders.receive()
+    senders.complete(0)
+    return receiving
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_hung_rank_is_reported_and_the_next_update_repairs_the_engine(engine, layouts, senders, uneven_dir, rank):
+    process = engine.scheduler_processes()[rank]
+    receiving = begin_and_send_one_round(engine, senders)
+    senders.ranks[rank]._stall_seconds = STALL_SECONDS
+    process.suspend()
+    try:
+        senders.complete(1)
+        stalled = f"engine 0 rank {rank} did not copy its weights within {STALL_SECONDS:g} s"
+        assert senders.failures == [stalled if r == rank else "" for r in (0, 1)]
+        engine.call("pass_time_limit", RECEIVE)
+        unanswered = rf"TP rank {rank} \(pid {process.pid}, stopped\).* did not answer {RECEIVE} within 2400 s$"
+        with pytest.raises(WeightSyncError, match=unanswered):
+            receiving.result(HANG_SECONDS)
+        for method, arguments in {"end_weights": (6,), "generate_many": (requests(PROMPTS),)}.items():
+            with pytest.raises(WeightSyncError, match=rf"did not answer {RECEIVE}|parts of version 5"):
+                engine.call(method, *arguments)
+        late = engine.submit("begin_weights")
+        engine.call("pass_time_limit", RECEIVE)
+        with pytest.raises(WeightSyncError, match=rf"has not answered {RECEIVE} yet, .* must be restarted"):
+            late.result(HANG_SECONDS)
+    finally:
+        process.resume()
+    assert_blocked(engine, 5)
+    assert engine.call("health").policy_version == 5
+    weights = reference.changed(uneven_dir, seed=7)
+    sync_boxes(engine, layouts, weights, 7)
+    assert_completes(engine, uneven_dir, weights, 7)
+
+
+def test_update_that_cannot_begin_blocks_generation_until_the_next(engine, layouts, uneven_dir, served):
+    process = engine.scheduler_processes()[1]
+    process.suspend()
+    try:
+        begin = engine.submit("begin_weights")
+        engine.call("pass_time_limit", "begin_weight_update")
+        with pytest.raises(WeightSyncError, match="the engine did not answer begin_weight_update within 1200 s"):
+            begin.result(HANG_SECONDS)
+        with pytest.raises(WeightSyncError, match=r"paused for an update that failed .*begin_weight_update"):
+            engine.generate(PROMPTS)
+    finally:
+        process.resume()
+    sync_boxes(engine, layouts, served, 6)
+    assert_completes(engine, uneven_dir, served, 6)
+
+
+@pytest.mark.usefixtures("served")
+def test_dead_rank_ends_the_engine_but_not_its_senders(engine, senders):
+    process = engine.scheduler_processes()[1]
+    receiving = begin_and_send_one_round(engine, senders)
+    process.kill()
+    senders.complete(1)
+    assert senders.failures[1].startswith("engine 0 rank 1 has closed its connection")
+    dead = r"scheduler process of TP rank 1 was ended by SIGKILL"
+    for method, *arguments in [
+        ("receive_weights",),
+        ("end_weights", 6),
+        ("begin_weights",),
+        ("generate_many", requests(PROMPTS)),
+        ("health",),
+    ]:
+        call = receiving if method == "receive_weights" else engine.submit(method, *arguments)
+        with pytest.raises(WorkerError, match=dead):
+            call.result(HANG_SECONDS)

@@ -7,26 +7,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 
 from megarl.sandbox.fork_server_client import ForkServer
 from megarl.sandbox.guest.limits import MIB
 from megarl.sandbox.tiers import LOCAL_TIERS, find_local_tiers
-from tests.sandbox.corpus.check import (
-    ATTACKS,
-    MAX_GROWTH,
-    MAX_OVERRUN,
-    Report,
-    can_run_outside,
-    check_tier,
-    find_fault_outside,
-)
+from tests.sandbox.corpus.attacks import ATTACKS
+from tests.sandbox.corpus.check import MAX_GROWTH, MAX_OVERRUN, Report, can_run_outside, check_tier, find_fault_outside
 from tests.sandbox.corpus.forgeries import FORGERIES
 from tests.sandbox.corpus.targets import open_targets
 
-
-def out(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+out = partial(print, flush=True)
 
 
 COLUMNS = ("tier", "contained", "secrets", "forgeries refused", "after limit", "host memory", "failures", "time")
@@ -76,10 +67,9 @@ def main() -> int:
             num_run += 1
             failed = failed or bool(report.failures)
             rows.append(row(report, len(attacks)))
-            for name, reason in report.exempt.items():
-                out(f"{tier}: without {name}: {reason}")
-            for failure in report.failures:
-                out(f"{tier}: {failure}")
+            exempt = [f"without {name}: {reason}" for name, reason in report.exempt.items()]
+            for line in (*exempt, *report.failures):
+                out(f"{tier}: {line}")
         if num_run:
             out(table([COLUMNS, *rows, TARGETS]))
         if args.tier == "outside":

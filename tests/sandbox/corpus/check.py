@@ -19,13 +19,11 @@ from megarl.sandbox.fork_server_client import ForkServer
 from megarl.sandbox.guest.limits import MIB, Limits
 from megarl.sandbox.local_sandbox import LocalSandbox
 from megarl.sandbox.sandbox import Case, Outcome, Program
-from tests.sandbox.corpus import bombs, files, kernel, network, processes
-from tests.sandbox.corpus.attack import REACHED, Attack
+from tests.sandbox.corpus.attacks import ATTACKS, REACHED, Attack
 from tests.sandbox.corpus.forgeries import FORGERIES, HONEST
 from tests.sandbox.corpus.targets import Targets
-from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
-
-ATTACKS = [*files.ATTACKS, *network.ATTACKS, *processes.ATTACKS, *kernel.ATTACKS, *bombs.ATTACKS]
+from tests.sandbox.local_tiers import patient_limits
+from tests.time_limits import HANG_SECONDS
 
 EXEMPT = {
     "runsc": {
@@ -35,14 +33,9 @@ EXEMPT = {
 }
 """Tier -> name of a program that reaches its target there, and why that gives it nothing."""
 
-SIZES: dict[str, Any] = {
-    "memory_bytes": 128 * MIB,
-    "disk_bytes": 16 * MIB,
-    "max_processes": 12,
-    "output_bytes": 32 * 1024,
-}
-LIMITS = Limits(wall_seconds=1.0, cpu_seconds=1, **SIZES)
-PATIENT_LIMITS = Limits(wall_seconds=UNREACHED_SECONDS, cpu_seconds=int(UNREACHED_SECONDS), **SIZES)
+SIZES: dict[str, Any] = {"memory_bytes": 128 * MIB, "disk_bytes": 16 * MIB, "output_bytes": 32 * 1024}
+LIMITS = Limits(wall_seconds=1.0, cpu_seconds=1, max_processes=12, **SIZES)
+PATIENT_LIMITS = patient_limits(max_processes=12, **SIZES)
 """Limits of the honest program and of forgeries, which end by themselves."""
 
 MAX_GROWTH = 50 * MIB
@@ -251,8 +244,5 @@ def find_fault_outside(attack: Attack, targets: Targets) -> str | None:
 def can_run_outside(attack: Attack) -> bool:
     """Whether a program can be run on this machine without a sandbox, to show that it works."""
     needs_x86 = attack.name in {"calls_of_32_bits", "clone_user_namespace", "keyring", "user_fault", "seccomp_listener"}
-    return (
-        not attack.not_outside
-        and (not attack.needs_root or os.geteuid() == 0)
-        and (not needs_x86 or platform.machine() == "x86_64")
-    )
+    has_rights = os.geteuid() == 0 or not attack.needs_root
+    return not attack.not_outside and has_rights and (not needs_x86 or platform.machine() == "x86_64")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import http.server
 import os
 import secrets
 import socket
@@ -53,7 +52,7 @@ class Targets:
             "unix": self._serve(socket.AF_UNIX, str(folder / "socket")),
             "abstract": f"megarl-corpus-{os.getpid()}",
             "udp": self._serve_udp(),
-            "http": self._serve_http(),
+            "http": self._serve(socket.AF_INET, ("127.0.0.1", 0), b"HTTP/1.0 200 OK\r\n\r\n")[1],
             "shm_key": self._share(),
         }
         self._serve(socket.AF_UNIX, f"\0{self.places['abstract']}")
@@ -87,7 +86,8 @@ class Targets:
             self._victim.kill()
             self._victim.communicate()
 
-    def _serve(self, family: int, address: object) -> object:
+    def _serve(self, family: int, address: object, http: bytes = b"") -> object:
+        """Send the secret to each client; after its request, behind the head `http`, if there is one."""
         server = socket.socket(family)
         server.bind(address)
         server.listen()
@@ -97,7 +97,9 @@ class Targets:
         def greet() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.sendall(self.canary.encode())
+                if http:
+                    connection.recv(10_000)
+                connection.sendall(http + self.canary.encode())
 
         self._start(server, greet)
         return address if family == socket.AF_UNIX else server.getsockname()
@@ -119,23 +121,6 @@ class Targets:
 
         threading.Thread(target=loop, daemon=True).start()
         self._stack.callback(server.close)
-
-    def _serve_http(self) -> int:
-        canary = self.canary
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(canary.encode())
-
-            def log_message(self, *_: object) -> None: ...
-
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        self._stack.callback(server.server_close)
-        self._stack.callback(server.shutdown)
-        return server.server_address[1]
 
     def _share(self) -> int:
         """Create a System V segment with the secret, and return its key."""

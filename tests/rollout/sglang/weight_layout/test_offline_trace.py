@@ -14,6 +14,7 @@ from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.weight_layout import offline_trace
 from megarl.rollout.sglang.weight_layout.offline_trace import trace_engine, trace_layouts
 from megarl.rollout.sglang.weight_update.message_encoding import decode_traces, encode_traces
+from tests.megatron.fidelity.models import CONFIGS
 from tests.rollout.engine_server import ForkedProcess
 from tests.rollout.remote import engine_variables, fork_traces, server_address
 from tests.rollout.sglang.weight_layout import oracle
@@ -30,38 +31,8 @@ SIZES = {
     "dtype": "float32",
 }
 EXPERTS = {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "moe_intermediate_size": 32,
-    "num_nextn_predict_layers": 1,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "type": "yarn",
-        "factor": 4.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 512,
-    },
-}
+LATENT = {key: value for key, value in CONFIGS["deepseek_v3"].items() if key != "model_type"}
+LATENT |= {**SIZES, "num_key_value_heads": 4, "num_hidden_layers": 3}
 MODELS = {
     "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},

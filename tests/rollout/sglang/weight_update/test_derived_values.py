@@ -7,12 +7,11 @@ import torch
 from transformers import Gemma2Config
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import slices
 from megarl.rollout.sglang.weight_layout.offline_trace import trace_engine
 from megarl.rollout.sglang.weight_update.update_session import full_tensors
 from tests.rollout import reference
 from tests.rollout.conftest import SIZES, save_tiny
-from tests.rollout.remote import Senders, fork_traces, send_bucket, send_rounds, started
+from tests.rollout.remote import Senders, boxes_of, fork_traces, send_bucket, send_rounds, started
 from tests.rollout.sglang.serving import PROMPTS, assert_blocked, assert_completes
 from tests.rollout.sglang.weight_update.test_network_receive import World
 from tests.time_limits import HANG_SECONDS
@@ -48,10 +47,7 @@ def full_names(engine):
 
 
 def rank_boxes(engine, weights, without):
-    return [
-        [(p.local, p.local_box, weights[p.tensor][slices(p.box)]) for p in layout.pieces if p.tensor not in without]
-        for layout in engine.call("layouts")
-    ]
+    return [boxes_of(layout, weights, without) for layout in engine.call("layouts")]
 
 
 def update(engine, weights, full_names, version):
@@ -139,8 +135,7 @@ def test_boxes_wait_for_the_tensors_that_come_in_full(engine, full_names, gemma_
     engine.call("begin_weights")
     with Senders(engine, [rank_boxes(engine, weights, full_names)]) as senders:
         senders.prepare()
-        receiving = engine.submit("receive_weights")
-        senders.begin()
+        receiving = senders.receive()
         send_bucket(engine, {name: weights[name] for name in full_names if name != NORM})
         assert not receiving.done()
         with pytest.raises(WeightSyncError, match=rf"computes values from 1 tensors, .*: {NORM}|did not arrive"):

@@ -22,10 +22,11 @@ from tests.rollout.remote import started
 from tests.rollout.sglang.serving import assert_blocked, assert_completes
 from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
-SYNC_SECONDS = UNREACHED_SECONDS
 FAULT_SECONDS = 10.0
 """Time limit of a sync whose sender or receiver is stopped."""
 NUM_VERSIONS = 12
+STOP = (signal.SIGSTOP, 1)
+"""Fault of a sync: trainer rank 1 stops itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +45,13 @@ class Versions:
 
 def trainer_layouts(tensors):
     """Layouts of two ranks: the first third of the rows of every matrix, and the rest; both hold the vectors."""
-    layouts = []
-    for rank in range(2):
-        pieces = []
-        for name, spec in tensors.items():
-            rows, cut = spec.shape[0], spec.shape[0] // 3
-            here = (0, rows) if len(spec.shape) == 1 else ((0, cut), (cut, rows))[rank]
-            box = (here, *((0, n) for n in spec.shape[1:]))
-            local_box = ((0, here[1] - here[0]), *box[1:])
-            pieces.append(ShardPiece(name, box, f"train.{name}", local_box))
-        layouts.append(WeightLayout(tensors, tuple(pieces)))
-    return layouts
+    pieces = [], []
+    for name, spec in tensors.items():
+        rows, cut = spec.shape[0], spec.shape[0] // 3
+        for rank, here in enumerate([(0, rows)] * 2 if len(spec.shape) == 1 else [(0, cut), (cut, rows)]):
+            others = [(0, n) for n in spec.shape[1:]]
+            pieces[rank].append(ShardPiece(name, (here, *others), f"train.{name}", ((0, here[1] - here[0]), *others)))
+    return [WeightLayout(tensors, tuple(of_rank)) for of_rank in pieces]
 
 
 class World:
@@ -65,19 +62,14 @@ class World:
         for version in range(1, NUM_VERSIONS):
             save_file(reference.changed(model_dir, seed=version), folder / f"{version}.safetensors")
         self.layouts = self.engine.call("layouts")
-        self.transfer_spec = TransferSpec(
-            sources=trainer_layouts(self.layouts[0].tensors),
-            needs=self.layouts,
-            num_engines=1,
-            nodes=nodes,
-            **{"bucket_bytes": 1 << 16, **transfer},
-        )
+        sources, settings = trainer_layouts(self.layouts[0].tensors), {"bucket_bytes": 1 << 16, **transfer}
+        self.transfer_spec = TransferSpec(sources=sources, needs=self.layouts, num_engines=1, nodes=nodes, **settings)
         self.trainers = [RankProcess(TransferMember, rank, self.transfer_spec, self.versions) for rank in range(2)]
         self.store, self.num_connects = open_store("127.0.0.1"), 0
         for trainer in self.trainers:
             trainer.wait_started()
 
-    def transfer_group(self, seconds=SYNC_SECONDS):
+    def transfer_group(self, seconds=UNREACHED_SECONDS):
         self.num_connects += 1
         return TransferGroup("127.0.0.1", self.store.port, str(self.num_connects), self.transfer_spec.size, seconds)
 
@@ -87,7 +79,7 @@ class World:
             assert trainer.result().error is None
         self.connect(transfer_spec)
 
-    def try_to_connect(self, transfer_spec=None, seconds=SYNC_SECONDS):
+    def try_to_connect(self, transfer_spec=None, seconds=UNREACHED_SECONDS):
         """Return the errors of the engine and of the trainer's ranks."""
         transfer_group = self.transfer_group(seconds)
         connecting = self.engine.submit("join_trainer", transfer_spec or self.transfer_spec, 0, transfer_group)
@@ -109,6 +101,12 @@ class World:
         for trainer in self.trainers:
             trainer.begin("sync", version, fault, delta)
         return self.engine.submit("receive_weights", delta)
+
+    def begin_and_stop_trainer(self, version):
+        """Begin a sync, during which trainer rank 1 is stopped; return once it is."""
+        receiving, stopping = self.begin(version, STOP), psutil.Process(self.trainers[1].process.pid)
+        assert wait_until(lambda: stopping.status() == psutil.STATUS_STOPPED)
+        return receiving
 
     def sync(self, version, delta=None):
         """Run a sync; return the statistics of all four ranks."""
@@ -177,7 +175,7 @@ def test_delta_sync_sends_changed_boxes_only(world):
 
 def test_stalled_sender_blocks_the_engine_until_the_next_sync(world):
     world.connect_with_limit()
-    receiving = world.begin(4, (signal.SIGSTOP, 1))
+    receiving = world.begin(4, STOP)
     with pytest.raises(WeightSyncError, match=r"TP rank 0: .*TP rank 1: ") as failure:
         receiving.result(HANG_SECONDS)
     for rank in (2, 3):
@@ -198,8 +196,7 @@ def test_stalled_sender_blocks_the_engine_until_the_next_sync(world):
 def test_stalled_receiver_is_reported_and_the_next_sync_repairs_it(world):
     stalled = world.engine.scheduler_processes()[1]
     world.connect_with_limit()
-    receiving = world.begin(6, (signal.SIGSTOP, 1))
-    wait_until_stopped(world.trainers[1].process.pid)
+    receiving = world.begin_and_stop_trainer(6)
     stalled.send_signal(signal.SIGSTOP)
     world.trainers[1].signal(signal.SIGCONT)
     assert all(re.match(r"rank \d: round \d+ of the weights: ", t.result().error) for t in world.trainers)
@@ -212,11 +209,6 @@ def test_stalled_receiver_is_reported_and_the_next_sync_repairs_it(world):
     world.connect()
     world.sync(7)
     assert_serves(world, 7)
-
-
-def wait_until_stopped(pid):
-    process = psutil.Process(pid)
-    assert wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
 
 
 def test_plan_that_does_not_fit_is_rejected_before_connecting(world):
@@ -256,8 +248,7 @@ def test_dead_engine_fails_the_sync_without_waiting(world):
     """The last test, because it kills the engine."""
     world.connect()
     scheduler = world.engine.scheduler_processes()[0]
-    receiving = world.begin(1, (signal.SIGSTOP, 1))
-    wait_until_stopped(world.trainers[1].process.pid)
+    receiving = world.begin_and_stop_trainer(1)
     scheduler.kill()
     with pytest.raises(WorkerError, match="SIGKILL"):
         receiving.result(HANG_SECONDS)

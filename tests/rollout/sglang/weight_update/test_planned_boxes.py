@@ -1,6 +1,8 @@
-"""The boxes of a plan against a small model, without SGLang."""
+"""The boxes of a plan against a small model, without SGLang, and the modules in FP8 that can be written as boxes."""
 
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,14 +14,9 @@ from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.box_channel import BoxSender
 from megarl.reshard.transfer.bucket import BoxSlot
 from megarl.rollout.sglang.weight_layout.engine_trace import fold
-from megarl.rollout.sglang.weight_update import shared_receive, weight_loader
-from megarl.rollout.sglang.weight_update.messages import (
-    prepare_boxes_command,
-    read_reply,
-    receive_boxes_command,
-    reply_path,
-)
+from megarl.rollout.sglang.weight_update import messages, shared_receive, weight_loader
 from megarl.rollout.sglang.weight_update.planned_boxes import PlannedBoxes
+from megarl.rollout.sglang.weight_update.repacking import _keeps_fp8_blocks
 from tests.rollout.remote import box_bucket
 from tests.time_limits import UNREACHED_SECONDS
 
@@ -49,7 +46,7 @@ BOXES = [
 
 
 def slots_of(boxes):
-    return list(box_bucket(boxes)[1].slots)
+    return box_bucket(boxes)[1].slots
 
 
 def test_rounds_are_copied_bitwise_into_their_boxes(model):
@@ -108,39 +105,43 @@ def test_reallocated_parameters_are_found_again(model):
         planned.refresh(model)
 
 
-def execute(model, command, tmp_path):
-    weight_loader.load(model, [(command | {"reply": str(tmp_path / "reply")}, torch.empty(0))])
-    return read_reply(reply_path(str(tmp_path / "reply"), 0))
+def execute(model, command, folder):
+    weight_loader.load(model, [(command | {"reply": str(folder / "reply")}, torch.empty(0))])
+    return messages.read_reply(messages.reply_path(str(folder / "reply"), 0))
 
 
-@pytest.mark.parametrize("fault", ["missing bucket", "short bucket", "aborted", "withdrawn"])
+FAULTS = {
+    "missing bucket": "No such file",
+    "short bucket": "needs 10000000 bytes, got 4096",
+    "aborted": "rank 7 is lost",
+    "withdrawn": "trainer rank 0 has aborted the sync, or has ended",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_failed_receive_is_reported_to_both_sides(model, tmp_path, fault):
     (buffer, bucket), abort_file = box_bucket(BOXES[0]), tmp_path / "abort"
     sender = BoxSender("trainer rank 0", "engine 0 rank 0", [bucket.slots], UNREACHED_SECONDS)
-    prepare = prepare_boxes_command(sender.offer, "unused", "float32")
-    receive = receive_boxes_command(1, abort_file, UNREACHED_SECONDS, selected=False)
+    receive = messages.receive_boxes_command(1, abort_file, UNREACHED_SECONDS, selected=False)
+    prepare = messages.prepare_boxes_command(sender.offer, "unused", "float32")
     assert execute(model, prepare, tmp_path).error is None
     sender.begin()
     if fault == "aborted":
         abort_file.write_text("the update was aborted: rank 7 is lost")
-        error = "rank 7 is lost"
     elif fault == "withdrawn":
         sender.close()
-        error = "trainer rank 0 has aborted the sync, or has ended"
     else:
         if fault == "missing bucket":
             buffer.close()
-            error = "No such file"
         else:
-            bucket = bucket.__class__(bucket.path, 10**7, bucket.slots)
-            error = "needs 10000000 bytes, got 4096"
+            bucket = replace(bucket, num_bytes=10**7)
         wait = sender.load_boxes(0, bucket)
     reply = execute(model, receive, tmp_path)
-    assert error in reply.error
+    assert FAULTS[fault] in reply.error
     assert reply.wrote  # it may have
-    if fault in ("missing bucket", "short bucket"):
+    if fault.endswith("bucket"):
         wait()
-        assert error in sender.failure
+        assert FAULTS[fault] in sender.failure
     again = execute(model, receive, tmp_path)
     assert "the connection with trainer rank 0 was closed when a sync failed" in again.error
     assert not again.wrote
@@ -153,10 +154,8 @@ ROWS = BoxSlot("weight", ((2, 6), (0, 3)), "float32", 0), BoxSlot("bias", ((0, 4
 
 
 def planned_linear():
-    linear = torch.nn.Linear(3, 6)
-    with torch.no_grad():
-        for p in linear.parameters():
-            p.zero_()
+    linear = nn.Linear(3, 6)
+    linear.load_state_dict({"weight": torch.zeros(6, 3), "bias": torch.zeros(6)})
     return linear, PlannedBoxes(linear, [[], ROWS])
 
 
@@ -185,3 +184,49 @@ def test_selected_rows_have_to_lie_in_planned_boxes(line):
     number, *rest = line
     with pytest.raises(WeightSyncError, match=re.escape(f"round {number} has no box for {rest} (slot, rows and")):
         planned.check_selected(np.array([[1, 0, 0, 4, 0], line]))
+
+
+def linear(**changes):
+    module = nn.Module()
+    scales = nn.Parameter(torch.ones(2, 3), requires_grad=False)
+    scales.format_ue8m0 = False
+    module.register_parameter("weight_scale_inv", scales)
+    for name, value in changes.items():
+        setattr(module, name, value)
+    return module
+
+
+def method(**changes):
+    """Return an object with the attributes of SGLang's quantization methods."""
+    return SimpleNamespace(**{"block_quant": True, "weight_block_size": [128, 128], "use_mxfp8": False} | changes)
+
+
+def experts(backend):
+    return method(is_fp4_expert=False, get_moe_runner_backend=lambda _: backend and SimpleNamespace(value=backend))
+
+
+def test_plain_blocks_are_kept():
+    assert _keeps_fp8_blocks(linear(), method())
+    assert _keeps_fp8_blocks(linear(_block_fp8_bf16_weight=None), method(use_marlin=False, block_fp8_as_mxfp8=False))
+    assert all(_keeps_fp8_blocks(linear(), experts(name)) for name in (None, "triton", "deep_gemm", "cutlass"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *(method(**{name: True}) for name in ("use_mxfp8", "use_marlin", "block_fp8_as_mxfp8", "is_fp4_expert")),
+        *(method(block_quant=False), method(weight_block_size=[32, 32])),
+        *(experts("flashinfer_trtllm"), experts("marlin")),
+    ],
+)
+def test_other_methods_repack(changed):
+    assert not _keeps_fp8_blocks(linear(), changed)
+
+
+def test_changed_scales_are_found():
+    requantized, transposed, packed = linear(), linear(), linear()
+    requantized.weight_scale_inv.format_ue8m0 = True
+    transposed.weight_scale_inv.data = torch.ones(3, 2).t()
+    packed.weight_scale_inv = nn.Parameter(torch.ones(2, 3, dtype=torch.int32), requires_grad=False)
+    for module in (requantized, transposed, packed, nn.Module(), linear(_block_fp8_bf16_weight=torch.zeros(1))):
+        assert not _keeps_fp8_blocks(module, method())

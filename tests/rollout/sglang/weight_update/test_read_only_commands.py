@@ -1,13 +1,14 @@
 """Commands that write nothing, in a real engine whose scheduler counts what SGLang does with the weights."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megarl.errors import WeightSyncError
 from tests.rollout import reference
-from tests.rollout.remote import RemoteEngine, Senders, boxes_of, send_rounds, sync
+from tests.rollout.remote import RemoteEngine, Senders, boxes_of, send_rounds, started, sync
 from tests.rollout.sglang.serving import PROMPTS, assert_blocked, assert_completes
 from tests.time_limits import HANG_SECONDS
 
@@ -32,7 +33,7 @@ for name in ("process_weights_after_loading", "restore_weights_before_loading"):
 class CountingEngine(RemoteEngine):
     """An engine whose scheduler imports `PLUGIN` with the models of an external package."""
 
-    def __init__(self, spec, folder, *, repacks):
+    def __init__(self, spec, *, folder, repacks):
         package = folder / "counting_models"
         package.mkdir()
         (package / "__init__.py").touch()
@@ -40,7 +41,7 @@ class CountingEngine(RemoteEngine):
         self.calls = folder / "calls"
         self.calls.touch()
         variables = {
-            "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])),
             "SGLANG_EXTERNAL_MODEL_PACKAGE": package.name,
             "MEGARL_TEST_CALLS": str(self.calls),
             "MEGARL_TEST_REPACKS": "1" if repacks else "",
@@ -59,15 +60,13 @@ class CountingEngine(RemoteEngine):
 
 @pytest.fixture(scope="module")
 def engine(spec, tmp_path_factory):
-    with CountingEngine(spec, tmp_path_factory.mktemp("plain"), repacks=False) as engine:
-        engine.call("start")
+    with started(spec, partial(CountingEngine, folder=tmp_path_factory.mktemp("plain"), repacks=False)) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def repacking_engine(spec, tmp_path_factory):
-    with CountingEngine(spec, tmp_path_factory.mktemp("repacking"), repacks=True) as engine:
-        engine.call("start")
+    with started(spec, partial(CountingEngine, folder=tmp_path_factory.mktemp("repacking"), repacks=True)) as engine:
         yield engine
 
 
@@ -111,18 +110,15 @@ def test_buckets_are_unmapped_with_the_last_round_and_after_a_failed_update(engi
     with Senders(engine, [[boxes[::2]], [boxes[1::2]]]) as senders:
         senders.prepare()
         before = count_mapped_buckets(process)
-        receiving = engine.submit("receive_weights")
-        senders.begin()
-        for wait in senders.send(0):
-            wait()
+        receiving = senders.receive()
+        senders.complete(0)
         assert count_mapped_buckets(process) == before + 1
         if fails:
             senders.ranks[0].close()
             with pytest.raises(WeightSyncError, match="has aborted the sync"):
                 receiving.result(HANG_SECONDS)
         else:
-            for wait in senders.send(1):
-                wait()
+            senders.complete(1)
             assert count_mapped_buckets(process) == before  # the sender frees its buckets now
             receiving.result(HANG_SECONDS)
             engine.call("end_weights", 3)

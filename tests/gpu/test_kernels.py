@@ -1,0 +1,133 @@
+"""Kernels on a GPU: results and roofline at the sizes of a model of 8 billion parameters, memory, shared buckets."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks.kernels import sizes
+from benchmarks.kernels.cases import make_cases
+from benchmarks.kernels.measure import measure
+from benchmarks.kernels.rooflines import find_roofline
+from benchmarks.kernels.show import COLUMNS, row
+from megarl.reshard.transfer.bucket import make_buffer
+from megarl_kernels import BoxTable, copy_boxes, linear_logprob_entropy, logprob_entropy_
+from tests.reshard.transfer import boxes_reader
+from tests.reshard.transfer.boxes_reader import NUM_BOXES, boxes
+
+HEADS = ("linear_logprob_entropy", "logprob_entropy_")
+OPS = (*HEADS, "fp8_block_quantize", "fp8_block_dequantize", "copy_boxes", "segmented_reverse_scan")
+TOKENS = 2048
+"""Fewer than in the benchmark: the reference computes in float32, without tensor cores."""
+
+HEAD = {"t": 4096, "v": 32_768, "h": 256}
+
+
+def measure_op(op, chosen, device):
+    """Return the reports of all implementations of an op, whose results are within the tolerance of its cases."""
+    cases = [case for case in make_cases(chosen, device, compiled=False) if case.op.partition(",")[0] == op]
+    assert cases, f"no case of {op}"
+    return [report for case in cases for report in measure(case, device, find_roofline(device))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_results_and_roofline(op, report):
+    reports = measure_op(op, replace(sizes.GPU, tokens=TOKENS), "cuda")
+    assert any(r.implementation == "megarl (triton)" for r in reports), [r.implementation for r in reports]
+    assert all(r.milliseconds for r in reports)
+    name = torch.cuda.get_device_name()
+    report(f"kernels on {name}", "\n".join(["  ".join(COLUMNS), *("  ".join(row(r)) for r in reports)]))
+
+
+def test_every_op_has_cases():
+    ops = {case.op.partition(",")[0] for case in make_cases(sizes.CPU, "cpu", compiled=False)}
+    assert ops == set(OPS)
+
+
+def head_pass(op, t, v, h, device):
+    """Return a function that makes one forward and backward pass of a head; its inputs are allocated."""
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(t, h, generator=g).to(device, torch.bfloat16).requires_grad_()
+    weight = (torch.randn(v, h, generator=g) * h**-0.5).to(device, torch.bfloat16).requires_grad_()
+    weight.main_grad = torch.zeros(v, h, device=device)
+    targets = torch.randint(v, (t,), generator=g).to(device)
+
+    def run():
+        if op == "linear_logprob_entropy":
+            logprobs, _ = linear_logprob_entropy(hidden, weight, targets, vocab_start=0, valid_columns=v)
+        else:
+            logprobs, _ = logprob_entropy_(hidden @ weight.t(), targets, vocab_start=0, valid_columns=v)
+        (-logprobs.mean()).backward()
+
+    return run, weight
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "limit"), [("linear_logprob_entropy", 0.1), ("logprob_entropy_", 1.0)])
+def test_memory_of_a_head(op, limit, report):
+    """Relative to one float32 tensor of logits; inputs and `main_grad` do not count."""
+    run, _ = head_pass(op, **HEAD, device="cuda")
+    run()  # compiles the kernels
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    peak = (torch.cuda.max_memory_allocated() - before) / (4 * HEAD["t"] * HEAD["v"])
+    report("memory of a head, relative to float32 logits", f"{op}: {peak:.3f}")
+    assert peak <= limit
+
+
+def test_gradient_of_the_weight_is_accumulated_in_float32(device):
+    """The sum of several passes in `main_grad` is that of float64 up to the rounding of each pass, not of the sum."""
+    run, weight = head_pass("linear_logprob_entropy", 96, 777, 64, device)
+    run()
+    once = weight.main_grad.clone()
+    for _ in range(63):
+        run()
+    torch.testing.assert_close(weight.main_grad, 64 * once, rtol=1e-4, atol=1e-7)
+    assert not torch.equal(weight.main_grad, weight.main_grad.bfloat16().float())
+
+
+@pytest.mark.gpu
+def test_scores_at_a_real_vocabulary_are_those_of_log_softmax():
+    """In bfloat16, with padded columns, and targets at both ends of the vocabulary."""
+    t, v, valid, h = 512, 152_064, 151_936, 1024
+    g = torch.Generator(device="cuda").manual_seed(0)
+    normal = partial(torch.randn, generator=g, device="cuda")
+    hidden, weight = normal(t, h).bfloat16(), (normal(v, h) * 3 * h**-0.5).bfloat16()
+    targets = torch.randint(valid, (t,), generator=g, device="cuda")
+    targets[:2] = torch.tensor([0, valid - 1], device="cuda")
+    logprobs, entropy = linear_logprob_entropy(hidden, weight, targets, vocab_start=0, valid_columns=valid)
+    for rows in torch.arange(t, device="cuda").split(64):
+        exact = torch.log_softmax((hidden[rows].double() @ weight[:valid].double().t()), dim=-1)
+        want = exact.gather(1, targets[rows][:, None])[:, 0]
+        torch.testing.assert_close(logprobs[rows].double(), want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(entropy[rows].double(), -(exact.exp() * exact).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_boxes_of_another_process_are_copied_with_their_checksums():
+    buffer = make_buffer(2**20, torch.device("cuda"))
+    buffer.bytes.copy_(torch.arange(2**20, device="cuda").remainder(251))
+    torch.cuda.synchronize()
+    own = torch.zeros_like(buffer.bytes)
+    table = BoxTable.of(list(zip(boxes(buffer.bytes), boxes(own), strict=True)))
+    want = copy_boxes(table, checksum=True).tolist()
+    command = [sys.executable, "-m", boxes_reader.__name__, buffer.path, str(buffer.num_bytes)]
+    out = subprocess.check_output(command, text=True)
+    assert [int(line) for line in out.split()] == want
+    assert len(set(want)) == NUM_BOXES
+    buffer.close()
+
+
+def test_reader_copies_what_the_owner_describes(capsys):
+    """The same code on host memory."""
+    buffer = make_buffer(2**20, torch.device("cpu"))
+    buffer.bytes.copy_(torch.arange(2**20).remainder(251))
+    boxes_reader.main(buffer.path, buffer.num_bytes)
+    assert len({int(line) for line in capsys.readouterr().out.split()}) == NUM_BOXES
+    buffer.close()

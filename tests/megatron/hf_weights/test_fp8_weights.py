@@ -1,0 +1,189 @@
+"""FP8 weights: sync to engines, and folders as DeepSeek-V3 is published, against folders quantized by plain loops."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.config.weight_sync import WeightSyncConfig
+from megarl.megatron.requests import SyncSetup
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.layout import slices
+from tests.megatron.fidelity.measure import as_trajectory
+from tests.megatron.fidelity.models import CONFIGS, append_prediction_layer, build
+from tests.megatron.fidelity.reference import SHORT, draw
+from tests.megatron.hf_weights.test_export import load_folder, same_bits
+from tests.megatron.rank_models import gather, make_model, model_spec
+from tests.megatron.ranks import run_ranks, sample
+from tests.model_files.quantized import dequantize_folder, quantize_folder
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
+LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+LATENT |= {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_nextn_predict_layers": 0}
+MODELS = {
+    # the trainer's tensor-parallel shards of keys and values, and of experts, are parts of blocks
+    "qwen3_moe": CONFIGS["qwen3_moe"] | SIZES | {"head_dim": 64, "moe_intermediate_size": 384, "mlp_only_layers": []},
+    "deepseek_v3": CONFIGS["deepseek_v3"] | SIZES | LATENT,
+}
+ENGINE_TP = {"qwen3_moe": 1, "deepseek_v3": 2}
+
+LAYOUTS = [
+    ("qwen3_moe", 2, {"tp": 2}),
+    ("qwen3_moe micro_dp", 2, {"tp": 2}),
+    ("qwen3_moe", 4, {"tp": 2, "ep": 2, "etp": 2}),
+    ("deepseek_v3", 4, {"tp": 4}),
+    ("deepseek_v3", 4, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
+]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """Return, by model, its folder, the folder in FP8, and the layouts of an engine of the latter."""
+    from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts
+    from tests.rollout.remote import fork_traces
+
+    found = {}
+    for name, config in MODELS.items():
+        root = tmp_path_factory.mktemp(name)
+        build(config).save_pretrained(root / "plain")
+        quantized = quantize_folder(root / "plain", root / "fp8")
+        with pytest.MonkeyPatch.context() as patch:
+            fork_traces(patch)
+            layouts = trace_layouts(quantized, tp=ENGINE_TP[name], device="cuda", dtype="bfloat16")
+        found[name] = str(root / "plain"), root / "fp8", layouts
+    return found
+
+
+def sync(folder, parallel, layouts, strategy):
+    """Sync to an engine on the slots of the first trainer ranks, with micro_dp to one on each slot.
+
+    Returns by trainer rank: the engine's parameters, as bytes, and statistics.
+    """
+    model = make_model(model_spec(folder, parallel, dtype="bfloat16"))
+    from megarl.megatron.hf_weights.weight_sync_worker import WeightSyncWorker
+    from megarl.reshard.planning.strategy import DeltaUpdate, Sinks
+    from megarl.reshard.transfer.sink import Parameters
+
+    config, world = WeightSyncConfig(strategy=strategy, bucket_bytes=200_000), dist.get_world_size()
+    needs, groups = dict(enumerate(layouts)), ()
+    if strategy == "micro_dp":
+        needs, groups = dict.fromkeys(range(world), layouts[0]), (tuple(range(world)),)
+    setup = SyncSetup(config=config, needs=needs, groups=groups, nodes=(0,) * world)
+    worker, rank = WeightSyncWorker(model, setup), dist.get_rank()
+    parameters = empty_parameters(needs[rank]) if rank in needs else None
+    with torch.no_grad():
+        sinks = Sinks(boxes=None if parameters is None else Parameters(parameters))
+        stats = worker.strategy.push(worker._sent_tensors(), sinks, DeltaUpdate(number=1, base=None))
+        again = worker.strategy.push(worker._sent_tensors(), sinks, DeltaUpdate(number=2, base=1))
+    assert again.bytes_delivered == 0, "equal weights have equal values and scales"
+    worker.close()
+    # FP8 tensors cannot be pickled
+    return gather(({name: tensor.view(torch.uint8) for name, tensor in (parameters or {}).items()}, stats))
+
+
+def empty_parameters(layout):
+    shapes, dtypes = {}, {}
+    for piece in layout.pieces:
+        stops = [stop for _, stop in piece.local_box]
+        shapes[piece.local] = [max(pair) for pair in zip(stops, shapes.get(piece.local, stops), strict=True)]
+        dtypes[piece.local] = getattr(torch, layout.tensors[piece.tensor].dtype)
+    return {name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(("name", "world", "parallel"), sample(LAYOUTS, [LAYOUTS[1], LAYOUTS[2], LAYOUTS[4]]), ids=str)
+def test_engine_has_the_bits_of_the_folder_quantized_offline(name, world, parallel, engines, tmp_path):
+    name, _, strategy = name.partition(" ")
+    folder, quantized, layouts = engines[name]
+    results = run_ranks(sync, world, tmp_path, folder, parallel, layouts, strategy or "exact")
+    stored = load_folder(quantized)
+    delivered = dense = 0
+    for layout, (parameters, stats) in zip(layouts, results, strict=False):
+        wanted = empty_parameters(layout)
+        for piece in layout.pieces:
+            wanted[piece.local][slices(piece.local_box)] = stored[piece.tensor][slices(piece.box)]
+            if not piece.tensor.endswith("_scale_inv"):
+                dense += 2 * wanted[piece.local][slices(piece.local_box)].numel()
+        for local, tensor in wanted.items():
+            assert torch.equal(parameters[local], tensor.view(torch.uint8)), local
+        delivered += stats.bytes_delivered
+    assert 0.5 < delivered / dense < 0.56
+
+
+UNEVEN = {"hidden_size": 168, "intermediate_size": 300, "moe_intermediate_size": 144, "num_hidden_layers": 2}
+CONFIG = CONFIGS["deepseek_v3"] | UNEVEN
+CONFIG |= {"q_lora_rank": 140, "kv_lora_rank": 132, "qk_nope_head_dim": 40, "v_head_dim": 30}
+"""No shard of any layout begins where a block does, except the first."""
+
+GRIDS = [
+    {"tp": 2},
+    {"tp": 6},
+    {"pp": 2, "ep": 4, "dp": 4},
+    {"tp": 2, "ep": 2, "etp": 1},
+    {"tp": 2, "ep": 2, "etp": 2, "dp": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return the folder in FP8, and the dequantized ones by dtype."""
+    root = tmp_path_factory.mktemp("fp8")
+    build(CONFIG).save_pretrained(root / "plain")
+    append_prediction_layer(root / "plain" / "model.safetensors", CONFIG)
+    quantized = quantize_folder(root / "plain", root / "fp8")
+    return quantized, {
+        name: dequantize_folder(quantized, root / name, dtype=getattr(torch, name)) for name in ("bfloat16", "float32")
+    }
+
+
+def read_shards(folder, grid, dtype):
+    """Return the local tensors of each rank of `grid`."""
+    from megarl.megatron.families.load_architecture import load_architecture_and_dtype
+    from megarl.megatron.families.trainer_layouts import trainer_layouts
+    from megarl.megatron.hf_weights.local_layout import read_weights
+
+    ranks = []
+    for layout in trainer_layouts(load_architecture_and_dtype(folder)[0], RankGrid(**grid), dtype):
+        ranks.append(empty_parameters(layout))
+        read_weights(folder, layout, ranks[-1])
+    return ranks
+
+
+def compare_shards(quantized, dequantized):
+    compared = 0
+    for dtype, folder in dequantized.items():
+        for grid in GRIDS if dtype == "bfloat16" else GRIDS[:1]:
+            pairs = zip(read_shards(quantized, grid, dtype), read_shards(folder, grid, dtype), strict=True)
+            for rank, (got, want) in enumerate(pairs):
+                for name, tensor in want.items():
+                    assert torch.equal(got[name], tensor), (dtype, grid, rank, name)
+                compared += len(want)
+    return compared
+
+
+def test_shards_of_every_layout_are_those_of_the_dequantized_folder(folders, tmp_path):
+    assert run_ranks(compare_shards, 1, tmp_path, *folders) > 1000
+
+
+def score_and_export(folders, target):
+    """Return the log-probabilities of each folder's model; export that of the first to `target`."""
+    from megarl.megatron.hf_weights import export
+
+    trajectories = [as_trajectory(tokens) for tokens in draw(SHORT, CONFIG["vocab_size"])]
+    logprobs = []
+    for folder in folders:
+        model = make_model(model_spec(folder, {"tp": 2, "ep": 2, "etp": 1}, dtype="bfloat16"))
+        logprobs.append([scores for scores, _ in model.score([trajectories])[0]])
+        if target is not None and folder == folders[0]:
+            export.save(model, folder, target)
+    gather(None)  # rank 0 returns once all have exported
+    return logprobs
+
+
+def test_logprobs_and_export_are_those_of_the_dequantized_folder(folders, tmp_path):
+    (quantized, dequantized), target = folders, tmp_path / "out"
+    got, want = run_ranks(score_and_export, 2, tmp_path, (quantized, dequantized["bfloat16"]), str(target))
+    assert all(torch.equal(mine, other) for mine, other in zip(got, want, strict=True))
+    assert torch.cat(got).std() > 0.1
+    assert "quantization_config" not in json.loads((target / "config.json").read_text())
+    same_bits(target, dequantized["bfloat16"])

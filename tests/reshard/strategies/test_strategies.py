@@ -1,0 +1,397 @@
+"""Syncs on real ranks: full tensors on every rank of a replica, and boxes; their plans and closed forms."""
+
+import mmap
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.errors import WeightSyncError
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.analysis.forecast import forecast
+from megarl.reshard.analysis.nccl_progress import PostedGroup, find_stalls
+from megarl.reshard.analysis.scenario import arrange, even_nodes
+from megarl.reshard.layout.engine_ranks import place_engines_by_overlap, place_engines_strided
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, extent, slices, volume, without
+from megarl.reshard.layout.micro_dp import micro_dp_groups, model_replicas
+from megarl.reshard.layout.overlap import layout_bytes
+from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
+from megarl.reshard.strategies import gather_hf
+from megarl.reshard.strategies.box_strategy import BoxStrategy
+from megarl.reshard.strategies.gather_hf import GatherHf
+from megarl.reshard.strategies.gather_plan import plan_buckets
+from megarl.reshard.transfer import transport
+from megarl.reshard.transfer.bucket import lay_out, map_bucket, torch_dtype
+from megarl.reshard.transfer.byte_counter import ByteCounter
+from tests.megatron.ranks import CollectingSink, run_ranks
+from tests.reshard.rank_process import held_tensors, wrong_elements
+from tests.reshard.synthetic import MODEL_BYTES, scenario
+
+TENSORS = {
+    "rows": TensorSpec((8, 6), "float32"),
+    "columns": TensorSpec((4, 12), "bfloat16"),
+    "norm": TensorSpec((33,), "float32"),
+    "large": TensorSpec((101, 20), "float32"),
+    "last": TensorSpec((5, 3), "bfloat16"),
+    "expert.0": TensorSpec((6, 4), "bfloat16"),
+    "expert.1": TensorSpec((6, 4), "bfloat16"),
+}
+WHOLE_EVERYWHERE = ("norm", "last")
+EXPERTS = ("expert.0", "expert.1")
+BUCKET_BYTES = 4000
+DENSE = tuple(name for name in TENSORS if name not in EXPERTS)
+
+
+def split(rank, size, names=tuple(TENSORS)):
+    """Split rows, or columns of one tensor, over `size` ranks, the last part shorter; replicate vectors."""
+    pieces = []
+    for name in names:
+        box = list(TENSORS[name].box)
+        if name not in WHOLE_EVERYWHERE:
+            dim = 1 if name == "columns" else 0
+            length = TENSORS[name].shape[dim]
+            part = -(-length // size)
+            box[dim] = (min(rank * part, length), min((rank + 1) * part, length))
+        local = tuple((0, stop - start) for start, stop in box)
+        pieces.append(ShardPiece(name, tuple(box), name, local))
+    return pieces
+
+
+def shard_group_layouts(size, names=tuple(TENSORS)):
+    return [WeightLayout(TENSORS, tuple(split(rank, size, names))) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 1000, 10**9])
+def test_every_tensor_is_gathered_in_full_in_bounded_buckets(size, bucket_bytes):
+    plans = plan_buckets([[[shard_group_layouts(size)]]], bucket_bytes)
+    assert [slot.name for plan in plans for slot in plan.slots] == list(TENSORS)
+    for plan in plans:
+        assert plan.num_bytes <= bucket_bytes or len(plan.slots) == 1
+        assert plan.num_bytes == lay_out((s.name, torch_dtype(s.dtype), s.shape) for s in plan.slots)[1]
+    for gather in (gather for plan in plans for gather in plan.gathers):
+        name = gather.slot.name
+        assert gather.is_gathered == (size > 1 and name not in WHOLE_EVERYWHERE)
+        assert len(gather.parts) == size
+        for parts in [gather.parts] if gather.is_gathered else [(part,) for part in gather.parts]:
+            seen = np.zeros(TENSORS[name].shape, int)
+            for piece in (piece for part in parts for piece in part):
+                assert piece.tensor == name
+                seen[slices(piece.box)] += 1
+            assert (seen == 1).all()
+
+
+def test_buckets_are_packed_tightly():
+    sizes = [lay_out([(n, torch_dtype(s.dtype), s.shape)])[1] for n, s in TENSORS.items()]
+    held = [[[shard_group_layouts(1)]]]
+    assert [len(plan_buckets(held, size)) for size in (sum(sizes), sum(sizes) - 1, 1)] == [1, 2, len(TENSORS)]
+
+
+def test_stages_and_experts_use_the_shard_group_that_holds_them():
+    stages = [shard_group_layouts(2, DENSE[:2]), shard_group_layouts(2, DENSE[1:])]
+    expert_groups = [shard_group_layouts(1, EXPERTS[:1]), shard_group_layouts(1, EXPERTS[1:])]
+    (plan,) = plan_buckets([[stages], [expert_groups]], 10**9)
+    assert [(g.kind, g.shard_group) for g in plan.gathers] == [(0, 0), (0, 0), (0, 1), (0, 1), (0, 1), (1, 0), (1, 1)]
+
+
+def test_error_names_tensor_with_missing_elements():
+    lacks_norm = shard_group_layouts(1, tuple(name for name in DENSE if name != "norm"))
+    for tensor, found, held in (("rows", "24 of 48", shard_group_layouts(2)[:1]), ("norm", "0 of 33", lacks_norm)):
+        with pytest.raises(WeightSyncError, match=rf"^{tensor}: the tensor-parallel ranks .* hold {found} elements$"):
+            plan_buckets([[[held]]], 10**9)
+
+
+def test_partially_overlapping_boxes_are_rejected():
+    spec = {"w": TensorSpec((4,), "float32")}
+    layouts = [WeightLayout(spec, (ShardPiece("w", (box,), "w", ((0, 3),)),)) for box in ((0, 3), (1, 4))]
+    with pytest.raises(AssertionError, match="overlap in part"):
+        plan_buckets([[[layouts]]], 10**9)
+
+
+@pytest.mark.parametrize(("p", "t", "d"), [(1, 4, 2), (1, 8, 1), (2, 4, 2), (4, 2, 1), (1, 1, 2)])
+def test_received_bytes_match_closed_form(p, t, d):
+    """A rank receives (t - 1) / t of what its stage holds, and all of what the other stages hold."""
+    case = scenario(p, t, d, 1, 1, bucket_bytes=8192)
+    stats = forecast(arrange("gather_hf", case), case).stats
+    fraction = (t - 1) / t / p + (p - 1) / p
+    assert {of_rank.bytes_received for of_rank in stats} == {fraction * MODEL_BYTES}
+    assert {of_rank.bytes_delivered for of_rank in stats} == {MODEL_BYTES}
+    one_tensor = MODEL_BYTES // 48
+    # two buckets, and the tensors that are gathered for one of them
+    assert {of_rank.peak_extra_bytes for of_rank in stats} == {3 * (8192 // one_tensor) * one_tensor}
+
+
+def test_replicas_without_sender_stay_idle():
+    case = scenario(1, 2, 3, 1, 4)  # one engine, on ranks 0 to 3; ranks 4 and 5 are a separate replica
+    stats = forecast(arrange("gather_hf", case), case).stats
+    assert [s.bytes_received for s in stats] == [MODEL_BYTES / 2] * 4 + [0, 0]
+    assert [s.peak_extra_bytes > 0 for s in stats] == [True] * 4 + [False] * 2
+
+
+def value(tensor, sync):
+    rng = np.random.default_rng([sync, list(TENSORS).index(tensor)])
+    spec = TENSORS[tensor]
+    return torch.from_numpy(rng.random(spec.shape)).to(torch_dtype(spec.dtype))
+
+
+def make_sources(grid):
+    """Split dense tensors over tensor ranks, the first two on the first stage; one expert per expert-parallel rank."""
+    layouts = []
+    for rank in range(grid.size):
+        at, expert = grid.coordinates(rank), grid.expert_coordinates(rank)
+        names = DENSE if grid.pp == 1 else (DENSE[:2], DENSE[2:])[at.pp]
+        held = split(at.tp, grid.tp, names)
+        if at.pp == grid.pp - 1:
+            held += split(expert.etp, grid.expert_tp, EXPERTS if grid.ep == 1 else EXPERTS[expert.ep : expert.ep + 1])
+        layouts.append(WeightLayout(TENSORS, tuple(held)))
+    return layouts
+
+
+def make_context(grid, senders=(0,), **fields):
+    """Return the context of rank 0."""
+    replicas, topology = model_replicas(grid), even_nodes(grid.size, 1)
+    sources = make_sources(grid)
+    return SyncContext(rank=0, sources=sources, topology=topology, senders=senders, model_replicas=replicas, **fields)
+
+
+def make_on_rank(make, context, bucket_bytes, **options):
+    """Return a strategy of this rank, and the tensors that the rank holds."""
+    dist.init_process_group("gloo")
+    strategy = make(replace(context, rank=dist.get_rank()), bucket_bytes, **options)
+    return strategy, held_tensors(context.sources[dist.get_rank()], value, 0)
+
+
+def gather_results(mine):
+    """Return the results of all ranks, by rank."""
+    out = [None] * dist.get_world_size()
+    dist.all_gather_object(out, mine)
+    dist.destroy_process_group()
+    return out
+
+
+class Engine(CollectingSink):
+    """A fake engine rank that records what it receives, and in which way."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.boxes = [], {}
+
+    def load(self, bucket):
+        self.calls.append("whole")
+        return super().load(bucket)
+
+    def load_boxes(self, index, bucket):
+        self.calls.append("boxes")
+        data = map_bucket(bucket) if bucket else None
+        for slot in bucket.slots if bucket else ():
+            flat = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
+            full = self.boxes.setdefault(slot.local, torch.full(TENSORS[slot.local].shape, torch.nan, dtype=flat.dtype))
+            full[slices(slot.local_box)] = flat.view(extent(slot.local_box))
+        return lambda: None
+
+
+def push_on_rank(make, context):
+    """Run two syncs with changed weights on every rank; return what is wrong, the order of calls, and statistics."""
+    strategy, _ = make_on_rank(make, context, BUCKET_BYTES)
+    rank = dist.get_rank()
+    need, wrong, calls, all_stats = context.needs.get(rank), [], [], []
+    full = set(context.full_tensors or TENSORS)
+    for sync in range(2):
+        engine = Engine()
+        sinks = (engine,) if rank in context.senders else ()
+        held = held_tensors(context.sources[rank], value, sync)
+        all_stats.append(strategy.push(held, Sinks(full_tensors=sinks, boxes=None if need is None else engine)))
+        calls.append(engine.calls)
+        wrong += [f"{name} came whole" for name in set(engine.tensors) ^ (full if sinks else set())]
+        wrong += [name for name, tensor in engine.tensors.items() if not torch.equal(tensor, value(name, sync))]
+        if need is not None:
+            boxes = [p for p in need.pieces if p.tensor not in full and volume(p.box)]
+            wrong += [f"{name} came as boxes" for name in engine.boxes.keys() - {p.local for p in boxes}]
+            if wrong_elements(WeightLayout(need.tensors, tuple(boxes)), engine.boxes, value, sync):
+                wrong.append("boxes")
+    strategy.close()
+    return gather_results((wrong, calls, all_stats))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "senders"),
+    [
+        ({"tp": 3}, [0, 1, 2]),
+        ({"tp": 2, "pp": 2}, [0, 3]),
+        ({"tp": 2, "dp": 2}, [1]),
+        ({"tp": 2, "dp": 2, "ep": 2, "etp": 1}, [0, 2]),
+        ({"tp": 1, "dp": 2, "ep": 2}, [0]),
+        ({"tp": 1}, [0]),
+    ],
+    ids=str,
+)
+def test_real_ranks_are_bitwise_exact_and_match_planned_counts(sizes, senders, tmp_path):
+    grid = RankGrid(**sizes)
+    sources, engine = tuple(make_sources(grid)), ((make_sources(RankGrid())[0],),)
+    topology = even_nodes(grid.size, 1)
+    case = scenario(1, 1, 1, 1, 1, bucket_bytes=BUCKET_BYTES)
+    case = replace(case, grid=grid, sources=sources, engine=engine, topology=topology)
+    planned = forecast(replace(arrange("gather_hf", case), senders=tuple(senders)), case).stats
+    results = run_ranks(push_on_rank, grid.size, tmp_path, GatherHf, make_context(grid, senders))
+    for rank, (wrong, _, all_stats) in enumerate(results):
+        assert wrong == []
+        assert all_stats == [planned[rank]] * 2
+        # the largest tensor, which has a bucket of its own, takes up to 3 * 2720 bytes with its padding
+        assert all_stats[0].peak_extra_bytes <= 2 * max(mmap.PAGESIZE, 8192) + 3 * 2720
+
+
+STALLED = 1
+
+
+def push_with_stalled_rank(grid):
+    """Push without rank `STALLED`; return the error of each rank."""
+    strategy, held = make_on_rank(GatherHf, make_context(grid), 10**9, timeout_seconds=1.0)
+    if dist.get_rank() == STALLED:
+        return gather_results(None)
+    with pytest.raises(WeightSyncError) as error:
+        strategy.push(held, Sinks())
+    strategy.close()
+    return gather_results(str(error.value))
+
+
+def test_push_ends_at_its_deadline(tmp_path):
+    grid = RankGrid(tp=2, pp=2)
+    errors = run_ranks(push_with_stalled_rank, grid.size, tmp_path, grid)
+    assert errors.pop(STALLED) is None
+    for rank, error in zip((0, 2, 3), errors, strict=True):
+        assert error.startswith(f"rank {rank}: full tensors: "), error
+    assert "nothing from rank 1 within 1 s" in errors[0]
+
+
+def record_on_rank(grid, bucket_bytes):
+    """Push on every rank, rank 0 delivers; return the groups of collectives that each rank posted, in order.
+
+    A group is (kind of collective, name and ranks of the process group, sizes in bytes). Also return the number of
+    buckets, and of messages in each wait.
+    """
+    strategy, held = make_on_rank(GatherHf, make_context(grid), bucket_bytes)
+    events, waits = [], []
+
+    def wait_for(messages, deadline):
+        waits.append(len(messages))
+        transport.wait_for(messages, deadline)
+
+    def record(kind, group, sizes):
+        events.append((kind, (group.group_name, tuple(dist.get_process_group_ranks(group))), tuple(sizes)))
+
+    class Recorder(ByteCounter):
+        def start_all_gathers(self, gathers, group):
+            record("all_gather", group, (out.nbytes for out, _ in gathers))
+            return super().start_all_gathers(gathers, group)
+
+        def start_broadcasts(self, broadcasts, group):
+            if broadcasts:
+                record("broadcast", group, ((tensor.nbytes, source) for tensor, source in broadcasts))
+            return super().start_broadcasts(broadcasts, group)
+
+    gather_hf.wait_for, gather_hf.ByteCounter = wait_for, Recorder
+    strategy.push(held, Sinks())
+    strategy.close()
+    return gather_results((events, len(strategy._plans), waits))
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "ep": 2, "etp": 1}], ids=str)
+def test_collectives_progress_by_the_rules_of_nccl(sizes, tmp_path):
+    grid = RankGrid(**sizes)
+    by_rank = [events for events, _, _ in run_ranks(record_on_rank, grid.size, tmp_path, grid, 4000)]
+    assert all(by_rank[:2])
+    for name, members in {event[1] for events in by_rank for event in events}:
+        calls = [[event for event in by_rank[member] if event[1] == (name, members)] for member in members]
+        assert calls == [calls[0]] * len(members)  # the same on all of them
+    posted = [[PostedGroup(all_gathers=1, communicator=members) for _, (_, members), _ in each] for each in by_rank]
+    assert find_stalls(posted) == []
+    assert find_stalls([posted[0], posted[1][:-1], *posted[2:]]) != []
+
+
+def test_all_tensors_of_a_bucket_are_gathered_together(tmp_path):
+    """A rank waits once for the all-gathers and once for the broadcasts of a bucket, however many tensors it has."""
+    for _, num_buckets, waits in run_ranks(record_on_rank, 4, tmp_path, RankGrid(tp=2, pp=2), 10**9):
+        assert (num_buckets, len(waits), waits[1]) == (1, 2, len(TENSORS))
+
+
+DERIVED = ("columns", "norm", "expert.1")
+"""Tensors to send in full: split by columns, replicated over tensor ranks, and held by some ranks only."""
+DERIVED_BYTES = sum(value(name, 0).nbytes for name in DERIVED)
+
+
+def box_context(grid, gen_tp, *, micro_dp):
+    """Return the context of rank 0."""
+    engine, replicas, topology = shard_group_layouts(gen_tp), grid.size // gen_tp, even_nodes(grid.size, 1)
+    if micro_dp:
+        placed = place_engines_strided(grid, gen_tp=gen_tp)
+    else:
+        placed = place_engines_by_overlap(make_sources(grid), [engine], replicas=replicas, topology=topology)
+    return make_context(
+        grid,
+        senders=sorted(group[0] for (group,) in placed),
+        needs={server: engine[tp] for (group,) in placed for tp, server in enumerate(group)},
+        groups=micro_dp_groups(grid, gen_tp=gen_tp) if micro_dp else (),
+        full_tensors=DERIVED,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gen_tp", "micro_dp"),
+    [
+        ({"tp": 4}, 2, True),
+        ({"tp": 2, "dp": 2}, 1, True),
+        ({"tp": 3}, 2, False),
+        ({"tp": 1, "dp": 2}, 2, False),
+        ({"tp": 2, "pp": 2}, 4, False),
+        ({"tp": 2, "dp": 2, "ep": 2, "etp": 1}, 2, False),
+    ],
+    ids=str,
+)
+def test_some_tensors_in_full_and_all_others_as_boxes(sizes, gen_tp, micro_dp, tmp_path):
+    grid = RankGrid(**sizes)
+    context = box_context(grid, gen_tp, micro_dp=micro_dp)
+    results = run_ranks(push_on_rank, grid.size, tmp_path, BoxStrategy, context)
+    for rank, (wrong, calls, all_stats) in enumerate(results):
+        assert wrong == []
+        assert all_stats[0] == all_stats[1]
+        assert calls[0] == sorted(calls[0], reverse=True)  # full tensors first
+        assert ("whole" in calls[0]) == (rank in context.senders)
+        assert all_stats[0].buckets >= len(set(calls[0]))
+        delivered = layout_bytes(without(context.needs[rank], DERIVED)) if rank in context.needs else 0
+        assert all_stats[0].bytes_delivered == delivered + (DERIVED_BYTES if rank in context.senders else 0)
+        # two buckets of full tensors and those of boxes, none smaller than a page
+        assert all_stats[0].peak_extra_bytes <= 4 * mmap.PAGESIZE + 2 * BUCKET_BYTES
+    assert sum(b[0].bytes_sent for _, _, b in results) == sum(b[0].bytes_received for _, _, b in results)
+
+
+def test_full_tensors_are_excluded_from_boxes():
+    (layout,) = shard_group_layouts(1)
+    remaining = without(layout, DERIVED)
+    assert list(remaining.pieces) == [piece for piece in split(0, 1) if piece.tensor not in DERIVED]
+    assert remaining.tensors is layout.tensors
+    assert without(layout, ()) is layout
+
+
+def fail_to_plan(context):
+    """Create a strategy, whose rank 1 needs a tensor that does not exist; return the errors of all ranks."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with pytest.raises(WeightSyncError) as error:
+        BoxStrategy(replace(context, rank=rank, full_tensors=("norm", "nobody.has.it")[: rank + 1]), BUCKET_BYTES)
+    return gather_results(str(error.value))
+
+
+def test_all_ranks_raise_if_one_cannot_plan(tmp_path):
+    """The others would wait in the creation of groups."""
+    errors = run_ranks(fail_to_plan, 2, tmp_path, box_context(RankGrid(tp=2), 1, micro_dp=True))
+    text = "rank 1: nobody.has.it: the engine needs the full tensor, but the trainer's model has no such tensor"
+    assert errors == [text, text]
+
+
+def test_stats_of_two_parts_add_up():
+    first = SyncStats(bytes_sent=1, bytes_received=2, bytes_delivered=3, buckets=4, peak_extra_bytes=9, messages=5)
+    second = replace(first, peak_extra_bytes=7, collectives=6)
+    sums = {"bytes_sent": 2, "bytes_received": 4, "bytes_delivered": 6, "buckets": 8, "messages": 10, "collectives": 6}
+    assert first + second == SyncStats(**sums, peak_extra_bytes=9)

@@ -1,0 +1,145 @@
+"""The choice of a sandbox by configuration and machine, and the client of a sandbox service.
+
+The service is one of this process, which uses a sandbox of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from megarl.config.sandbox import SandboxConfig
+from megarl.errors import ConfigError, SandboxError
+from megarl.sandbox import tiers
+from megarl.sandbox.guest.limits import Limits
+from megarl.sandbox.local_sandbox import LocalSandbox
+from megarl.sandbox.sandbox import Case, Interpreter, Outcome, Program
+from megarl.sandbox.service import ServiceSandbox
+from tests.sandbox.local_tiers import patient_limits
+
+
+class Service(ThreadingHTTPServer):
+    interpreters: dict[str, Interpreter]
+    broken: tuple[int, bytes] | None = None
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Service
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        interpreters = self.server.interpreters
+        if self.server.broken is not None:
+            self.answer(*self.server.broken)
+        elif self.path == "/run":
+            program = Program(
+                source=body["source"], setup=body["setup"], cases=[Case(**case) for case in body["cases"]]
+            )
+            outcomes = LocalSandbox("unsafe", Limits(**body["limits"])).run(program)
+            self.answer(200, json.dumps({"outcomes": [asdict(outcome) for outcome in outcomes]}).encode())
+        elif self.path == "/interpreters":
+            interpreters[f"a/{len(interpreters)}"] = LocalSandbox("unsafe", Limits(**body["limits"])).open_interpreter()
+            self.answer(200, json.dumps({"id": [*interpreters][-1]}).encode())
+        else:
+            self.answer(200, json.dumps(asdict(interpreters[self.number()].run(body["source"]))).encode())
+
+    def do_DELETE(self) -> None:
+        self.server.interpreters.pop(self.number()).close()
+        self.answer(200, b"{}")
+
+    def number(self) -> str:
+        return self.path.removeprefix("/interpreters/").replace("%2F", "/")
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    server = Service(("127.0.0.1", 0), Handler)
+    server.interpreters = {}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_runs_programs_and_interpreters(service):
+    sandbox = ServiceSandbox(f"http://127.0.0.1:{service.server_port}/", patient_limits())
+    program = Program(source="def f(x): return x + 1", cases=[Case(call="f(1)"), Case(stdin="")])
+    assert sandbox.run(program) == [Outcome(status="ok", value="2"), Outcome(status="ok")]
+    interpreter = sandbox.open_interpreter()
+    assert interpreter.run("x = 3").status == "ok"
+    assert interpreter.run("x").stdout == "3\n"
+    interpreter.close()
+    assert service.interpreters == {}
+    sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ((500, b"{}"), "returned status 500, needs 200"),
+        ((302, b"{}"), "returned status 302, needs 200"),
+        ((200, b"no"), "needs to return JSON, got 'no'"),
+        ((200, b"[]"), "needs to return an object"),
+        ((200, b'{"outcomes": []}'), "needs to return 1 outcomes"),
+        ((200, b'{"outcomes": [{"status": "passed"}]}'), "needs to return outcomes with a status"),
+    ],
+)
+def test_a_failing_service_is_no_result_of_the_program(service, monkeypatch, broken, message):
+    monkeypatch.setattr(service, "broken", broken)
+    sandbox = ServiceSandbox(f"http://127.0.0.1:{service.server_port}", patient_limits())
+    with pytest.raises(SandboxError, match=message):
+        sandbox.run(Program(source="", cases=[Case()]))
+
+
+def test_a_service_that_is_not_there():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody else gets the port
+        sandbox = ServiceSandbox(f"http://127.0.0.1:{silent.getsockname()[1]}", patient_limits())
+        with pytest.raises(SandboxError, match="interpreters failed: "):
+            sandbox.open_interpreter()
+
+
+NONE = {"bubblewrap": "not installed", "launcher": "forbidden", "runsc": "too old"}
+KEY = "reward.terms.tests.sandbox"
+
+
+@pytest.fixture
+def no_tiers(monkeypatch):
+    monkeypatch.setattr(tiers, "find_tier_problem", NONE.get)
+
+
+def test_refuses_a_machine_without_sandboxes(no_tiers):
+    with pytest.raises(ConfigError, match=rf"{KEY} .*bubblewrap: not installed; launcher: forbidden; runsc: too old"):
+        tiers.choose_tier(SandboxConfig(), key=KEY)
+    with pytest.raises(ConfigError, match=r"got none \(launcher: forbidden\)"):
+        tiers.choose_tier(SandboxConfig(tier="launcher"), key=KEY)
+    assert tiers.choose_tier(SandboxConfig(allow_unsafe=True), key=KEY) == "unsafe"
+
+
+def test_prefers_a_sandbox_that_works(monkeypatch):
+    monkeypatch.setattr(tiers, "find_tier_problem", {"bubblewrap": "not installed", "launcher": None}.get)
+    assert tiers.choose_tier(SandboxConfig(allow_unsafe=True), key=KEY) == "launcher"
+    found = tiers.open_sandbox(SandboxConfig(), key=KEY)
+    assert (type(found), found.tier) == (LocalSandbox, "launcher")
+
+
+def test_a_service_needs_no_machine(no_tiers):
+    assert isinstance(tiers.open_sandbox(SandboxConfig(tier="service", url="http://box"), key=KEY), ServiceSandbox)
+    with pytest.raises(ValueError, match="tier: service needs a url"):
+        SandboxConfig(tier="service")
+    with pytest.raises(ValueError, match="url needs tier: service, got tier: auto"):
+        SandboxConfig(url="http://box")
