@@ -10,7 +10,7 @@ expert on the host.
 Between the backward pass and Adam, the host reads once whether loss and gradient norm are within their limits, and once
 more in a step that checks the mismatch: megatron-core's optimizer decides on the host whether it steps, and its own
 `optimizer.step()` reads the norm there too. Adam itself is not counted: torch's reads step counters that are on the
-host, FusedAdam of Transformer Engine 2.11 reads nothing, and `HybridDeviceOptimizer` waits for its copies.
+host, FusedAdam of Transformer Engine reads nothing, and `HybridDeviceOptimizer` waits for its copies.
 """
 
 import traceback
