@@ -12,8 +12,8 @@ class Talking:
     """Ends after a random number of turns, at most four, and fails at the first step of every eighth seed.
 
     Args:
-        metrics: the metrics of the run, written after each push of weights.
-        pause: position among all prompts of the one whose episodes wait for the first push between their turns.
+        metrics: the metrics of the run, which get a row after each step and its push of weights.
+        pause: position among all prompts of the one whose episodes wait for the first row between their turns.
     """
 
     def __init__(self, metrics: str, pause: int) -> None:

@@ -79,6 +79,7 @@ def test_turns_of_an_asynchronous_run_are_trained_on_with_their_own_versions(com
     talking = {
         "path": "tests.end_to_end.talking_environment:Talking",
         "max_turn_tokens": TURN_TOKENS,
+        "max_seconds": PATIENCE,
         "kwargs": {"metrics": str(tmp_path / "run/metrics.jsonl"), "pause": 4},  # the first that is sampled ahead
     }
     steps = train(
@@ -87,6 +88,7 @@ def test_turns_of_an_asynchronous_run_are_trained_on_with_their_own_versions(com
         tmp_path / "run",
         {"env": talking},
         num_prompts=4,
+        data={"path": str(world / "data/train.jsonl")},
         trainer={"steps": 5},
         reward={"terms": {"ones": {"type": "environment"}}, "max_failed_share": 0.9},
         schedule={"type": "async", "lookahead": 1, "max_staleness": 2},
