@@ -22,7 +22,12 @@ def test_tests_that_share_a_fixture_have_its_scope(request: pytest.FixtureReques
 def test_scopes() -> None:
     assert scope("tests/workers/test_group.py::test_a") == "cluster"
     assert scope("tests/reward/test_answers.py::test_a[x]") == "tests/reward/test_answers.py"
-    assert scope("tests/end_to_end/test_torchrun.py::test_a[x]") == "tests/end_to_end/test_torchrun.py::test_a[x]"
-    files = ("end_to_end/test_train.py", "workers/test_group.py", "end_to_end/test_torchrun.py", "reward/test_rules.py")
+    assert scope("tests/end_to_end/test_exit_codes.py::test_a[x]") == "tests/end_to_end/test_exit_codes.py::test_a[x]"
+    files = (
+        "end_to_end/test_train.py",
+        "workers/test_group.py",
+        "end_to_end/test_exit_codes.py",
+        "reward/test_answers.py",
+    )
     positions = [position(f"tests/{file}::test_a") for file in files]
     assert positions == sorted(set(positions))

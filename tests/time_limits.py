@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,3 +32,10 @@ def wait_until(condition: Callable[[], Any], seconds: float = HANG_SECONDS) -> b
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     return True
+
+
+async def wait_for(condition: Callable[[], Any]) -> None:
+    """Poll until the condition is true, while other tasks run; raise TimeoutError after `HANG_SECONDS`."""
+    async with asyncio.timeout(HANG_SECONDS):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -115,6 +115,8 @@ def make_ray_environment(environment: Mapping[str, str], *, has_secret: bool) ->
     }
     # without a secret disable tokens: otherwise `ray start` uses one found in the home folder of the head only
     kept.setdefault("RAY_AUTH_MODE", "token" if has_secret else "disabled")
+    # Ray's own limit for the start of a node is 30 s
+    kept.setdefault("RAY_raylet_start_wait_time_s", f"{START_TIMEOUT_SECONDS:.0f}")
     # when Ray is terminated, no work on it is worth waiting for
     kept["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     return kept

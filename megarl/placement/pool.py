@@ -96,7 +96,9 @@ def start_cluster(config: PlacementConfig) -> bool:
 def _node_start_timeout(seconds: float) -> Iterator[None]:
     """Let Ray wait `seconds` for the node that it starts within the block.
 
-    Ray's own limit is 30 s, without a setting, and busy machines need more.
+    Ray itself waits 30 s, too short for busy machines. Its variable RAY_raylet_start_wait_time_s would change that, but
+    Ray would still raise a plain Exception. Each look-up waits as long as the variable says, so that the time may end
+    that much later.
 
     Raises:
         WorkerError: the node did not start in time.

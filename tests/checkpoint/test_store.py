@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +22,7 @@ from megarl.checkpoint.run_lock import RunLock
 from megarl.checkpoint.store import CheckpointStore
 from megarl.errors import DataError, LostLockError
 from tests.checkpoint.run_folder import METADATA, save_checkpoint, take_over, write_files, write_format_1_manifest
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import wait_until
 
 FILE = "policy/__0_0.distcp"
 
@@ -188,9 +187,7 @@ def test_a_save_killed_by_sigkill_leaves_valid_checkpoints(store):
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(store.folder.parent)])
     try:
-        deadline = time.monotonic() + HANG_SECONDS
-        while len(steps(store)) < 5 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: len(steps(store)) >= 5)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()

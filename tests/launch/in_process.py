@@ -61,12 +61,6 @@ async def run_worker(world: NodeWorld, join_timeout=HANG_SECONDS, **versions) ->
     return await find_head(world, hello, join_timeout=join_timeout, node_timeout=HANG_SECONDS)
 
 
-async def poll(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(HANG_SECONDS):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def read_to_end(reader: asyncio.StreamReader) -> list[bytes]:
     """Return the lines that arrive until the other end closes the connection."""
     try:

@@ -14,8 +14,8 @@ from megarl.launch.connection import ConnectionLostError
 from megarl.launch.node_world import NodeWorld
 from megarl.launch.protocol import End, Heartbeat, Joined, decode, encode
 from megarl.launch.rendezvous import Peer, find_addresses
-from tests.launch.in_process import WELCOME, listening_head, make_hello, make_world, poll, read_to_end, run_worker
-from tests.time_limits import HANG_SECONDS
+from tests.launch.in_process import WELCOME, listening_head, make_hello, make_world, read_to_end, run_worker
+from tests.time_limits import HANG_SECONDS, wait_for
 
 pytestmark = pytest.mark.usefixtures("own_ports")
 
@@ -66,7 +66,7 @@ async def test_late_head_is_found(monkeypatch):
 
     monkeypatch.setattr(rendezvous, "_try_head", record)
     worker = asyncio.create_task(run_worker(make_world(1)))
-    await poll(lambda: len(tried) > len(make_world(1).ports))
+    await wait_for(lambda: len(tried) > len(make_world(1).ports))
     await asyncio.gather(run_head(make_world(0)), worker)
 
 
@@ -134,7 +134,7 @@ def test_addresses_of_head_and_peers(peers, given, found):
 async def test_missing_node_is_named():
     async with listening_head(make_world(0, 3)) as (head, _):
         worker = asyncio.create_task(run_worker(make_world(1, 3)))
-        await poll(lambda: head.peers)
+        await wait_for(lambda: head.peers)
         missing = r"only 2 of 3 nodes connected to n1 within 0 s; missing: node n3 \(rank 2\)$"
         with pytest.raises(LaunchError, match=missing):
             await head.wait_for_peers(0.0)
@@ -174,7 +174,7 @@ async def test_node_with_a_taken_rank_keeps_searching():
     async with listening_head(make_world(0, 3)) as (head, port):
         node = make_world(1, 3, head_port=port)
         accepted = asyncio.create_task(run_worker(node))
-        await poll(lambda: head.peers)
+        await wait_for(lambda: head.peers)
         with pytest.raises(LaunchError, match=r"found no head within 2 s .*: the run on n1 has no free rank 1$"):
             await run_worker(node, join_timeout=2)
         assert len(head.peers) == 1
@@ -212,7 +212,7 @@ async def test_heartbeats_keep_an_idle_connection_open(clock, monkeypatch):
         for _ in range(8):
             count = len(heartbeats)
             clock.offset += HANG_SECONDS / 4
-            await poll(lambda: len(heartbeats) > count or receiver.done())  # noqa: B023 -- awaited in the loop
+            await wait_for(lambda: len(heartbeats) > count or receiver.done())  # noqa: B023 -- awaited in the loop
             assert not receiver.done()
 
     async with listening_head(make_world(0)) as (head, _):

@@ -22,7 +22,7 @@ from megarl.reward.answer_extraction import extract_final_answer, parse_number
 from megarl.reward.math_equivalence import CheckerPool, EquivalenceChecker, EquivalenceError
 from megarl.reward.rules import numeric_reward
 from tests.gsm8k import GSM8K_FOLDERS
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 from tests.time_limits import UNREACHED_SECONDS as PATIENCE
 
 FINAL_ANSWERS = {
@@ -268,8 +268,7 @@ def test_a_pool_starts_a_second_process_only_if_the_first_is_busy() -> None:
         (first,) = children()
         with ThreadPoolExecutor(2) as threads:
             hanging = threads.submit(pool.is_equivalent, *ENDLESS, PATIENCE)
-            while pool._free.qsize() > 1:
-                time.sleep(0.01)
+            assert wait_until(lambda: pool._free.qsize() <= 1)
             assert works(pool, "w"), "it does not wait for the hanging comparison"
             assert not hanging.done()
             os.kill(first, signal.SIGKILL)

@@ -31,7 +31,7 @@ from tests.rollout.clock import in_event_loop, iterate, jump
 from tests.rollout.gateway import scripted
 from tests.rollout.gateway.clients import ask_raw
 from tests.rollout.gateway.scripted import SeededEngine, logged_ids, make_agent, make_prompt, run_groups, sampled_ids
-from tests.time_limits import UNREACHED_SECONDS
+from tests.time_limits import UNREACHED_SECONDS, wait_for
 
 ASK = """
 import json, os, sys, urllib.request
@@ -308,8 +308,7 @@ async def begin(base_url: str, text: str, num: int = 1) -> list[asyncio.Task[str
     messages = [{"role": "user", "content": f"{text} {n}"} for n in range(num)]
     asked = [asyncio.ensure_future(ask_raw(base_url, "", [each])) for each in messages]
     await asyncio.sleep(0.1)  # in which also a question that the engine is sampling already may arrive
-    while len(engines[-1].in_flight) < num:
-        await asyncio.sleep(0.01)
+    await wait_for(lambda: len(engines[-1].in_flight) >= num)
     return asked
 
 
@@ -490,8 +489,7 @@ async def test_the_answer_for_a_cancelled_caller_is_not_taken_for_the_next_one(t
     parser = SglangParser(tool_parser="qwen25", reasoning_parser=None)
     assert (await parser.parse("a", [])).content == "a"
     slow = asyncio.ensure_future(parser.parse("slow", []))
-    while not Path("begun").exists():
-        await asyncio.sleep(0.01)
+    await wait_for(Path("begun").exists)
     slow.cancel()
     Path("go").touch()
     assert (await parser.parse("b", [])).content == "b"

@@ -19,6 +19,7 @@ from tests.rollout.gateway.scripted import make_agent, make_prompt, run_groups
 from tests.rollout.gateway.test_tokens import sample_directly
 from tests.rollout.remote import RemoteEngine, started
 from tests.rollout.whole_batches import WholeBatches
+from tests.time_limits import wait_for
 
 TURN_TOKENS = 16
 
@@ -77,8 +78,7 @@ engines: list[Engine] = []
 async def leave_a_request(task: Task, base_url: str, api_key: str) -> None:
     """Return once the engine has the request, which it has not sampled by then."""
     asked = asyncio.ensure_future(ask_raw(base_url, api_key, list(task.messages)))
-    while not engines[-1].lock.locked():
-        await asyncio.sleep(0.01)
+    await wait_for(engines[-1].lock.locked)
     asked.cancel()
 
 

@@ -17,7 +17,7 @@ from tests.rollout.conftest import EOS
 from tests.rollout.remote import begin_requests, let_work, requests, started, sync
 from tests.rollout.sglang.test_in_flight import TOLERANCE, pause_mode, prompts
 from tests.rollout.whole_batches import NoScores, WholeBatches, make_group_job
-from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_for, wait_until
 
 __all__ = ["pause_mode"]
 
@@ -269,8 +269,7 @@ def test_group_continues_after_its_engine_is_killed(engine, spec, monkeypatch):
         group = asyncio.create_task(worker.rollout_group(job))
         if kill is not None:
             outputs = worker._pool.live(0).engine.partial_outputs
-            while outputs.num_tokens < 50:
-                await asyncio.sleep(0.02)
+            await wait_for(lambda: outputs.num_tokens >= 50)
             kill()
         _, trajectories = await group
         return await worker.retry_counts(), trajectories
