@@ -43,15 +43,15 @@ class WaitingEngine:
     """Waits, and returns the same tokens each time; knows when each turn was sampled."""
 
     load: Load
-    spent: list[float] = field(default_factory=list)
-    """Duration of each request."""
+    spent: dict[str, float] = field(default_factory=dict)
+    """Duration of each request, by its id."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Return tokens after a wait."""
         start = time.perf_counter()
         await asyncio.sleep(self.load.engine_seconds)
         count = self.load.reply_tokens
-        self.spent.append(time.perf_counter() - start)
+        self.spent[request.request_id] = time.perf_counter() - start
         return Generation(
             token_ids=np.full(count, 40, np.int32),
             logprobs=np.full(count, -0.5, np.float32),
@@ -64,7 +64,7 @@ class WaitingEngine:
 
 
 async def measure(load: Load) -> dict[str, Any]:
-    """Return the milliseconds that turns take longer than the engine, CPU time of this process, and memory."""
+    """Return the milliseconds that each turn takes longer than its engine, CPU time of this process, and memory."""
     tokenizer = train_tokenizer(["some text to talk about"] * 3, 330, 1 << 20)
     tokenizer.chat_template = CHAT_TEMPLATE
     engine, server = WaitingEngine(load), GatewayServer(tokenizer)
@@ -76,7 +76,11 @@ async def measure(load: Load) -> dict[str, Any]:
     memory, cpu = process.memory_info().rss, time.process_time()
     sessions, seconds = await _run(load, engine, server, renderer, parser, tokenizer)
     cpu, memory = time.process_time() - cpu, process.memory_info().rss - memory
-    added = 1e3 * (np.array(seconds) - np.mean(engine.spent))
+    added = [
+        1e3 * (took - engine.spent[f"r-{session}.{turn}" if turn else f"r-{session}"])
+        for session, turns in enumerate(seconds)
+        for turn, took in enumerate(turns)
+    ]
     await server.close()
     assert sum(session.num_turns for session in sessions) == load.num_sessions * load.num_turns
     return {
@@ -95,8 +99,8 @@ async def _run(
     renderer: ChatRenderer,
     parser: PlainTextParser,
     tokenizer: Any,
-) -> tuple[Sequence[Session], list[float]]:
-    """Return the sessions, and the seconds of each turn as the client measures them."""
+) -> tuple[Sequence[Session], list[list[float]]]:
+    """Return the sessions, and the seconds of each turn of each session as the client measures them."""
     prompt = Prompt(prompt_id="d.jsonl:1", text="", token_ids=(40,) * 20, row={})
     sampling = Sampling(temperature=1.0, max_new_tokens=1 << 20)
     sessions, urls, stack = [], [], []

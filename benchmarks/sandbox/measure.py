@@ -43,7 +43,8 @@ def measure(tier: str, runs: int) -> Measurement:
     for _ in range(runs):
         start = time.perf_counter()
         session = server.start(tier, limits)
-        session.send({"kind": "cases", "source": SOURCE, "cases": [{"call": "f('abca')"}]}, seconds=10)
+        case = {"source": SOURCE, "setup": "", "call": "f('abca')"}
+        session.send({"kind": "case", "wall_seconds": limits.wall_seconds}, case, seconds=10)
         reply = session.receive(seconds=60)
         session.close()
         wall.append(1000 * (time.perf_counter() - start))

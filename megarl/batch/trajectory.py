@@ -53,7 +53,7 @@ class Trajectory:
 
     finish_reason: str = "stop"
     """`stop`: ended by the policy or the environment; `length` (tokens), `turns`, `seconds`, `calls`: truncated at this
-    limit."""
+    limit; `refused`: ended by a text that the chat template does not take."""
 
     segment: int = 0
     """Index of this sequence among those of its episode; 0 begins an episode."""

@@ -20,7 +20,7 @@ from megarl.launch.slurm_time_limit import parse_time_limit
 from megarl.model_files.hub import with_local_models
 from megarl.placement.assign import assign_nodes, resolve_device
 from megarl.placement.nodes import ClusterNode, planned_nodes
-from megarl.preflight.code_reward_checks import try_solutions
+from megarl.preflight.code_reward_checks import report_code_rows
 from megarl.preflight.machine_checks import find_device
 from megarl.preflight.model_checks import describe_trainer, find_model_notices
 from megarl.preflight.run_checks import check_or_raise
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             config = load_config(STAGES[args.stage], args.config, args.overrides, slots=slots)
             config = with_local_data(with_local_models(config))
             check_or_raise(config, nodes)
-            solutions = try_solutions(config) if isinstance(config, RunConfig) else []
+            code_rows = report_code_rows(config) if isinstance(config, RunConfig) else []
             memory = _describe_memory(config, args.gpu) if args.gpu else []
         finally:
             for key, path in imported.items():
@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     for line in describe_trainer(config, device):
         print(f"# {line}")
     limits = _describe_limits(config, device) if isinstance(config, RunConfig) and device is not None else []
-    for line in [*limits, *(_describe_pools(config, nodes) if nodes else ()), *memory, *solutions]:
+    code_lines = [line for report in code_rows for line in report.lines()]
+    for line in [*limits, *(_describe_pools(config, nodes) if nodes else ()), *memory, *code_lines]:
         print(f"# {line}")
     notices = find_weight_sync_notices(config, device)
     schedule = find_schedule_notices(config) if isinstance(config, RunConfig) else ()

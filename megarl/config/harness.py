@@ -14,7 +14,8 @@ class HarnessConfig(Section):
 
     command: list[str] | None = None
     """Program and arguments. It gets the task as JSON on stdin, and the endpoint in the environment variables
-    `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`. Either this or `path`."""
+    `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`, for Anthropic's SDK also in `ANTHROPIC_BASE_URL` and
+    `ANTHROPIC_API_KEY`. Either this or `path`."""
 
     path: str | None = None
     """Import path, `package.module:name`, of an async function `run(task, base_url, api_key, **kwargs)` that runs in
@@ -42,7 +43,8 @@ class HarnessConfig(Section):
     Default: no limit."""
 
     max_turn_tokens: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens of one reply. Default: what is left of `rollout.max_new_tokens`."""
+    """Maximum number of tokens of one reply. Default: what is left of `rollout.max_new_tokens`, so that turns which a
+    program requests in parallel wait for one another."""
 
     max_programs: int = Field(default=32, ge=1)
     """Largest number of episodes that a rollout worker runs at the same time; others wait."""

@@ -19,16 +19,33 @@ TERM_METRICS = ("failed", "retried", "share", "weight", "seconds_mean", "seconds
 """Metrics `reward/<term>/<key>` of every term; no further value of a reward can have their keys."""
 
 
-class NumericRewardConfig(RuleConfig):
-    r"""1.0 if the completion's final number equals the reference (`#### N` or `\boxed{N}`), else 0.0."""
+class NumericRewardConfig(RewardTerm):
+    r"""1.0 if the completion's final number equals the reference (`#### N` or `\boxed{N}`), else 0.0.
+
+    Each reference needs to be a number; `math` has other answers, too.
+    """
 
     type: Literal["numeric"] = "numeric"
 
     strict: bool = False
     """Accept only completions that end with a stop token and whose text ends in exactly `#### <answer>`."""
 
-    timeout_seconds: float = Field(default=5.0, gt=0)
-    """Timeout in seconds for the comparison of two expressions by math-verify."""
+
+class MathRewardConfig(RuleConfig):
+    r"""1.0 if the completion's final answer (`#### N` or `\boxed{N}`) equals the reference, else 0.0.
+
+    Answers are numbers, expressions, sets, intervals, tuples, matrices, equations, inequalities, words or letters of a
+    multiple choice. The share of answers whose comparison took too much time or memory, which score 0, is logged as
+    `reward/<term>/undecided`.
+    """
+
+    type: Literal["math"]
+
+    cpu_seconds: float = Field(default=1.0, gt=0)
+    """CPU time in seconds for the comparison of two expressions. One that needs more scores 0."""
+
+    timeout_seconds: float = Field(default=60.0, gt=0)
+    """Wall time in seconds after which the process that compares is taken for hung and restarted."""
 
 
 class FormatRewardConfig(RuleConfig):
@@ -83,6 +100,7 @@ class ModelRewardConfig(RewardTerm):
 
 AnyRuleConfig = (
     NumericRewardConfig
+    | MathRewardConfig
     | FormatRewardConfig
     | PythonRewardConfig
     | EnvironmentRewardConfig
@@ -93,6 +111,7 @@ AnyRuleConfig = (
 
 RewardConfig = Annotated[
     Annotated[NumericRewardConfig, Tag("numeric")]
+    | Annotated[MathRewardConfig, Tag("math")]
     | Annotated[FormatRewardConfig, Tag("format")]
     | Annotated[PythonRewardConfig, Tag("python")]
     | Annotated[EnvironmentRewardConfig, Tag("environment")]

@@ -40,8 +40,8 @@ class SandboxConfig(Section):
     """Largest number of processes and threads of a program."""
 
     output_kib: int = Field(default=64, ge=1)
-    """KiB of a program's stdout, stderr and of the value of a call. A program that writes more is ended; a cell's
-    further output is left out."""
+    """KiB of a program's stdout, stderr and of the value of a call. A program that writes more is ended, unless a right
+    output needs more; a cell's further output is left out."""
 
     @model_validator(mode="after")
     def _check_url(self) -> SandboxConfig:

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-from jinja2 import TemplateError
 
 from megarl.config.data import PromptFormat
 from megarl.data.rows import Row
 from megarl.errors import ConfigError, DataError
+from megarl.text import describe_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLACEHOLDER = "{prompt}"
+
+
+class ChatTemplateError(Exception):
+    """The code of a chat template fails on some messages."""
+
+
+def apply_chat_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> str:
+    """Return the text of a conversation and the head of the policy's turn; options are those of the template.
+
+    Raises:
+        ChatTemplateError: the template's code raised an exception.
+    """
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
+    except Exception as e:  # the template's code may raise anything
+        raise ChatTemplateError(describe_error(e)) from e
+    assert isinstance(text, str)
+    return text
 
 
 class PromptTemplate:
@@ -54,11 +73,9 @@ class PromptTemplate:
             return self._fill(prompt)
         messages = self.conversation(row)
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as e:
+            return apply_chat_template(self._tokenizer, messages)
+        except ChatTemplateError as e:
             raise DataError(f"{row.where}: the tokenizer's chat template refuses the prompt: {e}") from e
-        assert isinstance(text, str)
-        return text
 
     def conversation(self, row: Row) -> list[dict[str, Any]]:
         """Return the messages of the row's prompt, the system prompt included; raises as `render`."""

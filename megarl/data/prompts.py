@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,9 +39,16 @@ def load_prompts(
 
 
 def tokenize_prompts(
-    source: Source, tokenizer: PreTrainedTokenizerBase, *, path: str, max_prompt_tokens: int
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    path: str,
+    max_prompt_tokens: int,
+    is_kept: Callable[[Row], bool] | None = None,
 ) -> Iterator[Prompt]:
     """Yield the tokenized prompts of `path` in file order, each of at most `max_prompt_tokens` tokens.
+
+    Rows for which `is_kept` returns false are left out.
 
     Raises:
         DataError: a row cannot be read or rendered, a prompt is empty, or a prompt is overlong while
@@ -53,7 +60,8 @@ def tokenize_prompts(
     overlong = OverlongFilter(Path(path), config.overlong_prompts, max_prompt_tokens, "prompt", limit_key)
     terms = None if config.reward_terms is None else tuple(config.reward_terms)
     num_kept = 0
-    for rows in track(batch_rows(read_rows(path)), f"tokenizing {Path(path).name}"):
+    kept_rows = read_rows(path) if is_kept is None else filter(is_kept, read_rows(path))
+    for rows in track(batch_rows(kept_rows), f"tokenizing {Path(path).name}"):
         texts = [template.render(row) for row in rows]
         for row, text, ids in zip(rows, texts, template.tokenize(texts), strict=True):
             if not ids:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import DataError
+from megarl.text import has_surrogate, replace_surrogates
 
 PARQUET_BATCH_ROWS = 1024
 
@@ -30,8 +31,8 @@ class Row(NamedTuple):
 
     @property
     def prompt_id(self) -> str:
-        """Identifier of the row, `<file name>:<line>`."""
-        return f"{self.path.name}:{self.line}"
+        """Identifier of the row, `<file name>:<line>`; bytes of the name that are not UTF-8 are U+FFFD."""
+        return f"{replace_surrogates(self.path.name)}:{self.line}"
 
     def text(self, field: str, key: str) -> str:
         """Return the string in `field`; `key` is the YAML key that names the field.
@@ -99,7 +100,18 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 raise DataError(f"{path}:{line}: not valid JSON: {e}") from e
             if not isinstance(fields, dict):
                 raise DataError(f"{path}:{line}: needs a JSON object, got {type(fields).__name__}")
+            if b"\\ud" in raw or b"\\uD" in raw:  # the line is UTF-8, in which only escapes can be surrogates
+                _refuse_surrogates(path, line, fields)
             yield Row(path, line, fields)
+
+
+def _refuse_surrogates(path: Path, line: int, fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        if has_surrogate(name) or has_surrogate(json.dumps(value, ensure_ascii=False)):
+            raise DataError(
+                f"{path}:{line}: field {replace_surrogates(name)!r} has an unpaired surrogate, such as \\ud800, which "
+                "is no character; remove it or write the character's whole pair"
+            )
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -110,5 +122,5 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                 for fields in batch.to_pylist():
                     line += 1
                     yield Row(path, line, fields)
-    except (pa.ArrowException, OSError) as e:
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as e:
         raise DataError(f"{path}:{line + 1}: not readable as Parquet: {e}") from e

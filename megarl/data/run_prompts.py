@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -14,11 +14,19 @@ from megarl.config.data import Source
 from megarl.data.mixture import MixtureOrder
 from megarl.data.prompt_budget import resolve_max_prompt_tokens
 from megarl.data.prompts import tokenize_prompts
+from megarl.data.rows import Row
 from megarl.data.sampler import PromptOrder, RowOrder
 from megarl.data.stored_prompts import StoredPrompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+RowFilter = Callable[[Source], Callable[[Row], bool] | None]
+"""Source -> function that tells whether a row is kept; None: all rows are."""
+
+
+def keep_all(source: Source) -> None:
+    """Return the filter that keeps all rows of a source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +46,14 @@ def load_run_prompts(
     tokenizer: PreTrainedTokenizerBase,
     hf_config: Mapping[str, Any],
     folder: Path | None,
+    row_filter: RowFilter = keep_all,
 ) -> RunPrompts:
     """Return the prompts of a run.
 
     Args:
         hf_config: content of the model's config.json.
         folder: folder of the file that stores the prompts; None: the system's folder for temporary files.
+        row_filter: source -> function that tells whether a row is kept, or None for all rows.
 
     Raises:
         ConfigError: a prompt and its completion may exceed the model's context.
@@ -54,7 +64,8 @@ def load_run_prompts(
 
     def read(number: int, source: Source) -> Iterator[Prompt]:
         limit = resolve_max_prompt_tokens(config, hf_config, source)
-        for prompt in tokenize_prompts(source, tokenizer, path=source.config.path, max_prompt_tokens=limit):
+        path, is_kept = source.config.path, row_filter(source)
+        for prompt in tokenize_prompts(source, tokenizer, path=path, max_prompt_tokens=limit, is_kept=is_kept):
             sizes[number] += 1
             yield prompt
 
@@ -64,7 +75,9 @@ def load_run_prompts(
         order = PromptOrder(len(training), seed, shuffle)
     else:
         order = MixtureOrder(sizes, [source.config.ratio for source in sources], seed, shuffle)
-    return RunPrompts(training=training, order=order, held_out=load_held_out(config, tokenizer, hf_config, folder))
+    return RunPrompts(
+        training=training, order=order, held_out=load_held_out(config, tokenizer, hf_config, folder, row_filter)
+    )
 
 
 def load_held_out(
@@ -72,12 +85,13 @@ def load_held_out(
     tokenizer: PreTrainedTokenizerBase,
     hf_config: Mapping[str, Any],
     folder: Path | None,
+    row_filter: RowFilter = keep_all,
 ) -> Sequence[Prompt]:
     """Return the held-out prompts of all sources, which may be none; arguments and errors as for `load_run_prompts`."""
 
     def read(source: Source, path: str) -> Iterator[Prompt]:
         limit = resolve_max_prompt_tokens(config, hf_config, source)
-        prompts = tokenize_prompts(source, tokenizer, path=path, max_prompt_tokens=limit)
+        prompts = tokenize_prompts(source, tokenizer, path=path, max_prompt_tokens=limit, is_kept=row_filter(source))
         return islice(prompts, source.config.eval_size)
 
     sources = [(source, source.config.eval_path) for source in config.data.resolved_sources]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from contextlib import closing as close_after
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from megarl.megatron.requests import ModelSpec, TrainerSpec
 from megarl.megatron.trainer_worker import FrozenWorker
 from megarl.placement.pool import SlotPool, reserve, reserve_pools
 from megarl.placement.rank_grid import RankGrid
+from megarl.reward.code.gradable_rows import GradableRows
 from megarl.supervision.restart_budget import RestartBudget
 from megarl.workers.group import Group, Processes, WorkerProcesses
 
@@ -134,7 +136,8 @@ def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGrou
     rollout = RolloutGroup(config, engines)
     closing.callback(rollout.shutdown)
     hf_config = read_hf_config(Path(config.model.path))
-    held_out = load_held_out(config, load_tokenizer(config.model.path), hf_config, None)
+    with close_after(GradableRows(config)) as rows:
+        held_out = load_held_out(config, load_tokenizer(config.model.path), hf_config, None, rows.of_source)
     engines.wait_started()
     rollout.start()
     return rollout, held_out
@@ -143,4 +146,5 @@ def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGrou
 def read_prompts(config: RunConfig, folder: Path | None) -> RunPrompts:
     """Load the prompts of a run; `folder`: as for `load_run_prompts`."""
     hf_config = read_hf_config(Path(config.model.path))
-    return load_run_prompts(config, load_tokenizer(config.model.path), hf_config, folder)
+    with close_after(GradableRows(config)) as rows:
+        return load_run_prompts(config, load_tokenizer(config.model.path), hf_config, folder, rows.of_source)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config.data import Source
 from megarl.config.preference import PreferenceConfig, RmConfig
-from megarl.config.reward import NumericRewardConfig
+from megarl.config.reward import MathRewardConfig, NumericRewardConfig
 from megarl.config.run import RunConfig, StageConfig, SupervisedStageConfig
 from megarl.data.rows import read_rows
 from megarl.errors import ConfigError, DataError
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 
     from megarl.batch.trajectory import Prompt
     from megarl.model_files.json_object import JsonMapping
+
+MAX_EXAMPLES = 3
+"""Rows that a message names; it has the number of the others."""
+
+NUM_COMPARED_ANSWERS = 200
+"""Reference answers of a file that are compared with themselves by sympy, in some seconds."""
+
+_READABLE = {"numeric": "a number (the reward math has other answers)", "math": "an answer that can be compared"}
 
 
 def find_batch_problems(config: StageConfig) -> Iterator[str]:
@@ -108,16 +116,63 @@ def _read_data(
 
 
 def _require_answers(config: RunConfig, source: Source, prompts: Iterable[Prompt]) -> None:
-    terms = source.config.reward_terms if source.config.reward_terms is not None else config.reward.rules
-    numeric = [name for name in terms if isinstance(config.reward.terms[name], NumericRewardConfig)]
-    num_rows, without = 0, list[str]()
-    for prompt in prompts:
-        num_rows += 1
-        if prompt.answer is None:
-            without.append(prompt.prompt_id)
-    if numeric and without:
+    """Check that each row has a reference answer that the terms `numeric` and `math` can read.
+
+    Raises:
+        DataError: rows have none, or one that cannot be read; names the first rows.
+    """
+    names = source.config.reward_terms if source.config.reward_terms is not None else config.reward.rules
+    terms = {name: config.reward.terms[name] for name in names}
+    needing = {name: t for name, t in terms.items() if isinstance(t, NumericRewardConfig | MathRewardConfig)}
+    rows = [(prompt.prompt_id, prompt.answer) for prompt in prompts]
+    if not needing:
+        return
+    without = [place for place, answer in rows if answer is None]
+    name, term = next(iter(needing.items()))
+    if without:
         raise DataError(
-            f"reward.terms.{numeric[0]} (numeric) needs field {source.config.fields.answer!r} "
-            f"({source.key}.fields.answer), "
-            f"{len(without)} of {num_rows} rows have none, first {without[0]}"
+            f"reward.terms.{name} ({term.type}) needs field {source.config.fields.answer!r} "
+            f"({source.key}.fields.answer), {len(without)} of {len(rows)} rows have none, first {without[0]}"
         )
+    for name, term in needing.items():
+        problems = _find_unreadable_answers(rows, term)
+        if problems:
+            raise DataError(
+                f"reward.terms.{name} ({term.type}) needs {_READABLE[term.type]} in field "
+                f"{source.config.fields.answer!r} ({source.key}.fields.answer), "
+                f"{len(problems)} of {len(rows)} rows have others: {_list_some(problems)}"
+            )
+
+
+def _find_unreadable_answers(
+    rows: Sequence[tuple[str, str | None]], term: NumericRewardConfig | MathRewardConfig
+) -> list[str]:
+    """Return a message for each row whose reference answer the term cannot compare with itself.
+
+    Of the answers that need algebra, at most `NUM_COMPARED_ANSWERS` at equal distances are tried.
+    """
+    from megarl.reward.math_equivalence import EquivalenceError, require_comparable
+    from megarl.reward.rules import extract_reference, is_number, reference_structure
+
+    answers = [(place, answer) for place, answer in rows if answer is not None]
+    if isinstance(term, NumericRewardConfig):
+        if term.strict:
+            return []
+        return [f"{place}: {extract_reference(answer)[:80]!r}" for place, answer in answers if not is_number(answer)]
+    problems = list[str]()
+    structures = [
+        (place, answer, structure)
+        for place, answer in answers
+        if (structure := reference_structure(answer)) is not None
+    ]
+    for place, answer, structure in structures[:: max(1, len(structures) // NUM_COMPARED_ANSWERS)]:
+        try:
+            require_comparable(structure, term.cpu_seconds, term.timeout_seconds)
+        except EquivalenceError as e:
+            problems.append(f"{place}: {extract_reference(answer)[:80]!r} ({e})")
+    return problems
+
+
+def _list_some(problems: Sequence[str]) -> str:
+    rest = len(problems) - MAX_EXAMPLES
+    return "; ".join(problems[:MAX_EXAMPLES]) + (f"; and {rest} more" if rest > 0 else "")

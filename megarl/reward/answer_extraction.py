@@ -1,85 +1,79 @@
-"""Extracts the final answer from a text, and parses it as an exact number."""
+"""Extracts the final answer from a text."""
 
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 ANSWER_MARK = "####"
-BOX_COMMAND = "\\boxed{"
 
-MAX_NUMBER_LENGTH = 100
-"""Maximum number of characters of a number; an untrained policy may write thousands of digits."""
-
-_UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-_DECIMAL = re.compile(rf"([-+]?)\s*({_UNSIGNED})")
-_SCIENTIFIC = re.compile(
-    rf"([-+]?)\s*({_UNSIGNED})(?:[eE]|\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^\s*)\{{?([-+]?\d{{1,2}})\}}?"
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_UNBRACED = re.compile(r"[^\s$]+")
+_LEAD_IN = re.compile(
+    r"[*_\s]*(?:(?:so|thus|hence|therefore),?\s+)?(?:(?:the|our|my)\s+)?(?:final\s+|correct\s+)?answer[*_]*\s*"
+    r"(?:is\b|[:=])?\s*[:=]?[*_]*\s*",
+    re.IGNORECASE,
 )
-_FRACTION = re.compile(
-    r"([-+]?)\s*(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)"
-    r"|([-+]?)\s*(\d+)?\s*\\[dt]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))"
-)
-_DECORATION = re.compile(r"\\[$%!]|[$%]|\\left|\\right")
-_ASSIGNMENT = re.compile(r"[A-Za-z]\s*=\s*")
+_HEADING = re.compile(r"[*_\s]*(?:(?:step|part)?\s*\d+\s*[.):]\s*)?[^\W\d_]{2,}(?![^\W\d_]*\s*[=\d])", re.IGNORECASE)
+"""Matches a heading of a section, such as `Verification` or `2. Check`; `x = 5` and `\text{No}` are none."""
 
 
 def extract_final_answer(text: str) -> str | None:
     r"""Return the text after the last `####` (up to the end of the line) or in the last `\boxed{}`, whichever is later.
 
-    Returns None if there is neither, or if it is empty. Runs in time linear in the length of the text.
+    `\fbox{}` is a box, too, and braces may be missing (`\boxed 5`). "Answer:" and "The answer is" after `####` are
+    left out. A heading of words (`#### Verification`) is no answer if there is a box or another `####`. Returns None if
+    there is neither, or if it is empty. Runs in time linear in the length of the text.
     """
-    marked, boxed = text.rfind(ANSWER_MARK), text.rfind(BOX_COMMAND)
-    if boxed > marked:
-        found = _read_braces(text, boxed + len(BOX_COMMAND))
-    elif marked >= 0:
-        found = text[marked + len(ANSWER_MARK) :].split("\n", 1)[0]
-    else:
-        return None
-    return found.strip() or None
+    marked, end = None, len(text)
+    box_end = max((match.end() for match in _BOX.finditer(text)), default=-1)
+    while (begin := text.rfind(ANSWER_MARK, 0, end)) > box_end:
+        line = text[begin + len(ANSWER_MARK) : _line_end(text, begin)]
+        if line.strip() and not _HEADING.match(_without_lead_in(line)):
+            return _read_marked(text, begin)
+        marked = begin if marked is None else marked
+        end = text.rfind("\n", 0, begin)
+        if end <= box_end:
+            break
+    if box_end >= 0:
+        return _read_box(text, box_end).strip() or None
+    return None if marked is None else _read_marked(text, marked)
 
 
-def parse_number(answer: str) -> Fraction | None:
-    r"""Return the exact value of a written number, or None for any other text.
-
-    Accepts thousands commas, decimals, fractions (`1/2`, `3 1/2`, `\frac{1}{2}`) and powers of ten. Ignores `$`, `%`,
-    `x =`, bold marks and a final period. A sum is not a number: the policy must compute it.
-    """
-    if len(answer) > MAX_NUMBER_LENGTH:
-        return None
-    text = answer.replace("−", "-").replace("{,}", ",").replace("\\,", "").strip("*` \t\n")
-    text = _DECORATION.sub("", text).strip().rstrip(".").rstrip("* ")
-    if assignment := _ASSIGNMENT.match(text):
-        text = text[assignment.end() :]
-    if match := _DECIMAL.fullmatch(text):
-        sign, value, exponent = match[1], _parse_decimal(match[2]), 0
-    elif match := _SCIENTIFIC.fullmatch(text):
-        sign, value, exponent = match[1], _parse_decimal(match[2]), int(match[3])
-    elif match := _FRACTION.fullmatch(text):
-        groups = [g for g in (match[2], match[6]) if g]
-        numerator, denominator = match[3] or match[7] or match[8], match[4] or match[9] or match[10]
-        if int(denominator) == 0:
-            return None
-        sign, exponent = match[1] or match[5] or "", 0
-        value = Fraction(int(numerator), int(denominator)) + sum(int(g) for g in groups)
-    else:
-        return None
-    value *= Fraction(10) ** exponent
-    return -value if sign == "-" else value
+def _read_marked(text: str, begin: int) -> str | None:
+    """Return the answer after the mark at `begin`; after `#### Answer:` alone, it is the next line."""
+    end = _line_end(text, begin)
+    line = text[begin + len(ANSWER_MARK) : end].strip()
+    answer = _without_lead_in(line)
+    if not answer and line:
+        answer = text[end:].lstrip().split("\n", 1)[0].strip()
+    return answer or None
 
 
-def _parse_decimal(digits: str) -> Fraction:
-    return Fraction(digits.replace(",", "").removesuffix("."))
+def _without_lead_in(line: str) -> str:
+    match = _LEAD_IN.match(line)
+    return line[match.end() :].strip() if match else line.strip()
 
 
-def _read_braces(text: str, start: int) -> str:
-    """Return the text from `start` to the matching closing brace; empty if there is none."""
-    depth = 1
-    for at in range(start, len(text)):
-        if text[at] == "{":
+def _line_end(text: str, begin: int) -> int:
+    end = text.find("\n", begin)
+    return len(text) if end < 0 else end
+
+
+def _read_box(text: str, start: int) -> str:
+    """Return the content of the box whose command ends at `start`; empty if its brace is not closed."""
+    if not text.startswith("{", start):
+        match = _UNBRACED.match(text, start)
+        return match[0] if match else ""
+    depth = 0
+    at = start
+    while at < len(text):
+        if text[at] == "\\":
+            at += 1
+        elif text[at] == "{":
             depth += 1
         elif text[at] == "}":
             depth -= 1
             if depth == 0:
-                return text[start:at]
+                return text[start + 1 : at]
+        at += 1
     return ""

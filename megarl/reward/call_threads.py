@@ -14,6 +14,14 @@ CallOutcome: TypeAlias = tuple[object, BaseException | None]
 """The return value of a call, or the exception that it raised."""
 
 
+def outcome_of(call: Callable[[], object]) -> CallOutcome:
+    """Return what a call of the user's code returns, or what it raises, be it `SystemExit` or `KeyboardInterrupt`."""
+    try:
+        return call(), None
+    except BaseException as e:  # noqa: BLE001 -- the user's code may raise anything
+        return None, e
+
+
 class CallThreads:
     """Runs calls in daemon threads. A call that times out continues in its thread, because a thread cannot be killed.
 
@@ -57,11 +65,7 @@ class CallThreads:
 
         def work() -> None:
             nonlocal is_returned
-            outcome: CallOutcome
-            try:
-                outcome = (call(), None)
-            except (Exception, SystemExit) as e:  # noqa: BLE001 -- the user's code may raise anything
-                outcome = (None, e)
+            outcome = outcome_of(call)
             with self._lock:
                 is_returned = True
                 self._num_hung -= is_hung

@@ -1,13 +1,14 @@
-"""Checks with math-verify whether two mathematical expressions are equal, with a timeout.
+r"""Compares mathematical answers with sympy, in processes that can be ended.
 
-    this process                                 child process (math_equivalence_child.py)
-    is_equivalent("x+1", "1+x")  -- JSON line -->  math_verify.parse, verify
-                                 <-- "1" / "0" --
-                                 no reply: kill the child and raise; the next request starts another one
+    this process                              child process (math_equivalence_child.py)
+    compare(prediction, reference) -- JSON -->  forks; the fork parses with latex2sympy, compares with sympy
+                                  <-- word --   "equal", "unequal", "undecided" ...
+                                  no reply: kill the child; the next request starts another one
 
 Policies write expressions like `9^{9^{9^9}}`, on which sympy computes forever inside one C call. That call cannot be
-interrupted by a signal or a thread, and it blocks every other thread of the process. Only a separate process can be
-killed.
+interrupted by a signal handler or a thread, and it blocks every other thread of the process. Each comparison therefore
+has a process of its own, a fork, which the kernel ends after `cpu_seconds` or at its limit of memory. What ends a
+comparison is the outcome of the prediction, "undecided", if the reference can be compared with itself.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import threading
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal, TypeAlias, cast
 
 from megarl.errors import RewardError
 
@@ -28,36 +30,48 @@ CHILD = Path(__file__).with_name("math_equivalence_child.py")
 START_TIMEOUT_SECONDS = 120.0
 """Timeout for the start of the child process. Importing sympy takes one second, more on a busy node."""
 
-TIMEOUT_SECONDS = 5.0
-"""Default timeout for the comparison of two expressions; most take milliseconds."""
+CPU_SECONDS = 1.0
+"""Default limit of the CPU time of a comparison; most take milliseconds."""
+
+TIMEOUT_SECONDS = 60.0
+"""Default wall time without a reply after which the child process is taken for hung."""
 
 MAX_CHECKERS = 4
 """Maximum number of child processes, each of which takes about 100 MB. They start when they are needed."""
 
+Comparison: TypeAlias = Literal["equal", "unequal", "undecided"]
+"""Result of a comparison; undecided: it took too much time or memory, for which the prediction is responsible."""
+
 
 class EquivalenceError(Exception):
-    """Two expressions could not be compared: math-verify took too long, or its process died."""
+    """A reference cannot be compared with itself, or the process of sympy is lost."""
 
 
 class EquivalenceChecker:
-    """Checks expressions in one child process, which is started at the first request; thread-safe."""
+    """Compares answers by one child process, which is started at the first request; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
-    def is_equivalent(self, prediction: str, reference: str, timeout_seconds: float = TIMEOUT_SECONDS) -> bool:
-        """Whether the two expressions (LaTeX or plain) were shown to be equal.
+    def compare(
+        self,
+        prediction: str,
+        reference: str,
+        cpu_seconds: float = CPU_SECONDS,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> str:
+        """Return the child's word for two structures in JSON, one of its `EXIT_CODES`.
 
         Raises:
-            EquivalenceError: the child process took longer than `timeout_seconds`, or died.
+            EquivalenceError: the child process did not reply for `timeout_seconds`, or died.
             RewardError: the child process does not start.
         """
         with self._lock:
             child = self._ensure_started()
             assert child.stdin is not None
             try:
-                child.stdin.write(json.dumps([prediction, reference]).encode() + b"\n")
+                child.stdin.write(f"[{prediction}, {reference}, {json.dumps(cpu_seconds)}]\n".encode())
                 child.stdin.flush()
             except BrokenPipeError:
                 reply: bytes | None = b""
@@ -66,12 +80,12 @@ class EquivalenceChecker:
             if not reply:
                 code = self._stop()
                 what = (
-                    f"math-verify took longer than timeout_seconds = {timeout_seconds:g}"
+                    f"the process of sympy did not reply for timeout_seconds = {timeout_seconds:g}"
                     if reply is None
-                    else f"the process of math-verify died with exit code {code}"
+                    else f"the process of sympy died with exit code {code}"
                 )
                 raise EquivalenceError(what)
-            return reply == b"1\n"
+            return reply.decode().strip()
 
     def close(self) -> None:
         """Stop the child process; the next request starts another."""
@@ -86,7 +100,9 @@ class EquivalenceChecker:
             )
             if _read_line(self._child, START_TIMEOUT_SECONDS) != b"ready\n":
                 self._stop()
-                raise RewardError("the numeric reward needs math-verify, but its process did not start (see above)")
+                raise RewardError(
+                    "the reward math needs sympy and latex2sympy2_extended, but their process did not start (see above)"
+                )
         return self._child
 
     def _stop(self) -> int | None:
@@ -111,11 +127,11 @@ class CheckerPool:
         for checker in self._checkers:
             self._free.put(checker)
 
-    def is_equivalent(self, prediction: str, reference: str, timeout_seconds: float = TIMEOUT_SECONDS) -> bool:
-        """As `EquivalenceChecker.is_equivalent`, in a checker that is free."""
+    def compare(self, prediction: str, reference: str, cpu_seconds: float, timeout_seconds: float) -> str:
+        """As `EquivalenceChecker.compare`, in a checker that is free."""
         checker = self._free.get()
         try:
-            return checker.is_equivalent(prediction, reference, timeout_seconds)
+            return checker.compare(prediction, reference, cpu_seconds, timeout_seconds)
         finally:
             self._free.put(checker)
 
@@ -139,9 +155,42 @@ atexit.register(_pool.close)
 
 
 @lru_cache(maxsize=8192)
-def is_equivalent(prediction: str, reference: str, timeout_seconds: float = TIMEOUT_SECONDS) -> bool:
-    """Whether two expressions are equal, by one process-wide `CheckerPool`, with a cache of its results.
+def compare(
+    prediction: str, reference: str, cpu_seconds: float = CPU_SECONDS, timeout_seconds: float = TIMEOUT_SECONDS
+) -> Comparison:
+    """Compare two structures in JSON by one process-wide `CheckerPool`, with a cache of its results.
 
-    Raises as `EquivalenceChecker.is_equivalent`; failures are not cached.
+    If the comparison comes to no result, the reference is compared with itself, to see which of the two is responsible.
+
+    Raises:
+        EquivalenceError: the reference cannot be read, or cannot be compared with itself; failures are not cached.
+        RewardError: the child process does not start.
     """
-    return _pool.is_equivalent(prediction, reference, timeout_seconds)
+    try:
+        word = _pool.compare(prediction, reference, cpu_seconds, timeout_seconds)
+    except EquivalenceError:
+        require_comparable(reference, cpu_seconds, timeout_seconds)
+        return "undecided"
+    if word in ("equal", "unequal"):
+        return cast("Comparison", word)
+    require_comparable(reference, cpu_seconds, timeout_seconds)
+    return "unequal" if word == "unreadable prediction" else "undecided"
+
+
+@lru_cache(maxsize=8192)
+def require_comparable(
+    reference: str, cpu_seconds: float = CPU_SECONDS, timeout_seconds: float = TIMEOUT_SECONDS
+) -> None:
+    """Compare a reference with itself.
+
+    Raises:
+        EquivalenceError: it is not equal to itself; the message has the reason.
+        RewardError: the child process does not start.
+    """
+    word = _pool.compare(reference, reference, cpu_seconds, timeout_seconds)
+    if word == "undecided":
+        raise EquivalenceError(
+            f"the reference answer takes more than cpu_seconds = {cpu_seconds:g}, or too much memory"
+        )
+    if word != "equal":
+        raise EquivalenceError("the reference answer cannot be read")

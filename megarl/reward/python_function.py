@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 from megarl.config.import_path import load_object
 from megarl.config.reward import PythonRewardConfig
 from megarl.errors import ConfigError, RewardError
+from megarl.reward.call_threads import outcome_of
+from megarl.text import describe_error
 
 RewardFunction: TypeAlias = Callable[..., object]
 """`(trajectory, text, row) -> result`, sync or async; `(trajectories, texts, row) -> results` with `per: group`.
@@ -48,10 +50,10 @@ def load_reward(config: PythonRewardConfig, *, key: str) -> PythonReward:
     target = check_reward(config, key=key)
     if not isinstance(target, type):
         return PythonReward(partial(target, **config.kwargs), is_async=_is_async(target))
-    try:
-        instance = target(**config.kwargs)
-    except Exception as e:
-        raise RewardError(f"{key} ({config.path}) cannot be created: {describe_error(e)}") from e
+    instance: Any
+    instance, error = outcome_of(partial(target, **config.kwargs))
+    if error is not None:
+        raise RewardError(f"{key} ({config.path}) cannot be created: {describe_error(error)}") from error
     return PythonReward(instance.score, is_async=_is_async(instance.score), close=getattr(instance, "close", None))
 
 
@@ -82,16 +84,6 @@ def check_reward(config: PythonRewardConfig, *, key: str) -> Any:
     takes_self = isinstance(inspect.getattr_static(target, "score"), FunctionType)
     _check_call(score, ("self", *arguments) if takes_self else arguments, {}, path=f"{config.path}.score", key=key)
     return target
-
-
-def describe_error(error: BaseException) -> str:
-    """Return type, message and location of an exception as text, because tracebacks cannot be pickled."""
-    at = ""
-    frame = error.__traceback__
-    while frame is not None:
-        at = f" (at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno})"
-        frame = frame.tb_next
-    return f"{type(error).__name__}: {error}{at}"
 
 
 def _is_async(function: RewardFunction) -> bool:

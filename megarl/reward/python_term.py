@@ -14,9 +14,10 @@ import numpy as np
 from megarl.batch.trajectory import Prompt
 from megarl.config.reward import PythonRewardConfig
 from megarl.reward.call_threads import CallOutcome, CallThreads
-from megarl.reward.python_function import describe_error, load_reward
+from megarl.reward.python_function import load_reward
 from megarl.reward.term_result import read_result
 from megarl.reward.terms import Completion, TermError, TermValue, abbreviate, quote
+from megarl.text import describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ class PythonTerm:
         values = await self._call(where, [c.trajectory for c in completions], [c.text for c in completions], prompt.row)
         if isinstance(values, TermError):
             return [values] * num
-        if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str) or len(values) != num:
+        if isinstance(values, np.ndarray):
+            values = list(values) if values.ndim else values.item()
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != num:
             got = f"{type(values).__name__} {abbreviate(values)}"
             return [TermError(f"{self._label} returned {got}, not a sequence of {num} results, {where}")] * num
         return [read_result(self._label, v, quote(c, prompt)) for v, c in zip(values, completions, strict=True)]
@@ -95,8 +98,14 @@ class PythonTerm:
 
 
 async def _await_outcome(call: Callable[[], Any]) -> CallOutcome:
+    """Return what an async call of the user's code returns, or what it raises; a time limit may cancel it."""
     try:
         coroutine: Awaitable[object] = call()
         return await coroutine, None
-    except (Exception, SystemExit) as e:  # noqa: BLE001 -- the user's code may raise anything
+    except asyncio.CancelledError as e:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return None, e
+    except (Exception, SystemExit, KeyboardInterrupt) as e:  # noqa: BLE001 -- the user's code may raise anything
         return None, e

@@ -14,6 +14,7 @@ from megarl.config.reward import (
     AnyRuleConfig,
     EnvironmentRewardConfig,
     FormatRewardConfig,
+    MathRewardConfig,
     ModelRewardConfig,
     NumericRewardConfig,
     PythonRewardConfig,
@@ -25,7 +26,16 @@ from megarl.config.reward_term import RuleConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import RewardError
 from megarl.reward.python_term import PythonTerm
-from megarl.reward.terms import Completion, EnvironmentTerm, FormatTerm, NumericTerm, Term, TermError, TermValue
+from megarl.reward.terms import (
+    Completion,
+    EnvironmentTerm,
+    FormatTerm,
+    MathTerm,
+    NumericTerm,
+    Term,
+    TermError,
+    TermValue,
+)
 
 
 class RewardScorer:
@@ -123,6 +133,8 @@ def _make_term(name: str, config: AnyRuleConfig) -> Term:
     match config:
         case NumericRewardConfig():
             return NumericTerm(name, config)
+        case MathRewardConfig():
+            return MathTerm(name, config)
         case FormatRewardConfig():
             return FormatTerm(name, config)
         case PythonRewardConfig():

@@ -10,6 +10,7 @@ import numpy as np
 
 from megarl.config.reward import TERM_METRICS
 from megarl.reward.terms import TermError, TermValue, abbreviate
+from megarl.text import replace_surrogates
 
 REWARD_KEY = "reward"
 """Key of the reward in a mapping; all other keys are only logged."""
@@ -36,11 +37,20 @@ def read_result(label: str, result: object, where: str) -> TermValue | TermError
 def _read_numbers(label: str, result: Mapping[str, object], where: str) -> TermValue | TermError:
     found: dict[str, float] = {}
     for name, value in result.items():
-        at = "" if name == REWARD_KEY else f" for {name!r}"
+        at = "" if name == REWARD_KEY else f" for {abbreviate(name)}"
         if not isinstance(value, numbers.Real | np.bool_):
             got = f"{type(value).__name__} {abbreviate(value)}{at}"
             return TermError(f"{label} returned {got}, not a number, {where}")
-        if not math.isfinite(value):
-            return TermError(f"{label} returned {value}{at}, not a finite number, {where}")
-        found[name] = float(value)
+        number = _as_float(value)
+        if not math.isfinite(number):
+            return TermError(f"{label} returned {abbreviate(value)}{at}, not a finite number, {where}")
+        found[replace_surrogates(name)] = number
     return TermValue(found.pop(REWARD_KEY), found)
+
+
+def _as_float(value: numbers.Real | np.bool_) -> float:
+    """Return the value as a float, as infinity if it is an integer or a fraction beyond all floats."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

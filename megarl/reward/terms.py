@@ -11,11 +11,12 @@ from typing import Protocol
 import regex
 
 from megarl.batch.trajectory import Prompt, Trajectory
-from megarl.config.reward import FormatRewardConfig, NumericRewardConfig
+from megarl.config.reward import FormatRewardConfig, MathRewardConfig, NumericRewardConfig
 from megarl.errors import ConfigError, RewardError
 from megarl.reward.call_threads import CallThreads
 from megarl.reward.math_equivalence import MAX_CHECKERS, EquivalenceError
-from megarl.reward.rules import fast_numeric_reward, numeric_reward
+from megarl.reward.rules import math_reward, numeric_reward, quick_math_reward
+from megarl.text import text_of
 
 MAX_QUOTE_LENGTH = 300
 """Maximum number of characters of a completion that an error message quotes."""
@@ -76,36 +77,61 @@ class NumericTerm:
 
     def __init__(self, name: str, config: NumericRewardConfig) -> None:
         self._label = f"reward.terms.{name} (numeric)"
+        self._strict = config.strict
+
+    async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
+        """Return 1.0 for each correct completion and 0.0 for the others; as `Term`."""
+        answer = require_answer(prompt, self._label)
+        return [
+            TermValue(
+                numeric_reward(
+                    completion.text,
+                    answer,
+                    strict=self._strict,
+                    finished=completion.trajectory.finish_reason == "stop",
+                )
+            )
+            for completion in completions
+        ]
+
+    async def close(self) -> None:
+        """Do nothing: the term holds no resources."""
+
+
+class MathTerm:
+    """Compares final answers with the reference; see `math_reward`."""
+
+    compares_completions = False
+
+    def __init__(self, name: str, config: MathRewardConfig) -> None:
+        self._label = f"reward.terms.{name} (math)"
         self._config = config
         self._threads = CallThreads(self._label, MAX_CHECKERS)
 
     async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
-        """Return 1.0 for each correct completion and 0.0 for the others; as `Term`."""
-        if prompt.answer is None:
-            raise RewardError(
-                f"{self._label} needs a reference answer (data.fields.answer), but {prompt.prompt_id} has none"
-            )
-        return await asyncio.gather(*(self._score(completion, prompt, prompt.answer) for completion in completions))
+        """Return 1.0 for each correct completion and 0.0 for the others, with the metric `undecided`; as `Term`."""
+        answer = require_answer(prompt, self._label)
+        return await asyncio.gather(*(self._score(completion, prompt, answer) for completion in completions))
 
     async def _score(self, completion: Completion, prompt: Prompt, answer: str) -> TermValue | TermError:
-        strict, finished = self._config.strict, completion.trajectory.finish_reason == "stop"
-        reward = fast_numeric_reward(completion.text, answer, strict=strict, finished=finished)
-        if reward is not None:
-            return TermValue(reward)
-        seconds = self._config.timeout_seconds
-        compare = partial(
-            numeric_reward, completion.text, answer, strict=strict, finished=finished, timeout_seconds=seconds
-        )
-        value, error = await self._threads.run(compare, None)  # math-verify has its own timeout
-        if isinstance(error, EquivalenceError):
-            return TermError(f"{self._label}: {error} {quote(completion, prompt)}")
-        if error is not None:
-            raise error
-        assert isinstance(value, float)
-        return TermValue(value)
+        compared: object = quick_math_reward(completion.text, answer)
+        if compared is None:
+            compare = partial(
+                math_reward,
+                completion.text,
+                answer,
+                cpu_seconds=self._config.cpu_seconds,
+                timeout_seconds=self._config.timeout_seconds,
+            )
+            compared, error = await self._threads.run(compare, None)  # the comparison has limits of its own
+            if isinstance(error, EquivalenceError):
+                return TermError(f"{self._label}: {error} {quote(completion, prompt)}")
+            if error is not None:
+                raise error
+        return TermValue(float(compared == "equal"), {"undecided": float(compared == "undecided")})
 
     async def close(self) -> None:
-        """Do nothing: the processes of math-verify are shared by all terms and end with this process."""
+        """Do nothing: the processes of sympy are shared by all terms and end with this process."""
 
 
 class FormatTerm:
@@ -179,6 +205,17 @@ class EnvironmentTerm:
         """Do nothing: the term holds no resources."""
 
 
+def require_answer(prompt: Prompt, label: str) -> str:
+    """Return the reference answer of a prompt.
+
+    Raises:
+        RewardError: it has none.
+    """
+    if prompt.answer is None:
+        raise RewardError(f"{label} needs a reference answer (data.fields.answer), but {prompt.prompt_id} has none")
+    return prompt.answer
+
+
 def compile_pattern(pattern: str, *, key: str) -> regex.Pattern[str]:
     """Return the compiled regular expression.
 
@@ -197,8 +234,8 @@ def quote(completion: Completion, prompt: Prompt) -> str:
 
 
 def abbreviate(value: object) -> str:
-    """Return the `repr` of a value, without its middle if it is long."""
-    text = repr(value)
+    """Return the `repr` of a value, without its middle if it is long; the name of its type if it has none."""
+    text = text_of(value)
     return (
         text
         if len(text) <= MAX_QUOTE_LENGTH

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 Status = Literal["ok", "error", "timeout", "memory", "output", "killed", "exit"]
 """How a program ended: with exit code 0; with another or an exception; at the limit of time, of memory or of its
@@ -29,7 +30,11 @@ class Program:
     source: str
     cases: Sequence[Case]
     setup: str = ""
-    """Source that is executed before the program, for cases with calls."""
+    """Source that is executed after the program and before the call, for cases with calls."""
+    seconds: float = math.inf
+    """Time of all cases together; those that it does not suffice for have the status `timeout`."""
+    output_bytes: int = 0
+    """Bytes of output that the program may write where the limit of the sandbox is lower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +48,29 @@ class Outcome:
     """The value of a call as a Python literal; empty without one."""
 
 
+def read_outcome(reply: object) -> Outcome:
+    """Return an outcome from its JSON object.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(reply, dict) and reply.get("status") in get_args(Status):
+        texts: dict[str, Any] = {name: reply.get(name, "") for name in ("stdout", "stderr", "value")}
+        if all(isinstance(text, str) for text in texts.values()):
+            return Outcome(status=reply["status"], **texts)
+    raise ValueError(f"an outcome needs a status, and texts, got {str(reply)[:200]}")
+
+
 class Interpreter(Protocol):
     """A Python interpreter in a sandbox, which keeps its variables from cell to cell."""
 
     def run(self, source: str) -> Outcome:
         """Return the outcome of a cell. After one that ended neither `ok` nor with `error`, variables are lost.
 
+        The next cell has a new interpreter then, and a new sandbox where the cell has ended that too.
+
         Raises:
-            SandboxError: the sandbox could not be started or was lost.
+            SandboxError: the sandbox could not be started, or was lost for a reason outside of it.
         """
         ...
 
@@ -62,11 +82,17 @@ class Interpreter(Protocol):
 class Sandbox(Protocol):
     """Runs programs. Its methods block; threads may share it."""
 
-    def run(self, program: Program) -> list[Outcome]:
+    def run(self, program: Program, *, until: Callable[[int, Outcome], bool] | None = None) -> list[Outcome]:
         """Return the outcomes of the program's cases.
 
+        Args:
+            program: the program.
+            until: gets the index and the outcome of a case, here on the host, and returns whether to leave out the
+                cases after it.
+
         Raises:
-            SandboxError: the sandbox could not be started or was lost, which says nothing about the program.
+            SandboxError: the sandbox could not be started, or was lost for a reason outside of it, which says nothing
+                about the program. What a program does to its sandbox is its outcome.
         """
         ...
 

@@ -1,24 +1,28 @@
 """Sandboxes behind HTTP, such as containers on other machines.
 
-    POST URL/run                  {"source", "setup", "cases": [{"stdin"} or {"call"}, ...], "limits"}
+    POST URL/run                  {"source", "setup", "cases": [{"stdin"} or {"call"}, ...], "limits", "seconds"}
                                   -> {"outcomes": [{"status", "stdout", "stderr", "value"}, ...]}
     POST URL/interpreters         {"limits"}  -> {"id"}
     POST URL/interpreters/ID      {"source"}  -> {"status", "stdout", "stderr", "value"}
     DELETE URL/interpreters/ID
 
-Any status but 200 is a failure of the service, and never one of the program.
+The service runs a program once for each case, without the others, and gives cases that `seconds` do not suffice for the
+status `timeout`. Any HTTP status but 200 is a failure of the service, and never one of the program.
 """
 
 from __future__ import annotations
 
-from typing import Any, get_args
+import json
+import time
+from collections.abc import Callable
+from typing import Any
 from urllib.parse import quote
 
 import httpx
 
 from megarl.errors import SandboxError
 from megarl.sandbox.guest.limits import Limits
-from megarl.sandbox.sandbox import Interpreter, Outcome, Program, Status
+from megarl.sandbox.sandbox import Interpreter, Outcome, Program, read_outcome
 
 GRACE_SECONDS = 30.0
 """Time for starting sandboxes and for the network, beside the programs' own."""
@@ -31,15 +35,20 @@ class ServiceSandbox:
         self._url, self._limits = url.rstrip("/"), limits
         self._client = httpx.Client(trust_env=False, follow_redirects=False)
 
-    def run(self, program: Program) -> list[Outcome]:
-        """Return the outcomes of the program's cases; as `Sandbox.run`."""
+    def run(self, program: Program, *, until: Callable[[int, Outcome], bool] | None = None) -> list[Outcome]:
+        """Return the outcomes of the program's cases; as `Sandbox.run`, but the service always runs all cases."""
         cases = [{"stdin": case.stdin} if case.call is None else {"call": case.call} for case in program.cases]
-        body = {"source": program.source, "setup": program.setup, "cases": cases, "limits": self._limits.as_dict()}
-        answer = self.request("POST", "run", body, seconds=self._limits.wall_seconds * len(cases))
+        limits = self._limits.enlarged(output_bytes=program.output_bytes, input_bytes=0)
+        seconds = min(program.seconds, self._limits.wall_seconds * len(cases))
+        body: dict[str, Any] = {"source": program.source, "setup": program.setup, "cases": cases}
+        body |= {"limits": limits.as_dict(), "seconds": seconds}
+        answer = self.request("POST", "run", body, seconds=seconds)
         outcomes = answer.get("outcomes")
         if not isinstance(outcomes, list) or len(outcomes) != len(cases):
             raise SandboxError(f"{self._url}/run needs to return {len(cases)} outcomes, got {str(answer)[:200]}")
-        return [_outcome(outcome, self._url, self._limits) for outcome in outcomes]
+        found = [_outcome(outcome, self._url, limits) for outcome in outcomes]
+        last = next((i for i, outcome in enumerate(found) if until is not None and until(i, outcome)), len(found))
+        return found[: last + 1]
 
     def open_interpreter(self) -> Interpreter:
         """Start an interpreter; as `Sandbox.open_interpreter`."""
@@ -65,16 +74,26 @@ class ServiceSandbox:
             SandboxError: the service cannot be reached, or answers with another status or with something else.
         """
         url = f"{self._url}/{path}"
+        content = None if body is None else json.dumps(body).encode()  # escapes surrogates, which httpx does not
+        timeout = seconds + GRACE_SECONDS
+        deadline = time.monotonic() + timeout
+        data = bytearray()
         try:
-            response = self._client.request(method, url, json=body, timeout=seconds + GRACE_SECONDS)
+            headers = {"Content-Type": "application/json"}
+            with self._client.stream(method, url, content=content, headers=headers, timeout=timeout) as response:
+                for chunk in response.iter_bytes():
+                    data += chunk
+                    if time.monotonic() > deadline:
+                        raise SandboxError(f"the sandbox service {url} takes longer than {timeout:g} s")
         except httpx.HTTPError as e:
             raise SandboxError(f"the sandbox service {url} failed: {type(e).__name__}: {e}") from e
         if response.status_code != 200:
             raise SandboxError(f"the sandbox service {url} returned status {response.status_code}, needs 200")
         try:
-            answer = response.json()
-        except ValueError as e:
-            raise SandboxError(f"the sandbox service {url} needs to return JSON, got {response.text[:200]!r}") from e
+            answer = json.loads(data)
+        except (ValueError, RecursionError) as e:
+            text = data[:200].decode(errors="replace")
+            raise SandboxError(f"the sandbox service {url} needs to return JSON, got {text!r}") from e
         if not isinstance(answer, dict):
             raise SandboxError(f"the sandbox service {url} needs to return an object, got {str(answer)[:200]}")
         return answer
@@ -107,10 +126,11 @@ def _outcome(answer: object, url: str, limits: Limits) -> Outcome:
     Raises:
         SandboxError: it is none.
     """
-    if not isinstance(answer, dict) or answer.get("status") not in get_args(Status):
-        raise SandboxError(f"{url} needs to return outcomes with a status, got {str(answer)[:200]}")
-    texts = {name: answer.get(name, "") for name in ("stdout", "stderr", "value")}
-    for name, text in texts.items():
-        if not isinstance(text, str) or len(text) > limits.output_bytes + 1:
+    try:
+        outcome = read_outcome(answer)
+    except ValueError as e:
+        raise SandboxError(f"{url} needs to return outcomes with a status, got {str(answer)[:200]}") from e
+    for name in ("stdout", "stderr", "value"):
+        if len(getattr(outcome, name)) > limits.output_bytes + 1:
             raise SandboxError(f"{url} needs to return {name} of at most {limits.output_bytes} bytes, got more")
-    return Outcome(status=answer["status"], **texts)
+    return outcome

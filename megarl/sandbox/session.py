@@ -10,7 +10,7 @@ from typing import Any
 from megarl.errors import SandboxError
 from megarl.sandbox.guest.channel import LENGTH, encode_request
 
-CLOSE_SECONDS = 10.0
+CLOSE_SECONDS = 30.0
 """Time in which all processes of a sandbox that has been killed end."""
 
 
@@ -40,7 +40,10 @@ class ReplyBuffer:
             return None
         body = bytes(self._data[LENGTH.size : LENGTH.size + length])
         del self._data[: LENGTH.size + length]
-        reply = json.loads(body)
+        try:
+            reply = json.loads(body)
+        except RecursionError as e:
+            raise ValueError("a reply is nested too deeply") from e
         if not isinstance(reply, dict):
             raise ValueError(f"a reply needs to be a JSON object, got {type(reply).__name__}")  # noqa: TRY004
         return reply
@@ -57,16 +60,16 @@ class Session:
         self.cpu_seconds = 0.0
         """CPU time of all processes of the sandbox, in seconds; known when it is closed."""
 
-    def send(self, request: dict[str, Any], *, seconds: float) -> None:
-        """Send a request; see `Runner` for their kinds.
+    def send(self, *requests: dict[str, Any], seconds: float) -> None:
+        """Send requests; see `Runner.serve` for their kinds.
 
         Raises:
             TimeoutError: the sandbox did not take it in time.
             EOFError: the sandbox has ended.
         """
-        self._channel.settimeout(seconds)
         try:
-            self._channel.sendall(encode_request(request))
+            self._channel.settimeout(seconds)
+            self._channel.sendall(b"".join(map(encode_request, requests)))
         except TimeoutError:
             raise
         except OSError as e:
@@ -90,11 +93,13 @@ class Session:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
-            self._channel.settimeout(left)
             try:
+                self._channel.settimeout(left)
                 data = self._channel.recv(64 * 1024)
-            except ConnectionError:
-                data = b""
+            except TimeoutError:
+                raise
+            except OSError as e:
+                raise EOFError from e
             if not data:
                 raise EOFError
             self._replies.add(data)

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from megarl.text import escape_controls
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
@@ -95,8 +97,9 @@ class RunProgress:
         self.notify(line.text(self._num_steps))
 
     def notify(self, text: str) -> None:
-        """Print `text` verbatim as a separate line."""
-        self._console.print(text, markup=False, highlight=self._console.is_terminal, soft_wrap=True)
+        """Print `text` on lines of its own, without markup; other characters that a terminal obeys are escaped."""
+        lines = "\n".join(map(escape_controls, text.split("\n")))
+        self._console.print(lines, markup=False, highlight=self._console.is_terminal, soft_wrap=True)
 
     def close(self) -> None:
         """Remove the spinner from the terminal."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megarl.batch.trajectory import Trajectory
 from megarl.process.atomic_files import atomic_write
+from megarl.text import map_text, replace_surrogates
 
 SCHEMA = pa.schema(
     [
@@ -39,7 +40,7 @@ SCHEMA = pa.schema(
 `response` is everything after the prompt, including tool output. `rewards` maps a term to its value, and
 `<term>/<name>` to its further values; `reward_errors` maps a term that failed to its message: such a completion was
 dropped, and its `reward` and `advantage` are null. Policy versions are those of the sampled tokens (null
-if there are none). The last three columns have one entry per token, prompt first.
+if there are none). Surrogates in texts are U+FFFD. The last three columns have one entry per token, prompt first.
 """
 
 
@@ -80,7 +81,7 @@ def write_rollouts(
         "loss_mask": [t.loss_mask for t in trajectories],
         "logprobs": [t.logprobs for t in trajectories],
     }
-    table = pa.table(columns, schema=SCHEMA)
+    table = pa.table(map_text(columns, replace_surrogates), schema=SCHEMA)
     with atomic_write(Path(path)) as draft:
         pq.write_table(table, draft, compression="zstd")
 

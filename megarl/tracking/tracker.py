@@ -12,6 +12,7 @@ from typing import Self
 
 from megarl.config.tracking import TrackingConfig
 from megarl.errors import DataError
+from megarl.text import replace_surrogates
 from megarl.tracking.sinks import JsonlSink, Sink, TensorboardSink, WandbSink
 
 METRICS_FILE = "metrics.jsonl"
@@ -96,7 +97,7 @@ class Tracker:
             LostLockError: `require_lock` found that another run has taken over the folder; nothing is written.
         """
         self._require_lock()
-        numbers = {name: float(value) for name, value in metrics.items()}
+        numbers = {replace_surrogates(name): float(value) for name, value in metrics.items()}
         for sink in self._sinks:
             try:
                 sink.log(numbers, step=step)

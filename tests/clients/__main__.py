@@ -21,7 +21,7 @@ from tests.rollout.gateway.scripted import SeededEngine, make_agent, make_prompt
 from tests.time_limits import UNREACHED_SECONDS
 
 SCRIPTS = Path(__file__).parent / "scripts"
-FRAMEWORKS = ("openai-agents", "langgraph", "smolagents")
+FRAMEWORKS = ("openai-agents", "langgraph", "smolagents", "anthropic")
 TEMPLATE = "{% if tools %}<|tools|>\n{{ tools | tojson }}<eos>\n{% endif %}" + APPEND
 
 

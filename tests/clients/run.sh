@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 folder=$(realpath -m "${1:-runs/clients}")
-for name in openai-agents langgraph smolagents; do
+for name in openai-agents langgraph smolagents anthropic; do
   if [ ! -e "$folder/$name/ready" ]; then
     python -m venv "$folder/$name"
     "$folder/$name/bin/pip" install --quiet --disable-pip-version-check -r "tests/clients/requirements-$name.txt"

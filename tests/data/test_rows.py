@@ -50,6 +50,27 @@ def test_parquet_rows_equal_what_was_written(tmp_path: Path, monkeypatch: pytest
     assert [r.line for r in got] == list(range(1, 21))
 
 
+@pytest.mark.parametrize("value", ["a\ud800b", ["x", {"y": "\udfff\ud800"}], {"\udcff": 1}])
+def test_rows_with_surrogates_are_refused_by_line(jsonl: Jsonl, value: Any) -> None:
+    path = jsonl({"prompt": "\U0001f600 \\ud800"}, {"prompt": "a", "more": value})
+    assert r"\ud" in path.read_text()
+    rows = read_rows(path)
+    assert next(rows).fields["prompt"] == "\U0001f600 \\ud800"
+    with pytest.raises(DataError, match=r"rows.jsonl:2: field 'more' has an unpaired surrogate, such as \\ud800"):
+        next(rows)
+
+
+def test_parquet_rows_with_bytes_that_are_no_text_are_refused_by_line(tmp_path: Path) -> None:
+    texts = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 1, 4], np.int32)), pa.py_buffer(b"a\xed\xa0\x80"))
+    pq.write_table(pa.table({"prompt": texts}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows.parquet:\d: not readable as Parquet: .*utf-8"):
+        list(read_rows(tmp_path / "rows.parquet"))
+
+
+def test_file_names_that_are_not_utf_8_have_plain_ids() -> None:
+    assert rows_module.Row(Path("a\udcff.jsonl"), 3, {}).prompt_id == "a\ufffd.jsonl:3"
+
+
 def test_a_missing_field_is_reported_with_the_fields_of_the_row(jsonl: Jsonl) -> None:
     row = next(read_rows(jsonl({"question": "a", "answer": "b"})))
     message = r"rows.jsonl:1: field 'prompt' \(data.fields.prompt\) is missing; .* 'question'"

@@ -14,8 +14,9 @@ import pytest
 from megarl.cli.main import main
 from megarl.config import RunConfig
 from megarl.errors import ConfigError
+from megarl.groups.build import read_prompts
 from megarl.preflight import code_reward_checks
-from megarl.preflight.code_reward_checks import NUM_SOLUTIONS, find_test_case_problems, try_solutions
+from megarl.preflight.code_reward_checks import NUM_SOLUTIONS, find_test_case_problems, report_code_rows
 from megarl.preflight.reward_checks import find_reward_problems
 from megarl.sandbox import tiers
 from tests.cli.tiny_run import ROWS, write_config, write_rows, write_tiny_run
@@ -61,24 +62,31 @@ def test_rows_as_published_have_no_problems(tmp_path):
     rows = [mbpp_row(i) for i in range(3)]
     config = make_config(tmp_path, rows, rows)
     assert [*find_test_case_problems(config)] == []
-    assert [str(report) for report in try_solutions(config)] == [
-        f"data.{key}: reward.terms.tests (code): 3 of 3 reference solutions that were tried (field 'code') score 1"
+    assert [line for report in report_code_rows(config) for line in report.lines()] == [
+        f"data.{key}: reward.terms.tests (code): 3 of 3 {what}"
         for key in ("path", "eval_path")
+        for what in ("rows can be graded", "reference solutions that were tried score 1")
     ]
     # sanitized rows have a list of imports
     rows = [mbpp_row(i, test_imports=["import math", "from math import floor"]) for i in range(2)]
-    config = make_config(tmp_path, rows, setup_field="test_imports")
+    for row in rows:
+        del row["test_setup_code"]
+    config = make_config(tmp_path, rows)
     assert [*find_test_case_problems(config)] == []
-    assert [len(report.failures) for report in try_solutions(config)] == [0]
+    assert [len(report.failures) for report in report_code_rows(config)] == [0]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"test_list": None}, "needs a list of test cases in 'test_list', got 'None'"),
-        ({"test_list": []}, "needs a list of test cases in 'test_list', got '[]'"),
-        ({"test_list": ["assert f(1) == g(1)"]}, "test_list[0] needs an assertion that compares a call with a literal"),
-        ({"test_list": ["assert f(1) == 1", {"input": 1}]}, "test_list[1] needs an assertion, {input, output} of text"),
+        ({"test_list": None}, "needs test cases in 'test_list', got 'None'"),
+        ({"test_list": []}, "needs test cases in 'test_list', got '[]'"),
+        ({"test_list": ["assert f(1) != 2"]}, "test_list[0] needs an assertion that compares a call of the program"),
+        (
+            {"test_list": ["assert f(1) == g(1)"]},
+            "expected values need to be evaluated without the program: fails: Name",
+        ),
+        ({"test_list": ["assert f(1) == 1", {"input": 1}]}, "test_list[0] needs {input, output} or {call, expected}"),
         ({"test_list": [{"call": "f(", "expected": 1}]}, "test_list[0] needs an expression in 'call', got 'f('"),
         ({"test_setup_code": 7}, "needs source or a list of its lines in 'test_setup_code', got '7'"),
     ],
@@ -88,16 +96,16 @@ def test_damaged_rows_are_named_with_file_and_line(tmp_path, changes, message):
     (problem,) = find_test_case_problems(config)
     assert problem.startswith(
         "data.eval_path: reward.terms.tests (code) needs test cases that it can use in each row, 1 of 3 rows have "
-        f"others: {tmp_path}/held-out.jsonl:2: {message}"
+        f"others (ungradable_rows: drop leaves them out): {tmp_path}/held-out.jsonl:2: {message}"
     )
 
 
 def test_a_message_has_a_few_examples_and_a_count(tmp_path):
-    rows = [mbpp_row(i, test_list=[]) if i % 2 else mbpp_row(i) for i in range(40)]
+    rows = [mbpp_row(i, test_list=[]) if i % 2 else mbpp_row(i) for i in range(80)]
     (problem,) = find_test_case_problems(make_config(tmp_path, rows))
-    assert "20 of 40 rows have others" in problem
-    assert problem.count("mbpp.jsonl:") == 3
-    assert problem.endswith("; and 17 more")
+    assert "40 of 80 rows have others" in problem
+    assert problem.count("mbpp.jsonl:") == 20
+    assert problem.endswith("; and 20 more")
 
 
 def test_only_rows_that_are_scored_are_examined(tmp_path):
@@ -112,18 +120,18 @@ def test_only_rows_that_are_scored_are_examined(tmp_path):
     tree = config.model_dump() | {"data": {"sources": sources}, "reward": {"terms": terms}}
     mixed = RunConfig.model_validate(tree)
     assert [*find_test_case_problems(mixed)] == []
-    assert [report.key for report in try_solutions(mixed)] == ["data.sources.code.path"]
+    assert [report.key for report in report_code_rows(mixed)] == ["data.sources.code.path"]
 
 
 def test_solutions_that_do_not_score_1_are_reported(tmp_path):
     rows = [mbpp_row(i) for i in range(5)]
     rows[1]["code"] = "def add_1(x): return x + 1"
     rows[3]["code"] = "import no_such_module"
-    (report,) = try_solutions(make_config(tmp_path, rows))
-    assert str(report) == (
-        "data.path: reward.terms.tests (code): 2 of 5 reference solutions that were tried (field 'code') do not score "
-        f"1: {tmp_path}/mbpp.jsonl:2: test_list[1] add_1(0.5) gives 1.5, needs 1; {tmp_path}/mbpp.jsonl:4: "
-        "test_list[0] add_3(1) fails: ModuleNotFoundError: No module named 'no_such_module'"
+    (report,) = report_code_rows(make_config(tmp_path, rows))
+    assert report.lines()[1] == (
+        "data.path: reward.terms.tests (code): 2 of 5 reference solutions that were tried do not score "
+        f"1: {tmp_path}/mbpp.jsonl:2: test 1: add_1(0.5) gives 1.5, needs 1; {tmp_path}/mbpp.jsonl:4: "
+        "test 0: add_3(1) fails: ModuleNotFoundError: No module named 'no_such_module'"
     )
 
 
@@ -131,15 +139,15 @@ def test_solutions_that_all_fail_are_a_problem(tmp_path):
     rows = [mbpp_row(i, code="while True: pass") for i in range(2)]
     config = make_config(tmp_path, rows, sandbox={"wall_seconds": 0.2})
     with pytest.raises(ConfigError, match=r"data.path: .* 2 of 2 .* do not score 1: .*add_0\(1\) runs into a time"):
-        try_solutions(config)
+        report_code_rows(config)
 
 
 def test_a_sample_is_spread_over_the_file(tmp_path, monkeypatch):
-    tried: list[str] = []
-    monkeypatch.setattr(code_reward_checks, "_find_failure", lambda row, *_: tried.append(row.fields["task_id"]))
+    tried: list[int] = []
+    monkeypatch.setattr(code_reward_checks, "_find_failure", lambda tests, solution, _: tried.append(int(solution)))
     for num_rows in (1, NUM_SOLUTIONS, NUM_SOLUTIONS + 1, 100):
         tried.clear()
-        (report,) = try_solutions(make_config(tmp_path, [mbpp_row(i) for i in range(num_rows)]))
+        (report,) = report_code_rows(make_config(tmp_path, [mbpp_row(i, code=str(i)) for i in range(num_rows)]))
         assert report.num_tried == len(tried) == len(set(tried))
         assert min(num_rows, NUM_SOLUTIONS / 2) <= len(tried) <= NUM_SOLUTIONS
         assert max(tried) >= num_rows - num_rows / len(tried) - 1
@@ -149,8 +157,30 @@ def test_a_sample_is_spread_over_the_file(tmp_path, monkeypatch):
 def test_rows_without_solutions_are_not_tried(tmp_path):
     row = mbpp_row(0)
     del row["code"]
-    assert try_solutions(make_config(tmp_path, [row])) == []
-    assert try_solutions(make_config(tmp_path, [mbpp_row(0, code="1 / 0")], solution_field=None)) == []
+    for rows, field in (([row], "auto"), ([mbpp_row(0, code="1 / 0")], None)):
+        (report,) = report_code_rows(make_config(tmp_path, rows, solution_field=field))
+        assert report.lines() == ["data.path: reward.terms.tests (code): 1 of 1 rows can be graded"]
+
+
+def test_rows_that_cannot_be_graded_are_dropped_by_an_option(tmp_path, caplog):
+    rows = [mbpp_row(i, **({"test_list": ["assert f(1) != 2"]} if i % 3 == 1 else {})) for i in range(6)]
+    config = make_config(tmp_path, rows, rows[:2], ungradable_rows="drop")
+    assert [*find_test_case_problems(config)] == []
+    (training, _) = report_code_rows(config)
+    reason = "test_list[0] needs an assertion that compares a call of the program with an expected value"
+    assert training.lines()[0].startswith(
+        "data.path: reward.terms.tests (code): 4 of 6 rows can be graded, 2 are dropped: "
+        f"{tmp_path}/mbpp.jsonl:2: {reason}"
+    )
+    model = config.model.model_copy(update={"path": write_tiny_run(tmp_path)["model"]["path"]})
+    rollout = config.rollout.model_copy(update={"max_new_tokens": 32})
+    prompts = read_prompts(config.model_copy(update={"model": model, "rollout": rollout}), tmp_path)
+    assert [prompt.row["task_id"] for prompt in prompts.training] == [0, 2, 3, 5]
+    assert [prompt.row["task_id"] for prompt in prompts.held_out] == [0]
+    assert f"{tmp_path}/mbpp.jsonl: dropped 2 rows that cannot be graded" in caplog.text
+
+    (problem, _) = find_test_case_problems(make_config(tmp_path, rows[1:2], rows[1:2], ungradable_rows="drop"))
+    assert "1 of 1 rows have others" in problem
 
 
 def test_reads_parquet_and_programs_that_print(tmp_path):
@@ -159,8 +189,8 @@ def test_reads_parquet_and_programs_that_print(tmp_path):
     pq.write_table(pa.Table.from_pylist([row, row | {"code": "print(8)"}]), tmp_path / "rows.parquet")
     config = with_data(config, path=str(tmp_path / "rows.parquet"))
     assert [*find_test_case_problems(config)] == []
-    (report,) = try_solutions(config)
-    assert report.failures == [f"{tmp_path}/rows.parquet:2: tests[0] of the input gives '8\\n', needs '7'"]
+    (report,) = report_code_rows(config)
+    assert report.failures == [f"{tmp_path}/rows.parquet:2: test 0: of the input gives '8\\n', needs '7'"]
 
 
 def test_a_tier_that_this_machine_lacks_is_refused(tmp_path, monkeypatch):
@@ -178,10 +208,11 @@ def test_check_reports_rows_and_solutions(tmp_path, capsys):
     tree["reward"] = {"terms": {"tests": {"type": "code", "sandbox": SANDBOX}}}
     recipe = str(write_config(tmp_path / "run.yaml", tree))
     assert main(["check", recipe]) == 0
-    line = "# data.path: reward.terms.tests (code): 3 of 3 reference solutions that were tried (field 'code') score 1"
-    assert line in capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    assert "# data.path: reward.terms.tests (code): 3 of 3 rows can be graded" in lines
+    assert "# data.path: reward.terms.tests (code): 3 of 3 reference solutions that were tried score 1" in lines
 
     rows[1]["test_list"] = ["assert add_1(1)", "add_1(2)"]
     (tmp_path / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["check", recipe]) == 2
-    assert f"1 of 3 rows have others: {tmp_path}/mbpp.jsonl:2: test_list[1] needs an" in capsys.readouterr().err
+    assert f"drop leaves them out): {tmp_path}/mbpp.jsonl:2: test_list[1] needs an" in capsys.readouterr().err

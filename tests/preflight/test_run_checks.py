@@ -293,6 +293,31 @@ def test_data_files(tree: dict[str, Any], tmp_path: Path, key: str, row: Any, me
     assert has_parts(problem, f"data.{key}: ... {message}")
 
 
+@pytest.mark.parametrize(
+    ("term", "answer", "message"),
+    [
+        ({"type": "numeric"}, "x+1", "(numeric) needs a number (the reward math has ...) in field 'answer' ...: 'x+1'"),
+        ({"type": "math"}, r"\frac{1}{", "(math) needs an answer ... (the reference answer cannot be read)"),
+        ({"type": "math"}, "9^{9^{9^9}}", "(math) needs ... takes more than cpu_seconds = 1, or too much memory)"),
+        ({"type": "numeric"}, r"so \boxed{5\text{ cm}}", None),
+        ({"type": "math"}, r"\{x : x < 3\}", None),
+        ({"type": "math"}, r"\text{Evelyn}", None),
+    ],
+)  # fmt: skip
+def test_reference_answers_that_cannot_be_read_are_found(
+    tree: dict[str, Any], tmp_path: Path, term: dict[str, Any], answer: str, message: str | None
+) -> None:
+    rows = [{"prompt": "1", "answer": "7"}, {"prompt": "2", "answer": answer}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tree["data"]["path"] = str(tmp_path / "rows.jsonl")
+    tree["reward"] = {"terms": {"right": term}}
+    found = run_problems(tree)
+    assert len(found) == (message is not None)
+    for problem in found:
+        assert "1 of 2 rows have others: rows.jsonl:2:" in problem
+        assert has_parts(problem, f"data.path: ... reward.terms.right {message}")
+
+
 def test_data_is_parsed_even_without_a_tokenizer(tree: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{\n")
     tree["data"]["path"] = str(tmp_path / "rows.jsonl")

@@ -218,13 +218,13 @@ def test_invalid_terms_name_their_yaml_path() -> None:
         make_scorer(g=python("absent"))
 
 
-def test_math_verify_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_algebra_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     loop_went_on = threading.Event()
-    monkeypatch.setattr(rules, "is_equivalent", lambda *_: loop_went_on.wait(HANG_SECONDS))
+    monkeypatch.setattr(rules, "compare", lambda *_: "equal" if loop_went_on.wait(HANG_SECONDS) else "unequal")
     prompt = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="x+1")
 
     async def score() -> float:
-        accuracy, trajectory = make_scorer(accuracy={"type": "numeric"}), make_trajectory(r"so \boxed{1+x}")
+        accuracy, trajectory = make_scorer(accuracy={"type": "math"}), make_trajectory(r"so \boxed{1+x}")
         scoring = asyncio.create_task(score_one(accuracy, trajectory, prompt))
         await asyncio.sleep(0.01)
         loop_went_on.set()
@@ -372,23 +372,35 @@ def test_backtracking_pattern_does_not_block_the_event_loop(prompt: Prompt, monk
         score_texts(make_scorer(shape=BACKTRACKING | {"on_error": "raise"}), prompt, "a" * 100 + "!")
 
 
-def test_undecided_equivalence_is_an_error_and_not_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(prediction: str, reference: str, timeout_seconds: float) -> bool:
-        raise failure(f"math-verify took longer than timeout_seconds = {timeout_seconds:g}")
+def test_undecided_comparison_is_a_zero_with_a_metric_of_its_own() -> None:
+    algebra = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="x+1")
+    scorer = make_scorer(acc={"type": "math", "timeout_seconds": UNREACHED_SECONDS})
+    good, tower, wrong = score_texts(scorer, algebra, r"\boxed{1+x}", r"\boxed{9^{9^{9^9}}}", "#### x")
+    assert [each.rewards for each in (good, tower, wrong)] == [
+        {"acc": 1.0, "acc/undecided": 0.0},
+        {"acc": 0.0, "acc/undecided": 1.0},
+        {"acc": 0.0, "acc/undecided": 0.0},
+    ]
+    assert not any(each.reward_errors for each in (good, tower, wrong))
+
+
+def test_reference_that_cannot_be_compared_is_an_error_and_not_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(prediction: str, reference: str, cpu_seconds: float, timeout_seconds: float) -> str:
+        raise failure(f"the reference answer takes more than cpu_seconds = {cpu_seconds:g}")
 
     failure: type[Exception] = math_equivalence.EquivalenceError
-    monkeypatch.setattr(rules, "is_equivalent", check)
+    monkeypatch.setattr(rules, "compare", check)
     algebra = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="x+1")
-    good, bad = score_texts(make_scorer(acc={"type": "numeric"}), algebra, "#### x+1", r"\boxed{1+x}")
+    good, bad = score_texts(make_scorer(acc={"type": "math"}), algebra, "#### x+1", r"\boxed{1+x}")
     assert (good.reward, good.reward_errors) == (1.0, {})
-    error = r"math-verify took longer than timeout_seconds = 5 on a:1, completion '\\boxed{1+x}'"
-    assert bad.reward_errors == {"acc": f"reward.terms.acc (numeric): {error}"}
-    raising = make_scorer(acc={"type": "numeric", "on_error": "raise", "timeout_seconds": 0.5})
-    with pytest.raises(RewardError, match=r"took longer than timeout_seconds = 0\.5 on"):
+    error = r"the reference answer takes more than cpu_seconds = 1 on a:1, completion '\\boxed{1+x}'"
+    assert bad.reward_errors == {"acc": f"reward.terms.acc (math): {error}"}
+    raising = make_scorer(acc={"type": "math", "on_error": "raise", "cpu_seconds": 0.5})
+    with pytest.raises(RewardError, match=r"takes more than cpu_seconds = 0\.5 on"):
         score_texts(raising, algebra, r"\boxed{1+x}")
-    failure = RewardError  # as without math-verify, which ends the run even if failures are dropped
-    with pytest.raises(RewardError, match="math-verify"):
-        score_texts(make_scorer(acc={"type": "numeric", "on_error": "drop"}), algebra, r"\boxed{1+x}")
+    failure = RewardError  # as without sympy, which ends the run even if failures are dropped
+    with pytest.raises(RewardError, match="cpu_seconds"):
+        score_texts(make_scorer(acc={"type": "math", "on_error": "drop"}), algebra, r"\boxed{1+x}")
 
 
 def test_a_reward_that_keeps_hanging_ends_the_run(prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:

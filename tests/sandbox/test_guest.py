@@ -25,6 +25,8 @@ HEADERS = {
     "aarch64": Path("/usr/include/asm-generic/unistd.h"),
 }
 MACHINES = sorted(HEADERS)
+CONDITIONAL = ("clone", "prctl", "ioctl", "socketpair", "prlimit64", "setpriority")
+"""Calls that are allowed with some arguments."""
 
 
 def decide(program: bytes, number: int, arguments: tuple[int, ...] = (), *, arch: int) -> int:
@@ -53,7 +55,7 @@ def decide(program: bytes, number: int, arguments: tuple[int, ...] = (), *, arch
 @pytest.mark.parametrize("machine", MACHINES)
 def test_allows_its_calls_and_no_others(machine):
     program, arch = build_filter(machine), AUDIT_ARCH[machine]
-    conditional = {allowed_calls(machine)[name] for name in ("clone", "prctl", "ioctl", "socketpair")}
+    conditional = {allowed_calls(machine)[name] for name in CONDITIONAL}
     allowed = set(allowed_calls(machine).values())
     for number in range(1000):
         if number == other_calls(machine)["clone3"]:
@@ -78,6 +80,8 @@ def test_looks_at_arguments(machine):
         assert of("clone", namespace | 17) == EPERM
     assert (of("socketpair", 1), of("socketpair", 2)) == (ALLOW, EPERM)
     assert (of("ioctl", 0, 0x5401), of("ioctl", 0, 0x5412)) == (ALLOW, EPERM)  # TIOCSTI
+    assert [of("prlimit64", pid) for pid in (0, 1, 2)] == [ALLOW, EPERM, EPERM]
+    assert [of("setpriority", *which) for which in ((0, 0), (0, 1), (1, 0), (2, 0))] == [ALLOW, EPERM, EPERM, EPERM]
     assert [of("prctl", option) for option in (15, 22, 4)] == [ALLOW, EPERM, EPERM]  # SET_SECCOMP, SET_DUMPABLE
 
 

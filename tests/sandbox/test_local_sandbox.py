@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Iterator
 
@@ -21,7 +23,7 @@ from megarl.sandbox.sandbox import Case, Interpreter, Outcome, Program
 from megarl.sandbox.tiers import LOCAL_TIERS, find_tier_problem
 from tests.sandbox.corpus.check import descendants, find_leftovers, find_traces, parent, state
 from tests.sandbox.local_tiers import best_tier, patient_limits, require_tier
-from tests.time_limits import wait_until
+from tests.time_limits import HANG_SECONDS, wait_until
 
 OUTPUT_BYTES = 1000
 SIZES = {"memory_bytes": 128 * MIB, "output_bytes": OUTPUT_BYTES}
@@ -189,6 +191,122 @@ def test_programs_see_nothing_of_each_other(sandbox):
 def test_programs_get_the_same_random_numbers(sandbox):
     source = "import random\nprint(random.random(), hash('text'))"
     assert run(sandbox, source) == run(sandbox, source)
+
+
+OWN_MEMORY = """
+import ctypes, re
+found, own = set(), input()
+for line in open('/proc/self/maps'):
+    start, end = (int(text, 16) for text in line.split()[0].split('-'))
+    if ' rw' in line and not line.split()[-1].startswith('['):
+        found |= set(re.findall(rb'secret=\\d{6}', ctypes.string_at(start, end - start)))
+print(sorted(text.decode() for text in found) == [own], len(found))
+"""
+
+
+def test_a_program_sees_one_input_at_a_time(sandbox):
+    cases = [Case(stdin=f"secret={i}{i}{i}{i}{i}{i}\n") for i in range(1, 4)]
+    outcomes = sandbox.run(Program(source=OWN_MEMORY, cases=cases))
+    assert [outcome.stdout for outcome in outcomes] == ["True 1\n"] * 3
+
+
+CHANGES = {
+    "file": "open('left', 'w').write('x')",
+    "folder": "os.mkdir('left')",
+    "link": "os.symlink('/', 'left')",
+    "deleted file": "open('left', 'w').close(); os.remove('left')",
+    "process": "os.fork() or time.sleep(6000)",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_case_finds_nothing_of_the_one_before(change, best):
+    source = f"import os, time\nprint(os.listdir('.'), flush=True)\n{CHANGES[change]}"
+    outcomes = best.run(Program(source=source, cases=[Case()] * 3))
+    assert {outcome.stdout.split()[0] for outcome in outcomes} == {"[]"}
+
+
+def test_cases_share_a_time_limit(server):
+    sandbox = LocalSandbox(best_tier(), patient_limits(), server)
+    source = "import time\nif input() == 'wait': time.sleep(6000)"
+    cases = [Case(stdin=text) for text in ("go", "wait", "go", "wait", "go")]
+    found = sandbox.run(Program(source=source, cases=cases, seconds=5.0))
+    assert [outcome.status for outcome in found][1:] == ["timeout"] * 4
+    patient = sandbox.run(Program(source=source, cases=[cases[0]] * 2))
+    assert [outcome.status for outcome in patient] == ["ok"] * 2
+
+
+def test_runs_no_case_after_the_last_that_is_wanted(best):
+    seen = []
+
+    def until(index: int, outcome: Outcome) -> bool:
+        seen.append((index, outcome.stdout))
+        return outcome.stdout == "b"
+
+    program = Program(source="print(input(), end='')", cases=[Case(stdin=text) for text in "abc"])
+    assert [outcome.stdout for outcome in best.run(program, until=until)] == ["a", "b"]
+    assert seen == [(0, "a"), (1, "b")]
+
+
+def test_a_program_may_print_as_much_as_it_needs_to(best):
+    source = f"print('x' * {3 * OUTPUT_BYTES})"
+    assert [run(best, source).status] == ["output"]
+    wide = best.run(Program(source=source, cases=[Case()], output_bytes=4 * OUTPUT_BYTES))
+    assert wide == [Outcome(status="ok", stdout="x" * 3 * OUTPUT_BYTES + "\n")]
+
+
+def test_an_input_takes_no_room_from_the_files_of_a_program(server):
+    sandbox = LocalSandbox(best_tier(), patient_limits(disk_bytes=MIB), server)
+    source = "import sys\nprint(len(sys.stdin.read()))\nopen('x', 'w').write('x' * 900_000)"
+    assert run(sandbox, source, "x" * 3 * MIB) == Outcome(status="ok", stdout=f"{3 * MIB}\n")
+
+
+KILL_RUNNER = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)"
+"""Ends the first process of the tier `unsafe`, which has no namespace that protects it."""
+
+
+def test_a_program_that_ends_its_sandbox_has_an_outcome_and_its_next_case_another_sandbox(server):
+    sandbox = LocalSandbox("unsafe", LIMITS, server)
+    source = f"if input() == 'kill':\n    {KILL_RUNNER.replace(chr(10), chr(10) + '    ')}\nprint(1)"
+    found = sandbox.run(Program(source=source, cases=[Case(stdin=text) for text in ("go", "kill", "go")]))
+    assert [outcome.status for outcome in found] == ["ok", "killed", "ok"]
+
+
+def test_a_lost_interpreter_is_a_new_one(server):
+    interpreter = LocalSandbox("unsafe", LIMITS, server).open_interpreter()
+    for _ in range(2):
+        assert interpreter.run("x = 1").status == "ok"
+        assert interpreter.run(KILL_RUNNER).status == "killed"
+        assert "NameError" in interpreter.run("x").stderr
+    interpreter.close()
+
+
+def test_signals_do_not_end_an_interpreter(interpreter):
+    signals = "signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}"
+    assert interpreter.run(f"import os, signal\nx = 1\nfor n in {signals}: os.kill(os.getppid(), n)").status == "ok"
+    assert interpreter.run("x").stdout == "1\n"
+
+
+def test_a_closed_session_has_ended(server):
+    session = server.start("unsafe", LIMITS)
+    session.close()
+    for call in (lambda: session.send({"kind": "cell", "source": ""}, seconds=1), lambda: session.receive(seconds=1)):
+        with pytest.raises(EOFError):
+            call()
+
+
+def test_an_interpreter_ends_while_a_cell_runs(sandbox):
+    interpreter = sandbox.open_interpreter()
+
+    def sleep() -> None:
+        with contextlib.suppress(SandboxError):
+            interpreter.run("import time; time.sleep(6000)")
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    interpreter.close()
+    thread.join(HANG_SECONDS)
+    assert not thread.is_alive()
 
 
 def test_interpreters_keep_variables(interpreter):

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -16,6 +18,7 @@ import pytest
 
 from megarl.config.sandbox import SandboxConfig
 from megarl.errors import ConfigError, SandboxError
+from megarl.sandbox import service as service_module
 from megarl.sandbox import tiers
 from megarl.sandbox.guest.limits import Limits
 from megarl.sandbox.local_sandbox import LocalSandbox
@@ -38,9 +41,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.broken is not None:
             self.answer(*self.server.broken)
         elif self.path == "/run":
-            program = Program(
-                source=body["source"], setup=body["setup"], cases=[Case(**case) for case in body["cases"]]
-            )
+            cases = [Case(**case) for case in body["cases"]]
+            program = Program(source=body["source"], setup=body["setup"], cases=cases, seconds=body["seconds"])
             outcomes = LocalSandbox("unsafe", Limits(**body["limits"])).run(program)
             self.answer(200, json.dumps({"outcomes": [asdict(outcome) for outcome in outcomes]}).encode())
         elif self.path == "/interpreters":
@@ -85,6 +87,45 @@ def test_runs_programs_and_interpreters(service):
     interpreter.close()
     assert service.interpreters == {}
     sandbox.close()
+
+
+def test_a_program_may_be_any_text(service):
+    sandbox = ServiceSandbox(f"http://127.0.0.1:{service.server_port}", patient_limits())
+    outcome, second = sandbox.run(Program(source="x = '\ud800\x00'", cases=[Case(stdin="\udfff"), Case(call="f(1)")]))
+    assert (outcome.status, second.status) == ("error", "error")
+    interpreter = sandbox.open_interpreter()
+    assert interpreter.run("'\ud800'").status in ("ok", "error")
+    interpreter.close()
+
+
+def test_cases_of_a_service_share_a_time_limit_and_end_with_the_last_that_is_wanted(service):
+    sandbox = ServiceSandbox(f"http://127.0.0.1:{service.server_port}", patient_limits())
+    cases = [Case(stdin=text) for text in ("go", "wait", "go")]
+    source = "import time\nif input() == 'wait': time.sleep(6000)"
+    found = sandbox.run(Program(source=source, cases=cases, seconds=3.0))
+    assert [outcome.status for outcome in found][1:] == ["timeout"] * 2
+    program = Program(source="print(input(), end='')", cases=[Case(stdin=text) for text in "abc"])
+    found = sandbox.run(program, until=lambda index, outcome: outcome.stdout == "b")
+    assert [outcome.stdout for outcome in found] == ["a", "b"]
+
+
+def test_a_service_that_answers_without_end_is_a_failure(monkeypatch):
+    """Each byte arrives in time, the answer never."""
+    monkeypatch.setattr(service_module, "GRACE_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+                while True:
+                    connection.sendall(b" ")
+                    time.sleep(0.01)
+
+        threading.Thread(target=answer, daemon=True).start()
+        sandbox = ServiceSandbox(f"http://127.0.0.1:{server.getsockname()[1]}", patient_limits())
+        with pytest.raises(SandboxError, match=r"interpreters takes longer than 0.5 s|failed: ReadTimeout"):
+            sandbox.open_interpreter()
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from megarl.batch.trajectory import Prompt
 from megarl.config.reward_code import CodeRewardConfig
-from megarl.errors import RewardError, SandboxError
+from megarl.errors import SandboxError
 from megarl.reward.call_threads import CallThreads
-from megarl.reward.code.grading import TestCase, is_passed
-from megarl.reward.code.test_cases import TestCaseError, make_program, parse_setup, parse_tests
+from megarl.reward.code.assertions import TestCaseError
+from megarl.reward.code.grading import Grade, run_tests
+from megarl.reward.code.test_cases import ReferenceSandbox, RowTests, load_tests
 from megarl.reward.terms import Completion, TermError, TermValue, quote
+from megarl.sandbox.code_block import find_code
 from megarl.sandbox.tiers import open_sandbox
 
-BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+FAILURES = ("error", "timeout", "memory", "output", "killed", "undecided")
+"""Metrics of completions whose program ended so on a test case; what it does to itself is a 0, and never a failure."""
 
 
 class CodeTerm:
@@ -33,47 +36,47 @@ class CodeTerm:
         self._label = f"reward.terms.{name} (code)"
         self._config = config
         self._sandbox = open_sandbox(config.sandbox, key=f"reward.terms.{name}.sandbox")
+        self._references = ReferenceSandbox(config.sandbox, key=f"reward.terms.{name}.sandbox")
         self._threads = CallThreads(self._label, config.max_concurrent)
 
     async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
-        """Return the value of each completion, with the share of passed tests as a metric; as `Term`."""
-        try:
-            tests = parse_tests(prompt.row, self._config.tests_field)
-            setup = parse_setup(prompt.row, self._config.setup_field)
-        except TestCaseError as e:
-            raise RewardError(f"{self._label}: {prompt.prompt_id}: {e}") from e
-        return await asyncio.gather(*(self._score(completion, prompt, tests, setup) for completion in completions))
-
-    async def _score(
-        self, completion: Completion, prompt: Prompt, tests: list[TestCase], setup: str
-    ) -> TermValue | TermError:
-        source = find_program(completion.text, require_block=self._config.require_block)
-        if source is None:
-            return TermValue(0.0, {"passed": 0.0})
-        program = make_program(source, setup, tests)
-        error: BaseException | None
-        try:
-            outcomes, error = await self._threads.run(partial(self._sandbox.run, program), self._config.timeout_seconds)
-        except TimeoutError as e:
-            outcomes, error = None, e
-        if isinstance(error, SandboxError | TimeoutError):
-            reason = error if isinstance(error, SandboxError) else "took longer than timeout_seconds"
-            return TermError(f"{self._label}: {reason} {quote(completion, prompt)}")
+        """Return the value of each completion, with the share of passed tests and `FAILURES` as metrics; as `Term`."""
+        tests, error = await self._threads.run(
+            partial(load_tests, prompt.row, self._config, self._references.run), None
+        )
+        if isinstance(error, TestCaseError | SandboxError):  # all rows could be graded before the run
+            return [TermError(f"{self._label}: {prompt.prompt_id}: {error}")] * len(completions)
         if error is not None:
             raise error
-        assert isinstance(outcomes, list)
-        num_passed = sum(is_passed(test, outcome) for test, outcome in zip(tests, outcomes, strict=True))
-        share = num_passed / len(tests)
-        return TermValue(float(share == 1) if self._config.score == "all" else share, {"passed": share})
+        assert isinstance(tests, RowTests)
+        return await asyncio.gather(*(self._score(completion, prompt, tests) for completion in completions))
+
+    async def _score(self, completion: Completion, prompt: Prompt, tests: RowTests) -> TermValue | TermError:
+        source = find_program(completion.text, require_block=self._config.require_block)
+        if source is None:
+            return TermValue(0.0, {"passed": 0.0} | dict.fromkeys(FAILURES, 0.0))
+        run = partial(self._run_tests, source, tests)
+        grades, error = await self._threads.run(run, None)  # the sandbox ends it in time
+        if isinstance(error, SandboxError):
+            return TermError(f"{self._label}: {error} {quote(completion, prompt)}")
+        if error is not None:
+            raise error
+        assert isinstance(grades, list)
+        share = grades.count("passed") / len(tests.cases)
+        failures = {name: float(name in grades) for name in FAILURES}
+        return TermValue(float(share == 1) if self._config.score == "all" else share, {"passed": share} | failures)
+
+    def _run_tests(self, source: str, tests: RowTests) -> list[Grade]:
+        program = replace(tests.make_program(source), seconds=self._config.timeout_seconds)
+        return run_tests(self._sandbox, program, tests.cases, stop_at_failure=self._config.score == "all")
 
     async def close(self) -> None:
-        """Release the sandbox."""
+        """Release the sandboxes of programs and of expected values."""
         self._sandbox.close()
+        self._references.close()
 
 
 def find_program(text: str, *, require_block: bool) -> str | None:
-    """Return the last block in backticks of a completion; without one, all of it, or None if one is required."""
-    blocks = BLOCK.findall(text)
-    if blocks:
-        return str(blocks[-1])
-    return None if require_block else text
+    """Return the code in backticks of a completion; without any, all of it, or None if a block is required."""
+    code = find_code(text)
+    return text if code is None and not require_block else code

@@ -1,151 +1,248 @@
-"""Test cases of a row: inputs, which go into a sandbox, separated from expected outputs, which do not."""
+"""Test cases of a row: inputs, which go into a sandbox, separated from expected outputs, which do not.
+
+Layouts of data sets are recognized by their fields, and read as published.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from megarl.reward.code.grading import TestCase, Tolerance
-from megarl.sandbox.sandbox import Case, Program
+from megarl.config.reward_code import AUTO, CodeRewardConfig
+from megarl.config.sandbox import SandboxConfig
+from megarl.reward.code.assertions import (
+    RECORDED,
+    AssertionTests,
+    TestCaseError,
+    parse_assertions,
+    parse_check_function,
+)
+from megarl.reward.code.grading import TestCase, describe_end, output_bytes
+from megarl.reward.code.published_cases import PRELUDE, find_pairs, function_name, parse_text, to_cases
+from megarl.reward.code.values import GradingClock, UndecidedError, read_value
+from megarl.sandbox.sandbox import Case, Outcome, Program, Sandbox
+from megarl.sandbox.tiers import open_sandbox
 
-COLLECTIONS = {"set": set, "tuple": tuple, "list": list, "frozenset": frozenset, "dict": dict}
-"""Built-in types whose calls on a literal are literals too."""
+LAYOUTS = (
+    ("test_list",),  # MBPP
+    ("test",),  # HumanEval, HumanEval+
+    ("input_output",),  # APPS, TACO
+    ("public_test_cases", "private_test_cases"),  # LiveCodeBench
+    ("public_tests", "private_tests", "generated_tests"),  # CodeContests
+    ("tests",),  # DeepCoder
+    ("test_cases",),
+    ("official_tests",),  # open-r1's Codeforces
+    ("verification_info",),  # PrimeIntellect, open-r1
+    ("reward_model",),  # Eurus 2
+)
+"""Fields of test cases, by data set; the first layout of which a row has a field counts."""
 
-NUM_OPERANDS = 2
+SETUP_FIELDS = ("test_imports", "test_setup_code")
+PYTHON3 = 3
+"""Number of the language of solutions in CodeContests."""
+
+FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
+
+EVALUATION_SECONDS = 60.0
+"""CPU time for reading the expected values of a row."""
+
+Evaluate = Callable[[Program], Sequence[Outcome]]
+"""Runs a program in a sandbox that never runs programs of the policy."""
 
 
-class TestCaseError(ValueError):
-    """A test case cannot be taken apart into an input and an expected output."""
+class ReferenceSandbox:
+    """Evaluates expected outputs, in a sandbox that never runs programs of the policy and opens with its first use."""
 
-    __test__ = False
+    def __init__(self, config: SandboxConfig, *, key: str) -> None:
+        """Create the sandbox; arguments as for `open_sandbox`."""
+        limits = {"output_kib": 2**14, "memory_mib": max(1024, config.memory_mib), "cpu_seconds": 30}
+        self._config = config.model_copy(update={**limits, "wall_seconds": max(60.0, config.wall_seconds)})
+        self._key = key
+        self._sandbox: Sandbox | None = None
+
+    def run(self, program: Program) -> Sequence[Outcome]:
+        """Return the outcomes of the program's cases.
+
+        Raises:
+            ConfigError: no sandbox works on this machine.
+            SandboxError: the sandbox could not be started or was lost.
+        """
+        if self._sandbox is None:
+            self._sandbox = open_sandbox(self._config, key=self._key)
+        return self._sandbox.run(program)
+
+    def close(self) -> None:
+        """Release the sandbox, if it was opened."""
+        if self._sandbox is not None:
+            self._sandbox.close()
 
 
-def parse_tests(row: Mapping[str, Any], field: str) -> list[TestCase]:
-    """Return the test cases in a field of a row.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTests:
+    """The test cases of a row, and the sources around a program that is tested."""
+
+    cases: list[TestCase]
+    prefix: str = ""
+    """Source before a program."""
+    setup: str = ""
+    """Source that is executed after a program, before calls."""
+
+    def make_program(self, source: str) -> Program:
+        """Return a program with the inputs of the test cases, and without their expected outputs."""
+        return Program(
+            source=_join(self.prefix, source),
+            setup=self.setup,
+            cases=[test.case for test in self.cases],
+            output_bytes=output_bytes(self.cases),
+        )
+
+
+def load_tests(row: Mapping[str, Any], config: CodeRewardConfig, evaluate: Evaluate) -> RowTests:
+    """Return the test cases of a row.
+
+    Args:
+        row: the row.
+        config: section of the reward term.
+        evaluate: runs what has to be evaluated to get an expected output that is no literal.
 
     Raises:
-        TestCaseError: the field is missing, empty, or has a test case that cannot be taken apart.
+        TestCaseError: the row has no test cases, or one whose expected output cannot be told apart from its input.
+        SandboxError: an expected output could not be evaluated, since there was no sandbox.
     """
-    tests = row.get(field)
-    if not isinstance(tests, list) or not tests:
-        raise TestCaseError(f"needs a list of test cases in {field!r}, got {str(tests)[:80]!r}")
-    return [_parse(test, f"{field}[{i}]") for i, test in enumerate(tests)]
+    try:
+        return _load_tests(row, config, evaluate)
+    except RecursionError:
+        raise TestCaseError("needs test cases that are not nested so deeply") from None
 
 
-def parse_setup(row: Mapping[str, Any], field: str | None) -> str:
-    """Return the source that is executed before the program of a row; empty without one.
+def _load_tests(row: Mapping[str, Any], config: CodeRewardConfig, evaluate: Evaluate) -> RowTests:
+    fields = _test_fields(row, config.tests_field)
+    setup = _parse_setup(row, config.setup_field)
+    first = row[fields[0]]
+    if isinstance(first, str) and "def check(" in first:
+        entry_point = row.get("entry_point")
+        if not isinstance(entry_point, str):
+            raise TestCaseError(f"needs the name of a function in 'entry_point', got {str(entry_point)[:80]!r}")
+        found = parse_check_function(first, entry_point, fields[0])
+        prefix = _python_prompt(row.get("prompt"))
+        return _evaluated(found, row, config, prefix, setup, evaluate, entry_point)
+    if isinstance(first, list) and first and all(isinstance(test, str) for test in first):
+        found = parse_assertions(first, fields[0])
+        return _evaluated(found, row, config, "", setup, evaluate)
+    return _parse_cases(row, fields, setup)
 
-    Raises:
-        TestCaseError: the field has neither source nor a list of lines.
+
+def find_solution(row: Mapping[str, Any], field: str | None) -> str | None:
+    """Return a reference solution of a row, which goes where a program of the policy does; None: it has none.
+
+    Args:
+        row: the row.
+        field: its field; `auto`: `code`, `canonical_solution`, or the first of `solutions`.
     """
-    setup = None if field is None else row.get(field)
-    match setup:
+    if field is None:
+        return None
+    for name in ("code", "canonical_solution", "solutions") if field == AUTO else (field,):
+        match row.get(name):
+            case str(source) if name != "solutions":
+                return source
+            case str(source):
+                try:
+                    return next((s for s in parse_text(source, name) if isinstance(s, str)), None)
+                except (TestCaseError, TypeError):
+                    return None
+            case {"language": list(languages), "solution": list(sources)}:
+                return next((s for n, s in zip(languages, sources, strict=False) if n == PYTHON3), None)
+            case [str(source), *_]:
+                return source
+    return None
+
+
+def _test_fields(row: Mapping[str, Any], field: str) -> list[str]:
+    """Return the fields with a row's test cases that are not empty."""
+    layouts = LAYOUTS if field == AUTO else ((field,),)
+    for layout in layouts:
+        if found := [name for name in layout if row.get(name)]:
+            return found
+    for name in (name for layout in layouts for name in layout):
+        if field != AUTO or name in row:
+            raise TestCaseError(f"needs test cases in {name!r}, got {str(row.get(name))[:80]!r}")
+    names = ", ".join(name for layout in LAYOUTS for name in layout)
+    raise TestCaseError(f"needs test cases in a field of a published layout ({names}), or in tests_field")
+
+
+def _parse_setup(row: Mapping[str, Any], field: str | None) -> str:
+    names = SETUP_FIELDS if field == AUTO else (field,) if field is not None else ()
+    return "\n".join(filter(None, (_source(row.get(name), name) for name in names)))
+
+
+def _source(value: Any, name: str) -> str:
+    match value:
         case None:
             return ""
         case str():
-            return setup
-        case list() if all(isinstance(line, str) for line in setup):
-            return "\n".join(setup)
+            return value
+        case list() if all(isinstance(line, str) for line in value):
+            return "\n".join(value)
         case _:
-            raise TestCaseError(f"needs source or a list of its lines in {field!r}, got {str(setup)[:80]!r}")
+            raise TestCaseError(f"needs source or a list of its lines in {name!r}, got {str(value)[:80]!r}")
 
 
-def make_program(source: str, setup: str, tests: Sequence[TestCase]) -> Program:
-    """Return a program with the inputs of test cases, and without their expected outputs."""
-    return Program(source=source, setup=setup, cases=[test.case for test in tests])
-
-
-def _parse(test: object, where: str) -> TestCase:
-    match test:
-        case str():
-            return parse_assertion(test, where)
-        case {"input": str(text), "output": str(expected)}:
-            return TestCase(case=Case(stdin=text), expected=expected)
-        case {"call": str(call), "expected": expected}:
-            return TestCase(case=Case(call=_expression(call, where)), expected=expected)
-        case _:
-            raise TestCaseError(
-                f"{where} needs an assertion, {{input, output}} of text, or {{call, expected}}, got {str(test)[:120]!r}"
-            )
-
-
-def _expression(source: str, where: str) -> str:
+def _python_prompt(prompt: Any) -> str:
+    """Return a prompt that is the beginning of the program, as in HumanEval; empty if it is a task in words."""
+    if not isinstance(prompt, str):
+        return ""
     try:
-        ast.parse(source.strip(), mode="eval")
+        statements = ast.parse(prompt).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise TestCaseError(f"{where} needs an expression in 'call', got {source[:120]!r}") from None
-    return source.strip()
+        return ""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    return prompt if any(isinstance(statement, kinds) for statement in statements) else ""
 
 
-def parse_assertion(source: str, where: str) -> TestCase:
-    """Return the test case of an assertion: `assert CALL == LITERAL`, with `math.isclose`, or of the truth of a call.
-
-    Raises:
-        TestCaseError: it is none of these, so that the expected output cannot be kept out of the sandbox.
-    """
-    try:
-        (statement,) = ast.parse(source.strip()).body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise _refuse(source, where) from None
-    if not isinstance(statement, ast.Assert):
-        raise _refuse(source, where)
-    match statement.test:
-        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
-            return _parse_equality(left, right, source, where)
-        case ast.UnaryOp(op=ast.Not(), operand=call):
-            return TestCase(case=Case(call=ast.unparse(call)), expected=False, as_truth=True)
-        case ast.Call(func=ast.Attribute(attr="isclose") | ast.Name(id="isclose")) as call:
-            return _parse_closeness(call, source, where)
-        case ast.Call() as call:
-            return TestCase(case=Case(call=ast.unparse(call)), expected=True, as_truth=True)
-        case _:
-            raise _refuse(source, where)
-
-
-def _parse_equality(left: ast.expr, right: ast.expr, source: str, where: str) -> TestCase:
-    literals = [(side, _literal(side)) for side in (right, left)]
-    known = [(side, value) for side, (is_literal, value) in literals if is_literal]
-    if len(known) != 1:
-        raise _refuse(source, where)
-    side, expected = known[0]
-    return TestCase(case=Case(call=ast.unparse(left if side is right else right)), expected=expected)
+def _evaluated(
+    found: AssertionTests,
+    row: Mapping[str, Any],
+    config: CodeRewardConfig,
+    prefix: str,
+    setup: str,
+    evaluate: Evaluate,
+    entry_point: str = "",
+) -> RowTests:
+    """Return tests with the expected values of assertions, evaluated with the reference solution of the row."""
+    cases = found.cases
+    if cases is None:
+        solution = find_solution(row, config.solution_field)
+        if solution is not None:
+            reference = _join(prefix, solution)
+        else:  # the function of the prompt has no body
+            reference = f"{prefix}\n{entry_point} = None" if entry_point.isidentifier() else prefix
+        program = Program(source=reference, setup=f"{setup}\n{found.recording}", cases=[Case(call=f"{RECORDED}()")])
+        (outcome,) = evaluate(program)
+        if outcome.status != "ok" or not outcome.value:
+            raise TestCaseError(f"expected values need to be evaluated without the program: {describe_end(outcome)}")
+        try:
+            cases = found.cases_of(read_value(outcome.value, GradingClock(EVALUATION_SECONDS)))
+        except (UndecidedError, ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as e:
+            raise TestCaseError(f"expected values need to be literals: {str(e)[:200]}") from None
+    return RowTests(cases=cases, prefix=prefix, setup="\n".join(filter(None, (found.imports, setup))))
 
 
-def _parse_closeness(call: ast.Call, source: str, where: str) -> TestCase:
-    found = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
-    if len(call.args) != NUM_OPERANDS or not found.keys() <= {"rel_tol", "abs_tol"}:
-        raise _refuse(source, where)
-    is_literal, expected = _literal(call.args[1])
-    if not is_literal or not isinstance(expected, int | float) or not all(known for known, _ in found.values()):
-        raise _refuse(source, where)
-    tolerances = {name: value for name, (_, value) in found.items()}
-    return TestCase(
-        case=Case(call=ast.unparse(call.args[0])),
-        expected=expected,
-        tolerance=Tolerance(relative=tolerances.get("rel_tol", 1e-9), absolute=tolerances.get("abs_tol", 0.0)),
-    )
+def _parse_cases(row: Mapping[str, Any], fields: Sequence[str], setup: str) -> RowTests:
+    """Return tests that are inputs and outputs."""
+    function = function_name(row.get("metadata"))
+    pairs = [pair for field in fields for pair in find_pairs(row[field], field, function)]
+    if not pairs:
+        raise TestCaseError(f"needs test cases in {fields[0]!r}, got none")
+    has_function = any(pair.function is not None for pair in pairs)
+    return RowTests(cases=to_cases(pairs), prefix=PRELUDE if has_function else "", setup=setup)
 
 
-def _literal(node: ast.expr) -> tuple[bool, Any]:
-    """Return whether an expression is a literal, or a collection made of one, and its value."""
-    match node:
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in COLLECTIONS and len(args) <= 1:
-            inner = [_literal(argument) for argument in args]
-            if not all(known for known, _ in inner):
-                return False, None
-            try:
-                return True, COLLECTIONS[name](*(value for _, value in inner))
-            except (TypeError, ValueError):
-                return False, None
-    try:
-        return True, ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False, None
-
-
-def _refuse(source: str, where: str) -> TestCaseError:
-    return TestCaseError(
-        f"{where} needs an assertion that compares a call with a literal, so that the literal stays outside of the "
-        f"sandbox, got {source[:200]!r}"
-    )
+def _join(prefix: str, source: str) -> str:
+    """Return prefix and program as one source; imports from `__future__` have to be first."""
+    if not prefix:
+        return source
+    future = FUTURE.findall(source)
+    return "\n".join([*future, prefix, FUTURE.sub("", source) if future else source])

@@ -14,6 +14,7 @@ import httpx
 from megarl.config.reward_services import ServiceRewardConfig
 from megarl.errors import ConfigError
 from megarl.reward.services.circuit_breaker import CircuitBreaker, CircuitOpenError
+from megarl.text import replace_surrogates
 
 RETRIED_STATUSES = frozenset({408, 429, *range(500, 600)})
 """Statuses of a service that is overloaded or down; another request may succeed."""
@@ -74,13 +75,15 @@ class ServiceClient:
         self._random = random.Random()  # unseeded: workers must not retry at the same times
 
     async def post(self, url: str, body: Mapping[str, Any]) -> object:
-        """Return the service's answer to `body`, parsed from JSON. Values that JSON lacks are sent as text.
+        """Return the service's answer to `body`, parsed from JSON.
+
+        Values that JSON lacks are sent as text, NaN and infinities as null, surrogates as U+FFFD.
 
         Raises:
             RefusedRequestError: a status that a retry would not change.
             ServiceError: no attempt was answered, or the answer is not JSON.
         """
-        content = json.dumps(body, default=str).encode()
+        content = _encode(body)
         for attempt in range(self._config.max_retries + 1):
             try:
                 async with self._breaker.request():
@@ -99,7 +102,7 @@ class ServiceClient:
             raise RefusedRequestError(f"the service refused the request with status {response.status_code}: {text!r}")
         try:
             answer: object = response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # also integers of thousands of digits and deep nesting
             text = response.text[:MAX_QUOTED_BODY]
             raise ServiceError(f"the service's answer needs to be JSON, got {text!r}") from error
         return answer
@@ -111,7 +114,7 @@ class ServiceClient:
                 response = await self._http.post(url, content=content)
         except TimeoutError as error:
             raise _RetriedError(f"the service took longer than timeout_seconds = {seconds:g}") from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise _RetriedError(f"the service cannot be reached: {type(error).__name__}: {error}") from error
         if response.status_code in RETRIED_STATUSES:
             wait = response.headers.get("Retry-After", "")
@@ -123,3 +126,10 @@ class ServiceClient:
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    text = json.dumps(body, default=str, ensure_ascii=False)
+    if "NaN" in text or "Infinity" in text:
+        text = json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
+    return replace_surrogates(text).encode()

@@ -87,10 +87,10 @@ class JudgeTerm:
         try:
             value = float(score)
         except ValueError as error:
-            raise ServiceError(f"the judge's score needs to be a number, got {score!r}") from error
+            raise ServiceError(f"the judge's score needs to be a number, got {abbreviate(score)}") from error
         if not config.min_score <= value <= config.max_score:
             raise ServiceError(
-                f"the judge's score needs to be between {config.min_score:g} and {config.max_score:g}, got {score}"
+                f"the judge's score needs to be between {config.min_score:g} and {config.max_score:g}, got {value:g}"
             )
         return value
 

@@ -16,6 +16,7 @@ from megarl.batch.trajectory import Prompt, Trajectory, count_turns
 from megarl.errors import WorkerError
 from megarl.rollout.engine import CompletionEngine, Generation, GenerationRequest, Sampling
 from megarl.rollout.request_clock import RequestClock
+from megarl.text import replace_surrogates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -180,7 +181,7 @@ class Episode:
             observation: text, in which the names of special tokens are plain text; or token ids, which may be special.
         """
         token_ids: Sequence[int] = (
-            self.tokenizer.encode(observation, add_special_tokens=False, split_special_tokens=True)
+            self.tokenizer.encode(replace_surrogates(observation), add_special_tokens=False, split_special_tokens=True)
             if isinstance(observation, str)
             else observation
         )

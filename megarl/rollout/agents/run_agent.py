@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import cast
 
 import numpy as np
@@ -11,6 +10,7 @@ from megarl.batch.trajectory import Trajectory, count_turns
 from megarl.errors import AgentError, MegarlError
 from megarl.rollout.agents.agent import Agent
 from megarl.rollout.agents.episode import Episode
+from megarl.text import describe_error
 
 
 async def run_agent(
@@ -32,12 +32,8 @@ async def run_agent(
         result: object = await agent(episode)
     except MegarlError:
         raise
-    except Exception as e:  # the user's code may raise anything
-        # as text, because tracebacks cannot be pickled
-        at = traceback.extract_tb(e.__traceback__)[-1]
-        raise AgentError(
-            f"{label} raised {type(e).__name__}: {e} (at {at.filename}:{at.lineno}) on {episode.prompt.prompt_id}"
-        ) from e
+    except (Exception, SystemExit) as e:  # the user's code may raise anything
+        raise AgentError(f"{label} raised {describe_error(e)} on {episode.prompt.prompt_id}") from e
     segments = list(result) if isinstance(result, list | tuple) and result else [result]
     problem: str | None = None
     for number, trajectory in enumerate(segments):

@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.errors import MegarlError
 from megarl.rollout.request_clock import RequestClock
+from megarl.text import describe_error
 
 
 class EnvironmentFailedError(MegarlError):
@@ -29,8 +30,8 @@ async def call_environment(
     Raises:
         EnvironmentFailedError: the function raised an exception or exceeded the limit.
     """
-    is_async = inspect.iscoroutinefunction(function)
-    task = asyncio.ensure_future(function(*arguments) if is_async else _run_in_thread(function, *arguments))
+    run = _await if inspect.iscoroutinefunction(function) else _run_in_thread
+    task = asyncio.ensure_future(run(function, *arguments))
     try:
         async with clock.timeout(max(0.0, seconds)):
             await asyncio.wait([task])
@@ -42,8 +43,16 @@ async def call_environment(
             await asyncio.sleep(0)  # lets it clean up; one that ignores its cancellation is not waited for
     error = asyncio.CancelledError() if task.cancelled() else task.exception()
     if error is not None:
-        raise EnvironmentFailedError(f"{label} raised {type(error).__name__}: {error}") from error
+        raise EnvironmentFailedError(f"{label} raised {describe_error(error)}") from error
     return task.result()
+
+
+async def _await(function: Callable[..., Any], *arguments: object) -> Any:
+    """Return what the async function returns. Its `exit()` is a failure of the call, and does not end the process."""
+    try:
+        return await function(*arguments)
+    except (SystemExit, KeyboardInterrupt) as e:
+        raise RuntimeError(describe_error(e)) from e
 
 
 async def _run_in_thread(function: Callable[..., Any], *arguments: object) -> Any:
@@ -63,10 +72,8 @@ async def _run_in_thread(function: Callable[..., Any], *arguments: object) -> An
         value, error = None, None
         try:
             value = function(*arguments)
-        except Exception as e:  # noqa: BLE001 -- raised again by the future
-            error = e
-        except BaseException as e:  # noqa: BLE001 -- SystemExit ends this thread only, and is a failure of the call
-            error = RuntimeError(f"{type(e).__name__}: {e}")
+        except BaseException as e:  # noqa: BLE001 -- raised again by the future, where SystemExit would end the process
+            error = e if isinstance(e, Exception) else RuntimeError(describe_error(e))
         if not loop.is_closed():
             loop.call_soon_threadsafe(finish, value, error)
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
+from megarl.data.chat_template import ChatTemplateError, apply_chat_template
 from megarl.errors import AgentError, DataError
 from megarl.rollout.environments.environment import Message
 from megarl.rollout.environments.load_environment import ENV
+from megarl.text import describe_error, map_text, replace_surrogates, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 PLACEHOLDER = "\ue000reply\ue001"
 """Stands for a reply, of which the tokens after it do not depend."""
 
+ESCAPE = "\ue0ff"
+"""Stands, with a code point after it, for a special token which a message has as plain text, or for itself."""
+
 PRIVATE_USE = 0xE100
-"""First of the code points that stand for special tokens which a message has as plain text."""
+"""First of the code points that follow ESCAPE."""
 
 PROBES = ("yes", "<think>\nlet me see\n</think>\n\nyes")
 """Replies with which a template is probed: a plain one, and one with a thought."""
@@ -39,6 +42,10 @@ MARK = "probe8d1f"
 
 PROBED_QUESTION: Message = {"role": "user", "content": "is it?"}
 PROBED_FUNCTION = {"name": "look", "description": MARK, "parameters": {"type": "object", "properties": {}}}
+
+
+class RefusedTextError(AgentError):
+    """A chat template fails on a text of the conversation, and not on another text in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +67,10 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         specials = sorted({str(token) for token in tokenizer.all_special_tokens} | _added_specials(tokenizer), key=len)
         self._specials = specials[::-1]
-        self._special_pattern = re.compile("|".join(map(re.escape, self._specials)) or r"(?!)")
-        codes = "".join(chr(PRIVATE_USE + i) for i in range(len(specials)))
-        self._code_pattern = re.compile(f"([{codes}])") if codes else re.compile(r"(?!)")
+        self._escaped = [*self._specials, ESCAPE]
+        self._escaped_pattern = re.compile("|".join(map(re.escape, self._escaped)))
+        codes = "".join(chr(PRIVATE_USE + i) for i in range(len(self._escaped)))
+        self._code_pattern = re.compile(f"{ESCAPE}([{codes}])")
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         """Return the tokens of a conversation that the policy continues.
@@ -116,17 +124,36 @@ class ChatRenderer:
             tools: definitions of tools, as chat templates take them.
 
         Raises:
+            RefusedTextError: the template refuses the text of a message, which the policy may have caused.
             AgentError: the template refuses the messages.
         """
         said = {"role": "assistant", "content": reply}
         now = datetime.now(UTC).astimezone()  # one date in all renderings that are compared
-        before = self.render(messages, tools, now=now)
-        with_reply = self.render([*messages, shown or said, *following], tools, now=now)
+        try:
+            before = self.render(messages, tools, now=now)
+            with_reply = self.render([*messages, shown or said, *following], tools, now=now)
+        except AgentError as error:
+            plain = [_with_plain_text(message) for message in (*messages, shown or said, *following)]
+            self.render(plain, tools, now=now)  # fails if it is not the texts that are refused
+            raise RefusedTextError(str(error)) from error
         stand_in = self.render([*messages, {"role": "assistant", "content": PLACEHOLDER}, *following], tools, now=now)
-        head, _, tail = stand_in.rpartition(PLACEHOLDER)
-        if head != before or not _is_extension(with_reply, before, self._escape(reply), tail):
+        head = before + PLACEHOLDER
+        tail = stand_in.removeprefix(head)
+        if not stand_in.startswith(head) or not _is_extension(with_reply, before, self._escape(reply), tail):
             return Extension(with_reply, self.encode(with_reply), is_fork=True)
         return Extension(tail, self.encode_after(last_token, tail), is_fork=False)
+
+    def rewrites_plain_texts(self, messages: Sequence[Message], following: Sequence[Message]) -> bool:
+        """Return whether the template would rewrite earlier messages of this conversation also with other texts.
+
+        Args:
+            messages: the conversation that was replied to.
+            following: messages after the reply.
+        """
+        plain, now = [*map(_with_plain_text, messages)], datetime.now(UTC).astimezone()
+        before = self.render(plain, now=now)
+        stand_in = self.render([*plain, {"role": "assistant", "content": PLACEHOLDER}, *following], now=now)
+        return not stand_in.startswith(before + PLACEHOLDER)
 
     def find_rewriting(self, *, role: str = "user") -> str | None:
         """Return what a probe of the template finds: how it rewrites earlier turns; None: it only appends."""
@@ -153,7 +180,7 @@ class ChatRenderer:
     @cached_property
     def _omitted_roles(self) -> frozenset[str]:
         """Roles of messages whose text the template leaves out without an error."""
-        call = {"id": "c00000000", "type": "function", "function": {"name": "look", "arguments": self._arguments({})}}
+        call = {"id": "c00000000", "type": "function", "function": {"name": "look", "arguments": {}}}
         asked = {"role": "assistant", "content": "", "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": call["id"], "name": "look", "content": MARK}
         probes: dict[str, list[Message]] = {
@@ -170,26 +197,24 @@ class ChatRenderer:
         call = {"id": "c00000000", "type": "function", "function": function}
         asked = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
-            self._apply([PROBED_QUESTION, asked])
-        except TypeError:
-            return True
-        except TemplateError:
-            return False
+            apply_chat_template(self._tokenizer, [PROBED_QUESTION, asked])
+        except ChatTemplateError as error:
+            return isinstance(error.__cause__, TypeError)
         return False
 
     def _arguments(self, arguments: object) -> object:
         is_text = isinstance(arguments, str) or not self._needs_text_arguments
         return arguments if is_text else json.dumps(arguments, ensure_ascii=False)
 
-    def _is_marked(self, messages: Sequence[Message], **options: Any) -> bool:
+    def _is_marked(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> bool:
         """Return whether the template writes `MARK`, or refuses the messages, which is reported when they are sent."""
         try:
-            return MARK in self._apply(messages, **options)
-        except (TemplateError, TypeError):
+            return MARK in self._apply(messages, tools)
+        except AgentError:
             return True
 
     def _with_arguments(self, message: Message) -> Message:
-        """Return the message with the arguments of its calls in the form that the template takes."""
+        """Return the message with the arguments of its calls, if it has any, in the form that the template takes."""
         if not message.get("tool_calls"):
             return message
         calls = [
@@ -198,12 +223,18 @@ class ChatRenderer:
         ]
         return {**message, "tool_calls": calls}
 
-    def _apply(self, messages: Sequence[Message], **options: Any) -> str:
-        text = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **options
-        )
-        assert isinstance(text, str)
-        return text
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, now: datetime | None = None) -> str:
+        """Return what the template writes; an `AgentError` names the roles of the messages that it refuses."""
+        options: dict[str, Any] = {} if now is None else {"strftime_now": now.strftime}
+        try:
+            if tools:
+                options["tools"] = [map_text(tool, self._escape) for tool in tools]
+            escaped = [map_text(self._with_arguments(message), self._escape) for message in messages]
+            return replace_surrogates(apply_chat_template(self._tokenizer, escaped, **options))
+        except (ChatTemplateError, LookupError, TypeError, RecursionError) as e:
+            roles = ", ".join(text_of(message.get("role"), str) for message in messages)
+            reason = e if isinstance(e, ChatTemplateError) else describe_error(e)  # calls of another form, or too deep
+            raise AgentError(f"the tokenizer's chat template refuses messages of the roles {roles}: {reason}") from e
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, now: datetime | None = None) -> str:
         """Return the text of a conversation and the head of the policy's turn.
@@ -220,25 +251,20 @@ class ChatRenderer:
         if omitted:
             roles = ", ".join(sorted(omitted))
             raise AgentError(f"the tokenizer's chat template leaves out the text of messages of the roles {roles}")
-        escaped = [_map_text(self._with_arguments(message), self._escape) for message in messages]
-        options: dict[str, Any] = {} if now is None else {"strftime_now": now.strftime}
-        if tools:
-            options["tools"] = [_map_text(tool, self._escape) for tool in tools]
-        try:
-            return self._apply(escaped, **options)
-        except (TemplateError, TypeError) as e:
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise AgentError(f"the tokenizer's chat template refuses messages of the roles {roles}: {e}") from e
+        return self._apply(messages, tools, now=now)
 
     def _escape(self, text: str) -> str:
-        return self._special_pattern.sub(lambda match: chr(PRIVATE_USE + self._specials.index(match.group())), text)
+        def code(match: re.Match[str]) -> str:
+            return ESCAPE + chr(PRIVATE_USE + self._escaped.index(match.group()))
+
+        return self._escaped_pattern.sub(code, replace_surrogates(text))
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a rendered text; special tokens are those that the template wrote."""
         token_ids: list[int] = []
         for number, part in enumerate(self._code_pattern.split(text)):
             is_code = number % 2 == 1
-            plain = self._specials[ord(part) - PRIVATE_USE] if is_code else part
+            plain = self._escaped[ord(part) - PRIVATE_USE] if is_code else part
             token_ids += self._tokenizer.encode(plain, add_special_tokens=False, split_special_tokens=is_code)
         return token_ids
 
@@ -281,17 +307,9 @@ def _is_extension(text: str, before: str, reply: str, tail: str) -> bool:
     return text[len(before) : len(text) - len(tail)].strip() == reply.strip()
 
 
-def _map_text(value: Any, change: Callable[[str], str]) -> Any:
-    """Return the value with all texts in it changed, in lists and mappings too; keys stay."""
-    match value:
-        case str():
-            return change(value)
-        case list() | tuple():
-            return [_map_text(each, change) for each in value]
-        case dict():
-            return {key: _map_text(each, change) for key, each in value.items()}
-        case _:
-            return value
+def _with_plain_text(message: Message) -> Message:
+    """Return the message with another text, if its content is a text."""
+    return {**message, "content": PROBES[0]} if isinstance(message.get("content"), str) else message
 
 
 def _added_specials(tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -299,8 +317,8 @@ def _added_specials(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 def bounded(message: Message, max_bytes: int) -> Message:
-    """Return the message with its content cut to so many bytes of UTF-8, at a character."""
+    """Return the message with its content without surrogates and cut to so many bytes of UTF-8, at a character."""
     content = message.get("content")
-    if not isinstance(content, str) or len(content.encode()) <= max_bytes:
+    if not isinstance(content, str):
         return message
-    return {**message, "content": content.encode()[:max_bytes].decode(errors="ignore")}
+    return {**message, "content": replace_surrogates(content).encode()[:max_bytes].decode(errors="ignore")}

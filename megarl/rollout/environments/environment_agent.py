@@ -15,10 +15,16 @@ from megarl.config.rollout import EnvironmentConfig
 from megarl.errors import AgentError
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.environments.calls import EnvironmentFailedError, call_environment
-from megarl.rollout.environments.conversation import ChatRenderer, bounded, require_chat_template
+from megarl.rollout.environments.conversation import (
+    ChatRenderer,
+    RefusedTextError,
+    bounded,
+    require_chat_template,
+)
 from megarl.rollout.environments.environment import Environment, Message, Step, Task
 from megarl.rollout.environments.load_environment import ENV, EnvironmentFactory
 from megarl.rollout.environments.tasks import Tasks
+from megarl.text import describe_error, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,11 +33,17 @@ CLOSE_SECONDS = 5.0
 """How long `close` may take at least, also in an episode whose time is over."""
 
 
+REFUSED = "refused"
+"""How an episode ends whose conversation the chat template cannot write because of a text in it."""
+
+
 class EnvironmentAgent:
     """Runs episodes of an environment; an agent, as `rollout.agent` names one.
 
     Before each sampling it checks the limits in this order: turns, seconds, calls, tokens. The first one that is
-    reached is the episode's `finish_reason`: `turns`, `seconds`, `calls` or `length`.
+    reached is the episode's `finish_reason`: `turns`, `seconds`, `calls` or `length`. Where the chat template refuses
+    the text of a message, or rewrites a reply although `forks` forbids it and others would stay, the episode ends with
+    `refused` and the rewards that it has so far.
     """
 
     def __init__(
@@ -71,8 +83,8 @@ class EnvironmentAgent:
             environment = self._factory.create()
         except AgentError:
             raise
-        except Exception as e:  # the user's code may raise anything
-            raise EnvironmentFailedError(f"{run.label} raised {type(e).__name__} when it was created: {e}") from e
+        except (Exception, SystemExit) as e:  # the user's code may raise anything
+            raise EnvironmentFailedError(f"{run.label} cannot be created: {describe_error(e)}") from e
         try:
             await run.play(environment, self._tasks.of(episode))
         except BaseException:
@@ -140,8 +152,8 @@ class _Run:
             if step.done:
                 limit = "stop"
                 break
-            if not self._continue(step, reply, int(generation.token_ids[-1])):
-                limit = "length"
+            limit = self._continue(step, reply, int(generation.token_ids[-1]))
+            if limit is not None:
                 break
         self.episode.finish_reason = limit
 
@@ -160,25 +172,31 @@ class _Run:
             return "calls"
         return "length" if self.episode.num_remaining_tokens <= 0 else None
 
-    def _continue(self, step: Step, reply: str, last_token: int) -> bool:
-        """Append the messages of the step to the tokens; return whether they fit."""
+    def _continue(self, step: Step, reply: str, last_token: int) -> str | None:
+        """Append the messages of the step to the tokens; return how the episode ends if that cannot be."""
         following = [bounded(message, self.config.max_message_bytes) for message in step.messages]
-        found = self.renderer.extension(self.messages, reply, following, last_token, step.reply)
+        before = [*self.messages]
+        try:
+            found = self.renderer.extension(before, reply, following, last_token, step.reply)
+        except RefusedTextError:
+            return REFUSED
         self.messages += [step.reply or {"role": "assistant", "content": reply}, *following]
         if not found.is_fork:
             if len(found.token_ids) >= self.episode.num_remaining_tokens:
-                return False
+                return "length"
             self.episode.observe(found.token_ids)
-            return True
+            return None
         if self.config.forks == "forbid":
+            if step.reply is None and not self.renderer.rewrites_plain_texts(before, following):
+                return REFUSED
             raise AgentError(
                 f"{self.label}: the chat template rewrites the reply {_quote(reply)} of an earlier turn, which "
                 f"{self.key}.forks: forbid does not allow"
             )
         if len(found.token_ids) >= self.episode.max_num_tokens:
-            return False
+            return "length"
         self.episode.fork(found.token_ids)
-        return True
+        return None
 
     async def _call(self, function: Any, *arguments: object, name: str, seconds: float | None = None) -> Any:
         return await call_environment(
@@ -195,8 +213,13 @@ class _Run:
         self._require_messages(step.messages, "step")
         if not step.done and not step.messages:
             raise AgentError(f"{self.label}.step needs to return messages, or done: got a Step with neither")
-        if not math.isfinite(step.reward):
-            raise EnvironmentFailedError(f"{self.label}.step needs to return a finite reward, got {step.reward}")
+        try:
+            reward = float(step.reward)
+        except (TypeError, ValueError, OverflowError):  # such as an integer of 400 digits
+            reward = math.nan
+        if not math.isfinite(reward):
+            got = _quote(step.reward)
+            raise EnvironmentFailedError(f"{self.label}.step needs to return a finite reward, got {got}")
 
     def _require_messages(self, messages: object, name: str) -> None:
         if not isinstance(messages, Sequence) or not all(isinstance(m, dict) and "role" in m for m in messages):
@@ -204,4 +227,4 @@ class _Run:
 
 
 def _quote(value: object) -> str:
-    return re.sub(r"^(.{120}).+$", r"\1 ...", repr(value), flags=re.S)
+    return re.sub(r"^(.{120}).+$", r"\1 ...", text_of(value), flags=re.S)

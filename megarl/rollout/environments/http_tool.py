@@ -12,7 +12,8 @@ import httpx
 
 from megarl.errors import AgentError
 from megarl.rollout.environments.environment import Step, Task
-from megarl.rollout.environments.search import ANSWER, normalize
+from megarl.rollout.environments.search import is_answer, normalize
+from megarl.text import replace_surrogates
 
 REQUEST = re.compile(r"^http (GET|POST) (\S+)(?: (.+))?$", re.MULTILINE)
 """A line of a reply with a request: method, URL or path, and body."""
@@ -108,9 +109,8 @@ class HttpTool:
         """
         request = REQUEST.search(reply)
         if request is None:
-            answer = ANSWER.search(reply)
-            return Step(reward=float(answer is not None and normalize(answer.group(1)) == self._answer), done=True)
-        text = await self._respond(request[1], request[2], request[3] or "")
+            return Step(reward=float(is_answer(reply, self._answer)), done=True)
+        text = await self._respond(request[1], request[2], replace_surrogates(request[3] or ""))
         return Step(messages=[{"role": self._role, "content": text}], num_calls=1)
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,11 +11,9 @@ from megarl.config.sandbox import SandboxConfig
 from megarl.errors import AgentError, ConfigError
 from megarl.rollout.environments.calculator import ANSWER
 from megarl.rollout.environments.environment import Step, Task
+from megarl.sandbox.code_block import find_code
 from megarl.sandbox.sandbox import Interpreter, Outcome
 from megarl.sandbox.tiers import choose_tier, open_sandbox
-
-BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
-"""Code of a reply."""
 
 KEY = "rollout.env.kwargs.sandbox"
 
@@ -30,7 +27,9 @@ OTHER_END = "error: the interpreter has ended; variables are lost"
 
 
 class PythonInterpreter:
-    """Runs the last block of code of a reply in an interpreter of the episode, until a reply has none.
+    """Runs the code of a reply in an interpreter of the episode, until a reply has none.
+
+    The code is the last block in backticks labelled as Python, or else the last one without a label.
 
     That reply needs to end in `#### <answer>`. The reward is 1 at the end of an episode whose answer is that of the row
     (`data.fields.answer`), else 0; the row is not in the sandbox. A sandbox that cannot start fails the episode.
@@ -78,13 +77,13 @@ class PythonInterpreter:
         Raises:
             SandboxError: the sandbox cannot start or was lost.
         """
-        blocks = BLOCK.findall(reply)
-        if not blocks:
+        code = find_code(reply)
+        if code is None:
             answer = ANSWER.search(reply)
             return Step(reward=float(answer is not None and answer.group(1) == self._answer), done=True)
         if self._interpreter is None:
             self._interpreter = self._sandbox.open_interpreter()
-        text = describe_outcome(self._interpreter.run(blocks[-1]))
+        text = describe_outcome(self._interpreter.run(code))
         return Step(messages=[{"role": self._role, "content": text}], num_calls=1)
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ from megarl.rollout.environments.environment import Step, Task
 QUERY = re.compile(r"search\(([^()\n]*)\)")
 """The call of a search in a reply."""
 
-ANSWER = re.compile(r"####\s*(.+?)\s*$")
-"""The answer, at the end of a reply."""
+MARK = "####"
+"""Begins the answer, which is the rest of the reply and one line."""
 
 PAIR = 2
 
@@ -79,8 +79,7 @@ class Search:
         """Return the passages of a search, or the reward of an answer."""
         query = QUERY.search(reply)
         if query is None:
-            answer = ANSWER.search(reply)
-            return Step(reward=float(answer is not None and normalize(answer.group(1)) == self._answer), done=True)
+            return Step(reward=float(is_answer(reply, self._answer)), done=True)
         assert self._passages is not None
         text = self._passages.find(query.group(1), self._num_passages)
         return Step(messages=[{"role": self._role, "content": text}], num_calls=1)
@@ -120,6 +119,18 @@ def read_context(row: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
     if not isinstance(context, list) or not context or not all(len(pair) == PAIR for pair in context):
         raise ValueError(f"{where} needs passages in `context`, as HotpotQA has them, got {str(context)[:100]}")
     return [(str(title), "".join(map(str, sentences)).strip()) for title, sentences in context]
+
+
+def is_answer(reply: str, expected: str) -> bool:
+    """Return whether a reply ends in `#### <answer>` with the answer `expected`, which is normalized.
+
+    A regular expression for it takes minutes for a reply with thousands of spaces.
+    """
+    before, newline, last = reply.rstrip().rpartition("\n")
+    if newline and before.rstrip().endswith(MARK):
+        return normalize(last) == expected
+    _, mark, answer = last.partition(MARK)
+    return bool(mark and answer) and normalize(answer) == expected
 
 
 def normalize(answer: str) -> str:

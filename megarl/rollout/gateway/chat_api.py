@@ -2,49 +2,77 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.rollout.environments.environment import Message
 from megarl.rollout.gateway.chat_messages import make_message
+from megarl.rollout.gateway.prefix_memory import PrefixMemory
 from megarl.rollout.gateway.turn_request import (
+    Applied,
     RefusedRequestError,
     TurnRequest,
+    always,
     find_overruled,
+    is_one_of,
+    read_flag,
     read_functions,
     read_limit,
+    read_list,
+    read_object,
+    read_single,
     read_stop,
+    read_string,
+    shown,
+    wrong_field,
 )
 from megarl.rollout.gateway.turns import Turn, call_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+APPLIED: Applied = {
+    **dict.fromkeys(("messages", "model", "tools", "max_tokens", "max_completion_tokens"), always),
+    **dict.fromkeys(("stop", "stream", "stream_options", "logprobs", "n", "best_of"), always),
+    "tool_choice": is_one_of("auto", "none"),
+    "parallel_tool_calls": is_one_of(True),
+    "response_format": is_one_of({"type": "text"}),
+    "top_logprobs": is_one_of(0),
+    "store": is_one_of(False),
+}
+"""Fields of requests that apply; all others are named as overruled."""
+
 CHUNK_CHARACTERS = 64
 """Length of the texts that a stream sends at once. A reply is streamed after it was sampled."""
 
 
-def read_chat_request(body: Mapping[str, Any]) -> TurnRequest:
+def read_chat_request(body: Mapping[str, Any], known: PrefixMemory[Any, Message] | None = None) -> TurnRequest:
     """Return the conversation of a request, and what of it does not apply.
+
+    Args:
+        known: what earlier requests of the session had as messages, which is not read again.
 
     Raises:
         RefusedRequestError: the request is not valid, or asks for what the gateway does not do.
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise RefusedRequestError(f"messages needs to be a list of messages, got {messages!r}", param="messages")
-    overruled = find_overruled(body)
-    response_format = body.get("response_format")
-    if response_format is not None and response_format != {"type": "text"}:
-        overruled.append("response_format")
-    if body.get("top_logprobs"):
-        overruled.append("top_logprobs")
+        raise wrong_field("messages", "a list of messages", messages)
+    read_single(body, "n", "best_of")
+    options = read_object(body, "stream_options")
+    overruled = find_overruled(body, APPLIED)
+    overruled += [f"stream_options.{name}" for name in find_overruled(options, {"include_usage": always})]
+    known = known or PrefixMemory()
     return TurnRequest(
-        messages=tuple(map(_read_message, messages)),
-        tools=() if body.get("tool_choice") == "none" else read_functions(body.get("tools") or ()),
+        messages=tuple(known.values(messages, lambda _, message: _read_message(message))),
+        tools=() if body.get("tool_choice") == "none" else read_functions(read_list(body, "tools")),
         max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
         stop=read_stop(body),
-        model=str(body.get("model", "policy")),
+        model=read_string(body, "model", "policy"),
+        is_streamed=read_flag(body, "stream"),
+        has_usage=read_flag(options, "include_usage"),
+        has_logprobs=read_flag(body, "logprobs"),
         overruled=tuple(overruled),
     )
 
@@ -108,7 +136,7 @@ def count_tokens(turn: Turn) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": reply, "total_tokens": prompt + reply}
 
 
-def read_text(content: Any) -> str:
+def read_text(content: Any, *, param: str = "messages") -> str:
     """Return the text of a message's content, which may be text, a list of parts, or null.
 
     Raises:
@@ -117,33 +145,51 @@ def read_text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise RefusedRequestError(f"content needs to be a text or a list of parts, got {content!r}", param="messages")
+        raise RefusedRequestError(f"content needs to be a text or a list of parts, got {shown(content)}", param=param)
     texts = []
     for part in content:
         text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RefusedRequestError(f"content needs parts of text, got one of type {kind!r}", param="messages")
+            raise RefusedRequestError(f"content needs parts of text, got one of type {shown(kind)}", param=param)
         texts.append(text)
     return "\n".join(texts)
 
 
+def read_arguments(arguments: Any, *, param: str = "messages") -> str:
+    """Return the arguments of a call as JSON text; some clients send them as an object.
+
+    Raises:
+        RefusedRequestError: they are neither.
+    """
+    if isinstance(arguments, Mapping):
+        return json.dumps(arguments)
+    if arguments is not None and not isinstance(arguments, str):
+        raise RefusedRequestError(f"arguments of a call need to be a text, got {shown(arguments)}", param=param)
+    return arguments or "{}"
+
+
 def _read_message(message: Any) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RefusedRequestError(f"a message needs a role, got {message!r}", param="messages")
+        raise RefusedRequestError(f"a message needs a role, got {shown(message)}", param="messages")
+    if message.get("function_call") is not None:
+        raise RefusedRequestError("function_call is not supported: send tool_calls", param="messages")
+    sent = message.get("tool_calls")
+    if sent is not None and not isinstance(sent, list):
+        raise RefusedRequestError(f"tool_calls need to be a list, got {shown(sent)}", param="messages")
     calls = []
-    for call in message.get("tool_calls") or ():
+    for call in sent or ():
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RefusedRequestError(f"tool_calls need functions with names, got {call!r}", param="messages")
-        calls.append((str(call.get("id", "")), function["name"], str(function.get("arguments") or "{}")))
-    return make_message(
-        message["role"],
-        read_text(message.get("content")),
-        calls=calls,
-        tool_call_id=message.get("tool_call_id"),
-        name=message.get("name"),
+            raise RefusedRequestError(f"tool_calls need functions with names, got {shown(call)}", param="messages")
+        key = read_string(call, "id", param="messages")
+        calls.append((key, function["name"], read_arguments(function.get("arguments"))))
+    tool_call_id, name = (
+        read_string(message, field, param="messages") if message.get(field) is not None else None
+        for field in ("tool_call_id", "name")
     )
+    text = read_text(message.get("content"))
+    return make_message(message["role"], text, calls=calls, tool_call_id=tool_call_id, name=name)
 
 
 def _head(turn: Turn, request: TurnRequest, kind: str) -> dict[str, Any]:

@@ -7,7 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
 from megarl.rollout.environments.environment import Message
+from megarl.text import replace_surrogates
 
 
 def make_message(
@@ -39,9 +42,13 @@ def make_message(
 
 
 def parse_arguments(arguments: str) -> Any:
-    """Return the arguments of a call as an object, which chat templates expect; as text if they are none."""
+    """Return the arguments of a call as an object, which chat templates expect; as text if they are none.
+
+    Objects that cannot be written again are text too: with surrogates, nested too deeply, numbers of thousands of
+    digits or that are not finite.
+    """
     try:
-        parsed = json.loads(arguments)
+        parsed = from_json(replace_surrogates(arguments), allow_inf_nan=False)
     except ValueError:
         return arguments
     return parsed if isinstance(parsed, dict) else arguments

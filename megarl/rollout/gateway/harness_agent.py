@@ -108,7 +108,7 @@ class HarnessAgent:
             try:
                 reward = program.result()
             except EnvironmentFailedError as e:
-                if session.limit is not None:  # programs fail when their requests are refused
+                if session.ending is not None:  # programs fail when their requests are refused
                     return None
                 refused = f" (its last refused request: {session.last_refusal})" if session.last_refusal else ""
                 raise EnvironmentFailedError(f"{e}{refused}") from e
@@ -116,7 +116,7 @@ class HarnessAgent:
             over.cancel()
             program.cancel()
             await asyncio.gather(program, over, return_exceptions=True)
-        if session.limit is None:
+        if session.ending is None:
             self._require_result(session, reward)
         return reward
 
@@ -127,7 +127,7 @@ class HarnessAgent:
             EnvironmentFailedError: the program did not wait for the policy.
         """
         in_flight = session.in_flight
-        if session.limit is None and not in_flight:
+        if session.ending is None and not in_flight:
             raise EnvironmentFailedError(
                 f"{HARNESS} ({self._config.label}) did not end and asked for no further turn within "
                 f"{self._config.max_seconds:g} s (rollout.harness.max_seconds)"

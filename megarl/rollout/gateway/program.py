@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import inspect
 import json
-import math
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,6 +25,7 @@ from megarl.process.log_tail import LOG_TAIL_LINES, tail
 from megarl.rollout.environments.calls import EnvironmentFailedError
 from megarl.rollout.environments.environment import Task
 from megarl.rollout.gateway.reply_parser import find_reasoning_parsers, find_tool_parsers
+from megarl.text import describe_error, text_of
 
 HARNESS = "rollout.harness"
 """YAML key of the section."""
@@ -78,7 +79,7 @@ async def run_function(
     try:
         result = await function(task, base_url, api_key, **config.kwargs)
     except Exception as e:  # the user's code may raise anything
-        raise EnvironmentFailedError(f"{HARNESS}.path ({config.path}) raised {type(e).__name__}: {e}") from e
+        raise EnvironmentFailedError(f"{HARNESS}.path ({config.path}) raised {describe_error(e)}") from e
     return read_reward(result, f"{HARNESS}.path ({config.path})")
 
 
@@ -107,6 +108,8 @@ async def run_command(
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": api_key,
             "OPENAI_MODEL": "policy",
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": api_key,
             "RESULT_FILE": str(folder / "result.json"),
             "NO_PROXY": no_proxy,
             "no_proxy": no_proxy,
@@ -145,9 +148,9 @@ def read_reward(result: object, label: str) -> float | None:
     value = result.get("reward") if isinstance(result, Mapping) else result
     if value is None:
         return None
-    if isinstance(value, bool | int | float) and math.isfinite(value):
+    if isinstance(value, bool | int | float) and abs(value) <= sys.float_info.max:
         return float(value)
-    raise EnvironmentFailedError(f"{label} needs to return a finite reward, or none, got {value!r}")
+    raise EnvironmentFailedError(f"{label} needs to return a finite reward, or none, got {text_of(value)}")
 
 
 def _read_result(file: Path, label: str) -> float | None:
@@ -155,8 +158,8 @@ def _read_result(file: Path, label: str) -> float | None:
         return None
     try:
         result = json.loads(file.read_text())
-    except ValueError as e:
-        raise EnvironmentFailedError(f"{label} wrote no JSON to RESULT_FILE: {e}") from e
+    except (OSError, ValueError, RecursionError) as e:
+        raise EnvironmentFailedError(f"{label} wrote no JSON to RESULT_FILE: {describe_error(e)}") from e
     return read_reward(result, label)
 
 

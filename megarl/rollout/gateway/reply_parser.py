@@ -4,6 +4,9 @@
     parse(text, tools)    -- JSON line -->  ReasoningParser, FunctionCallParser
                           <-- JSON line --
 
+The policy writes the text, so whatever it does to a parser (an exception, a crash, a time-out) is an outcome of the
+text: the reply is content as a whole. Only a child process that does not start is an error.
+
 On a node without CUDA, SGLang is imported with stub modules, which no other process may see.
 """
 
@@ -12,30 +15,40 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import logging
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+from pydantic import BaseModel, ValidationError
 
 from megarl.errors import WorkerError
 from megarl.process.descendants import make_preexec
 from megarl.rollout.environments.environment import Message
+from megarl.rollout.gateway.chat_messages import parse_arguments
 from megarl.rollout.sglang.engine_environment import make_engine_environment
+from megarl.text import escape_controls, replace_surrogates
+
+logger = logging.getLogger(__name__)
 
 CHILD = Path(__file__).with_name("reply_parser_child.py")
 
 START_TIMEOUT_SECONDS = 300.0
 """Timeout for the start of the child process, which imports SGLang."""
 
+PROBED_TOOL: Message = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+"""Function of the empty reply with which the child process is started."""
+
 TIMEOUT_SECONDS = 30.0
-"""Timeout for one reply."""
+"""Timeout for one reply, after which its text is content as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +92,21 @@ class PlainTextParser:
         """Do nothing."""
 
 
+class _Answer(BaseModel):
+    """What the child process says of a reply; `error`: what a parser raised."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = []
+    """Name and arguments of each."""
+    error: str | None = None
+
+
 class SglangParser:
     """Splits replies by SGLang's parsers, in a child process that starts with the first reply.
 
-    A reply without a call that can be parsed, such as one of an unknown function, is content as a whole.
+    A reply without a valid call of a known function is content as a whole, and so is one that a parser fails on. A
+    child process that dies or hangs is replaced with the next reply.
     """
 
     def __init__(self, *, tool_parser: str | None, reasoning_parser: str | None) -> None:
@@ -91,17 +115,31 @@ class SglangParser:
         self._child: subprocess.Popen[bytes] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reply-parser")
         """Reads the child's answer also if the caller is cancelled, so that the next one belongs to the next line."""
+        self.num_failed = 0
+        """Number of replies that a parser failed on."""
 
     async def parse(self, text: str, tools: Sequence[Message]) -> ParsedReply:
         """Return the parts of a reply.
 
         Raises:
-            WorkerError: the child process died, does not know a parser, or took longer than its timeout.
+            WorkerError: the child process does not start, or does not know a parser.
         """
-        line = {"text": text, "tools": list(tools)}
-        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, line)
-        calls = tuple(ToolCall(name, arguments) for name, arguments in found["calls"])
-        return ParsedReply(found["content"], found["reasoning"], calls)
+        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, text, list(tools))
+        if found.error is not None:
+            self.num_failed += 1
+            level = logging.WARNING if self.num_failed == 1 else logging.DEBUG
+            logger.log(
+                level,
+                "SGLang's parsers %s failed on a reply, which is returned as text, as further ones will be: %s",
+                self._names,
+                escape_controls(replace_surrogates(found.error)),
+            )
+            return ParsedReply(replace_surrogates(text))
+        known = {tool["function"]["name"] for tool in tools}
+        calls = tuple(_valid_calls(found.calls, known))
+        if not calls and (found.calls or not (found.content or found.reasoning)):
+            return ParsedReply(replace_surrogates(text))
+        return ParsedReply(replace_surrogates(found.content), replace_surrogates(found.reasoning), calls)
 
     async def close(self) -> None:
         """Kill the child process."""
@@ -120,21 +158,29 @@ class SglangParser:
             preexec_fn=make_preexec(signal.SIGKILL),
         )
 
-    def _answer(self, line: object) -> dict[str, Any]:
-        """Return the child's answer to a line; starts it if it does not run."""
+    def _answer(self, text: str, tools: list[Message]) -> _Answer:
+        """Return the child's answer for a reply; starts it if it does not run."""
         if self._child is None:
-            self._child = self._start()
-            self._exchange(self._child, self._names, START_TIMEOUT_SECONDS)
-        return self._exchange(self._child, line, TIMEOUT_SECONDS)
-
-    def _exchange(self, child: subprocess.Popen[bytes], line: object, timeout_seconds: float) -> dict[str, Any]:
-        reply = _exchange(child, line, timeout_seconds)
-        if reply is None:
+            child = self._start()
+            started = _exchange(child, {"text": "", "tools": [PROBED_TOOL], **self._names}, START_TIMEOUT_SECONDS)
+            if started is None:
+                raise WorkerError(f"the process of SGLang's parsers {self._names} did not start (see above)")
+            if started.error is not None:  # such as an unknown name
+                child.kill()
+                raise WorkerError(f"SGLang's parsers {self._names} cannot be used: {started.error}")
+            self._child = child
+        found = _exchange(self._child, {"text": text, "tools": tools, **self._names}, TIMEOUT_SECONDS)
+        if found is None:
             self._child = None
-            raise WorkerError(f"the process of SGLang's parsers {self._names} died or took too long (see above)")
-        if "error" in reply:
-            raise WorkerError(f"SGLang's parsers {self._names} failed: {reply['error']}")
-        return reply
+            return _Answer(error=f"the process died, or took longer than {TIMEOUT_SECONDS:g} s")
+        return found
+
+
+def _valid_calls(calls: Sequence[tuple[str, str]], known: Collection[str]) -> Iterator[ToolCall]:
+    """Yield the calls of known functions whose arguments are a JSON object; no arguments are an empty one."""
+    for name, arguments in calls:
+        if name in known and isinstance(parse_arguments(arguments.strip() or "{}"), dict):
+            yield ToolCall(name, replace_surrogates(arguments.strip() or "{}"))
 
 
 def find_tool_parsers() -> list[str] | None:
@@ -155,8 +201,8 @@ def _read_names(file: str, name: str) -> list[str] | None:
     return names
 
 
-def _exchange(child: subprocess.Popen[bytes], line: object, timeout_seconds: float) -> dict[str, Any] | None:
-    """Send a line and return the one that the child answers; None: it was killed by the timeout, or has died."""
+def _exchange(child: subprocess.Popen[bytes], line: object, timeout_seconds: float) -> _Answer | None:
+    """Send a line and return the answer; None: the child was killed by the timeout, or has died."""
     assert child.stdin is not None
     assert child.stdout is not None
     timer = threading.Timer(timeout_seconds, child.kill)
@@ -169,9 +215,11 @@ def _exchange(child: subprocess.Popen[bytes], line: object, timeout_seconds: flo
         answer = b""
     finally:
         timer.cancel()
-    if not answer:
+    if not answer.endswith(b"\n"):  # it may have died in the middle of a line
         child.kill()
         child.wait()
         return None
-    found: dict[str, Any] = json.loads(answer)
-    return found
+    try:
+        return _Answer.model_validate(json.loads(answer))
+    except ValidationError as e:  # parsers return names and arguments that are no texts
+        return _Answer(error=str(e.errors(include_input=False, include_url=False)[0]))

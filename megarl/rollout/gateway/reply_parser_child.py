@@ -1,4 +1,4 @@
-"""The child process of `SglangParser`: reads the names of the parsers, then replies, and answers each with a line."""
+"""The child process of `SglangParser`: reads replies with the names of their parsers, and answers each with a line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from typing import IO, Any
 
 
@@ -13,7 +14,6 @@ def main() -> None:
     """Answer lines until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what SGLang prints must not be taken for an answer
-    names = json.loads(sys.stdin.readline())
     from pydantic import TypeAdapter
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -22,27 +22,21 @@ def main() -> None:
     logging.disable(logging.WARNING)  # a reply that is no valid call is nothing to warn about
     read_tools = TypeAdapter(list[Tool]).validate_python
 
-    def parse(text: str, tools: list[Any]) -> dict[str, Any]:
+    def parse(text: str, tools: list[Any], tool_parser: str | None, reasoning_parser: str | None) -> dict[str, Any]:
         reasoning, calls = "", []
-        if names["reasoning_parser"]:
-            reasoning, text = ReasoningParser(names["reasoning_parser"]).parse_non_stream(text)
-        if names["tool_parser"] and tools:
-            content, found = FunctionCallParser(read_tools(tools), names["tool_parser"]).parse_non_stream(text or "")
+        if reasoning_parser:
+            reasoning, text = ReasoningParser(reasoning_parser).parse_non_stream(text)
+        if tool_parser and tools:
+            content, found = FunctionCallParser(read_tools(tools), tool_parser).parse_non_stream(text or "")
             calls = [(call.name, call.parameters) for call in found]
             text = content if calls else text
         return {"content": text or "", "reasoning": reasoning or "", "calls": calls}
 
-    try:
-        parse("", [])
-    except ValueError as e:  # an unknown name
-        answer(answers, {"error": str(e)})
-        return
-    answer(answers, {})
     for line in sys.stdin:
         try:
             answer(answers, parse(**json.loads(line)))
-        except Exception as e:  # noqa: BLE001 -- the parent reports it
-            answer(answers, {"error": f"{type(e).__name__}: {e}"})
+        except Exception as e:  # noqa: BLE001 -- parsers raise anything on what a policy writes
+            answer(answers, {"error": traceback.format_exception_only(e)[-1].strip()})
 
 
 def answer(file: IO[str], value: object) -> None:

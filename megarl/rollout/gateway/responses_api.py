@@ -3,26 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.rollout.environments.environment import Message
-from megarl.rollout.gateway.chat_api import count_tokens, read_text, split_text
+from megarl.rollout.gateway.chat_api import count_tokens, read_arguments, read_text, split_text
 from megarl.rollout.gateway.chat_messages import make_message
+from megarl.rollout.gateway.prefix_memory import PrefixMemory
 from megarl.rollout.gateway.turn_request import (
+    Applied,
     RefusedRequestError,
     TurnRequest,
+    always,
     find_overruled,
+    is_one_of,
+    read_flag,
     read_functions,
     read_limit,
+    read_list,
+    read_object,
+    read_single,
+    read_string,
+    shown,
+    wrong_field,
 )
 from megarl.rollout.gateway.turns import Turn, call_id
 
 UNSUPPORTED = ("previous_response_id", "conversation", "prompt", "background")
 """Fields that refer to what a server keeps; clients send the whole conversation instead."""
 
+APPLIED: Applied = {
+    **dict.fromkeys(("input", "instructions", "model", "tools", "max_output_tokens", "stream", "n", "best_of"), always),
+    **dict.fromkeys(("metadata", "text", "reasoning", "stream_options"), always),
+    **dict.fromkeys(UNSUPPORTED, is_one_of(False, "")),
+    "tool_choice": is_one_of("auto", "none"),
+    "parallel_tool_calls": is_one_of(True),
+    "truncation": is_one_of("disabled"),
+    "store": is_one_of(False),
+}
+"""Fields of requests that apply, or whose parts are looked at; all others are named as overruled."""
 
-def read_responses_request(body: Mapping[str, Any]) -> TurnRequest:
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What an item of the input completes: messages, and a reply that calls after it may belong to."""
+
+    messages: tuple[Message, ...] = ()
+    content: str | None = None
+    """Text of the reply; None: there is no reply, or one of calls alone."""
+    calls: tuple[tuple[str, str, str], ...] = ()
+
+    def finish(self) -> tuple[Message, ...]:
+        """Return the reply, if there is one."""
+        if self.content is None and not self.calls:
+            return ()
+        return (make_message("assistant", self.content or "", calls=self.calls),)
+
+
+def read_responses_request(body: Mapping[str, Any], known: PrefixMemory[Any, _Read] | None = None) -> TurnRequest:
     """Return the conversation of a request, and what of it does not apply.
+
+    Args:
+        known: what earlier requests of the session had as input, which is not read again.
 
     Raises:
         RefusedRequestError: the request is not valid, or asks for what the gateway does not do.
@@ -30,18 +72,29 @@ def read_responses_request(body: Mapping[str, Any]) -> TurnRequest:
     for name in UNSUPPORTED:
         if body.get(name):
             raise RefusedRequestError(f"{name} is not supported: send the whole conversation as input", param=name)
-    overruled = find_overruled(body)
-    text = body.get("text")
-    if isinstance(text, Mapping) and (text.get("format") or {}).get("type", "text") != "text":
-        overruled.append("text.format")
-    messages = _read_input(body.get("input"))
+    read_single(body, "n", "best_of")
+    overruled = find_overruled(body, APPLIED)
+    for name, applied in (("text", {"format": is_one_of({"type": "text"})}), ("reasoning", {}), ("stream_options", {})):
+        overruled += [f"{name}.{part}" for part in find_overruled(read_object(body, name), applied)]
+    read_object(body, "metadata")
+    given = body.get("input")
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise wrong_field("input", "a text or a list of items", given)
+    known = known or PrefixMemory()
+    found = known.values(given, _read_item)
+    messages = [message for each in found for message in each.messages] + [*found[-1].finish()]
     if body.get("instructions") is not None:
-        messages = [make_message("system", str(body["instructions"])), *messages]
+        messages = [make_message("system", read_string(body, "instructions")), *messages]
+    if not messages:
+        raise RefusedRequestError("input needs a message, got thoughts alone", param="input")
     return TurnRequest(
         messages=tuple(messages),
-        tools=() if body.get("tool_choice") == "none" else read_functions(body.get("tools") or ()),
+        tools=() if body.get("tool_choice") == "none" else read_functions(read_list(body, "tools")),
         max_tokens=read_limit(body, "max_output_tokens"),
-        model=str(body.get("model", "policy")),
+        model=read_string(body, "model", "policy"),
+        is_streamed=read_flag(body, "stream"),
         overruled=tuple(overruled),
     )
 
@@ -142,42 +195,29 @@ def _output(turn: Turn) -> Iterator[dict[str, Any]]:
         }
 
 
-def _read_input(value: Any) -> list[Message]:
-    """Return the messages of the items: a reply's text and calls, which are items of their own, become one message."""
-    if isinstance(value, str):
-        return [make_message("user", value)]
-    if not isinstance(value, list) or not value:
-        raise RefusedRequestError(f"input needs to be a text or a list of items, got {value!r}", param="input")
-    messages: list[Message] = []
-    content, calls = "", list[tuple[str, str, str]]()
-
-    def finish() -> None:
-        """Add the reply whose calls have been read."""
-        nonlocal content
-        if calls:
-            messages.append(make_message("assistant", content, calls=calls))
-        content = ""
-        calls.clear()
-
-    for item in value:
-        kind = item.get("type", "message") if isinstance(item, Mapping) else type(item).__name__
-        if kind == "function_call":
-            if not calls and messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
-                content = messages.pop()["content"]
-            calls.append((str(item.get("call_id", "")), str(item.get("name")), str(item.get("arguments") or "{}")))
-            continue
-        if kind == "reasoning":  # thoughts are in the tokens of the turn
-            continue
-        finish()
-        if kind == "function_call_output":
-            messages.append(
-                make_message("tool", read_text(item.get("output")), tool_call_id=str(item.get("call_id", "")))
-            )
-        elif kind == "message" and isinstance(item.get("role"), str):
-            messages.append(make_message(item["role"], read_text(item.get("content"))))
-        else:
-            raise RefusedRequestError(
-                f"input needs messages, function calls and their outputs, got an item of type {kind!r}", param="input"
-            )
-    finish()
-    return messages
+def _read_item(before: _Read | None, item: Any) -> _Read:
+    """Return what an item completes: a reply's text and calls, which are items of their own, become one message."""
+    before = before or _Read()
+    kind = item.get("type", "message") if isinstance(item, Mapping) else type(item).__name__
+    if kind == "function_call":
+        call = (
+            read_string(item, "call_id", param="input"),
+            read_string(item, "name", param="input"),
+            read_arguments(item.get("arguments"), param="input"),
+        )
+        return _Read(content=before.content, calls=(*before.calls, call))
+    if kind == "reasoning":  # thoughts are in the tokens of the turn
+        return _Read(content=before.content, calls=before.calls)
+    finished = before.finish()
+    if kind == "function_call_output":
+        key = read_string(item, "call_id", param="input")
+        output = make_message("tool", read_text(item.get("output"), param="input"), tool_call_id=key)
+        return _Read((*finished, output))
+    if kind == "message" and isinstance(item.get("role"), str):
+        text = read_text(item.get("content"), param="input")
+        if item["role"] == "assistant":
+            return _Read(finished, content=text)
+        return _Read((*finished, make_message(item["role"], text)))
+    raise RefusedRequestError(
+        f"input needs messages, function calls and their outputs, got an item of type {shown(kind)}", param="input"
+    )

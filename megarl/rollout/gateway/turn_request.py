@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from megarl.rollout.environments.environment import Message
-from megarl.rollout.gateway.chat_messages import message_digest
 
-NOT_OF_THE_RUN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "seed",
-    "ignore_eos",
-    "min_tokens",
-)
-"""Sampling options that are overruled: the policy is trained on samples of its own distribution."""
+MAX_SHOWN = 200
+"""Longest text of a wrong value in a message."""
 
-SINGLE = ("n", "best_of")
-"""Options that are refused if they ask for several completions."""
+Applied = Mapping[str, Callable[[Any], bool]]
+"""By name, the fields of a request that the gateway applies: whether it does so with a value."""
 
 
 class RefusedRequestError(Exception):
@@ -54,47 +38,95 @@ class TurnRequest:
     """The reply ends with the first of these texts."""
     model: str = "policy"
     """Any name, which is returned."""
+    is_streamed: bool = False
+    """Whether the client reads the reply as a stream of events."""
+    has_usage: bool = False
+    """Whether a stream of `/v1/chat/completions` ends with the numbers of tokens."""
+    has_logprobs: bool = False
+    """Whether the client asks for the log-probabilities of the sampled tokens."""
     overruled: tuple[str, ...] = ()
     """Names of the client's options that do not apply."""
 
-    @cached_property
-    def prefix_keys(self) -> list[bytes]:
-        """A hash of the first 0, 1, 2, ... messages, each with the tools."""
-        keys = [hashlib.sha256(json.dumps(self.tools, sort_keys=True).encode()).digest()]
-        for message in self.messages:
-            keys.append(_extend(keys[-1], message))
-        return keys
 
-    @property
-    def key(self) -> bytes:
-        """Hash that is equal for requests of the same turn: a client sends one again if it has lost the answer."""
-        limits = json.dumps([self.max_tokens, self.stop]).encode()
-        return hashlib.sha256(self.prefix_keys[-1] + limits).digest()
-
-    def key_after(self, reply: Message) -> bytes:
-        """Return the entry of `prefix_keys` of requests that continue this one's messages and the reply."""
-        return _extend(self.prefix_keys[-1], reply)
+def always(value: object) -> bool:
+    """Return True: a field of `Applied` applies with each value."""
+    return True
 
 
-def _extend(key: bytes, message: Message) -> bytes:
-    return hashlib.sha256(key + message_digest(message)).digest()
+def is_one_of(*values: object) -> Callable[[Any], bool]:
+    """Return the rule of `Applied` for a field that applies with these values alone."""
+    return lambda value: any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
 
 
-def find_overruled(body: Mapping[str, Any]) -> list[str]:
-    """Return the names of options of a request that do not apply, because sampling is that of the run.
+def find_overruled(body: Mapping[str, Any], applied: Applied) -> list[str]:
+    """Return the names of fields of a request that do not apply; null and empty lists and objects ask for nothing.
+
+    Sampling options are among them, because the policy is trained on samples of its own distribution.
+    """
+    return [
+        name
+        for name, value in body.items()
+        if value is not None and value != [] and value != {} and not (name in applied and applied[name](value))
+    ]
+
+
+def shown(value: object) -> str:
+    """Return a value of a request for a message."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def wrong_field(name: str, needed: str, value: object) -> RefusedRequestError:
+    """Return the error for a field that is not what it needs to be."""
+    return RefusedRequestError(f"{name} needs to be {needed}, got {shown(value)}", param=name)
+
+
+def read_flag(body: Mapping[str, Any], name: str) -> bool:
+    """Return whether a field is true; a missing one is not.
 
     Raises:
-        RefusedRequestError: an option asks for what a single sample cannot be.
+        RefusedRequestError: it is no boolean.
     """
-    for name in SINGLE:
-        if body.get(name) not in (None, 1):
-            raise RefusedRequestError(f"{name} needs to be 1, got {body[name]!r}: send a request for each", param=name)
-    found = [name for name in NOT_OF_THE_RUN if body.get(name) is not None]
-    if body.get("tool_choice") not in (None, "auto", "none"):
-        found.append("tool_choice")
-    if body.get("parallel_tool_calls") is False:
-        found.append("parallel_tool_calls")
-    return found
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise wrong_field(name, "true or false", value)
+    return bool(value)
+
+
+def read_object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a field that is an object; a missing one is empty.
+
+    Raises:
+        RefusedRequestError: it is no object.
+    """
+    value = body.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise wrong_field(name, "an object", value)
+    return value or {}
+
+
+def read_list(body: Mapping[str, Any], name: str) -> Sequence[Any]:
+    """Return a field that is a list; a missing one is empty.
+
+    Raises:
+        RefusedRequestError: it is no list.
+    """
+    value = body.get(name)
+    if value is not None and not isinstance(value, list):
+        raise wrong_field(name, "a list", value)
+    return value or []
+
+
+def read_string(body: Mapping[str, Any], name: str, default: str = "", *, param: str | None = None) -> str:
+    """Return a field that is a text; `param`: the field of the request that it belongs to.
+
+    Raises:
+        RefusedRequestError: it is no text.
+    """
+    value = body.get(name)
+    if value is not None and not isinstance(value, str):
+        raise RefusedRequestError(f"{name} needs to be a text, got {shown(value)}", param=param or name)
+    return default if value is None else value
 
 
 def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
@@ -108,38 +140,66 @@ def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise RefusedRequestError(f"{name} needs to be an integer of at least 1, got {value!r}", param=name)
+            raise wrong_field(name, "an integer of at least 1", value)
         return value
     return None
 
 
-def read_stop(body: Mapping[str, Any]) -> tuple[str, ...]:
+def read_stop(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
     """Return the texts that end the reply.
 
     Raises:
         RefusedRequestError: they are no texts, or empty ones.
     """
-    value = body.get("stop")
+    value = body.get(name)
     stop = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
-        raise RefusedRequestError(f"stop needs to be a text or a list of texts, got {value!r}", param="stop")
+        raise wrong_field(name, "a text or a list of texts", value)
     return tuple(stop)
+
+
+def read_single(body: Mapping[str, Any], *names: str) -> None:
+    """Return if each of the fields asks for a single completion.
+
+    Raises:
+        RefusedRequestError: one asks for several.
+    """
+    for name in names:
+        value = body.get(name)
+        if value is not None and (value != 1 or isinstance(value, bool)):
+            raise RefusedRequestError(f"{name} needs to be 1, got {shown(value)}: send a request for each", param=name)
 
 
 def read_functions(tools: Sequence[Any]) -> tuple[Message, ...]:
     """Return the definitions of functions that a request offers, in the form of chat completions.
 
     Raises:
-        RefusedRequestError: a tool is no function, or has no name.
+        RefusedRequestError: a tool is no function, or a part of it is of a wrong type.
     """
     found = []
     for tool in tools:
         kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
         if kind != "function":
-            raise RefusedRequestError(f"tools need to be of the type function, got {kind!r}", param="tools")
+            raise RefusedRequestError(f"tools need to be of the type function, got {shown(kind)}", param="tools")
         function = tool.get("function", {key: tool[key] for key in tool if key != "type"})
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RefusedRequestError(f"a function in tools needs a name, got {tool!r}", param="tools")
-        kept = {key: value for key, value in function.items() if value is not None and key != "strict"}
-        found.append({"type": "function", "function": kept})
+        found.append(make_function(function))
     return tuple(found)
+
+
+def make_function(function: Any) -> Message:
+    """Return the definition of a function in the form of chat completions.
+
+    Raises:
+        RefusedRequestError: a part of it is of a wrong type.
+    """
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RefusedRequestError(f"a function in tools needs a name, got {shown(function)}", param="tools")
+    for name, kind, needed in (("description", str, "a text"), ("parameters", Mapping, "an object")):
+        value = function.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise RefusedRequestError(
+                f"{name} of the function {function['name']} in tools needs to be {needed}, got {shown(value)}",
+                param="tools",
+            )
+    kept = {key: value for key, value in function.items() if value is not None and key != "strict"}
+    return {"type": "function", "function": kept}

@@ -8,7 +8,7 @@ turn 2             '- given 2 | output 2            a second one has a sequence 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +17,20 @@ from numpy.typing import NDArray
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.rollout.engine import Generation
 from megarl.rollout.environments.environment import Message
+from megarl.rollout.gateway.history import Exchange
 from megarl.rollout.gateway.reply_parser import ParsedReply
 
 
-@dataclass(slots=True, kw_only=True)
+class TokenSequence:
+    """Token ids that turns continue one after the other, in one list."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = list(token_ids)
+        self.last: Turn | None = None
+        """The turn that continues it last."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Turn:
     """One request of the policy and its answer."""
 
@@ -30,53 +40,55 @@ class Turn:
     """The turn whose tokens this one continues; None: its prompt begins a sequence."""
     given: NDArray[np.int32]
     """[K]: tokens between the parent's output and this one's; without a parent, the prompt."""
-    given_text: str
-    """What `ChatRenderer.render` writes after the parent's text; it begins with the end of the parent's turn, of which
-    the tokens may have been sampled."""
+    sequence: TokenSequence
+    """Begins with the prompt, and its output once it is sampled; a turn that continues this one may follow."""
+    num_prompt_tokens: int
+    """Number of tokens before the output."""
+    history: Exchange | None
+    """The conversation before `messages`; None: there is none."""
     messages: tuple[Message, ...]
-    """The conversation before the reply, with earlier replies as their text."""
-    structured: tuple[Message, ...]
-    """The same conversation with the thoughts and calls of earlier replies apart from their content."""
+    """The messages after the last reply before."""
     generation: Generation | None = None
     """The tokens sampled, log-probabilities and versions, as the engine returned them; None: not finished."""
     text: str = ""
     """Text of the tokens sampled, special tokens included, without the one that ends the turn."""
     reply: ParsedReply | None = None
     """The answer as the client sees it."""
+    exchange: Exchange | None = None
+    """The conversation with the reply; None: not finished."""
+    stop: str | None = None
+    """The stop text of the request that ended the reply; None: none did."""
     is_cut: bool = False
     """Whether the reply was ended by the episode's limit of tokens."""
 
     @property
-    def prompt_ids(self) -> NDArray[np.int32]:
-        """[K]: all tokens before the output."""
-        return np.concatenate([*self._ids_before(), self.given])
+    def prompt_ids(self) -> list[int]:
+        """All tokens before the output."""
+        return self.sequence.token_ids[: self.num_prompt_tokens]
 
-    @property
-    def all_text(self) -> str:
-        """What the prompt was rendered as, and the text of the output."""
-        parts = [(turn.given_text, turn.text) for turn in self._chain()]
-        return "".join(text for pair in parts[::-1] for text in pair)
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Number of tokens before the output."""
-        return len(self.given) + sum(map(len, self._ids_before()))
-
-    def _ids_before(self) -> list[NDArray[np.int32]]:
-        """Return the given and the sampled tokens of each earlier turn that this one continues."""
-        parts = []
-        for turn in self._chain():
-            if turn is not self:
-                assert turn.generation is not None, f"turn {turn.number} is not finished"
-                parts += [turn.generation.token_ids, turn.given]
-        return parts[::-1]
-
-    def _chain(self) -> Iterator[Turn]:
-        """Yield this turn and those that it continues, the first one last."""
-        turn: Turn | None = self
-        while turn is not None:
-            yield turn
-            turn = turn.parent
+def make_turn(
+    number: int, parent: Turn | None, given: Sequence[int], history: Exchange | None, messages: tuple[Message, ...]
+) -> Turn:
+    """Return a turn that is not sampled yet; the tokens `given` follow the output of the parent."""
+    if parent is None:
+        sequence = TokenSequence(given)
+    else:
+        assert parent.generation is not None, f"turn {parent.number} is not finished"
+        sequence = parent.sequence
+        if sequence.last is not parent:  # another turn continues it
+            sequence = TokenSequence(sequence.token_ids[: parent.num_prompt_tokens + len(parent.generation.token_ids)])
+        sequence.token_ids += given
+    turn = sequence.last = Turn(
+        number=number,
+        parent=parent,
+        given=np.array(given, np.int32),
+        sequence=sequence,
+        num_prompt_tokens=len(sequence.token_ids),
+        history=history,
+        messages=messages,
+    )
+    return turn
 
 
 def call_id(turn: Turn, index: int) -> str:
@@ -114,7 +126,7 @@ def make_trajectories(
     for segment, sequence in enumerate(sequences):
         parts: list[tuple[NDArray[np.int32], Generation | None]] = []
         for position, turn in enumerate(sequence):
-            given = turn.given if position else turn.prompt_ids
+            given = turn.given if position else np.array(turn.prompt_ids, np.int32)
             assert turn.generation is not None
             parts += [(given, None), (turn.generation.token_ids, turn.generation)]
         is_last = segment == len(sequences) - 1

@@ -1,4 +1,7 @@
-"""Serializes a finished group of trajectories to an Arrow message, one row per trajectory, without loss."""
+"""Serializes a finished group of trajectories to an Arrow message, one row per trajectory.
+
+Nothing is lost except surrogates in messages and names, which become U+FFFD.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from megarl.batch.trajectory import Trajectory
+from megarl.text import map_text, replace_surrogates
 
 SCHEMA = pa.schema(
     [
@@ -39,11 +43,12 @@ def encode_group(trajectories: Sequence[Trajectory]) -> pa.Buffer:
             flat = pa.array(np.concatenate(values), field.type.value_type)
             columns.append(pa.LargeListArray.from_arrays(offsets, flat))
         elif pa.types.is_map(field.type):
-            columns.append(pa.array([list(mapping.items()) for mapping in values], field.type))
+            pairs = [list(mapping.items()) for mapping in values]
+            columns.append(pa.array(map_text(pairs, replace_surrogates), field.type))
         elif pa.types.is_list(field.type):
             columns.append(pa.array(map(list, values), field.type))
         else:
-            columns.append(pa.array(values, field.type))
+            columns.append(pa.array(map_text(values, replace_surrogates), field.type))
     return pa.record_batch(columns, schema=SCHEMA).serialize()
 
 

@@ -34,6 +34,14 @@ class Limits:
         self.memory_bytes, self.disk_bytes = memory_bytes, disk_bytes
         self.max_processes, self.output_bytes = max_processes, output_bytes
 
+    def enlarged(self, *, output_bytes: int, input_bytes: int) -> Limits:
+        """Return the limits with room for an output of this size, and for an input beside the files of the program."""
+        changed = {
+            "output_bytes": max(self.output_bytes, output_bytes),
+            "disk_bytes": self.disk_bytes + input_bytes,
+        }
+        return Limits(**self.as_dict() | changed)  # type: ignore[arg-type]
+
     def as_dict(self) -> dict[str, float]:
         """Return the arguments that make these limits."""
         return {name: getattr(self, name) for name in self.__slots__}

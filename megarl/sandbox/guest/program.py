@@ -7,15 +7,18 @@ that not all programs need are imported where they are used, since imports are m
 from __future__ import annotations
 
 import atexit
+import builtins
 import os
 import random
+import site
 import sys
 
 from megarl.sandbox.guest.channel import read_request
 
 TYPE_CHECKING = False  # of `typing`, without its import, which delays the start of a sandbox
 if TYPE_CHECKING:
-    from types import ModuleType
+    from collections.abc import Callable
+    from types import CodeType, ModuleType
     from typing import Any
 
 NAME = "<program>"
@@ -28,72 +31,78 @@ _sources: dict[str, str] = {}
 MAX_DEPTH = 50
 """Largest depth of a returned value."""
 
+LONG_RANGE = range(-(2**63), 2**63)
+"""Values of the C type long, from which Python takes an exit code."""
+
+INVALID_EXIT_CODE = 255
+"""Exit code of Python for `sys.exit(n)` with a number beyond a C long."""
+
 
 def run_program(source: str) -> None:
     """Execute a program as `__main__` and end this process with its exit code."""
-    module = _create_module("__main__")
-    code = 0
-    try:
-        _execute(source, module)
-    except SystemExit as e:
-        code = _exit_code(e)
-    except BaseException:  # noqa: BLE001 -- the program's own
-        _print_traceback()
-        code = 1
-    try:
-        if "threading" in sys.modules:  # as multiprocessing does: waits for the program's threads
-            sys.modules["threading"]._shutdown()
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):  # as at the end of any Python program
-            if stream is not None and not stream.closed:
-                stream.flush()
-    except BaseException:  # noqa: BLE001
-        _print_traceback()
-        code = 1
-    os._exit(code)
+    code = _contain(_execute, source, _create_module("__main__"))
+    finish_code = _contain(_finish)
+    os._exit(code or finish_code)
 
 
 def run_call(source: str, setup: str, expression: str, value_fd: int) -> None:
-    """Execute setup and program as a module, write the value of an expression as a literal, end this process.
+    """Execute program and setup as a module, write the value of an expression as a literal, end this process.
 
     An expression that raises an exception, or whose value is no literal, has no value: nothing is written.
     """
     module = _create_module("program")
-    code = 1
-    try:
-        _execute(setup, module)
+    is_written = False
+
+    def execute() -> None:
+        nonlocal is_written
         _execute(source, module)
-        value = eval(compile(expression, "<call>", "eval"), module.__dict__)  # noqa: S307 -- what a sandbox is for
+        _execute(setup, module)
+        value = eval(_compile(expression, "<call>", "eval"), module.__dict__)  # noqa: S307 -- what a sandbox is for
         data = memoryview(repr(_plain(value)).encode())
         while data:
             data = data[os.write(value_fd, data) :]
-        code = 0
-    except SystemExit as e:
-        code = _exit_code(e) or 1
-    except BaseException:  # noqa: BLE001 -- the program's own
-        _print_traceback()
-    os._exit(code)
+        is_written = True
+
+    code = _contain(execute)
+    os._exit(0 if is_written else code or 1)
 
 
 def run_interpreter(cells_fd: int, ends_fd: int) -> None:
-    """Execute the cells that arrive, in one namespace, and report the end of each; end this process with the cells."""
-    module = _create_module("__main__")
-    number, pid = 0, os.getpid()
+    """Execute the cells that arrive, in one namespace, and report the end of each; end this process with the cells.
+
+    `exit()` ends a cell, and the variables stay.
+    """
+    cells = _Cells(_create_module("__main__"))
+    pid = os.getpid()
     while (message := read_request(cells_fd)) is not None:
-        number += 1
-        failed = False
-        try:
-            _execute_cell(message["source"], module, f"<cell {number}>")
-        except SystemExit:
-            pass
-        except BaseException:  # noqa: BLE001 -- the program's own
-            _print_traceback()
-            failed = True
+        code = _contain(cells.execute, message["source"])
         sys.stdout.flush()
         if os.getpid() != pid:
             break  # a child that the cell has forked
-        os.write(ends_fd, end_of_cell(number, CELL_ENDS[failed]))
+        os.write(ends_fd, end_of_cell(cells.number, CELL_ENDS[code != 0]))
     os._exit(0)
+
+
+def _contain(function: Callable[..., None], *arguments: Any) -> int:
+    """Call what executes code of a program, and return the exit code that Python has after it."""
+    try:
+        function(*arguments)
+    except SystemExit as e:
+        return _exit_code(e)
+    except BaseException:  # noqa: BLE001 -- the program's own
+        _print_traceback()
+        return 1
+    return 0
+
+
+def _finish() -> None:
+    """Do what Python does at the end of a program."""
+    if "threading" in sys.modules:  # as multiprocessing does: waits for the program's threads
+        sys.modules["threading"]._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
 
 
 def end_of_cell(number: int, status: str) -> bytes:
@@ -102,38 +111,74 @@ def end_of_cell(number: int, status: str) -> bytes:
 
 
 def _create_module(name: str) -> ModuleType:
-    """Return a new module; the same program gets the same random numbers in each run."""
+    """Return a new module, in a process as a new Python is: with `exit`, `quit` and `help`, and its whole stack.
+
+    The same program gets the same random numbers in each run.
+    """
     random.seed(0)
     module = type(sys)(name)
+    module.__dict__.update(__file__=NAME, __builtins__=builtins)
     sys.modules[name] = module
     sys.argv = [NAME]
+    sys.path.insert(0, os.getcwd())
+    site.setquit()
+    site.setcopyright()
+    site.sethelper()
+    depth, frame = 0, sys._getframe().f_back
+    while frame is not None:  # the frames below the program's
+        depth, frame = depth + 1, frame.f_back
+    sys.setrecursionlimit(sys.getrecursionlimit() + depth)
     return module
 
 
 def _execute(source: str, module: ModuleType) -> None:
     _sources[NAME] = source
-    exec(compile(source, NAME, "exec"), module.__dict__)  # noqa: S102 -- what a sandbox is for
+    exec(_compile(source, NAME, "exec"), module.__dict__)  # noqa: S102 -- what a sandbox is for
 
 
-def _execute_cell(source: str, module: ModuleType, name: str) -> None:
-    """Execute a cell; if it ends in an expression, print its value."""
-    import ast
+def _compile(source: Any, name: str, mode: str, flags: int = 0) -> CodeType:
+    """Compile source or a tree; of future features, it has those of `flags` and its own, and none of this module."""
+    code: CodeType = compile(source, name, mode, flags, dont_inherit=True)
+    return code
 
-    _sources[name] = source
-    tree = ast.parse(source, name)
-    last = tree.body[-1] if tree.body else None
-    if isinstance(last, ast.Expr):
-        tree.body.pop()
-    exec(compile(tree, name, "exec"), module.__dict__)  # noqa: S102
-    if isinstance(last, ast.Expr):
-        value = eval(compile(ast.Expression(last.value), name, "eval"), module.__dict__)  # noqa: S307
-        if value is not None:
-            print(repr(value))  # noqa: T201 -- the interpreter's output
+
+class _Cells:
+    """Cells of an interpreter; features that one imports from `__future__` hold for later ones."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._flags = module, 0
+        self.number = 0
+        """Cells that have been executed."""
+
+    def execute(self, source: str) -> None:
+        """Execute a cell; if it ends in an expression, print its value."""
+        import __future__
+
+        import ast
+
+        self.number += 1
+        name = f"<cell {self.number}>"
+        _sources[name] = source
+        tree = ast.parse(source, name)
+        last = tree.body[-1] if tree.body else None
+        if isinstance(last, ast.Expr):
+            tree.body.pop()
+        code = _compile(tree, name, "exec", self._flags)
+        for feature in __future__.all_feature_names:
+            self._flags |= code.co_flags & getattr(__future__, feature).compiler_flag
+        exec(code, self._module.__dict__)  # noqa: S102
+        if isinstance(last, ast.Expr):
+            value = eval(  # noqa: S307
+                _compile(ast.Expression(last.value), name, "eval", self._flags), self._module.__dict__
+            )
+            if value is not None:
+                print(repr(value))  # noqa: T201 -- the interpreter's output
 
 
 def _exit_code(error: SystemExit) -> int:
     if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
+        code = error.code or 0
+        return code & 0xFF if code in LONG_RANGE else INVALID_EXIT_CODE
     sys.stderr.write(f"{error.code}\n")
     return 1
 
@@ -155,8 +200,11 @@ def _print_traceback() -> None:
         pass
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
-    """Return a value in built-in types, so that a literal equals it where the value does: a Counter becomes a dict."""
+def _plain(value: Any, depth: int = 0, *, hashable: bool = False) -> Any:
+    """Return a value in types whose `repr` is a literal that equals what the value does: a Counter becomes a dict.
+
+    Beside built-in types these are Fraction and Decimal; see `megarl.reward.code.values`. `hashable`: in a set.
+    """
     if depth > MAX_DEPTH:
         raise ValueError(f"a value needs to be nested at most {MAX_DEPTH} times")
     match value:
@@ -168,20 +216,34 @@ def _plain(value: Any, depth: int = 0) -> Any:
             return _Float(value)
         case str():
             return str.__str__(value)
-        case bytes():
+        case bytes() | bytearray() | memoryview():
             return bytes(value)
         case complex():
             return complex(value)
         case tuple():
-            return tuple(_plain(item, depth + 1) for item in tuple.__iter__(value))
+            return tuple(_plain(item, depth + 1, hashable=hashable) for item in tuple.__iter__(value))
         case list():
             return [_plain(item, depth + 1) for item in list.__iter__(value)]
         case dict():
-            return {_plain(key, depth + 1): _plain(item, depth + 1) for key, item in dict.items(value)}
+            return {_plain(key, depth + 1, hashable=True): _plain(item, depth + 1) for key, item in dict.items(value)}
         case set() | frozenset():
-            return {_plain(item, depth + 1) for item in value}
+            items = {_plain(item, depth + 1, hashable=True) for item in value}
+            return frozenset(items) if hashable else items
+        case _ if isinstance(value, (type({}.keys()), type({}.items()))):
+            return _plain(set(value), depth, hashable=hashable)
+        case _ if isinstance(value, type(type.__dict__)):
+            return _plain(dict(value), depth)
         case _:
-            raise TypeError(f"a value needs to be of built-in types, got {type(value).__name__}")
+            return _plain_number(value)
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a Fraction or Decimal, of the modules that the program has imported."""
+    for module, name in (("fractions", "Fraction"), ("decimal", "Decimal")):
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"a value needs to be of built-in types, got {type(value).__name__}")
 
 
 class _Float(float):

@@ -1,14 +1,16 @@
 """The first process of a sandbox: forks a process for each program, collects its output and ends what is left of it.
 
-host  -- requests -->  runner  -- source, input -->  program
+host  -- requests -->  runner  -- fork -->                     program
       <-- outcomes --          <-- stdout, stderr, value: data
 
-Programs have no file descriptor of the host: the runner alone reports how a program ended.
+Programs have no file descriptor of the host: the runner alone reports how a program ended. A process reads its source
+and its one input from the host before it becomes the program, so that no other input has ever been in its memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import marshal
 import os
@@ -36,28 +38,37 @@ CHANNEL = 3
 """File descriptor of the connection to the host; those below it, and this one, are pipes in a program."""
 
 MNT_DETACH = 2
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 2, 4, 8, 32
 PAGE = resource.getpagesize()
-INPUT_BYTES = 64 * 1024
+CELL_BYTES = 64 * 1024
+"""Bytes of a cell that are written at once."""
+
+
+INPUT_FILE = ".input"
+"""File in the sandbox's folder that has the input of a program, until it is deleted before the program starts."""
+
+HANDLED_BY_PYTHON: dict[int, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGPIPE: signal.SIG_IGN,
+    signal.SIGXFSZ: signal.SIG_IGN,
+}
+"""What a new Python does at signals that have another effect than the kernel's default."""
 
 
 class _Process:
     """A program that runs, with the ends of its pipes that belong to the runner."""
 
-    def __init__(self, pid: int, stdin: int, text: str, outputs: dict[int, str]) -> None:
+    def __init__(self, pid: int, outputs: dict[int, str]) -> None:
         """Open a file descriptor of the process.
 
         Args:
             pid: its process id.
-            stdin: where its input is written to.
-            text: its input.
             outputs: file descriptor -> name of the output that is read from it.
         """
         self.pid, self.pidfd = pid, _open_pidfd(pid)
-        self.stdin: int | None = stdin
-        self.pending = memoryview(text.encode(errors="surrogatepass"))
         self.outputs = outputs
         self.collected = {name: bytearray() for name in outputs.values()}
-        self.open_fds = {stdin, *outputs} | ({self.pidfd} if self.pidfd is not None else set())
+        self.open_fds = {*outputs} | ({self.pidfd} if self.pidfd is not None else set())
 
 
 class Runner:
@@ -71,7 +82,13 @@ class Runner:
         self._num_cells = 0
 
     def serve(self) -> None:
-        """Answer requests until the host closes the channel; then end this process, and with it the sandbox."""
+        """Answer requests until the host closes the channel; then end this process, and with it the sandbox.
+
+        `{"kind": "cell", "source"}` is a cell of the interpreter. `{"kind": "case", "wall_seconds"}` is followed by
+        `{"source", "setup", "stdin" or "call"}`, which the process of the program reads.
+        """
+        for number in signal.valid_signals() - {signal.SIGCHLD, signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_IGN)  # also those of programs
         with contextlib.suppress(OSError):  # the host has closed the channel
             write_reply(self._channel, {"ready": True})
             while (request := read_request(self._channel)) is not None:
@@ -79,40 +96,56 @@ class Runner:
                     write_reply(self._channel, self._run_cell(request["source"]))
                     continue
                 self._end_interpreter()
-                for case in request["cases"]:
-                    write_reply(self._channel, self._run_case(request, case))
+                write_reply(self._channel, self._run_case(request["wall_seconds"]))
         os._exit(0)  # the kernel ends all processes of the namespace
 
-    def _run_case(self, request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-        """Return the outcome of a program on one case, which has `stdin` or `call`."""
-        call = case.get("call")
+    def _run_case(self, wall_seconds: float) -> dict[str, Any]:
+        """Return the outcome of a program on the case that comes next, and whether it has left the folder as it was."""
+        state_read, state_write = os.pipe()
 
-        def execute(value_fd: int) -> None:
-            limit_cpu(self._limits.cpu_seconds)
-            if call is None:
-                run_program(request["source"])
-            assert isinstance(call, str)
-            run_call(request["source"], request.get("setup", ""), call, value_fd)
+        def prepare() -> tuple[int, Callable[[int], None]]:
+            case = read_request(self._channel)
+            if case is None:
+                os._exit(1)  # the host has closed the channel
+            call: str | None = case.get("call")
+            stdin = _open_input(case["stdin"]) if call is None else os.open(os.devnull, os.O_RDONLY)
+            os.write(state_write, _folder_state())
 
-        process = self._start(execute, case.get("stdin", ""))
-        outcome = self._finish(process, self._watch(process, stop_at_limit=True))
+            def execute(value_fd: int) -> None:
+                limit_cpu(self._limits.cpu_seconds)
+                if call is not None:
+                    run_call(case["source"], case["setup"], call, value_fd)
+                run_program(case["source"])
+
+            return stdin, execute
+
+        process = self._start(prepare)
+        os.close(state_write)
+        state = os.read(state_read, len(_folder_state()))  # when the process has read its case; nothing if it could not
+        os.close(state_read)
+        outcome = self._finish(process, self._watch(process, wall_seconds, stop_at_limit=True))
         if any(len(collected) > self._limits.output_bytes for collected in process.collected.values()):
             outcome["status"] = "output"  # also where a program has ended before its output was read
-        return outcome
+        return outcome | {"clean": state == _folder_state()}
 
     def _run_cell(self, source: str) -> dict[str, Any]:
         """Return the outcome of a cell; an interpreter that has ended or was killed is replaced for the next cell."""
         if self._interpreter is None:
             cells, self._cells = os.pipe()
             self._ends, ends = os.pipe()
-            self._interpreter = self._start(lambda _: run_interpreter(cells, ends), "", keep=(cells, ends))
+
+            def prepare() -> tuple[int, Callable[[int], None]]:
+                return os.open(os.devnull, os.O_RDONLY), lambda _: run_interpreter(cells, ends)
+
+            self._interpreter = self._start(prepare, keep=(cells, ends))
             os.close(cells)
             os.close(ends)
             self._num_cells = 0
         self._num_cells += 1
         process = self._interpreter
         self._signal_all(signal.SIGCONT, process.pid)
-        reason = self._watch(process, stop_at_limit=False, cell=encode_request({"source": source}))
+        cell = encode_request({"source": source})
+        reason = self._watch(process, self._limits.wall_seconds, stop_at_limit=False, cell=cell)
         if reason in ("ok", "error"):
             self._signal_all(signal.SIGSTOP, process.pid)  # nothing runs between two cells
             outputs = {name: bytes(collected) for name, collected in process.collected.items()}
@@ -131,23 +164,28 @@ class Runner:
         # whatever its exit code, its cell has not finished and its variables are lost
         return outcome | {"status": "exit"} if reason == "exit" else outcome
 
-    def _start(self, execute: Callable[[int], None], stdin: str, *, keep: tuple[int, ...] = ()) -> _Process:
-        """Fork a process that calls `execute(fd)` with the file descriptor that a value may be written to."""
-        input_read, input_write = os.pipe()
+    def _start(
+        self, prepare: Callable[[], tuple[int, Callable[[int], None]]], *, keep: tuple[int, ...] = ()
+    ) -> _Process:
+        """Fork a process for a program.
+
+        Args:
+            prepare: called in the process while it has the files of the runner. Returns the file descriptor of its
+                input, and what it calls then with the file descriptor that a value may be written to.
+            keep: file descriptors that the process needs beside.
+        """
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "value")}
         pid = os.fork()
         if pid == 0:
             try:
                 os.setsid()
-                fds = [input_read, *(write for _, write in pipes.values()), *keep]
-                self._enter_program(fds, execute)
+                stdin, execute = prepare()
+                self._enter_program([stdin, *(write for _, write in pipes.values()), *keep], execute)
             finally:
                 os._exit(1)
-        os.close(input_read)
         for _, write in pipes.values():
             os.close(write)
-        os.set_blocking(input_write, False)
-        return _Process(pid, input_write, stdin, {read: name for name, (read, _) in pipes.items()})
+        return _Process(pid, {read: name for name, (read, _) in pipes.items()})
 
     def _enter_program(self, fds: list[int], execute: Callable[[int], None]) -> None:
         """Turn this forked process into the program's: its pipes are 0 to 3, and it has no others of the runner."""
@@ -165,8 +203,8 @@ class Runner:
             os.closerange(start, fd)
             start = fd + 1
         os.closerange(start, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, HANDLED_BY_PYTHON.get(number, signal.SIG_DFL))
         sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115 -- of this process until it ends
         sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1)  # noqa: SIM115
@@ -175,16 +213,17 @@ class Runner:
         os.environ.update(PATH="/usr/bin:/bin", HOME=FOLDER, TMPDIR=FOLDER, LANG="C.UTF-8")
         execute(3)
 
-    def _watch(self, process: _Process, *, stop_at_limit: bool, cell: bytes = b"") -> str:
-        """Feed and read a process until it ends, a limit is reached, or its cell has ended; return which.
+    def _watch(self, process: _Process, wall_seconds: float, *, stop_at_limit: bool, cell: bytes = b"") -> str:
+        """Read from a process until it ends, a limit is reached, or its cell has ended; return which.
 
         Args:
             process: the process.
+            wall_seconds: its limit of time.
             stop_at_limit: end a process at the limit of its output; otherwise further output is dropped.
             cell: message to an interpreter, which reports the end of a cell; empty for a program.
         """
         limits = self._limits
-        deadline = time.monotonic() + limits.wall_seconds
+        deadline = time.monotonic() + wall_seconds
         next_check = 0.0
         baseline = _resident(os.getpid())  # of each process, shared with this one
         to_write = memoryview(cell)
@@ -195,8 +234,6 @@ class Runner:
             for fd in process.outputs:
                 if fd in process.open_fds:
                     selector.register(fd, selectors.EVENT_READ)
-            if process.stdin is not None:
-                selector.register(process.stdin, selectors.EVENT_WRITE)
             if cell:
                 os.set_blocking(self._cells, False)
                 selector.register(self._ends, selectors.EVENT_READ)
@@ -211,9 +248,7 @@ class Runner:
                         os._exit(0)  # the host has closed it: it sends nothing before it has an answer
                     if fd == process.pidfd:
                         return "exit"
-                    if fd == process.stdin:
-                        self._feed(process, selector)
-                    elif cell and fd == self._cells:
+                    if cell and fd == self._cells:
                         to_write = self._write(fd, to_write)
                         if not to_write:
                             selector.unregister(fd)
@@ -234,19 +269,10 @@ class Runner:
                         return "memory"
                     next_check = time.monotonic() + POLL_SECONDS
 
-    def _feed(self, process: _Process, selector: selectors.BaseSelector) -> None:
-        """Write what the process takes of its input; close it at its end."""
-        assert process.stdin is not None
-        process.pending = self._write(process.stdin, process.pending)
-        if not process.pending:
-            selector.unregister(process.stdin)
-            self._close(process, process.stdin)
-            process.stdin = None
-
     def _write(self, fd: int, data: memoryview) -> memoryview:
         """Return what is left to write; nothing where the reader is gone."""
         try:
-            return data[os.write(fd, data[:INPUT_BYTES]) :] if data else data
+            return data[os.write(fd, data[:CELL_BYTES]) :] if data else data
         except BlockingIOError:
             return data
         except OSError:
@@ -323,6 +349,27 @@ class Runner:
                 os.killpg(session, number)
 
 
+def _open_input(text: str) -> int:
+    """Return the file descriptor of a file with the input of a program, which has no name any more."""
+    fd = os.open(INPUT_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    stdin = os.open(INPUT_FILE, os.O_RDONLY)
+    os.unlink(INPUT_FILE)
+    data = memoryview(text.encode(errors="surrogatepass"))
+    while data:
+        data = data[os.write(fd, data) :]
+    os.close(fd)
+    return stdin
+
+
+def _folder_state() -> bytes:
+    """Return what changes when a program creates, renames or deletes something in the folder, or changes its rights."""
+    try:
+        is_empty, changed_at = not os.listdir("."), os.stat(".").st_ctime_ns
+    except OSError:  # a program may take the rights from its folder
+        is_empty, changed_at = False, 0
+    return f"{is_empty:d} {changed_at:020d}".encode()
+
+
 def _open_pidfd(pid: int) -> int | None:
     """Return a file descriptor that is readable when a child has ended; None where the kernel, gVisor, has none."""
     try:
@@ -365,6 +412,9 @@ def main() -> None:
     os.chdir(FOLDER)
     for folder in settings["unmount"]:
         libc_call("umount2", folder.encode(), MNT_DETACH)
+    if settings["hide_kernel"]:  # in /proc only processes are left
+        flags = MS_REMOUNT | MS_NOSUID | MS_NODEV | MS_NOEXEC
+        libc_call("mount", b"proc", b"/proc", b"proc", ctypes.c_ulong(flags), b"subset=pid")
     confine(limits, readable=settings["readable"], become_nobody=settings["become_nobody"])
     os.dup2(settings["channel"], CHANNEL)
     Runner(CHANNEL, limits, is_init=True).serve()

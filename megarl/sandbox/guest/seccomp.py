@@ -1,7 +1,8 @@
 """The filter of system calls: a program for the kernel's BPF machine that allows what Python programs need.
 
-All other calls fail with EPERM, so that a program gets an exception; calls of another architecture kill it. Not allowed
-are, among others: socket, ptrace, process_vm_*, mount, unshare, setns, io_uring_*, bpf, keyctl, userfaultfd,
+All other calls fail with EPERM, so that a program gets an exception; calls of another architecture kill it. A process
+changes its own limits and priority only, by the id 0: the runner has the same user as its programs. Not allowed are,
+among others: socket, ptrace, process_vm_*, mount, unshare, setns, io_uring_*, bpf, keyctl, userfaultfd,
 perf_event_open, memfd_create, shmget, name_to_handle_at, open_by_handle_at, chroot and set*id.
 """
 
@@ -32,6 +33,7 @@ IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS (which isatty uses), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 
 AF_UNIX = 1
+PRIO_PROCESS = 0
 X32_CALLS = 0x40000000
 """First number of the calls of the x32 interface, which x86_64 kernels may have under the same architecture."""
 
@@ -65,6 +67,8 @@ def build_filter(machine: str = MACHINE) -> bytes:
         "prctl": _if_one_of(PRCTL_OPTIONS, argument=0),
         "ioctl": _if_one_of(IOCTL_REQUESTS, argument=1),
         "socketpair": _if_one_of((AF_UNIX,), argument=0),
+        "prlimit64": _if_one_of((0,), argument=0),
+        "setpriority": _if_equal(PRIO_PROCESS, 0),
     }
     for name, number in calls.items():
         body = conditions.get(name, [(_RETURN, 0, 0, ALLOW)])
@@ -96,6 +100,12 @@ def _argument(index: int) -> Instruction:
 def _if_one_of(values: tuple[int, ...], *, argument: int) -> list[Instruction]:
     tests = [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
     return [_argument(argument), *tests, (_RETURN, 0, 0, EPERM), (_RETURN, 0, 0, ALLOW)]
+
+
+def _if_equal(first: int, second: int) -> list[Instruction]:
+    """Allow a call that has these two arguments."""
+    tests = [_argument(0), (_EQUAL, 0, 2, first), _argument(1), (_EQUAL, 1, 0, second)]
+    return [*tests, (_RETURN, 0, 0, EPERM), (_RETURN, 0, 0, ALLOW)]
 
 
 def _unless_any_bit(bits: int) -> list[Instruction]:

@@ -22,8 +22,8 @@ START = f"import sys; sys.path.insert(0, {GUEST!r}); from megarl.sandbox.guest.r
 MIN_VERSION = (0, 8)
 """First version with `--size`."""
 
-KEPT_CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
-"""What the runner needs to give up its user and the rest; it drops them before it runs a program."""
+KEPT_CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_SYS_ADMIN")
+"""What the runner needs to give up its user, mounts and the rest; it drops them before it runs a program."""
 
 
 def bubblewrap_command(
@@ -43,8 +43,8 @@ def bubblewrap_command(
     command += ["--setenv", "PYTHONHASHSEED", "0", "--cap-drop", "ALL"]
     for capability in KEPT_CAPABILITIES:
         command += ["--cap-add", capability]
-    for folder in _parents(readable):
-        command += ["--perms", "0755", "--dir", folder]  # otherwise /root is for root only
+    for folder in _parents([*readable, *DEVICES]):
+        command += ["--perms", "0755", "--dir", folder]  # otherwise /root and /dev are for root only
     for path in readable:
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
@@ -62,6 +62,7 @@ def bubblewrap_command(
         "become_nobody": become_nobody,
         "readable": [*readable, GUEST],
         "unmount": (),
+        "hide_kernel": True,
     }
     return [
         *command,

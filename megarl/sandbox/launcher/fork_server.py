@@ -24,6 +24,7 @@ MAX_BYTES = 64 * 1024
 """Largest message with settings."""
 
 PRELOADED = (
+    "__future__",
     "ast",
     "bisect",
     "cmath",

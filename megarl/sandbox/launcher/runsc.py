@@ -23,9 +23,6 @@ KERNEL_BYTES = 256 * MIB
 KERNEL_PROCESSES = 256
 """Memory, and processes and threads, of gVisor's kernel and file server, beside those of programs."""
 
-CAPABILITIES = (*KEPT_CAPABILITIES, "CAP_SYS_ADMIN")
-"""What the runner needs to give up its user, mounts and the rest; it drops them before it runs a program."""
-
 MOUNTED_ALWAYS = ("/sys",)
 """What gVisor mounts in each sandbox, its own, and the runner unmounts."""
 
@@ -76,6 +73,7 @@ def write_bundle(folder: str, readable: Sequence[str], limits: Limits, *, become
         "become_nobody": become_nobody,
         "readable": [],
         "unmount": MOUNTED_ALWAYS,
+        "hide_kernel": False,  # it is gVisor's
     }
     python = [os.path.realpath(sys.executable), "-s", "-S", "-P", "-B", "-c", START, marshal.dumps(settings).hex()]
     config = {
@@ -88,7 +86,7 @@ def write_bundle(folder: str, readable: Sequence[str], limits: Limits, *, become
             "env": ["PYTHONHASHSEED=0"],
             "cwd": "/",
             "user": {"uid": 0, "gid": 0},
-            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), CAPABILITIES),
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), KEPT_CAPABILITIES),
         },
         "linux": {"namespaces": [{"type": name} for name in NAMESPACES]},
     }

@@ -139,6 +139,12 @@ def test_text_is_observed_without_special_tokens(tokenizer: Any) -> None:
     assert episode.decode(episode.token_ids[len(PROMPT) :]) == text
 
 
+def test_observed_text_has_no_surrogates(tokenizer: Any) -> None:
+    episode = start(CountingEngine([]), tokenizer, max_new_tokens=40)
+    episode.observe("7\ud800 \udfff\ud83d")
+    assert episode.decode(episode.token_ids[len(PROMPT) :]) == "7\ufffd \ufffd\ufffd"
+
+
 @in_event_loop
 async def test_forks_keep_each_sampled_token_in_one_sequence() -> None:
     engine = CountingEngine([2, 3, 4])

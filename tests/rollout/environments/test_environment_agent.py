@@ -11,9 +11,10 @@ from pydantic import ValidationError
 from megarl.batch.trajectory import split_episodes
 from megarl.config.rollout import EnvironmentConfig, RolloutConfig
 from megarl.errors import AgentError, ConfigError
+from megarl.rollout.environments.conversation import PLACEHOLDER
 from megarl.rollout.environments.environment import Step, Task
 from megarl.rollout.environments.load_environment import check_environment
-from tests.rollout.environments.chat_templates import STRIPS_THOUGHTS, chat_tokenizer
+from tests.rollout.environments.chat_templates import APPEND, STRIPS_THOUGHTS, chat_tokenizer
 from tests.rollout.environments.scripted import Echo, TextEngine, make_job, make_worker, open_environments
 from tests.virtual_time import run_in_virtual_time
 
@@ -105,6 +106,22 @@ def test_stripped_thoughts_fork_segments_that_share_the_reward() -> None:
     assert summary.trajectories[0].num_segments == 3
 
 
+REFUSALS = {
+    "raises on a reply": APPEND.replace("{{ m.content }}", "{{ 1 // 0 if 'zap' in m.content else m.content }}"),
+    "rewrites a reply": APPEND.replace("{{ m.content }}", "{{ m.content | replace('zap', 'zip') }}"),
+}
+"""Templates that fail on, or change, replies with the word zap, which no probe has."""
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_text_that_the_template_does_not_take_ends_the_episode_with_its_rewards(name: str) -> None:
+    tokenizer = chat_tokenizer(REFUSALS[name])
+    summary, (first, _) = run(TextEngine(tokenizer, replies("why", "a zap", "done")))
+    assert (first.finish_reason, first.turn_rewards, first.reward) == ("refused", (0.25, 0.25), 0.5)
+    assert summary.kept == (0, 1)
+    assert tokenizer.decode(first.token_ids[first.loss_mask]) == "why<eos>a zap<eos>"
+
+
 class Blocking:
     """Methods that are not async; they run in threads of their own."""
 
@@ -125,6 +142,57 @@ def test_blocking_methods_run_outside_the_event_loop(tokenizer: Any) -> None:
     summary, _ = asyncio.run(worker.rollout_group(make_job(tokenizer)))
     assert [each.reward for each in summary.trajectories] == [0.5, 0.5]
     assert threading.get_ident() not in Blocking.threads
+
+
+class Returns(Echo):
+    """Answers with what a test has set."""
+
+    step_of: ClassVar[Callable[[str], Step]]
+
+    async def step(self, reply: str) -> Step:
+        return type(self).step_of(reply)
+
+
+def exits(reply: str) -> Step:
+    raise SystemExit(f"usage: {reply}")
+
+
+class TextlessError(Exception):
+    def __str__(self) -> str:
+        raise self
+
+
+def raises_without_text(reply: str) -> Step:
+    raise TextlessError
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (exits, "raised RuntimeError: SystemExit: usage: why"),
+        (raises_without_text, "raised TextlessError: <TextlessError without text: TextlessError>"),
+        (lambda _: Step(reward=10**400, done=True), "needs to return a finite reward, got 1000"),
+        (lambda _: Step(reward=10**5000, done=True), "finite reward, got <int without text: ValueError>"),
+        (lambda _: next(iter(())), "raised RuntimeError: coroutine raised StopIteration"),
+    ],
+)
+def test_what_an_environment_raises_fails_its_episode_only(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, step: Callable[[str], Step], message: str
+) -> None:
+    monkeypatch.setattr(Returns, "step_of", staticmethod(step), raising=False)
+    summary, _ = run(TextEngine(tokenizer, replies("why")), Returns)
+    for each in summary.trajectories:
+        assert message in each.reward_errors["environment"]
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", f"{PLACEHOLDER} x", "\ue100\ue101"])
+def test_any_text_of_an_environment_continues_the_episode(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    answer = Step(messages=[{"role": "tool", "content": text}], reward=0.5)
+    monkeypatch.setattr(Returns, "step_of", staticmethod(lambda _: answer), raising=False)
+    _, (first, _) = run(TextEngine(tokenizer, replies("why")), Returns, max_turns=2)
+    assert (first.reward, first.finish_reason, first.segment) == (1.0, "turns", 0)
 
 
 class Singleton(Echo):

@@ -20,7 +20,7 @@ from megarl.rollout.environments.search import Search, normalize
 from megarl.sandbox.guest.limits import Limits
 from megarl.sandbox.local_sandbox import LocalSandbox
 from tests.rollout.environments.scripted import make_task
-from tests.sandbox.local_tiers import PATIENT, patience
+from tests.sandbox.local_tiers import PATIENT, best_tier, patience
 
 
 def random_expression(rng: random.Random, depth: int = 0) -> str:
@@ -164,6 +164,39 @@ def test_python_tells_how_code_has_ended(code: str, text: str) -> None:
         assert content(env.step(f"```\n{code}\n```")) == text
         after = content(env.step("```\nx\n```"))
         assert after == ("NameError: name 'x' is not defined" if text == ENDED else "1")
+
+
+@pytest.mark.parametrize(
+    ("reply", "text"),
+    [
+        ("```Python\nprint(2)\n```", "2"),
+        ("```python\r\nprint(3)\r\n```", "3"),
+        ("```PY\nprint(4)\n```\nwhich prints\n```\n5\n```", "4"),
+        ("```python\nprint(6)\nexit()\nprint(7)\n```", "6"),
+        ("```python\nimport sys\nsys.exit('stop')\n```", "stop"),
+        ("```python\nprint(help)\n```", "Type help() for interactive help, or help(object) for help about object."),
+        ("```python\nimport os, signal\nos.kill(1, signal.SIGINT)\n```", "(no output)"),
+        ("```python\ndef f(a: int): pass\nprint(f.__annotations__)\n```", "{'a': <class 'int'>}"),
+    ],
+)
+def test_python_reads_code_as_policies_write_it(reply: str, text: str) -> None:
+    if "os.kill" in reply and best_tier() == "unsafe":
+        pytest.skip("needs a sandbox: the code signals the first process")
+    with python() as env:
+        assert content(env.step(reply)) == text
+        assert content(env.step("```\nprint(1)\n```")) == "1"
+
+
+def test_python_goes_on_in_a_new_sandbox_when_code_has_ended_its_own(monkeypatch) -> None:
+    monkeypatch.setattr(
+        python_interpreter, "open_sandbox", lambda config, key: LocalSandbox("unsafe", Limits(**PATIENT))
+    )
+    with python() as env:
+        for _ in range(2):
+            assert content(env.step("```\nx = 1\nx\n```")) == "1"
+            assert content(env.step("```\nimport os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n```")) == ENDED
+            assert content(env.step("```\nx\n```")) == "NameError: name 'x' is not defined"
+        assert env.step("#### 42").reward == 1.0
 
 
 @pytest.mark.parametrize("reply", ["#### 41", "42", "no code"])

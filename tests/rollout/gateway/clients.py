@@ -100,6 +100,29 @@ async def ask_responses_stream(base_url: str, api_key: str, messages: Messages) 
     return text
 
 
+async def ask_messages(base_url: str, api_key: str, messages: Messages) -> str:
+    """Post to Anthropic's API as its SDK does, which gets the base URL without `/v1`."""
+    url = f"{base_url.removesuffix('/v1')}/v1/messages"
+    body = {"model": "m", "max_tokens": 4096, "messages": messages}
+    async with httpx.AsyncClient(verify=False, timeout=None) as client:
+        response = await client.post(url, json=body, headers={"x-api-key": api_key})
+    return "".join(block["text"] for block in response.raise_for_status().json()["content"])
+
+
+async def ask_messages_stream(base_url: str, api_key: str, messages: Messages) -> str:
+    """Read the events of Anthropic's API, by API key alone."""
+    url, text = f"{base_url.partition('/s/')[0]}/v1/messages", ""
+    body = {"model": "m", "max_tokens": 4096, "messages": messages, "stream": True}
+    async with (
+        httpx.AsyncClient(headers={"x-api-key": api_key}, verify=False, timeout=None) as client,
+        client.stream("POST", url, json=body) as response,
+    ):
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                text += json.loads(line.removeprefix("data: ")).get("delta", {}).get("text", "")
+    return text
+
+
 KINDS = {
     "raw": ask_raw,
     "raw stream": ask_raw_stream,
@@ -108,4 +131,6 @@ KINDS = {
     "stream": ask_stream,
     "responses": ask_responses,
     "responses stream": ask_responses_stream,
+    "messages": ask_messages,
+    "messages stream": ask_messages_stream,
 }

@@ -93,6 +93,18 @@ FAILURES = {
         "ask(task['messages']); open(os.environ['RESULT_FILE'], 'w').write('{\"reward\": NaN}')",
         "needs to return a finite reward, or none, got nan",
     ),
+    "huge reward": (
+        "ask(task['messages']); open(os.environ['RESULT_FILE'], 'w').write('{\"reward\": 1' + '0' * 400 + '}')",
+        "needs to return a finite reward, or none, got 1000",
+    ),
+    "nested result": (
+        "ask(task['messages']); open(os.environ['RESULT_FILE'], 'w').write('[' * 100000)",
+        "wrote no JSON to RESULT_FILE: RecursionError",
+    ),
+    "folder as result": (
+        "ask(task['messages']); os.mkdir(os.environ['RESULT_FILE'])",
+        "wrote no JSON to RESULT_FILE: IsADirectoryError",
+    ),
     "refused": ("ask([{'role': 'user'}, 3])", "(its last refused request: a message needs a role, got 3)"),
 }
 
@@ -351,7 +363,7 @@ def test_a_request_that_a_program_has_left_is_aborted_at_its_end(tokenizer: Any)
 
 def test_the_requests_of_a_program_that_fails_are_aborted_in_both_attempts(tokenizer: Any) -> None:
     engine = EndlessEngine(tokenizer)
-    summary = run_group(engine, make_agent(tokenizer, disconnect_and_raise))
+    summary = run_group(engine, make_agent(tokenizer, disconnect_and_raise, max_turn_tokens=100))
     assert "no such tool" in summary.trajectories[0].reward_errors["environment"]
     attempts = ("step-1-0-0", "step-1-0-0-retry1")
     assert engine.aborted == [f"{attempt}{turn}" for attempt in attempts for turn in ("", ".1", ".2")]
@@ -375,7 +387,7 @@ os.kill(os.getpid(), 9)
 def test_requests_are_aborted_when_a_program_does_not_end_after_a_limit(tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(harness_agent, "END_SECONDS", 0.1)
     engine = EndlessEngine(tokenizer)
-    summary = run_group(engine, make_agent(tokenizer, go_on_after_a_limit, max_turns=2))
+    summary = run_group(engine, make_agent(tokenizer, go_on_after_a_limit, max_turns=2, max_turn_tokens=100))
     assert summary.trajectories[0].finish_reason == "turns"
     assert engine.aborted == ["step-1-0-0", "step-1-0-0.1"]
 
@@ -468,8 +480,6 @@ def test_a_request_that_was_not_sent_yet_is_not_sent_after_its_session_is_closed
 
 SLOW_CHILD = """
 import json, os, sys, time
-sys.stdin.readline()
-print("{}", flush=True)
 for line in sys.stdin:
     text = json.loads(line)["text"]
     if text == "slow":

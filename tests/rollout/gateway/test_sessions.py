@@ -9,7 +9,7 @@ import pytest
 
 from megarl.batch.trajectory import Trajectory
 from megarl.rollout.environments.environment import Task
-from megarl.rollout.gateway.reply_parser import PlainTextParser, SglangParser
+from megarl.rollout.gateway.reply_parser import ParsedReply, PlainTextParser, SglangParser, ToolCall
 from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
 from tests.rollout.gateway.clients import make_client
 from tests.rollout.gateway.scripted import SeededEngine, logged_ids, make_agent, make_prompt, run_groups, sampled_ids
@@ -56,7 +56,7 @@ def test_sampling_is_that_of_the_run_and_clients_learn_it(tokenizer: Any, caplog
     engine, _, _ = send(tokenizer, chat("is it?", **options, **required), chat("why?", **options, **required))
     assert [request.sampling.temperature for request, _ in engine.log] == [1.0, 1.0]
     assert engine.log[0][0].sampling.seed not in (3, None)
-    names = "temperature, top_p, presence_penalty, logit_bias, seed, tool_choice, response_format"
+    names = "temperature, top_p, seed, logit_bias, presence_penalty, response_format, tool_choice"
     assert [answer.headers["x-overruled-options"] for answer in answers] == [names, names]
     assert answers[0].json()["overruled_options"] == names.split(", ")
     assert [record.getMessage() for record in caplog.records] == [
@@ -143,6 +143,69 @@ def test_a_stop_text_ends_the_reply_and_what_is_trained(tokenizer: Any) -> None:
     assert [len(ids) for ids in sampled_ids(trajectories)] < [len(ids) for ids in logged_ids(engine)]
     for ids, whole in zip(sampled_ids(trajectories), logged_ids(engine), strict=True):
         assert whole[: len(ids)] == ids
+
+
+class Marked:
+    """Takes what follows a special token as a call, and keeps the texts."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    async def parse(self, text: str, tools: Any) -> ParsedReply:
+        self.texts.append(text)
+        _, mark, call = text.partition("[TOOL_CALLS]")
+        return ParsedReply("", "", (ToolCall("look", call),)) if mark else ParsedReply(text)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stop", [(), ("STOP",), ("absent", "STOPmo", "STOP")])
+def test_the_parser_gets_special_tokens_also_before_a_stop_text(stop: tuple[str, ...]) -> None:
+    tokenizer = chat_tokenizer(APPEND)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[/SEE]"]})
+    parser, sampled = Marked(), '[/SEE][TOOL_CALLS]{"at": 1}STOPmore[/SEE]STOP'
+    send(tokenizer, chat("is it?", tools=[TOOL], stop=list(stop)), reply=lambda prompt: sampled, parser=parser)
+    assert parser.texts == ['[/SEE][TOOL_CALLS]{"at": 1}' if stop else sampled]
+    (call,) = answers[0].json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "look"
+
+
+def test_parallel_turns_share_the_tokens_of_the_episode(tokenizer: Any) -> None:
+    bodies = [chat(f"question {number}") for number in range(12)]
+    for config in ({}, {"max_turn_tokens": 7}):
+        engine, summary, trajectories = send(
+            tokenizer, bodies, reply=lambda prompt: "yes higher " * 4, max_new_tokens=60, **config
+        )
+        sampled = sum(len(generation.token_ids) for _, generation in engine.log)
+        assert 50 <= sampled <= 60
+        assert sum(a.json()["usage"]["completion_tokens"] for a in answers if a.status_code == 200) == sampled
+        refused = [answer.json()["error"]["code"] for answer in answers if answer.status_code != 200]
+        assert set(refused) == {"context_length_exceeded"}
+        assert len(refused) + len(engine.log) == 12
+        assert summary.trajectories[0].finish_reason == "length"
+        assert sampled_ids(trajectories) == logged_ids(engine)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_a_program_may_continue_after_a_request_that_is_too_long(tokenizer: Any, path: str) -> None:
+    def ask(text: str) -> dict[str, Any]:
+        messages = [{"role": "user", "content": text}]
+        return {"input": messages} if path == "responses" else {"messages": messages, "max_tokens": 20}
+
+    bodies = [ask("is it?"), ask("long " * 100), ask("why?"), ask("longer " * 100)]
+    engine, summary, trajectories = send(tokenizer, *bodies[:3], path=path, max_new_tokens=100)
+    assert [answer.status_code for answer in answers] == [200, 400, 200]
+    error = answers[1].json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "leaves no room for a reply" in error["message"]
+    assert error["message"].startswith("prompt is too long: ") == (path == "messages")
+    assert len(engine.log) == len(trajectories) == 2
+    assert summary.trajectories[0].finish_reason == "stop"
+    _, summary, trajectories = send(tokenizer, *bodies, path=path, max_new_tokens=100)
+    assert [answer.status_code for answer in answers] == [200, 400, 200, 400]
+    assert summary.trajectories[0].finish_reason == "length"
+    assert len(trajectories) == 2
 
 
 def test_parallel_and_rewritten_conversations_are_segments_and_nothing_is_trained_twice(tokenizer: Any) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import random
 import re
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from megarl.rollout.agents.episode import Episode
 from megarl.rollout.engine import Generation, GenerationRequest, Sampling
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Message
+from megarl.rollout.gateway import session
 from megarl.rollout.gateway.chat_api import chat_response, read_chat_request
 from megarl.rollout.gateway.reply_parser import ParsedReply, ToolCall
 from megarl.rollout.gateway.session import Session
@@ -247,6 +249,56 @@ def test_conversations_continue_and_fork_as_direct_rendering_predicts_and_as_doc
             "yes" if _takes_system_messages(renderer) else "no",
         )
     assert found == _documented()
+
+
+async def prompts_of_mixed_turns(name: str, seed: int, *, whole: bool) -> list[tuple[int, ...]]:
+    """Return the prompts of a conversation whose turns have thoughts, calls, several results and marks at random.
+
+    Args:
+        whole: render the whole conversation for each turn.
+    """
+    rng = random.Random(seed)
+    tokenizer, policy = published_tokenizer(name), ScriptedPolicy()
+    episode = Episode(
+        _prompt(), tokenizer, policy, Sampling(temperature=1.0, max_new_tokens=10**6), request_id="r", group_id=0
+    )
+    ours = Session(episode, HarnessConfig(path="a:b", max_turns=100), ChatRenderer(tokenizer), policy, can_call=True)
+    ours._summaries_hold = not whole
+    shown: list[dict[str, Any]] = [{"role": "user", "content": "is it?"}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "CHECKED_EXCHANGES", 0)
+        for turn in range(24):
+            thought = rng.choice(["", "", "hm"])
+            num_calls = rng.choice([0, 0, 1, 1, 2])
+            content = "" if num_calls else rng.choice(["yes", "</think> yes", "<tool_call>"])
+            sampled = f"<think>\n{thought}\n</think>\n\n{content}{num_calls} calls"
+            policy.token_ids = tokenizer.encode(sampled, add_special_tokens=False)
+            calls = tuple(ToolCall("look", json.dumps({"at": n})) for n in range(num_calls))
+            policy.parts = ParsedReply(content, thought, calls)
+            request = read_chat_request({"messages": shown, "tools": [TOOL]})
+            try:
+                answered = await ours.answer(request)
+            except RefusedRequestError:
+                break
+            message = chat_response(answered, request, tokenizer=None)["choices"][0]["message"]
+            results = [
+                {"role": "tool", "tool_call_id": call["id"], "name": "look", "content": f"there {turn}"}
+                for call in message.get("tool_calls", ())
+            ]
+            texts = [f"and {turn}?", "<tool_response>\nx\n</tool_response>"]
+            shown = [*shown, message, *(results or [{"role": "user", "content": rng.choice(texts)}])]
+    return [request.token_ids for request, _ in policy.log]
+
+
+@pytest.mark.skipif(not NAMES, reason=f"needs requirements/templates.txt in {FOLDER}; make test installs them")
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+def test_a_few_exchanges_stand_for_the_whole_conversation(seed: int) -> None:
+    num_long = 0
+    for name in NAMES:
+        expected = asyncio.run(prompts_of_mixed_turns(name, seed, whole=True))
+        assert asyncio.run(prompts_of_mixed_turns(name, seed, whole=False)) == expected, name
+        num_long += len(expected) == 24
+    assert num_long > 20
 
 
 def _takes_system_messages(renderer: ChatRenderer) -> bool:

@@ -45,7 +45,7 @@ def test_all_clients_sample_as_direct_sampling_with_the_same_seeds(tokenizer: An
     assert len(drifting) >= 0.8 * len(outputs)  # do not survive decoding
     agent = make_agent(tokenizer, talk, kwargs={"kinds": list(KINDS)}, max_programs=16)
     served = run_groups(SeededEngine(tokenizer), agent, prompts)
-    assert len(KINDS) == 7  # so that each client has conversations of each length
+    assert len(KINDS) == 9  # so that each client has conversations of each length
     for number, ((_, expected), (summary, got)) in enumerate(zip(direct, served, strict=True)):
         assert len(got) == len(expected) == 1
         for name in ("token_ids", "loss_mask", "logprobs", "policy_versions"):

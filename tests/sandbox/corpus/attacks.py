@@ -28,6 +28,8 @@ class Attack:
     body: str
     needs_root: bool = False
     """Without a sandbox, it reaches its target only as root."""
+    prints: str = ""
+    """Text that it prints in the end, unless it ends its sandbox."""
     not_outside: str = ""
     """Why it is never run without a sandbox; empty: it is, to show that it works there."""
 
@@ -240,6 +242,27 @@ ATTACKS += make_attacks(
             time.sleep(0.1)""",
         "kill_group": "os.killpg(0, signal.SIGKILL)",
         "kill_first_process": "os.kill(1, signal.SIGKILL); os.kill(1, signal.SIGSEGV); time.sleep(0.1)",
+        "limit_first_process": """
+            import resource
+            for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS, resource.RLIMIT_CPU):
+                with suppress(PermissionError):
+                    resource.prlimit(1, kind, (0, 0))
+                    reached()""",
+        "slow_down_first_process": """
+            for which, who in ((os.PRIO_PROCESS, 1), (os.PRIO_USER, 0), (os.PRIO_PGRP, os.getpgid(1))):
+                with suppress(PermissionError):
+                    os.setpriority(which, who, 19)
+                    reached()""",
+        "schedule_first_process": """
+            for change in (
+                lambda: os.sched_setaffinity(1, {0}),
+                lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
+                lambda: os.sched_setparam(1, os.sched_param(0)),
+                lambda: reached(libc.syscall(251, 1, 1, 3 << 13) == 0),
+            ):
+                with suppress(PermissionError):
+                    change()
+                    reached(change.__code__.co_names[:1] == ('os',))""",
         "write_memory_of_parent": "open(f'/proc/{os.getppid()}/mem', 'r+b'); reached()",
         "open_files_of_parent": """
             for fd in range(10):
@@ -293,6 +316,19 @@ ATTACKS += make_attacks(
         "parent_that_waits": "os.fork() == 0 and time.sleep(30); os.wait()",
     },
     not_outside="ends or leaves processes of the machine, or needs a user without rights",
+)
+
+ATTACKS.append(
+    Attack(
+        name="interrupt_first_process",
+        body="""
+            for number in signal.valid_signals():
+                os.kill(1, number)
+            time.sleep(0.1)
+            print('alive')""",
+        prints="alive",
+        not_outside="signals the first process of the machine",
+    )
 )
 
 # Interfaces of the kernel which have led out of sandboxes

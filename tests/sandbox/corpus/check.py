@@ -104,7 +104,7 @@ def check_tier(
             if seconds - LIMITS.wall_seconds > report.overrun:
                 report.overrun, report.slowest = seconds - LIMITS.wall_seconds, attack.name
             report.leaks += _has_secret(outcome, targets)
-            if (problem := find_problem(outcome, targets)) is None:
+            if (problem := find_problem(attack, outcome, targets)) is None:
                 report.contained.append(attack.name)
             else:
                 report.failures.append(f"{attack.name}: {problem}")
@@ -122,13 +122,15 @@ def check_tier(
     return report
 
 
-def find_problem(outcome: Outcome, targets: Targets) -> str | None:
+def find_problem(attack: Attack, outcome: Outcome, targets: Targets) -> str | None:
     """Return how a program got out of its sandbox; None: it did not."""
     texts = (outcome.stdout, outcome.stderr, outcome.value)
     if _has_secret(outcome, targets):
         return "has the secret"
     if REACHED in outcome.stdout:
         return "reached its target"
+    if attack.prints not in outcome.stdout:
+        return "ended its sandbox"
     if any(len(text.encode()) > LIMITS.output_bytes + 3 for text in texts):  # a cut character is replaced
         return "wrote more than its limit"
     return targets.find_change()

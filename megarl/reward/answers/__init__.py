@@ -1,0 +1,1 @@
+"""How the final answers of the policy and of the data are read and compared."""
