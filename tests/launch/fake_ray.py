@@ -22,7 +22,7 @@ if mode == f"refuse{rank}":
 if mode == f"slow{rank}":
     time.sleep(6000)
 # a worker that outlives this process unless somebody terminates it
-subprocess.Popen(["sh", "-c", "trap '' TERM; while :; do sleep 0.2; done"], start_new_session=True)
+subprocess.Popen(["sh", "-c", "trap '' TERM; exec sleep infinity"], start_new_session=True)
 sys.stdout.write("Ray runtime started.\n")
 sys.stdout.flush()
 time.sleep(0.5 if mode == f"die{rank}" else 6000)

@@ -181,7 +181,7 @@ def test_secret_reaches_neither_the_command_nor_ray_and_all_have_the_same_token(
             environment, name, command = process.environ(), process.name(), " ".join(process.cmdline())
         except psutil.NoSuchProcess:  # it has just ended
             continue
-        if name == "sh":  # a worker of fake_ray
+        if name in ("sh", "sleep"):  # a worker of fake_ray
             num_ray_workers += 1
             assert environment["RAY_AUTH_TOKEN"] == token
             assert "MEGARL_LAUNCH_SECRET" not in environment

@@ -91,7 +91,7 @@ def _silence_missing_packages() -> None:
     if not is_cuda():
         warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*", module="megatron")
         warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
-    # megatron-core warns of common.pt, which it reads and megarl goes on writing, and of each GPTModel, which gets bug
+    # megatron-core warns of common.pt, which it reads and megarl still writes, and of each GPTModel, which gets bug
     # fixes; torch of a CUDA compiler on a machine without GPUs
     for name in ("dist_checkpointing.strategies.common", "models.gpt.gpt_model"):
         logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)

@@ -2,7 +2,7 @@
 
 This works at any scale; planning all ranks can take hours. Whatever the plan, a rank receives each box that it needs
 and does not hold exactly once. The bytes that enter a node follow too, unless ranks prefer sources in their group that
-are on other nodes.
+are on other nodes, or one rank of the node needs a box twice and another needs it once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def compute_traffic(spec: TrafficSpec, groups: Sequence[Sequence[int]], topology
         return Traffic(into_ranks=tuple(into), into_nodes=None)
     if spec.relay:
         nodes = missing_by_node(need_index, spec.sources, spec.needs, topology)
-        return Traffic(into_ranks=tuple(into), into_nodes={node: missing.boxes for node, missing in nodes.items()})
+        known = not any(missing.uneven for missing in nodes.values())
+        return Traffic(into_ranks=tuple(into), into_nodes={n: m.boxes for n, m in nodes.items()} if known else None)
     return Traffic(into_ranks=tuple(into), into_nodes=_traffic_without_relay(need_index, spec, topology))
 
 

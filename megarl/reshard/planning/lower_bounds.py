@@ -26,6 +26,8 @@ class MissingBytes:
     """Bytes with each element counted once: the lower bound."""
     boxes: int
     """Bytes with each box counted once: what a plan transfers; more than `elements` if needed boxes overlap in part."""
+    uneven: bool
+    """Whether a box is needed more often by one rank than by another: which one relays it then decides `boxes`."""
 
 
 def rank_bounds(sources: Layouts, needs: Mapping[int, WeightLayout]) -> dict[int, int]:
@@ -106,7 +108,8 @@ class NeedIndex:
         if key not in self._held:
             self._held[key] = self._read_held(held)
         elements = boxes = 0
-        for kind, needed_boxes in self._merge_needs(needed).items():
+        union, uneven = self._merge_needs(needed)
+        for kind, needed_boxes in union.items():
             size, num_left = self._size[kind], self._count[kind]
             for count, parts in (*self._held[key].get(kind, ()), (None, ())):
                 num_tensors = num_left if count is None else count
@@ -114,17 +117,24 @@ class NeedIndex:
                 lacks = _missing_elements(needed_boxes, parts) if num_tensors else (0, 0)
                 elements += num_tensors * size * lacks[0]
                 boxes += num_tensors * size * lacks[1]
-        return MissingBytes(elements, boxes)
+        return MissingBytes(elements, boxes, uneven)
 
-    def _merge_needs(self, needed: Layouts) -> dict[int, tuple[Box, ...]]:
-        """Return, by kind, the union of the needed boxes; a box as often as in the layout that has it most often."""
+    def _merge_needs(self, needed: Layouts) -> tuple[dict[int, tuple[Box, ...]], bool]:
+        """Return, by kind, the union of the needed boxes, and whether layouts have one of them unequally often.
+
+        The union has a box as often as the layout that has it most often.
+        """
         if len(needed) == 1:
-            return self._needed[id(needed[0])]
+            return self._needed[id(needed[0])], False
         union: dict[int, Counter[Box]] = {}
+        uneven = False
         for layout in needed:
             for kind, boxes in self._needed[id(layout)].items():
-                union[kind] = union.get(kind, Counter()) | Counter(boxes)
-        return {kind: tuple(boxes.elements()) for kind, boxes in union.items()}
+                counts = Counter(boxes)
+                before = union.setdefault(kind, Counter())
+                uneven = uneven or any(before[box] not in (0, count) for box, count in counts.items())
+                union[kind] = before | counts
+        return {kind: tuple(boxes.elements()) for kind, boxes in union.items()}, uneven
 
     def _read_held(self, held: Layouts) -> dict[int, list[tuple[int, tuple[Box, ...]]]]:
         """Return, by kind, (number of tensors, held boxes) for tensors of which any box is held."""

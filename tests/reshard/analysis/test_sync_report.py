@@ -19,6 +19,7 @@ from megarl.reshard.analysis.traffic import TrafficSpec, compute_traffic, make_t
 from megarl.reshard.layout.engine_ranks import can_place_strided
 from megarl.reshard.layout.engine_stages import split_stages
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
+from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import cached_plan, clear_plan_cache
 from megarl.reshard.strategies.full_gather import owned_parts
 from tests.reshard import simulate
@@ -183,7 +184,23 @@ def test_traffic_equals_simulated_messages(case, relay):
     messages = simulate.run(simulate.plans(sources, needs, topology, 256, relay=relay), held, targets)
     found = compute_traffic(TrafficSpec(sources=sources, needs=needs, relay=relay), (), topology)
     assert list(found.into_ranks) == [sum(n for _, to, n in messages if to == rank) for rank in range(len(sources))]
-    assert found.into_nodes == simulate.bytes_into_nodes(messages, topology)
+    if found.into_nodes is None:
+        assert relay
+        assert any(len(need.pieces) > len({(p.tensor, p.box) for p in need.pieces}) for need in needs.values())
+    else:
+        assert found.into_nodes == simulate.bytes_into_nodes(messages, topology)
+
+
+def test_traffic_into_a_node_is_unknown_if_its_ranks_need_a_box_unequally_often():
+    """Rank 2 fetches and relays to rank 1, or rank 1 fetches twice: only the plan knows which."""
+    spec, box = {"t": TensorSpec((2,), "float32")}, ((0, 2),)
+    pieces = [ShardPiece("t", box, f"t/{i}", box) for i in range(2)]
+    sources = [WeightLayout(spec, tuple(pieces[:held])) for held in (1, 0, 0)]
+    once, twice = (WeightLayout(spec, tuple(pieces[:count])) for count in (1, 2))
+    for needs, into in [({1: twice, 2: once}, None), ({1: twice, 2: twice}, 16), ({1: twice}, 16), ({2: once}, 8)]:
+        found = compute_traffic(TrafficSpec(sources=sources, needs=needs, relay=True), (), Topology((0, 1, 1)))
+        assert found.into_ranks == tuple(8 * len(needs[rank].pieces) if rank in needs else 0 for rank in range(3))
+        assert found.into_nodes == (None if into is None else {0: 0, 1: into})
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
