@@ -109,8 +109,8 @@ def test_paths_in_errors_do_not_contain_union_tags(write: Write) -> None:
     assert sorted(problems(write(MINIMAL + terms))) == [
         "reward.terms.a.bogus: unknown key",
         "reward.terms.b.path: this key is required",
-        "reward.terms.d.type: needs one of 'numeric', 'math', 'format', 'python', 'environment', 'code', 'http', 'judge', "
-        "'model', got 'nope'",
+        "reward.terms.d.type: needs one of 'numeric', 'math', 'format', 'python', 'environment', 'code', 'http', "
+        "'judge', 'model', got 'nope'",
     ]
 
 
