@@ -22,6 +22,10 @@ from benchmarks.controller.verl_run import REQUIREMENTS, add_verl
 from benchmarks.peer_environment import make_peer_environment
 from benchmarks.results_file import write_results
 from benchmarks.text_table import markdown_rows
+from megarl.placement.node_start import node_start
+
+START_SECONDS = 300.0
+"""Time limit for the start of Ray."""
 
 INTRODUCTION = """\
 # CPU and memory of the controller
@@ -104,14 +108,15 @@ def _notify(text: str) -> None:
 
 
 def _measure_in_new_cluster(work: Workload, bytes_per_prompt: float, store_gb: int) -> ControllerReport:
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=store_gb * 2**30,
-        runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
-    )
+    with node_start(START_SECONDS, "limit of the benchmark"):
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=store_gb * 2**30,
+            runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
+        )
     try:
         with tempfile.TemporaryDirectory() as scratch:
             return measure(work, Path(scratch), bytes_per_prompt)

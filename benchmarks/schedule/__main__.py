@@ -45,6 +45,9 @@ step, or for a quarter. The first fifth of the {steps} steps does not count.
   groups above the cap.
 
 """
+START_SECONDS = 300.0
+"""Time limit for the start of Ray."""
+
 SIMULATED = "Simulated: the state machine of `megarl/schedule` drives engines and a trainer that are numbers."
 SCRIPTED = """\
 Ray processes: the state machine of `megarl/schedule` drives an engine and a trainer, which sleep {seconds:g} s a step
@@ -118,8 +121,10 @@ def _processes(args: argparse.Namespace, workload: Workload) -> tuple[list[Repor
     import ray
 
     from benchmarks.schedule.processes import ScriptedRun
+    from megarl.placement.node_start import node_start
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    with node_start(START_SECONDS, "limit of the benchmark"):
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     reports, cpu_fractions = [], [0.0]
     for tail in args.tails:
         for schedule in args.schedules:

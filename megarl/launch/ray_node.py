@@ -68,7 +68,11 @@ class RayNode:
         Raises:
             LaunchError: Ray did not start; the message has the end of its output.
         """
-        request = {"arguments": [*arguments, "--block"], "environment": dict(environment)}
+        request = {
+            "arguments": [*arguments, "--block"],
+            "environment": dict(environment),
+            "timeout_seconds": START_TIMEOUT_SECONDS,
+        }
         self._child.send_line(json.dumps(request).encode() + b"\n")
         started = asyncio.create_task(self._started.wait())
         await asyncio.wait(
@@ -115,8 +119,6 @@ def make_ray_environment(environment: Mapping[str, str], *, has_secret: bool) ->
     }
     # without a secret disable tokens: otherwise `ray start` uses one found in the home folder of the head only
     kept.setdefault("RAY_AUTH_MODE", "token" if has_secret else "disabled")
-    # Ray's own limit for the start of a node is 30 s
-    kept.setdefault("RAY_raylet_start_wait_time_s", f"{START_TIMEOUT_SECONDS:.0f}")
     # when Ray is terminated, no work on it is worth waiting for
     kept["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     return kept

@@ -2,7 +2,7 @@
 
 The import takes a second or two, during which the nodes connect. Then the arguments arrive as one line on stdin:
 
-    {"arguments": ["--head", ...], "environment": {"GLOO_SOCKET_IFNAME": "eth0"}}
+    {"arguments": ["--head", ...], "environment": {"GLOO_SOCKET_IFNAME": "eth0"}, "timeout_seconds": 120.0}
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import sys
 
 from ray.scripts import scripts
 
+from megarl.errors import WorkerError
+from megarl.placement.node_start import node_start
+
 
 def start() -> None:
-    """Read the arguments from stdin and run `ray start`; return at once if stdin ends first."""
+    """Read the arguments from stdin and run `ray start`; return at once if stdin ends first, exit 1 if Ray fails."""
     line = sys.stdin.readline()
     if not line:
         return
@@ -25,7 +28,11 @@ def start() -> None:
     # `ray start` has no option that keeps the head from serving Ray Client, a port that executes code: it starts the
     # server wherever this function reports no missing dependency
     scripts.get_ray_client_dependency_error = lambda: "megarl launch does not serve Ray Client"
-    scripts.main()
+    try:
+        with node_start(request["timeout_seconds"], "the time limit of megarl launch"):
+            scripts.main()
+    except WorkerError as e:
+        sys.exit(str(e))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray._private import services
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -19,6 +16,7 @@ from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig
 from megarl.errors import ConfigError, WorkerError
 from megarl.placement.assign import assign_nodes, resolve_device
 from megarl.placement.hardware import object_store_bytes
+from megarl.placement.node_start import node_start
 from megarl.placement.nodes import cluster_nodes
 
 SPARE_CPUS = 2
@@ -68,7 +66,7 @@ def start_cluster(config: PlacementConfig) -> bool:
 
     Raises:
         ConfigError: no cluster answers at RAY_ADDRESS.
-        WorkerError: the local cluster did not start within `start_timeout_seconds`.
+        WorkerError: the local cluster did not start, or not within `start_timeout_seconds`.
     """
     address = os.environ.get("RAY_ADDRESS")
     quiet = {"logging_level": "error", "log_to_driver": False}
@@ -81,7 +79,7 @@ def start_cluster(config: PlacementConfig) -> bool:
             raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there: {why}") from e
         return False
     cpus = max(os.cpu_count() or 1, config.total_slots + SPARE_CPUS)
-    with _node_start_timeout(config.start_timeout_seconds):
+    with node_start(config.start_timeout_seconds, "placement.start_timeout_seconds"):
         ray.init(
             address="local",
             num_cpus=cpus,
@@ -90,37 +88,6 @@ def start_cluster(config: PlacementConfig) -> bool:
             **quiet,
         )
     return True
-
-
-@contextmanager
-def _node_start_timeout(seconds: float) -> Iterator[None]:
-    """Let Ray wait `seconds` for the node that it starts within the block.
-
-    Ray itself waits 30 s, too short for busy machines. Its variable RAY_raylet_start_wait_time_s would change that, but
-    Ray would still raise a plain Exception. Each look-up waits as long as the variable says, so that the time may end
-    that much later.
-
-    Raises:
-        WorkerError: the node did not start in time.
-    """
-    get_node = services.get_node
-    deadline = time.monotonic() + seconds
-
-    def wait_for_node(gcs_address: str, node_id: str) -> Any:
-        while True:
-            try:
-                return get_node(gcs_address, node_id)
-            except RuntimeError as e:  # the node is not registered yet
-                if time.monotonic() >= deadline:
-                    raise WorkerError(
-                        f"the local Ray cluster did not start within {seconds:g} s (placement.start_timeout_seconds)"
-                    ) from e
-
-    services.get_node = wait_for_node
-    try:
-        yield
-    finally:
-        services.get_node = get_node
 
 
 def _check_is_listening(address: str) -> None:

@@ -37,6 +37,7 @@ class LaunchedCommand:
         self.temporary = Path(tempfile.mkdtemp(prefix="m"))
         environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS" or keeps_ray_address}
         environment |= {MARKER: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
+        environment["PYTHONFAULTHANDLER"] = "1"  # for `_describe_hang`
         command = [Path(sys.executable).with_name(program), *arguments]
         self._seen: set[psutil.Process] = set()
         self._mapped: set[Path] = set()
@@ -71,7 +72,7 @@ class LaunchedCommand:
         """Wait until the condition holds, and record the run's processes; fail if the run ends before."""
         arrived = wait_until(lambda: self.process.poll() is not None or condition())
         assert self.process.poll() is None, f"the run ended early:\n{self.stdout}{self.stderr}"
-        assert arrived, f"not within {HANG_SECONDS:g} s:\n{self.stdout}{self.stderr}"
+        assert arrived, f"not within {HANG_SECONDS:g} s:\n{self._describe_hang()}"
         self.find_live_processes()
 
     def find_live_processes(self) -> list[psutil.Process]:
@@ -103,8 +104,18 @@ class LaunchedCommand:
         """Wait for the command, as long as it writes anything, and return its exit code."""
         while self.process.poll() is None:
             has_changed = partial(self._differs_from, self._num_written())
-            assert wait_until(has_changed), f"nothing within {HANG_SECONDS:g} s:\n{self.stdout}{self.stderr}"
+            assert wait_until(has_changed), f"nothing within {HANG_SECONDS:g} s:\n{self._describe_hang()}"
         return self.process.wait()
+
+    def _describe_hang(self) -> str:
+        """Abort the command; return the run's processes, the ends of Ray's logs, and the output with the traceback."""
+        lines = [f"{process_title(p)} ({p.pid})" for p in self.find_live_processes()]
+        self.send(signal.SIGABRT)
+        self.process.wait(HANG_SECONDS)
+        for log in sorted(self.temporary.glob("ray/session_2*/logs/*")):
+            if log.is_file() and log.stat().st_size:
+                lines += [f"--- {log.name}", log.read_text(errors="replace")[-2000:]]
+        return "\n".join([*lines, self.stdout, self.stderr])
 
     def _differs_from(self, num_written: int) -> bool:
         return self.process.poll() is not None or self._num_written() != num_written

@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-import time
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +31,7 @@ from megarl.rollout.engine import UpdateReport
 from megarl.workers import failures
 from megarl.workers.group import RemoteCall
 from tests.run.finished_groups import run_config
-from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 TIMEOUT_SECONDS, ABORT_SECONDS = UNREACHED_SECONDS, 3 * HANG_SECONDS
 """Limits of a weight sync, which no test reaches: ranks would otherwise abort at a beat that comes at any time."""
@@ -119,8 +118,8 @@ class Cluster:
             return
         decision = CommitDecision(update.commit, update.commit.connect())
         decision.report_received(TransferredBytes(0, 3) if self.disaggregated else TransferredBytes())
-        while (reason := decision.read()) is None:
-            time.sleep(0.01)
+        assert wait_until(lambda: decision.read() is not None)
+        reason = decision.read()
         self.calls.append(("aborts" if reason else "serves", replica, update.policy_version))
         stats = (make_stats(0, 3, 3),) if self.disaggregated else ()
         ref.resolve(UpdateReport(stats=stats, open_seconds=0.0, commit_seconds=0.0))
@@ -158,9 +157,8 @@ class Cluster:
 
 
 def fake_wait(refs, *, num_returns=1, timeout=None):
-    end = time.monotonic() + (HANG_SECONDS if timeout is None else timeout)
-    while sum(ref.is_over.is_set() for ref in refs) < num_returns and time.monotonic() < end:
-        time.sleep(0.005)
+    seconds = HANG_SECONDS if timeout is None else timeout
+    wait_until(lambda: sum(ref.is_over.is_set() for ref in refs) >= num_returns, seconds)
     done = [ref for ref in refs if ref.is_over.is_set()][:num_returns]
     return done, [ref for ref in refs if ref not in done]
 

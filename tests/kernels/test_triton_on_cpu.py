@@ -60,7 +60,7 @@ KERNELS = {
     "boxes": ("copy",),
     "reverse_scan": ("block_heads", "scan"),
 }
-"""By module."""
+"""Names of the kernels, by module."""
 
 
 def run_with_triton(*arguments: str, **variables: str) -> str:

@@ -232,6 +232,7 @@ def test_reshard_benchmark_on_two_hosts(hosts):
     assert writer.wait() == 0, writer.stderr
     assert other.wait() == 0, other.stderr
     reports = [json.loads(line) for line in (writer.stdout + other.stdout).splitlines()]
+    reports = [report for report in reports if "left_out" not in report]  # contenders that this machine lacks
     assert {report["strategy"] for report in reports} >= set(STRATEGIES), writer.stderr
     assert all(report["mismatched_bytes"] == 0 for report in reports)
     assert all(report["sync_seconds_p50"] > 0 for report in reports)

@@ -340,12 +340,6 @@ def test_environment_of_ray_lacks_what_is_of_the_launcher():
     assert "s" not in after.values()
 
 
-def test_ray_may_take_the_launchers_whole_start_timeout():
-    variable = "RAY_raylet_start_wait_time_s"
-    assert make_ray_environment({}, has_secret=True)[variable] == str(int(ray_node.START_TIMEOUT_SECONDS))
-    assert make_ray_environment({variable: "7"}, has_secret=True)[variable] == "7"
-
-
 def test_ray_needs_a_token_if_the_nodes_have_a_secret():
     assert make_ray_environment({}, has_secret=True)["RAY_AUTH_MODE"] == "token"
     assert make_ray_environment({}, has_secret=False)["RAY_AUTH_MODE"] == "disabled"

@@ -122,11 +122,11 @@ import ray, ray._private.node, time
 from ray._private import services
 from megarl.config.placement import PlacementConfig
 from megarl.errors import WorkerError
-from megarl.placement import pool
+from megarl.placement import node_start, pool
 
 clock = SimpleNamespace(seconds=0.0)
 virtual = SimpleNamespace(**{**vars(time), "monotonic": lambda: clock.seconds})
-pool.time = ray._private.node.time = virtual
+node_start.time = ray._private.node.time = virtual
 registered = services.get_node
 
 def register_after(seconds):
@@ -153,7 +153,7 @@ def test_local_cluster_may_take_the_whole_start_timeout():
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     program = subprocess.run([sys.executable, "-c", START_SLOWLY], env=env, capture_output=True, text=True, check=True)
     assert program.stdout.splitlines() == [
-        "the local Ray cluster did not start within 200 s (placement.start_timeout_seconds) at 200.0",
+        "Ray did not start within 200 s (placement.start_timeout_seconds) at 200.0",
         "True True",
         "works",
     ]

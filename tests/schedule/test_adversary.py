@@ -18,7 +18,7 @@ STATES = TypeAdapter(ScheduleState)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One adversarial run."""
+    """Settings of one run against the adversary."""
 
     policy: SchedulePolicy
     groups_per_step: int

@@ -103,7 +103,7 @@ def possible_actions(schedule):
 
 
 def key_of(schedule):
-    """Return what decides how a schedule goes on, up to the names of groups that were admitted at the same version."""
+    """Return what decides how a schedule continues, up to the names of groups admitted at the same version."""
     state = schedule.state()
     if schedule.policy.in_order:
         return state.version, state.next_ordinal, state.groups, state.leases

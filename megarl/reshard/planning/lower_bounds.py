@@ -27,7 +27,7 @@ class MissingBytes:
     boxes: int
     """Bytes with each box counted once: what a plan transfers; more than `elements` if needed boxes overlap in part."""
     uneven: bool
-    """Whether a box is needed more often by one rank than by another: which one relays it then decides `boxes`."""
+    """Whether ranks need the same box unequally often: the one that relays it then decides how often it is sent."""
 
 
 def rank_bounds(sources: Layouts, needs: Mapping[int, WeightLayout]) -> dict[int, int]:

@@ -49,7 +49,7 @@ class Faults:
     error: float = 0.0
     """Answered with a status 500, 502, 503 or 429."""
     hang: float = 0.0
-    """Not answered."""
+    """Requests that get no answer at all."""
     slow: float = 0.0
     """Answered after 0.1 s."""
     random: Random = field(default_factory=lambda: Random(0))

@@ -23,7 +23,7 @@ from tests.sandbox.corpus.attacks import ATTACKS, REACHED, Attack
 from tests.sandbox.corpus.forgeries import FORGERIES, HONEST
 from tests.sandbox.corpus.targets import Targets
 from tests.sandbox.local_tiers import patient_limits
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, wait_until
 
 EXEMPT = {
     "runsc": {
@@ -160,10 +160,8 @@ def find_passed_forgeries(sandbox: LocalSandbox) -> Iterator[tuple[str, str]]:
 
 def find_leftovers(server: ForkServer, known: frozenset[str]) -> list[str]:
     """Return the traces other than `known` ones that sandboxes have left behind."""
-    deadline = time.monotonic() + HANG_SECONDS  # the last supervisor exits after it has reported
-    while (left := sorted(find_traces(server) - known)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
+    wait_until(lambda: find_traces(server) <= known)  # the last supervisor exits after it has reported
+    return sorted(find_traces(server) - known)
 
 
 def find_traces(server: ForkServer) -> frozenset[str]:
