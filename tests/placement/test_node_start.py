@@ -47,7 +47,10 @@ def run(folder):
         return subprocess.run(
             [sys.executable, "-c", program],
             env=env | {"PYTHONPATH": path, "RAY_TMPDIR": str(folder), "HELD_UNTIL": str(folder / "free")} | variables,
-            input=stdin, capture_output=True, text=True, timeout=2 * HANG_SECONDS,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=2 * HANG_SECONDS,
         )
 
     return start
