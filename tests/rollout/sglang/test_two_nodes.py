@@ -44,10 +44,7 @@ def shared_world(spec, uneven_dir, tmp_path_factory):
 
 @pytest.fixture
 def world(shared_world):
-    """All ranks are connected, and the engine serves version 1."""
-    shared_world.connect()
-    shared_world.sync(1)
-    return shared_world
+    return shared_world.ready()
 
 
 def test_completions_are_those_of_an_engine_on_one_node(world, spec):

@@ -120,6 +120,12 @@ class World:
         self.version = version
         return [*(outcome.value[0] for outcome in sent), *received]
 
+    def ready(self):
+        """Connect all ranks and serve version 1, whatever tests before have left; return this world."""
+        self.connect()
+        self.sync(1)
+        return self
+
     def close(self):
         for trainer in self.trainers:
             trainer.close()
@@ -135,10 +141,7 @@ def shared_world(spec, uneven_dir, tmp_path_factory):
 
 @pytest.fixture
 def world(shared_world):
-    """All ranks are connected, and the engine serves version 1, whatever tests before have left."""
-    shared_world.connect()
-    shared_world.sync(1)
-    return shared_world
+    return shared_world.ready()
 
 
 def assert_serves(world):
