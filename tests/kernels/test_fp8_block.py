@@ -61,14 +61,15 @@ def test_values_and_scales_follow_the_formula(shape):
     assert ((back - weight.float()).abs() <= bound).all()
 
 
+PRODUCTS = {torch.ops.aten.div.Tensor: torch.mul, torch.ops.aten.div_.Tensor: torch.Tensor.mul_}
+
+
 class DivisionOnCuda(TorchDispatchMode):
     """Divides by a number as torch does on CUDA: multiplies by its reciprocal, so that the result is rounded twice."""
 
-    PRODUCTS = {torch.ops.aten.div.Tensor: torch.mul, torch.ops.aten.div_.Tensor: torch.Tensor.mul_}
-
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        if function in self.PRODUCTS and not isinstance(arguments[1], torch.Tensor):
-            return self.PRODUCTS[function](arguments[0], torch.tensor(arguments[1], dtype=torch.float32).reciprocal())
+        if function in PRODUCTS and not isinstance(arguments[1], torch.Tensor):
+            return PRODUCTS[function](arguments[0], torch.tensor(arguments[1], dtype=torch.float32).reciprocal())
         return function(*arguments, **(keywords or {}))
 
 
