@@ -15,6 +15,8 @@ import mmap
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -164,16 +166,24 @@ class DeviceBuffer:
     """GPU memory that other processes on the same node map through CUDA IPC; this process may map it too."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        from torch.multiprocessing.reductions import reduce_tensor
-
         collect_released_memory()  # of earlier buffers, which another process may still have mapped when they closed
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
         self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        _, handle = reduce_tensor(self.bytes)  # type: ignore[no-untyped-call]
+        self._storage_arguments: tuple[Any, ...] | None = None
+        self._is_open = True
+
+    @cached_property
+    def path(self) -> str:
+        """Opens the memory in another process. Asked for once it is sent: torch keeps memory for a reader to come."""
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        _, arguments = reduce_tensor(self.bytes)  # type: ignore[no-untyped-call]
+        self._storage_arguments = arguments[IPC_STORAGE]
         # processes number GPUs differently, so that the path has the GPU's UUID instead of `storage_device`
-        storage = [device_uuid(device), *(_to_text(value) for value in handle[IPC_STORAGE][1:])]
-        self.path = ON_DEVICE + json.dumps(storage)
-        _OWN[self.path] = self
+        storage = [device_uuid(self.bytes.device), *(_to_text(value) for value in self._storage_arguments[1:])]
+        path = ON_DEVICE + json.dumps(storage)
+        _OWN[path] = self
+        return path
 
     def view(self, slot: TensorSlot) -> Tensor:
         """Return the slot's tensor, a view of the buffer."""
@@ -183,13 +193,23 @@ class DeviceBuffer:
         """Return the plain data from which `open_bucket` opens the tensors."""
         return WeightBucket(self.path, self.num_bytes, tuple(slots))
 
+    def map_here(self) -> Tensor:
+        """Return the memory to this process, which is then its only reader: torch waits for no other."""
+        assert self._storage_arguments is not None
+        *_, counter, offset, _event, _synchronizes = self._storage_arguments
+        release = torch.UntypedStorage._release_ipc_counter
+        release(counter, offset, device=self.bytes.device)  # type: ignore[no-untyped-call]
+        return self.bytes
+
     def close(self) -> None:
         """Free the memory, also if there are still views of it in this process.
 
         If another process has it mapped, torch frees it in the next `collect_released_memory` after that process has
-        dropped its mapping.
+        dropped its mapping; if that process is killed before, when this one ends.
         """
-        if _OWN.pop(self.path, None) is not None:
+        if self._is_open:
+            self._is_open = False
+            _OWN.pop(self.__dict__.get("path", ""), None)
             self.bytes.untyped_storage().resize_(0)
             collect_released_memory()
 
@@ -234,7 +254,7 @@ def identify_memory(bucket: WeightBucket | BoxBucket) -> tuple[tuple[int | str, 
 def _map_device(bucket: WeightBucket | BoxBucket) -> Tensor:
     own = _OWN.get(bucket.path)
     if own is not None:
-        return own.bytes
+        return own.map_here()
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     uuid, *kept = [_from_text(value) for value in json.loads(bucket.path.removeprefix(ON_DEVICE))]

@@ -51,6 +51,7 @@ def held_tensors(worker):
     state = [p for group in trainer._optimizer.param_groups for p in group["params"]]
     state += [t for _, of in trainer._optimizer.state.items() for t in of.values() if torch.is_tensor(t)]
     weights = list(trainer.model.tensors().values())
+    state = [t for t in state if t.device == weights[0].device]  # torch's Adam counts steps on the host
     ids = {s._cdata for s in storages(weights)}
     buffers = [buffer for chunk in trainer._ddp_chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     optimizer = [t for t in state if t.untyped_storage()._cdata not in ids]

@@ -33,6 +33,7 @@ from megarl.reshard.transfer.bucket import (
     BoxBucket,
     DeviceBuffer,
     SharedBuffer,
+    collect_released_memory,
     digest,
     identify_memory,
     lay_out,
@@ -118,15 +119,42 @@ def test_device_memory_is_read_without_a_copy():
     buffer.close()
 
 
+def read_here(bucket):
+    assert map_bucket(bucket).is_cuda
+
+
+def read_in_process(bucket):
+    command = [sys.executable, "-c", DEVICE_READER, bucket.path, str(bucket.num_bytes)]
+    assert subprocess.check_output(command, text=True).startswith("cuda")
+
+
 @pytest.mark.gpu
-def test_closing_device_memory_frees_it_also_where_a_view_is_left():
+@pytest.mark.parametrize("readers", [(), (read_here,), (read_here, read_here), (read_in_process, read_in_process)])
+def test_closing_device_memory_frees_it_also_where_a_view_is_left(readers):
+    """And also where no other process has read it: torch keeps exported memory for a reader to come."""
     before = torch.cuda.memory_allocated()
     buffer = DeviceBuffer(2**22, torch.device("cuda"))
     view = buffer.bytes[:8]
+    for read in readers:
+        read(BoxBucket(buffer.path, buffer.num_bytes, ()))
     assert torch.cuda.memory_allocated() == before + 2**22
     buffer.close()
     assert torch.cuda.memory_allocated() == before
     del view
+
+
+@pytest.mark.gpu
+def test_closed_device_memory_stays_until_another_process_drops_it():
+    before = torch.cuda.memory_allocated()
+    buffer = DeviceBuffer(2**22, torch.device("cuda"))
+    command = [sys.executable, "-c", DEVICE_READER + "print(flush=True)\ninput()", buffer.path, str(buffer.num_bytes)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout.readline().startswith("cuda")
+        buffer.close()
+        assert torch.cuda.memory_allocated() == before + 2**22
+        reader.communicate("\n")
+    collect_released_memory()
+    assert torch.cuda.memory_allocated() == before
 
 
 UUIDS = ["GPU-a", "GPU-b"]
@@ -134,10 +162,14 @@ UUIDS = ["GPU-a", "GPU-b"]
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    """Fake torch's IPC handles without a device; return the list of calls that release memory."""
+    """Fake torch's IPC handles without a device; return the list of calls that release memory.
+
+    `awaits a reader` is when torch begins to keep memory until a reader releases it.
+    """
     made, calls = {}, []
 
     def reduce_tensor(tensor):
+        calls.append("awaits a reader")
         made[b"\x00handle\xff"] = tensor
         known = (torch.Tensor, tensor.shape, tensor.stride(), 0, torch.UntypedStorage, tensor.dtype)
         return None, (*known, 3, b"\x00handle\xff", tensor.nbytes, 0, False, b"count", 16, b"event", True)
@@ -154,6 +186,12 @@ def fake_cuda(monkeypatch):
     monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
     fake = functools.wraps(reductions.rebuild_cuda_tensor)(rebuild_cuda_tensor)
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", fake)
+
+    def release_counter(*arguments, device=None):
+        assert arguments == (b"count", 16)
+        calls.append("a reader releases")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter", release_counter)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: calls.append("ipc_collect"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(UUIDS))
@@ -185,6 +223,17 @@ def test_closing_device_memory_frees_the_storage_and_collects_what_others_have_r
         buffer.close()
         assert view.untyped_storage().nbytes() == 0
         assert fake_cuda == ["ipc_collect"] * 2
+
+
+def test_device_memory_awaits_a_reader_only_if_another_process_is_to_read_it(fake_cuda):
+    buffer = DeviceBuffer(10, torch.device("cpu"))
+    bucket = BoxBucket(buffer.path, buffer.num_bytes, ())
+    assert bucket.path == buffer.path
+    assert fake_cuda[1:] == ["awaits a reader"]
+    map_bucket(bucket)
+    assert fake_cuda[1:] == ["awaits a reader", "a reader releases"]
+    buffer.close()
+    assert fake_cuda[3:] == ["ipc_collect"]
 
 
 DIMENSIONS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=4)
