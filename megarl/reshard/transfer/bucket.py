@@ -15,7 +15,7 @@ import mmap
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -34,6 +34,8 @@ ALIGNMENT = 64
 
 IPC_STORAGE = slice(6, None)
 """Arguments of torch's `rebuild_cuda_tensor` that the path has to carry: from `storage_device` on, which is a UUID."""
+IPC_COUNTER = slice(5, 7)
+"""The ones of these, `ref_counter_handle` and `ref_counter_offset`, for which torch counts readers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,27 +165,23 @@ class SharedBuffer:
 
 
 class DeviceBuffer:
-    """GPU memory that other processes on the same node map through CUDA IPC; this process may map it too."""
+    """GPU memory that other processes on the same node map through CUDA IPC; this process may map it too.
+
+    torch keeps exported memory until its count of readers, which is 1 at first and unsigned, is 0: for ever if nobody
+    maps it, or if it is mapped twice. Here nobody may map a bucket, or each TP rank of an engine and anew for each
+    filling. So its owner takes the part of the one reader at once, and readers count down from another number.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        collect_released_memory()  # of earlier buffers, which another process may still have mapped when they closed
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
         self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        self._storage_arguments: tuple[Any, ...] | None = None
-        self._is_open = True
-
-    @cached_property
-    def path(self) -> str:
-        """Opens the memory in another process. Asked for once it is sent: torch keeps memory for a reader to come."""
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        _, arguments = reduce_tensor(self.bytes)  # type: ignore[no-untyped-call]
-        self._storage_arguments = arguments[IPC_STORAGE]
+        storage = _export(self.bytes)
+        release = torch.UntypedStorage._release_ipc_counter
+        release(*storage[IPC_COUNTER], device=device)  # type: ignore[no-untyped-call]
+        storage[IPC_COUNTER] = _counter_of_readers(device)[0]
         # processes number GPUs differently, so that the path has the GPU's UUID instead of `storage_device`
-        storage = [device_uuid(self.bytes.device), *(_to_text(value) for value in self._storage_arguments[1:])]
-        path = ON_DEVICE + json.dumps(storage)
-        _OWN[path] = self
-        return path
+        self.path = ON_DEVICE + json.dumps([device_uuid(device), *(_to_text(value) for value in storage[1:])])
+        _OWN[self.path] = self
 
     def view(self, slot: TensorSlot) -> Tensor:
         """Return the slot's tensor, a view of the buffer."""
@@ -193,31 +191,25 @@ class DeviceBuffer:
         """Return the plain data from which `open_bucket` opens the tensors."""
         return WeightBucket(self.path, self.num_bytes, tuple(slots))
 
-    def map_here(self) -> Tensor:
-        """Return the memory to this process, which is then its only reader: torch waits for no other."""
-        assert self._storage_arguments is not None
-        *_, counter, offset, _event, _synchronizes = self._storage_arguments
-        release = torch.UntypedStorage._release_ipc_counter
-        release(counter, offset, device=self.bytes.device)  # type: ignore[no-untyped-call]
-        return self.bytes
-
     def close(self) -> None:
-        """Free the memory, also if there are still views of it in this process.
-
-        If another process has it mapped, torch frees it in the next `collect_released_memory` after that process has
-        dropped its mapping; if that process is killed before, when this one ends.
-        """
-        if self._is_open:
-            self._is_open = False
-            _OWN.pop(self.__dict__.get("path", ""), None)
+        """Free the memory, also if there are still views of it in this process; no process may read it any more."""
+        if _OWN.pop(self.path, None) is not None:
             self.bytes.untyped_storage().resize_(0)
-            collect_released_memory()
 
 
-def collect_released_memory() -> None:
-    """Free the memory of closed device buffers that other processes no longer map; does nothing without CUDA."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+def _export(tensor: Tensor) -> list[Any]:
+    """Return the arguments of torch's `rebuild_cuda_tensor` that are about the storage."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    return list(arguments[IPC_STORAGE])
+
+
+@cache
+def _counter_of_readers(device: torch.device) -> tuple[list[Any], Tensor]:
+    """Return file and index of a count for readers of all buffers, and the tensor that it belongs to."""
+    token = torch.empty(1, device=device)
+    return _export(token)[IPC_COUNTER], token
 
 
 def device_uuid(device: torch.device) -> str:
@@ -254,7 +246,7 @@ def identify_memory(bucket: WeightBucket | BoxBucket) -> tuple[tuple[int | str, 
 def _map_device(bucket: WeightBucket | BoxBucket) -> Tensor:
     own = _OWN.get(bucket.path)
     if own is not None:
-        return own.map_here()
+        return own.bytes
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     uuid, *kept = [_from_text(value) for value in json.loads(bucket.path.removeprefix(ON_DEVICE))]
