@@ -168,7 +168,7 @@ class DeviceBuffer:
     """GPU memory that other processes on the same node map through CUDA IPC; this process may map it too.
 
     torch keeps exported memory until its count of readers, which is 1 at first and unsigned, is 0: for ever if nobody
-    maps it, or if it is mapped twice. Here nobody may map a bucket, or each TP rank of an engine and anew for each
+    maps it, or if it is mapped twice. Here nobody may map a bucket, or each TP rank of an engine and again for each
     filling. So its owner takes the part of the one reader at once, and readers count down from another number.
     """
 
