@@ -26,7 +26,7 @@ CLUSTER_SLOTS = 6
 # before the first lookup, and inherited by all processes
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# Ray runs its workers at niceness 15, where busy processes beside the tests leave them almost no CPU time
+# Ray's default niceness of 15 starves its workers while other processes use all cores
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 # no time limit for an example, or for making one: processes share the cores with others

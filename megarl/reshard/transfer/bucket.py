@@ -35,7 +35,7 @@ ALIGNMENT = 64
 IPC_STORAGE = slice(6, None)
 """Arguments of torch's `rebuild_cuda_tensor` that the path has to carry: from `storage_device` on, which is a UUID."""
 IPC_COUNTER = slice(5, 7)
-"""The ones of these, `ref_counter_handle` and `ref_counter_offset`, for which torch counts readers."""
+"""The two of these that say where the reference count is: `ref_counter_handle` and `ref_counter_offset`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +167,10 @@ class SharedBuffer:
 class DeviceBuffer:
     """GPU memory that other processes on the same node map through CUDA IPC; this process may map it too.
 
-    torch keeps exported memory until its count of readers, which is 1 at first and unsigned, is 0: for ever if nobody
-    maps it, or if it is mapped twice. Here nobody may map a bucket, or each TP rank of an engine and again for each
-    filling. So its owner takes the part of the one reader at once, and readers count down from another number.
+    torch frees exported memory only while its reference count, 1 after the export and unsigned, is 0: never if no
+    process maps it, or if it is mapped twice. A bucket may stay unused, and each TP rank of an engine may map it once
+    per round. So the owner releases the reference itself, and readers decrement the count of a tensor that is never
+    freed.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -178,7 +179,7 @@ class DeviceBuffer:
         storage = _export(self.bytes)
         release = torch.UntypedStorage._release_ipc_counter
         release(*storage[IPC_COUNTER], device=device)  # type: ignore[no-untyped-call]
-        storage[IPC_COUNTER] = _counter_of_readers(device)[0]
+        storage[IPC_COUNTER] = _reader_counter(device)[0]
         # processes number GPUs differently, so that the path has the GPU's UUID instead of `storage_device`
         self.path = ON_DEVICE + json.dumps([device_uuid(device), *(_to_text(value) for value in storage[1:])])
         _OWN[self.path] = self
@@ -206,8 +207,8 @@ def _export(tensor: Tensor) -> list[Any]:
 
 
 @cache
-def _counter_of_readers(device: torch.device) -> tuple[list[Any], Tensor]:
-    """Return file and index of a count for readers of all buffers, and the tensor that it belongs to."""
+def _reader_counter(device: torch.device) -> tuple[list[Any], Tensor]:
+    """Return where the reference count is that all readers decrement, and the tensor that it belongs to."""
     token = torch.empty(1, device=device)
     return _export(token)[IPC_COUNTER], token
 
