@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import signal
@@ -25,7 +26,7 @@ CLUSTER_SLOTS = 6
 # before the first lookup, and inherited by all processes
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# Ray gives its workers the niceness 15, with which busy processes beside the tests leave them almost no processor time
+# Ray's default niceness of 15 starves its workers while other processes use all cores
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 # no time limit for an example, or for making one: processes share the cores with others
@@ -123,6 +124,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.config.cache.set(EXIT_STATUS, int(exitstatus))
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests of a process; refuse names that differ between processes, which would end the whole session."""
     for item in items:
@@ -130,6 +132,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid} has the address of an object in its name: give its parameters ids")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: position(item.nodeid))
+    items[:] = [
+        item
+        for _, sharing in itertools.groupby(items, _shared_by)
+        for item in sorted(sharing, key=lambda item: item.get_closest_marker("last") is not None)
+    ]
+
+
+def _shared_by(item: pytest.Item) -> tuple[object, ...]:
+    """Return the module of a test and the parameters of the module's fixtures: tests with equal ones share them."""
+    call = getattr(item, "callspec", None)
+    shared = (
+        () if call is None else (id(v) for name, v in call.params.items() if call._arg2scope[name].name != "Function")
+    )
+    return (item.nodeid.partition("::")[0], *shared)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -14,18 +14,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import ray
-
 from benchmarks.controller.measure import ControllerReport, Workload, measure
 from benchmarks.controller.prompts import prompt_bytes
 from benchmarks.controller.verl_run import REQUIREMENTS, add_verl
+from benchmarks.local_ray import local_ray
 from benchmarks.peer_environment import make_peer_environment
 from benchmarks.results_file import write_results
 from benchmarks.text_table import markdown_rows
-from megarl.placement.node_start import node_start
-
-START_SECONDS = 300.0
-"""Time limit for the start of Ray."""
 
 INTRODUCTION = """\
 # CPU and memory of the controller
@@ -108,20 +103,10 @@ def _notify(text: str) -> None:
 
 
 def _measure_in_new_cluster(work: Workload, bytes_per_prompt: float, store_gb: int) -> ControllerReport:
-    with node_start(START_SECONDS, "limit of the benchmark"):
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=store_gb * 2**30,
-            runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
-        )
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            return measure(work, Path(scratch), bytes_per_prompt)
-    finally:
-        ray.shutdown()
+    environment = {"env_vars": {"PYTHONPATH": os.getcwd()}}
+    options = {"num_cpus": 4, "object_store_memory": store_gb * 2**30, "runtime_env": environment}
+    with local_ray(**options), tempfile.TemporaryDirectory() as scratch:
+        return measure(work, Path(scratch), bytes_per_prompt)
 
 
 def markdown(reports: Sequence[ControllerReport]) -> str:

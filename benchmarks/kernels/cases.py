@@ -148,7 +148,8 @@ def _quantize(sizes: Sizes, device: str, compiled: bool) -> Iterator[Case]:
     def plain() -> Results:
         padded = torch.nn.functional.pad(weight.float(), (0, -k % 128, 0, -n % 128))
         blocks = padded.view(-(-n // 128), 128, -(-k // 128), 128)
-        scales = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-4) / 448
+        scales = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-4)
+        scales = scales / torch.full_like(scales, 448.0)  # torch divides by a number less exactly on CUDA
         values = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
         return values.view(padded.shape)[:n, :k], scales
 
@@ -161,7 +162,8 @@ def _quantize(sizes: Sizes, device: str, compiled: bool) -> Iterator[Case]:
         implementations=functions,
         min_bytes=3 * n * k + 4 * (-(-n // 128) * -(-k // 128)),
         flops=0,
-        tolerance=0.0 if not compiled else 0.07,  # torch.compile divides less exactly: some values are the next ones
+        # torch.compile divides less exactly: some values are the next ones, at most 32 of 448 away
+        tolerance=0.0 if not compiled else 0.072,
     )
 
 

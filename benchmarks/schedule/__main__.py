@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,6 @@ step, or for a quarter. The first fifth of the {steps} steps does not count.
   groups above the cap.
 
 """
-START_SECONDS = 300.0
-"""Time limit for the start of Ray."""
-
 SIMULATED = "Simulated: the state machine of `megarl/schedule` drives engines and a trainer that are numbers."
 SCRIPTED = """\
 Ray processes: the state machine of `megarl/schedule` drives an engine and a trainer, which sleep {seconds:g} s a step
@@ -118,16 +116,12 @@ def _simulations(args: argparse.Namespace, workload: Workload) -> Iterator[Repor
 
 def _processes(args: argparse.Namespace, workload: Workload) -> tuple[list[Report], float]:
     """Return the reports of processes and of their simulation, and the largest share of a core that a driver used."""
-    import ray
-
+    from benchmarks.local_ray import local_ray
     from benchmarks.schedule.processes import ScriptedRun
-    from megarl.placement.node_start import node_start
 
-    with node_start(START_SECONDS, "limit of the benchmark"):
-        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     reports, cpu_fractions = [], [0.0]
-    for tail in args.tails:
-        for schedule in args.schedules:
+    with local_ray(num_cpus=2):
+        for tail, schedule in product(args.tails, args.schedules):
             same = replace(workload, tail=TAILS[tail])
             run = ScriptedRun(case=CASES[schedule], workload=same, step_seconds=args.step_seconds).run()
             report = run.accounts.report(tail, schedule)

@@ -103,7 +103,9 @@ def fp8_block_maxima(weight: Tensor, *, row_offset: int = 0, column_offset: int 
 
 def fp8_block_scales(maxima: Tensor) -> Tensor:
     """Return the scales, float32, of blocks with these largest magnitudes: those of `fp8_block_quantize`."""
-    return maxima.clamp(min=SMALLEST_MAXIMUM).div_(FP8_MAX)
+    maxima = maxima.clamp(min=SMALLEST_MAXIMUM)
+    # by a tensor: on CUDA, torch multiplies by the reciprocal of a number, which rounds twice
+    return maxima.div_(torch.full_like(maxima, FP8_MAX))
 
 
 def fp8_block_encode(
@@ -161,7 +163,7 @@ def _reference_quantize(weight: Tensor, power_of_two_scales: bool) -> tuple[Tens
     padded = weight.new_zeros(rows * SIZE, columns * SIZE, dtype=torch.float32)
     padded[:n, :k] = weight
     blocks = padded.view(rows, SIZE, columns, SIZE)
-    scales = blocks.abs().amax(dim=(1, 3)).clamp_(min=SMALLEST_MAXIMUM).div_(FP8_MAX)
+    scales = fp8_block_scales(blocks.abs().amax(dim=(1, 3)))
     if power_of_two_scales:
         fraction, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (fraction == 0.5).int())

@@ -24,18 +24,16 @@ def needs_torch_layers(architecture: ModelArchitecture) -> bool:
 def fusion_fields(architecture: ModelArchitecture, *, has_te: bool, has_wgrad_kernel: bool) -> dict[str, bool]:
     """Return the fields of fused kernels: all that the model can use, none without Transformer Engine.
 
-    The RoPE kernel needs YaRN with latent attention, where megatron-core has no other. SwiGLU has a fused kernel;
-    Gemma's gated GELU, in the form that megarl uses, has none.
+    SwiGLU has a fused kernel; Gemma's gated GELU, in the form that megarl uses, has none.
 
     Args:
         has_te: Transformer Engine's kernels can be called.
         has_wgrad_kernel: apex's kernel that accumulates weight gradients can be imported. megatron-core's own linears,
             such as the output layer, need it.
     """
-    latent = isinstance(architecture.attention, LatentAttention)
     moe = has_te and architecture.experts is not None and not needs_torch_layers(architecture)
     return {
-        "apply_rope_fusion": has_te and (not latent or architecture.rope.rope_type == "yarn"),
+        "apply_rope_fusion": has_te and _has_rope_kernel(architecture),
         "bias_activation_fusion": has_te and architecture.activation == "silu",
         "bias_dropout_fusion": has_te,
         "gradient_accumulation_fusion": has_te and has_wgrad_kernel,
@@ -43,6 +41,15 @@ def fusion_fields(architecture: ModelArchitecture, *, has_te: bool, has_wgrad_ke
         "moe_permute_fusion": moe,
         "moe_router_fusion": moe,
     }
+
+
+def _has_rope_kernel(architecture: ModelArchitecture) -> bool:
+    """Return whether a fused kernel computes RoPE: for latent attention YaRN only, on powers of two as Triton needs."""
+    attention = architecture.attention
+    if not isinstance(attention, LatentAttention):
+        return True
+    ranges = (attention.qk_rope_head_dim // 2, attention.qk_nope_head_dim, attention.v_head_dim)
+    return architecture.rope.rope_type == "yarn" and all(size.bit_count() == 1 for size in ranges)
 
 
 def override_model_fields(fields: Mapping[str, object], megatron: MegatronConfig, *, moe: bool) -> dict[str, object]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import random
 import re
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +14,11 @@ from ray._private import services
 from ray._raylet import persist_port  # type: ignore[attr-defined]
 
 from megarl.errors import WorkerError
+from megarl.process.ports import find_unused_ports
 
 LISTEN_PORT = "dashboard_agent_listen_port"
 AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", LISTEN_PORT, "runtime_env_agent_port")
 """Parameters of Ray's `start_raylet` with the ports of the raylet's two agents."""
-
-PORT_RANGE = range(20000, 32768)
-"""Ports below those that Linux gives to connections, so that a chosen port stays free until the agent listens."""
 
 _FAILURE = re.compile(r"\[[^]]* [CEF] [^]]*\] \(raylet\) ")
 """Beginning of a line in the raylet's log that reports an error."""
@@ -48,15 +44,15 @@ def node_start(seconds: float, limit_name: str) -> Iterator[None]:
     logs: list[str | None] = []
 
     def start_raylet_with_ports(*args: Any, **kwargs: Any) -> Any:
-        nonlocal raylet
+        nonlocal raylet, logs
         given = inspect.signature(start_raylet).bind(*args, **kwargs).arguments
-        given |= zip(AGENT_PORTS, free_ports(len(AGENT_PORTS)), strict=True)
+        given |= zip(AGENT_PORTS, find_unused_ports(len(AGENT_PORTS)), strict=True)
         # Ray passes this port to the agent only; the raylet looks for it in the file that the agent writes
         persist_port(given["session_dir"], given["node_id"], LISTEN_PORT, given[LISTEN_PORT])
         # time that the raylet gives its agents to answer, from the first request on; 30 s by default
         patience = {"RAY_agent_register_timeout_ms": f"{1000 * seconds:.0f}"}
         given["env_updates"] = patience | (given.get("env_updates") or {})
-        logs[:] = [given.get("raylet_stdout_filepath"), given.get("raylet_stderr_filepath")]
+        logs = [given.get("raylet_stdout_filepath"), given.get("raylet_stderr_filepath")]
         started = start_raylet(**given)
         raylet = started.process
         return started
@@ -77,24 +73,6 @@ def node_start(seconds: float, limit_name: str) -> Iterator[None]:
         yield
     finally:
         services.get_node, services.start_raylet = get_node, start_raylet
-
-
-def free_ports(count: int) -> list[int]:
-    """Return `count` different ports of this machine, from `PORT_RANGE` at random, on which nothing listens."""
-    chosen: list[int] = []
-    # not from the global generator, which other processes may have seeded alike
-    for port in random.SystemRandom().sample(PORT_RANGE, len(PORT_RANGE)):
-        if len(chosen) == count:
-            break
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:  # in use
-                continue
-        chosen.append(port)
-    if len(chosen) < count:
-        raise WorkerError(f"{socket.gethostname()} has no {count} free ports from {PORT_RANGE[0]} to {PORT_RANGE[-1]}")
-    return chosen
 
 
 def _read_failure(logs: list[str | None]) -> str:

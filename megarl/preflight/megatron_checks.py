@@ -41,6 +41,9 @@ def find_megatron_problems(config: StageConfig, model: ModelArchitecture, device
     for name in NEEDS_TE_LAYERS if needs_torch_layers(model) else ():
         if name in trainer.megatron.model:
             yield f"{key}.{name}: has no effect on {model.name}, whose layers are torch's"
+    for name, fits in fusion_fields(model, has_te=True, has_wgrad_kernel=True).items():
+        if trainer.megatron.model.get(name) and not fits and (model.experts or not name.startswith("moe_")):
+            yield f"{key}.{name}: no fused kernel fits the layers of {model.name}"
     yield from _find_a2a_problems(config, model)
     if trainer.megatron.model.get("fp8") is not None and dtype == "float32":
         yield f"{key}.fp8: needs model.dtype: bfloat16, got float32"

@@ -1,13 +1,16 @@
-"""TCP ports of this node: whether they are in use, and one that no process uses."""
+"""TCP ports of this node: whether they are in use, and some that no process uses."""
 
 from __future__ import annotations
 
 import random
 import socket
+from itertools import islice
 from pathlib import Path
 
+from megarl.errors import WorkerError
+
 LOWEST_PORT = 20_000
-"""Lowest port that `find_unused_port` returns; services of the system have lower ones."""
+"""Lowest port that `find_unused_ports` returns; services of the system have lower ones."""
 
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """File with the range of ports that the kernel assigns to outgoing connections."""
@@ -26,13 +29,27 @@ def is_port_free(port: int) -> bool:
 
 
 def find_unused_port() -> int:
-    """Return a random port on which another process of this node can listen later.
+    """Return a port as `find_unused_ports` does."""
+    return find_unused_ports(1)[0]
 
-    It is below the ports that the kernel assigns by itself, so that no outgoing connection takes it in between.
+
+def find_unused_ports(count: int) -> list[int]:
+    """Return `count` different random ports on which another process of this node can listen later.
+
+    They are below the ports that the kernel assigns by itself, so that no outgoing connection takes one in between.
+
+    Raises:
+        WorkerError: so many are not free.
     """
     ephemeral = int(EPHEMERAL_RANGE.read_text().split()[0])
     candidates = range(LOWEST_PORT, ephemeral) if ephemeral > LOWEST_PORT else range(LOWEST_PORT, 65536)
-    return next(port for port in random.sample(candidates, len(candidates)) if is_port_free(port))
+    # not by the global generator: processes with the same seed would choose the same ports
+    shuffled = random.Random().sample(candidates, len(candidates))
+    found = list(islice(filter(is_port_free, shuffled), count))
+    if len(found) < count:
+        where = f"{candidates[0]} to {candidates[-1]}"
+        raise WorkerError(f"{socket.gethostname()} has no {count} free ports from {where}")
+    return found
 
 
 def join_address(host: str, port: int) -> str:

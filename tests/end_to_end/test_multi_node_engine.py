@@ -98,8 +98,8 @@ def test_engine_is_restarted_after_a_death_on_the_second_node(victim, run, tmp_p
     assert_engine_holds_weights(run.components, tmp_path / "exported")
 
 
+@pytest.mark.last
 def test_shutdown_leaves_no_process_on_any_node(run):
-    """Must be the last test of this module, because it stops the engine."""
     pids = schedulers(run)
     hosts = [engine_host(pid) for pid in pids]
     assert len({psutil.Process(pid).ppid() for pid in hosts}) == 2  # the raylets of two nodes

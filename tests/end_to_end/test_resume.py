@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -47,14 +48,43 @@ def wait_until_paused(run: LaunchedCommand, folder: Path, step: int) -> None:
     run.wait_until(lambda: run.steps_done() == step - 1 and (step - 1) // EVERY * EVERY in steps_saved(folder))
 
 
-def test_run_with_killed_trainer_and_driver_has_the_same_results(
+def moving_memory(algorithm: str) -> dict[str, Any]:
+    """Return the sections of a run that moves memory between trainer and engine."""
+    return {
+        "algorithm": {"type": algorithm, "kl_loss": None, "group_size": 2, "prompts_per_step": 4},
+        "trainer": {"steps": STEPS, "optimizer": {"lr": LR}, "offload": {"optimizer": True, "gradients": True}},
+        "rollout": {"max_new_tokens": 12, "engine": {"release_memory": True, "extra_args": {"log_level": "info"}}},
+    }
+
+
+def test_run_with_killed_driver_has_the_same_results(
     world: Path, tmp_path: Path, launch: Launch, pausing: str, undisturbed: FinishedRun
 ) -> None:
     """Also, the disturbed run moves memory between trainer and engine, as on GPUs, and the undisturbed one does not."""
-    algorithm = {"type": pausing, "kl_loss": None, "group_size": 2, "prompts_per_step": 4}
-    trainer = {"steps": STEPS, "optimizer": {"lr": LR}, "offload": {"optimizer": True, "gradients": True}}
-    rollout = {"max_new_tokens": 12, "engine": {"release_memory": True, "extra_args": {"log_level": "info"}}}
-    config = write_run(world, tmp_path, algorithm=algorithm, trainer=trainer, rollout=rollout)
+    config = write_run(world, tmp_path, **moving_memory(pausing))
+    run = launch("train", config)
+    wait_until_paused(run, tmp_path, EVERY + 2)
+    run.send(signal.SIGKILL)
+    run.wait()
+    run.assert_no_processes_left(but=RAY_AGENTS)
+    (log,) = (tmp_path / "run/logs/engine-0").glob("scheduler-*.log")
+    assert_waited_before_allocating(log.read_text())
+    for file in tmp_path.glob("pause-*"):
+        file.unlink()
+
+    again = launch("train", config, "--resume", "auto")
+    assert again.wait() == 0, again.stderr
+    assert f"resuming from step {EVERY}: " in again.stdout
+    assert_same(tmp_path / "run", undisturbed)
+    again.assert_no_processes_left(but=RAY_AGENTS)
+
+
+@pytest.mark.slow
+def test_run_with_killed_trainer_and_then_driver_has_the_same_results(
+    world: Path, tmp_path: Path, launch: Launch, pausing: str, undisturbed: FinishedRun
+) -> None:
+    """`test_schedules.py` has an asynchronous run whose trainer is killed."""
+    config = write_run(world, tmp_path, **moving_memory(pausing))
     run = launch("train", config)
     wait_until_paused(run, tmp_path, EVERY + 2)
     processes(run, "ray::WorkerHost")[-1].kill()
@@ -65,15 +95,11 @@ def test_run_with_killed_trainer_and_driver_has_the_same_results(
     run.send(signal.SIGKILL)
     run.wait()
     run.assert_no_processes_left(but=RAY_AGENTS)
-    (log,) = (tmp_path / "run/logs/engine-0").glob("scheduler-*.log")
-    assert_waited_before_allocating(log.read_text())
     pause_file(tmp_path / "run", 2 * EVERY + 3).unlink()
-
     again = launch("train", config, "--resume", "auto")
     assert again.wait() == 0, again.stderr
     assert f"resuming from step {2 * EVERY}: " in again.stdout
     assert_same(tmp_path / "run", undisturbed)
-    again.assert_no_processes_left(but=RAY_AGENTS)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl_kernels import (
     fp8_block_dequantize,
@@ -58,6 +59,29 @@ def test_values_and_scales_follow_the_formula(shape):
     back = fp8_block_dequantize(values, scales, dtype=torch.float32)
     bound = weight.float().abs() / 16 + scales.max() * 2**-10
     assert ((back - weight.float()).abs() <= bound).all()
+
+
+PRODUCTS = {torch.ops.aten.div.Tensor: torch.mul, torch.ops.aten.div_.Tensor: torch.Tensor.mul_}
+
+
+class DivisionOnCuda(TorchDispatchMode):
+    """Divides by a number as torch does on CUDA: multiplies by its reciprocal, so that the result is rounded twice."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function in PRODUCTS and not isinstance(arguments[1], torch.Tensor):
+            return PRODUCTS[function](arguments[0], torch.tensor(arguments[1], dtype=torch.float32).reciprocal())
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("power_of_two_scales", [False, True])
+def test_scales_do_not_depend_on_how_a_device_divides_by_numbers(power_of_two_scales):
+    weight = random_weight(1000, 900)
+    want = fp8_block_quantize(weight, power_of_two_scales=power_of_two_scales)
+    with DivisionOnCuda():
+        assert not torch.equal(weight.float() / 448, weight.float().div(torch.tensor(448.0)))
+        got = fp8_block_quantize(weight, power_of_two_scales=power_of_two_scales)
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -93,7 +93,8 @@ def test_no_process_outlives_its_host(tmp_path):
 SECRET = "the secret of all nodes of these tests"
 JOIN_TIMEOUT = 3
 TRAINER, ENGINE = "ray::WorkerHost", "sglang::scheduler"
-TIMEOUTS = ("--join-timeout", HANG_SECONDS, "--node-timeout", HANG_SECONDS)
+LAUNCH_OPTIONS = ("--cpus", 2, "--join-timeout", HANG_SECONDS, "--node-timeout", HANG_SECONDS)
+"""Two slots however many cores this machine has, and much patience."""
 
 COLOCATED: dict[str, Any] = {
     "placement": {"nodes": 2, "slots_per_node": 1, **PATIENT},
@@ -142,7 +143,7 @@ def test_two_hosts_train_until_one_is_cut_off(hosts, world, tmp_path):
     a, b = hosts
     config, jump_file = write_run(world, tmp_path, **DISAGGREGATED), tmp_path / "jump"
     program = ("python", "-m", "tests.launch.skewed_clock", jump_file)
-    on_a, on_b = launch_by_hand([a, b], a.name, *TIMEOUTS, "train", config, program=program)
+    on_a, on_b = launch_by_hand([a, b], a.name, *LAUNCH_OPTIONS, "train", config, program=program)
     wait_for_step(1, tmp_path, on_a)
     assert sorted(map(find_process_kinds, hosts), key=sorted) == [{TRAINER}, {ENGINE}]
     hosts.cut_off(b)
@@ -187,7 +188,7 @@ def test_two_hosts_have_the_same_losses_as_one(sections, single_host_sections, p
     first, _ = hosts
     steps = ("--set", "trainer.steps=4", "data.eval_path=null")
     config = write_run(world, tmp_path, **sections)
-    command = ("megarl", "launch", *TIMEOUTS, "train", config, *steps)
+    command = ("megarl", "launch", *LAUNCH_OPTIONS, "train", config, *steps)
     on_a, on_b = hosts.torchrun(*command, MEGARL_LAUNCH_SECRET=SECRET)
     wait_for_step(1, tmp_path, on_a)
     assert sorted(map(find_process_kinds, hosts), key=sorted) == sorted(placed, key=sorted)

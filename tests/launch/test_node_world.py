@@ -15,7 +15,6 @@ from megarl.launch.node_world import NodeWorld, detect_node_world, expand_hostli
 from megarl.launch.ray_node import make_interface_environment, make_ray_arguments, make_ray_environment
 from megarl.launch.slurm_time_limit import parse_time_limit
 from megarl.placement.hardware import object_store_bytes
-from megarl.process import ports
 
 STEP = {
     "SLURM_CLUSTER_NAME": "c",
@@ -309,14 +308,6 @@ def test_object_store_size(monkeypatch, free, store):
 
     monkeypatch.setattr(ray_node.os, "statvfs", lambda path: Shm)
     assert object_store_bytes(max_bytes=ray_node.MAX_OBJECT_STORE_BYTES) == store
-
-
-def test_unused_port_is_below_those_of_outgoing_connections(tmp_path, monkeypatch):
-    file = tmp_path / "ip_local_port_range"
-    file.write_text("20003\t60999\n")
-    monkeypatch.setattr(ports, "EPHEMERAL_RANGE", file)
-    monkeypatch.setattr(ports, "is_port_free", lambda port: port != 20001)
-    assert {ports.find_unused_port() for _ in range(50)} <= {20000, 20002}
 
 
 def test_interface_environment(monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -10,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import WorkerError
-from megarl.placement import node_start
-from megarl.placement.node_start import PORT_RANGE, free_ports
 from tests.time_limits import HANG_SECONDS
 
 HELD_AGENTS = """
@@ -47,7 +43,10 @@ def run(folder):
         return subprocess.run(
             [sys.executable, "-c", program],
             env=env | {"PYTHONPATH": path, "RAY_TMPDIR": str(folder), "HELD_UNTIL": str(folder / "free")} | variables,
-            input=stdin, capture_output=True, text=True, timeout=2 * HANG_SECONDS,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=2 * HANG_SECONDS,
         )
 
     return start
@@ -108,16 +107,3 @@ def test_ended_raylet_ends_ray_start_with_its_reason(run, folder):
     assert ended.returncode == 1
     assert [line for line in ended.stderr.splitlines() if line.startswith(FAILURE)], ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-def test_free_ports_are_not_in_use(monkeypatch):
-    with socket.socket() as server:
-        server.bind(("", 0))
-        used = server.getsockname()[1]
-        monkeypatch.setattr(node_start, "PORT_RANGE", range(used, used + 1))
-        with pytest.raises(WorkerError, match=rf"has no 1 free ports from {used} to {used}$"):
-            free_ports(1)
-    ports = free_ports(1)
-    assert ports == [used]
-    monkeypatch.setattr(node_start, "PORT_RANGE", PORT_RANGE)
-    assert len(set(free_ports(4)) & set(PORT_RANGE)) == 4

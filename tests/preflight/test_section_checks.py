@@ -206,7 +206,13 @@ GEMMA2 = CONFIGS["gemma2"] | {"architectures": ["Gemma2ForCausalLM"]}
 QWEN3 = CONFIGS["qwen3"] | {"architectures": ["Qwen3ForCausalLM"]}
 MODEL = "trainer.megatron.model"
 CP = f"{MODEL}.cp_comm_type"
+UNFUSED = "no fused kernel fits the layers of"
 HEADS = "a2a divides the key-value heads of a tensor-parallel rank"
+
+FUSED_ROPE = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16} | {
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+}
+"""Latent attention that has a fused kernel for RoPE: YaRN on sizes that Triton can index."""
 
 
 def megatron_problems(hf_config: Any, device: str = "cuda", *, dtype: str = "auto", **trainer: Any) -> list[str]:
@@ -236,6 +242,10 @@ FP8 = model(fp8="hybrid", fp8_recipe="blockwise")
         (QWEN3, {"moe": {"freeze_router": True}}, ["trainer.moe: Qwen3ForCausalLM has no experts"]),
         (QWEN3_MOE, {"moe": {"freeze_router": True}}, []),
         (QWEN3, model(moe_permute_fusion=True), [f"{MODEL}.moe_permute_fusion: Qwen3ForCausalLM has no experts"]),
+        (QWEN3_MOE, model(moe_permute_fusion=True, apply_rope_fusion=True, bias_activation_fusion=True), []),
+        (DEEPSEEK_V3, model(apply_rope_fusion=True), [f"{MODEL}.apply_rope_fusion: {UNFUSED} DeepseekV3ForCausalLM"]),
+        (DEEPSEEK_V3 | FUSED_ROPE, model(apply_rope_fusion=True), []),
+        (GEMMA2, model(bias_activation_fusion=True), [f"{MODEL}.bias_activation_fusion: {UNFUSED} Gemma2ForCausalLM"]),
         (QWEN3_MOE, comm_type("a2a", tp=2), []),
         (QWEN3_MOE, comm_type("a2a", tp=4), [f"{CP}: {HEADS} over parallel.cp ranks, got 4 / 4 % 2 = 1"]),
         (DEEPSEEK_V3, comm_type("a2a"), [f"{CP}: Transformer Engine has only p2p for latent attention, got a2a"]),

@@ -16,7 +16,7 @@ from megarl.rollout.sglang.engine_host import EngineHost
 from megarl.rollout.sglang.sglang_engine import SglangEngine
 from tests.rollout.clock import iterate, jump, run_in_event_loop
 from tests.rollout.remote import RemoteEngine
-from tests.time_limits import UNREACHED_SECONDS
+from tests.time_limits import UNREACHED_SECONDS, wait_for
 
 
 class TestableEngine(SglangEngine):
@@ -43,8 +43,7 @@ class TestableEngine(SglangEngine):
     async def pass_time_limit(self, what):
         """Wait until SGLang is to answer a call of this name; then let more time pass than the host waits for it."""
         calls = self._weights._commands.calls
-        while calls._pending is None or calls._pending.what != what:
-            await asyncio.sleep(0.01)
+        await wait_for(lambda: calls._pending is not None and calls._pending.what == what)
         await iterate()
         jump(3 * UNREACHED_SECONDS)
 

@@ -11,7 +11,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megarl.process.fast_imports import fast_imports
+from tests.time_limits import wait_until
 
 AUTHKEY = b"tests"
 
@@ -64,9 +64,9 @@ def start_server(folder: str, environment: dict[str, str]) -> tuple[subprocess.P
     """Start a server; return its process and the address of its socket, which is in `folder`."""
     address = f"{folder}/server"
     server = subprocess.Popen([sys.executable, "-P", __file__, address], env=environment, stdin=subprocess.PIPE)
-    while not Path(address).exists():
-        assert server.poll() is None, "the server has ended"
-        time.sleep(0.05)
+    started = wait_until(lambda: server.poll() is not None or Path(address).exists())
+    assert server.poll() is None, "the server has ended"
+    assert started, "the server did not start in time"
     return server, address
 
 

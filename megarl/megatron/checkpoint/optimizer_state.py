@@ -135,9 +135,13 @@ def _create_moments(inner: torch.optim.Optimizer) -> None:
 
 
 def _require_step(inner: torch.optim.Optimizer) -> None:
-    if _has_step_per_parameter(inner):
-        for state in inner.state.values():
-            state.setdefault("step", torch.tensor(0.0))
+    if not _has_step_per_parameter(inner):
+        return
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            # torch's kernels read the step count where the parameter is; its loops over parameters, on the host
+            device = parameter.device if group["fused"] or group["capturable"] else "cpu"
+            inner.state[parameter].setdefault("step", torch.tensor(0.0, device=device))
 
 
 def _parameters(inner: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -24,7 +24,6 @@ from torch import Tensor
 from megarl.config.trainer import OffloadConfig
 from megarl.megatron.requests import OffloadStats as OffloadStats
 from megarl.megatron.runtime import platform
-from megarl.reshard.transfer.bucket import collect_released_memory
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -52,7 +51,6 @@ class TrainerMemory:
         Also returns to the device what the process has freed before: activations, and the buckets of the last weight
         sync.
         """
-        collect_released_memory()  # buckets that an engine still had mapped when they were closed
         weights = list(self._model.tensors().values())
         freed = 0
         if kinds.optimizer:

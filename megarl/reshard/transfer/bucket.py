@@ -15,6 +15,8 @@ import mmap
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,6 +34,8 @@ ALIGNMENT = 64
 
 IPC_STORAGE = slice(6, None)
 """Arguments of torch's `rebuild_cuda_tensor` that the path has to carry: from `storage_device` on, which is a UUID."""
+IPC_COUNTER = slice(5, 7)
+"""The two of these that say where the reference count is: `ref_counter_handle` and `ref_counter_offset`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,18 +165,23 @@ class SharedBuffer:
 
 
 class DeviceBuffer:
-    """GPU memory that other processes on the same node map through CUDA IPC; this process may map it too."""
+    """GPU memory that other processes on the same node map through CUDA IPC; this process may map it too.
+
+    torch frees exported memory only while its reference count, 1 after the export and unsigned, is 0: never if no
+    process maps it, or if it is mapped twice. A bucket may stay unused, and each TP rank of an engine may map it once
+    per round. So the owner releases the reference itself, and readers decrement the count of a tensor that is never
+    freed.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        collect_released_memory()  # of earlier buffers, which another process may still have mapped when they closed
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
         self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        _, handle = reduce_tensor(self.bytes)  # type: ignore[no-untyped-call]
+        storage = _export(self.bytes)
+        release = torch.UntypedStorage._release_ipc_counter
+        release(*storage[IPC_COUNTER], device=device)  # type: ignore[no-untyped-call]
+        storage[IPC_COUNTER] = _reader_counter(device)[0]
         # processes number GPUs differently, so that the path has the GPU's UUID instead of `storage_device`
-        storage = [device_uuid(device), *(_to_text(value) for value in handle[IPC_STORAGE][1:])]
-        self.path = ON_DEVICE + json.dumps(storage)
+        self.path = ON_DEVICE + json.dumps([device_uuid(device), *(_to_text(value) for value in storage[1:])])
         _OWN[self.path] = self
 
     def view(self, slot: TensorSlot) -> Tensor:
@@ -184,20 +193,24 @@ class DeviceBuffer:
         return WeightBucket(self.path, self.num_bytes, tuple(slots))
 
     def close(self) -> None:
-        """Free the memory, also if there are still views of it in this process.
-
-        If another process has it mapped, torch frees it in the next `collect_released_memory` after that process has
-        dropped its mapping.
-        """
+        """Free the memory, also if there are still views of it in this process; no process may read it any more."""
         if _OWN.pop(self.path, None) is not None:
             self.bytes.untyped_storage().resize_(0)
-            collect_released_memory()
 
 
-def collect_released_memory() -> None:
-    """Free the memory of closed device buffers that other processes no longer map; does nothing without CUDA."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+def _export(tensor: Tensor) -> list[Any]:
+    """Return the arguments of torch's `rebuild_cuda_tensor` that are about the storage."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    return list(arguments[IPC_STORAGE])
+
+
+@cache
+def _reader_counter(device: torch.device) -> tuple[list[Any], Tensor]:
+    """Return where the reference count is that all readers decrement, and the tensor that it belongs to."""
+    token = torch.empty(1, device=device)
+    return _export(token)[IPC_COUNTER], token
 
 
 def device_uuid(device: torch.device) -> str:

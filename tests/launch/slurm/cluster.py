@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from megarl.process.ports import find_unused_ports
 from tests.end_to_end.launched import run_program
 from tests.time_limits import HANG_SECONDS, wait_until
 
@@ -66,7 +67,7 @@ class SlurmCluster:
         (self.folder / "state").mkdir()
         host = socket.gethostname().partition(".")[0]
         configuration = self.folder / "slurm.conf"
-        configuration.write_text(CONFIGURATION.format(folder=self.folder, host=host, ports=_free_ports(3)))
+        configuration.write_text(CONFIGURATION.format(folder=self.folder, host=host, ports=find_unused_ports(3)))
         self.environment = os.environ | {"SLURM_CONF": str(configuration)}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
@@ -121,12 +122,3 @@ class SlurmCluster:
             daemon.terminate()
             daemon.wait(HANG_SECONDS)
         shutil.rmtree(self.folder)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return `count` different unused ports."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

@@ -24,6 +24,12 @@ exec {megarl} "$@"
 """
 
 
+def pools_by_label(label: str) -> dict[str, Any]:
+    """Return a section `placement` of trainers on nodes where the label is 0, and engines where it is 1."""
+    engines = {"labels": {label: "1"}}
+    return {"labels": {label: "0"}, "pools": {"engines": engines}, "rollout": {"pool": "engines"}, **PATIENT}
+
+
 def local_overrides(folder: Path, **values: object) -> list[str]:
     """Return overrides that make the run write only to `folder`, with few prompts and much patience."""
     values = {"run_dir": folder / "run", "model.path": folder / "model", "algorithm.prompts_per_step": 4} | values
@@ -31,12 +37,26 @@ def local_overrides(folder: Path, **values: object) -> list[str]:
     return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
 
-def test_demo_config_trains_on_both_nodes_until_cancelled(submit, tmp_path):
-    job = submit("train.sbatch", CONFIG, *local_overrides(tmp_path, **{"trainer.steps": 1000}))
+@pytest.mark.parametrize(
+    ("is_demo", "placed"),
+    [
+        (False, {"sglang::scheduler": 1, "ray::WorkerHost": 1}),
+        pytest.param(True, {"sglang::scheduler": 2, "ray::WorkerHost": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["a trainer and an engine", "demo"],
+)
+def test_run_trains_on_both_nodes_until_cancelled(is_demo, placed, submit, world, tmp_path):
+    if is_demo:
+        config, overrides = CONFIG, local_overrides(tmp_path, **{"trainer.steps": 1000})
+    else:
+        placement = pools_by_label("megarl.node-rank")
+        config, overrides = write_run(world, tmp_path, placement=placement), ["--set", "trainer.steps=1000"]
+    job = submit("train.sbatch", config, *overrides)
     job.wait_for_step(2)
-    for kind in ("sglang::scheduler", "ray::WorkerHost"):
-        workers = [process for process in job.find_live_processes() if process_title(process).startswith(kind)]
-        assert sorted(map(job.node_of, workers)) == list(NODES), [process_title(p) for p in job.find_live_processes()]
+    workers = [(process_title(process).split()[0], job.node_of(process)) for process in job.find_live_processes()]
+    for kind, count in placed.items():
+        assert len({node for title, node in workers if title.startswith(kind)}) == count, workers
+    assert {node for title, node in workers if title.startswith(tuple(placed))} == set(NODES)
     job.cancel()
     job.assert_nothing_is_left()
     job.wait()
@@ -83,12 +103,6 @@ NUM_CANCELS = 20
 LATEST_CANCEL_SECONDS = 60.0
 """By this time a run on two idle cores has finished some steps."""
 LONG_RUN = {"trainer.steps": 1000}
-
-TWO_KINDS = PATIENT | {
-    "labels": {"megarl.het-group": "0"},
-    "pools": {"engines": {"labels": {"megarl.het-group": "1"}}},
-    "rollout": {"pool": "engines"},
-}
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
@@ -158,7 +172,7 @@ def test_sigterm_ends_all_tasks_gracefully(submit, tmp_path):
 
 @pytest.mark.slow
 def test_heterogeneous_job_places_pools_by_component(submit, world, tmp_path):
-    config = write_run(world, tmp_path, placement=TWO_KINDS)
+    config = write_run(world, tmp_path, placement=pools_by_label("megarl.het-group"))
     job = submit("train.sbatch", config, options=("--nodes=1", ":", "--nodes=1", "--exclusive", "--mem=0"))
     job.wait_for_step(1)
     for kind, node in (("sglang::scheduler", "n2"), ("ray::WorkerHost", "n1")):

@@ -4,6 +4,7 @@ Expected values follow from what megatron-core's documentation says about each f
 of Transformer Engine's functions, because megatron-core refuses a fusion whose function is missing.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,8 @@ import torch
 from megarl.config.megatron import MegatronConfig, MoeConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype
+from megarl.megatron.mcore_fields import fusion_fields
 from tests.megatron.rank_models import make_model, model_spec
 from tests.megatron.ranks import run_ranks
 
@@ -28,7 +31,6 @@ def describe(name: str, path: str, on_gpu: bool, options: dict[str, Any]) -> dic
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
-    from megarl.megatron.families.load_architecture import load_architecture_and_dtype
     from megarl.megatron.modeling import backend
     from megarl.megatron.modeling.transformer_config import token_multiple, transformer_config
 
@@ -91,8 +93,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": ON | DENSE | {"te_layers": False, "bias_activation_fusion": False},
     "qwen3_moe": ON | MOE,
     "mixtral": ON | MOE,
-    "deepseek_v3": ON | MOE,
-    "deepseek_v3 without yarn": ON | MOE | {"apply_rope_fusion": False},  # megatron-core's kernel computes YaRN only
+    # megatron-core's kernel computes YaRN only, and on heads whose sizes are powers of two
+    "deepseek_v3": ON | MOE | {"apply_rope_fusion": False},
+    "deepseek_v3 without yarn": ON | MOE | {"apply_rope_fusion": False},
 }
 ACT = ["moe_act", "layernorm"]
 FLEX = {"moe_token_dispatcher_type": "flex"}
@@ -164,6 +167,27 @@ def test_fields_of_the_configuration_win(case: str, described: Described) -> Non
 @pytest.mark.parametrize("case", REFUSED)
 def test_fields_that_need_transformer_engine_are_refused_without_it(case: str, described: Described) -> None:
     assert described["refused", case] == REFUSED[case][1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fused"),
+    [
+        ((64, 128, 128), True),  # DeepSeek-V3's: RoPE, other part of queries and keys, values
+        ((8, 16, 32), True),
+        ((12, 16, 32), False),
+        ((8, 12, 32), False),
+        ((8, 16, 10), False),
+    ],
+)
+def test_latent_attention_has_a_rope_kernel_for_powers_of_two(
+    sizes: tuple[int, int, int], fused: bool, model_folder: Any
+) -> None:
+    """Triton has no ranges of other lengths; megatron-core's kernel takes one of each size, and of half of RoPE's."""
+    architecture, _ = load_architecture_and_dtype(model_folder("deepseek_v3"))
+    rope, other, values = sizes
+    heads = replace(architecture.attention, qk_rope_head_dim=rope, qk_nope_head_dim=other, v_head_dim=values)
+    fields = fusion_fields(replace(architecture, attention=heads), has_te=True, has_wgrad_kernel=True)
+    assert fields["apply_rope_fusion"] == fused
 
 
 def describe_training() -> list[Any]:

@@ -51,6 +51,7 @@ def held_tensors(worker):
     state = [p for group in trainer._optimizer.param_groups for p in group["params"]]
     state += [t for _, of in trainer._optimizer.state.items() for t in of.values() if torch.is_tensor(t)]
     weights = list(trainer.model.tensors().values())
+    state = [t for t in state if t.device == weights[0].device]  # torch's Adam counts steps on the host
     ids = {s._cdata for s in storages(weights)}
     buffers = [buffer for chunk in trainer._ddp_chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     optimizer = [t for t in state if t.untyped_storage()._cdata not in ids]
@@ -193,10 +194,8 @@ class FakeAllocator:
         monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
         monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_storage)
         monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **options: record("copy") or copy(*args, **options))
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
-        for name in ("ipc_collect", "synchronize"):
-            monkeypatch.setattr(torch.cuda, name, lambda name=name: record(name))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: record("synchronize"))
 
 
 def test_offloading_returns_all_memory_to_the_device(monkeypatch):
@@ -216,11 +215,11 @@ def test_offloading_returns_all_memory_to_the_device(monkeypatch):
     device = FakeAllocator(monkeypatch, [weight, moment, gradient])
     memory.offload(EVERYTHING)
     steps = ["copy", "synchronize", "free"]
-    assert device.events == ["ipc_collect", *steps, "free", *steps, "empty_cache"]
+    assert device.events == [*steps, "free", *steps, "empty_cache"]
     assert device.reserved == device.allocated == 0
     device.events.clear()
     memory.offload(EVERYTHING)
-    assert device.events == ["ipc_collect", "empty_cache"]
+    assert device.events == ["empty_cache"]
 
 
 def frozen(weight):

@@ -141,6 +141,29 @@ def test_adam_on_the_host_is_adam(model_folder, tmp_path):
     assert difference < 2**-8 * moved
 
 
+def devices_of_steps(cases):
+    """Return where the state of torch's AdamW of a parameter on device `meta` has its step count, by its options."""
+    from megarl.megatron.runtime import platform
+
+    platform.prepare()
+    from megarl.megatron.checkpoint.optimizer_state import _create_moments
+
+    devices = []
+    for options in cases:
+        parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
+        optimizer = torch.optim.AdamW([parameter], **options)
+        _create_moments(optimizer)
+        devices.append([str(optimizer.state[parameter][name].device) for name in ("step", "exp_avg")])
+    return devices
+
+
+def test_step_counts_are_where_torch_reads_them(tmp_path):
+    """Its fused kernels read them on the device, as do steps that are recorded in a CUDA graph."""
+    cases = ({}, {"fused": True}, {"capturable": True})
+    found = run_ranks(devices_of_steps, 1, tmp_path, cases)
+    assert found == [["cpu", "meta"], ["meta", "meta"], ["meta", "meta"]]
+
+
 def test_moments_in_bfloat16_are_resumed_bitwise(model_folder, tmp_path):
     fields = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
     path, folder = model_folder("qwen3"), tmp_path / "saved"

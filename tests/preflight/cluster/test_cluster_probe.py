@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,13 +38,21 @@ def second_node(cluster: None) -> Iterator[psutil.Process]:
     if psutil.virtual_memory().available < 2 * MIN_MEMORY or (free_shared_memory() or 0) < 2 * MIN_SHARED_MEMORY:
         pytest.skip("needs 4 GiB of free memory, and 1 GiB of it in /dev/shm")
     address = ray.get_runtime_context().gcs_address
-    options = ["--num-cpus=1", "--object-store-memory=100000000", "--min-worker-port=0", "--max-worker-port=0"]
-    ray_command = Path(sys.executable).parent / "ray"
+    folder = tempfile.TemporaryDirectory(prefix="megarl-test-")  # that of Ray may be of another user
+    limits = ["--num-cpus=1", "--object-store-memory=100000000", "--min-worker-port=0", "--max-worker-port=0"]
+    others = ["--labels=megarl.node-rank=1", f"--temp-dir={folder.name}", "--block"]
+    arguments = [f"--address={address}", *limits, *others]
+    request = {"arguments": arguments, "environment": {}, "timeout_seconds": HANG_SECONDS}
     node = subprocess.Popen(
-        [ray_command, "start", f"--address={address}", *options, "--labels=megarl.node-rank=1", "--block"],
+        [sys.executable, "-m", "megarl.launch.ray_start"],
+        stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        text=True,
     )
+    assert node.stdin is not None
+    with node.stdin as stdin:
+        stdin.write(json.dumps(request) + "\n")
     try:
         assert wait_until(lambda: len(cluster_nodes()) == 2)
         yield psutil.Process(node.pid)
@@ -54,6 +63,7 @@ def second_node(cluster: None) -> Iterator[psutil.Process]:
         for process in psutil.wait_procs(descendants, END_SECONDS)[1]:
             process.kill()
         assert wait_until(lambda: len(cluster_nodes()) == 1)
+        folder.cleanup()
 
 
 def probe_actors(node: psutil.Process) -> list[psutil.Process]:

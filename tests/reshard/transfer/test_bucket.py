@@ -5,6 +5,7 @@ import inspect
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -29,6 +30,7 @@ from megarl.reshard.transfer.box_views import (
 )
 from megarl.reshard.transfer.bucket import (
     ALIGNMENT,
+    IPC_COUNTER,
     IPC_STORAGE,
     BoxBucket,
     DeviceBuffer,
@@ -118,14 +120,41 @@ def test_device_memory_is_read_without_a_copy():
     buffer.close()
 
 
+READERS = """
+import sys, torch
+from megarl.reshard.transfer.bucket import BoxBucket, map_bucket
+for _ in range(2):
+    data = map_bucket(BoxBucket(sys.argv[1], int(sys.argv[2]), ()))
+    assert data.sum() == 1
+    del data
+print("dropped", flush=True)
+input()
+"""
+
+
 @pytest.mark.gpu
-def test_closing_device_memory_frees_it_also_where_a_view_is_left():
+@pytest.mark.parametrize("num_readers", [0, 1, 2])
+@pytest.mark.parametrize("times_here", [0, 1, 2])
+def test_closing_device_memory_frees_it_whoever_has_mapped_it(num_readers, times_here):
+    """Also where a view is left. Each reader maps and drops it twice, and runs on."""
+    DeviceBuffer(1, torch.device("cuda")).close()  # allocates what all buffers share
     before = torch.cuda.memory_allocated()
     buffer = DeviceBuffer(2**22, torch.device("cuda"))
+    buffer.bytes.zero_()[5] = 1
+    torch.cuda.synchronize()
     view = buffer.bytes[:8]
     assert torch.cuda.memory_allocated() == before + 2**22
-    buffer.close()
-    assert torch.cuda.memory_allocated() == before
+    for _ in range(times_here):
+        assert map_bucket(BoxBucket(buffer.path, buffer.num_bytes, ())).is_cuda
+    with ExitStack() as stack:
+        for _ in range(num_readers):
+            command = [sys.executable, "-c", READERS, buffer.path, str(buffer.num_bytes)]
+            reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(reader)
+            stack.callback(reader.communicate, "\n")
+            assert reader.stdout.readline() == "dropped\n"
+        buffer.close()
+        assert torch.cuda.memory_allocated() == before
     del view
 
 
@@ -134,31 +163,39 @@ UUIDS = ["GPU-a", "GPU-b"]
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    """Fake torch's IPC handles without a device; return the list of calls that release memory."""
-    made, calls = {}, []
+    """Fake torch's IPC handles without a device; return the counts of readers of what has been exported, by index."""
+    made, counts = {}, {}
 
     def reduce_tensor(tensor):
-        made[b"\x00handle\xff"] = tensor
+        handle, offset = b"\x00handle\xff%d" % len(made), len(made)
+        made[handle], counts[offset] = tensor, 1
         known = (torch.Tensor, tensor.shape, tensor.stride(), 0, torch.UntypedStorage, tensor.dtype)
-        return None, (*known, 3, b"\x00handle\xff", tensor.nbytes, 0, False, b"count", 16, b"event", True)
+        return None, (*known, 3, handle, tensor.nbytes, 0, False, b"count", offset, b"event", True)
 
     def rebuild_cuda_tensor(*arguments):
         assert len(arguments) == len(inspect.signature(torch.multiprocessing.reductions.rebuild_cuda_tensor).parameters)
         assert arguments[1:7] == ((4096,), (1,), 0, torch.UntypedStorage, torch.uint8, 1)
-        assert arguments[8:] == (4096, 0, False, b"count", 16, b"event", True)
+        assert (arguments[8:12], arguments[13:]) == ((4096, 0, False, b"count"), (b"event", True))
+        counts[arguments[12]] -= 1  # once it is dropped
         return made[arguments[7]]
 
+    def release_counter(handle, offset, device):
+        assert handle == b"count"
+        counts[offset] -= 1
+
     reductions = torch.multiprocessing.reductions
-    real = inspect.signature(reductions.rebuild_cuda_tensor).parameters
-    assert list(real)[IPC_STORAGE][:2] == ["storage_device", "storage_handle"]
+    real = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[IPC_STORAGE]
+    assert real[:2] == ["storage_device", "storage_handle"]
+    assert real[IPC_COUNTER] == ["ref_counter_handle", "ref_counter_offset"]
     monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
     fake = functools.wraps(reductions.rebuild_cuda_tensor)(rebuild_cuda_tensor)
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", fake)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: calls.append("ipc_collect"))
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter", release_counter)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(UUIDS))
     monkeypatch.setattr(bucket_module, "device_uuid", lambda device: UUIDS[device.index or 0])
-    return calls
+    bucket_module._reader_counter.cache_clear()
+    yield counts
+    bucket_module._reader_counter.cache_clear()
 
 
 def test_device_memory_is_identified_by_its_handle(fake_cuda, monkeypatch):
@@ -177,14 +214,23 @@ def test_device_memory_is_identified_by_its_handle(fake_cuda, monkeypatch):
         map_bucket(bucket)
 
 
-def test_closing_device_memory_frees_the_storage_and_collects_what_others_have_released(fake_cuda):
+@pytest.mark.parametrize("num_readers", [0, 1, 2, 7])
+def test_torch_waits_for_no_reader_of_closed_device_memory(num_readers, fake_cuda, monkeypatch):
+    """It frees a storage only while the count of its readers is 0."""
     buffer = DeviceBuffer(10, torch.device("cpu"))
-    assert fake_cuda == ["ipc_collect"]  # of the buffers of the last push
-    view = buffer.bytes[:4]
+    view, bucket = buffer.bytes[:4], BoxBucket(buffer.path, buffer.num_bytes, ())
+    other = DeviceBuffer(10, torch.device("cpu"))
+    with monkeypatch.context() as in_another_process:
+        in_another_process.setattr(bucket_module, "_OWN", {})
+        in_another_process.setattr(bucket_module, "device_uuid", lambda device: ["GPU-c", "GPU-a"][device.index or 0])
+        for _ in range(num_readers):
+            map_bucket(bucket)
     for _ in range(2):
         buffer.close()
         assert view.untyped_storage().nbytes() == 0
-        assert fake_cuda == ["ipc_collect"] * 2
+    token = 1  # the second to be exported
+    assert fake_cuda == {0: 0, token: 1 - num_readers, 2: 0}
+    assert other.path != bucket.path
 
 
 DIMENSIONS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=4)

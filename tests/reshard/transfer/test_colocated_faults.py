@@ -100,6 +100,6 @@ def test_error_names_stalled_rank_and_next_sync_is_complete(ranks):
     assert ranks.sync(3) == [0] * GRID.size
 
 
+@pytest.mark.last
 def test_error_names_dead_rank(ranks):
-    """Kills a rank for good, so this test runs last."""
     failing_sync(ranks, (signal.SIGKILL, 1))

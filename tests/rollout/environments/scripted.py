@@ -1,7 +1,6 @@
 """An engine that replies in text, environments that fail in chosen ways, and a worker that runs them."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,8 +47,8 @@ class TurnScorer:
         pass
 
 
-open_environments: Counter[str] = Counter()
-"""How often each method was called, and `open`: the environments that are not closed."""
+open_environments: set["Echo"] = set()
+"""The environments that are not closed."""
 
 
 class Echo:
@@ -57,7 +56,7 @@ class Echo:
 
     def __init__(self, *, calls: int = 0) -> None:
         self.calls = calls
-        open_environments["open"] += 1
+        open_environments.add(self)
 
     async def reset(self, task: Task) -> None:
         assert task.messages == [{"role": "user", "content": task.prompt.row["prompt"]}]
@@ -69,7 +68,7 @@ class Echo:
         return Step(messages=[message], reward=0.25, num_calls=self.calls)
 
     async def close(self) -> None:
-        open_environments["open"] -= 1
+        open_environments.remove(self)
 
 
 def make_prompt(tokenizer: Any, number: int = 1, text: str = "is it?", **row: Any) -> Prompt:

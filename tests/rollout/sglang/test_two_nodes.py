@@ -12,7 +12,7 @@ import pytest
 from megarl.errors import LostEngineError, WeightSyncError, WorkerError
 from megarl.process.ports import find_unused_port
 from tests.end_to_end.components import engine_host
-from tests.rollout.remote import RemoteEngine, requests, send_bucket, started
+from tests.rollout.remote import RemoteEngine, requests, send_bucket, started, sync
 from tests.rollout.sglang.serving import PROMPTS, assert_blocked
 from tests.rollout.sglang.test_engine_failures import assert_all_exit
 from tests.rollout.sglang.weight_update.test_network_receive import World, assert_serves
@@ -34,18 +34,23 @@ def processes_of(engine):
 
 
 @pytest.fixture(scope="module")
-def world(spec, uneven_dir, tmp_path_factory):
+def shared_world(spec, uneven_dir, tmp_path_factory):
     """The trainer ranks are on a third node."""
     with started(over_two_nodes(spec, model_path=uneven_dir)) as engine:
         world = World(engine, uneven_dir, tmp_path_factory.mktemp("versions"), nodes=(0, 0, 1, 2))
-        world.connect()
         yield world
         world.close()
+
+
+@pytest.fixture
+def world(shared_world):
+    return shared_world.ready()
 
 
 def test_completions_are_those_of_an_engine_on_one_node(world, spec):
     with started(spec, model_path=world.model_dir, tp=2) as on_one_node:
         assert on_one_node.call("layouts") == world.layouts
+        sync(on_one_node, world.versions.all_of(world.version), world.version)
         for temperature in (0.0, 1.0):
             here, there = (
                 engine.generate(PROMPTS, seeds=range(len(PROMPTS)), temperature=temperature)
@@ -60,7 +65,7 @@ def test_sync_is_bitwise_exact_on_both_nodes(world):
     for version in (1, 2):
         world.engine.call("randomize_weights")
         stats = world.sync(version)
-        assert_serves(world, version)
+        assert_serves(world)
         assert sum(rank.bytes_received for rank in stats) == sum(rank.bytes_sent for rank in stats)
 
 
@@ -69,7 +74,7 @@ def test_replies_of_both_nodes_are_reported(world):
     bucket = {"nonsense": world.versions("model.norm.weight", 1)}
     with pytest.raises(WeightSyncError, match=r"TP rank 0: nonsense is no .*; TP rank 1: nonsense is no "):
         send_bucket(world.engine, bucket)
-    assert_serves(world, 2)
+    assert_serves(world)
 
 
 def test_ping_waits_for_the_hosts_of_all_nodes(world):
@@ -100,15 +105,15 @@ def test_rank_of_the_second_node_that_does_not_answer_is_named(world):
                 sending.result(HANG_SECONDS)
     finally:
         stalled.send_signal(signal.SIGCONT)
-    assert_blocked(world.engine, 2)
+    assert_blocked(world.engine, world.version)
     world.engine.call("begin_weights")
     world.connect()
     world.sync(3)
-    assert_serves(world, 3)
+    assert_serves(world)
 
 
+@pytest.mark.last
 def test_death_of_a_scheduler_of_the_second_node_ends_the_engine(world):
-    """Must be the last test with this engine, because it kills it."""
     processes = processes_of(world.engine)
     assert len(processes) > 6
     pending = world.engine.submit("generate_many", requests(PROMPTS, max_new_tokens=400))

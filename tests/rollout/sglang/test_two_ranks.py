@@ -254,6 +254,7 @@ def test_update_that_cannot_begin_blocks_generation_until_the_next(engine, layou
 
 
 @pytest.mark.usefixtures("served")
+@pytest.mark.last
 def test_dead_rank_ends_the_engine_but_not_its_senders(engine, senders):
     process = engine.scheduler_processes()[1]
     receiving = begin_and_send_one_round(engine, senders)

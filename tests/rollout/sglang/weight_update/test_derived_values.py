@@ -132,6 +132,7 @@ def test_boxes_of_derived_tensors_are_rejected(engine, full_names, gemma_dir):
 
 def test_boxes_wait_for_the_tensors_that_come_in_full(engine, full_names, gemma_dir):
     weights = reference.changed(gemma_dir, seed=9)
+    update(engine, weights, full_names, 3)
     engine.call("begin_weights")
     with Senders(engine, [rank_boxes(engine, weights, full_names)]) as senders:
         senders.prepare()

@@ -66,6 +66,8 @@ class World:
         self.transfer_spec = TransferSpec(sources=sources, needs=self.layouts, num_engines=1, nodes=nodes, **settings)
         self.trainers = [RankProcess(TransferMember, rank, self.transfer_spec, self.versions) for rank in range(2)]
         self.store, self.num_connects = open_store("127.0.0.1"), 0
+        self.version = 0
+        """Version that the engine serves after the last sync."""
         for trainer in self.trainers:
             trainer.wait_started()
 
@@ -115,7 +117,14 @@ class World:
         sent = [trainer.result() for trainer in self.trainers]
         assert [outcome.error for outcome in sent] == [None, None]
         self.engine.call("end_weights", version)
+        self.version = version
         return [*(outcome.value[0] for outcome in sent), *received]
+
+    def ready(self):
+        """Connect all ranks and serve version 1, whatever tests before have left; return this world."""
+        self.connect()
+        self.sync(1)
+        return self
 
     def close(self):
         for trainer in self.trainers:
@@ -123,26 +132,30 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(spec, uneven_dir, tmp_path_factory):
+def shared_world(spec, uneven_dir, tmp_path_factory):
     with started(spec, model_path=uneven_dir, tp=2) as engine:
         world = World(engine, uneven_dir, tmp_path_factory.mktemp("versions"))
-        world.connect()
         yield world
         world.close()
 
 
-def assert_serves(world, version):
-    weights = world.versions.all_of(version)
+@pytest.fixture
+def world(shared_world):
+    return shared_world.ready()
+
+
+def assert_serves(world):
+    weights = world.versions.all_of(world.version)
     for layout, hashes in zip(world.layouts, world.engine.call("piece_hashes"), strict=True):
         assert hashes == {(p.tensor, p.box): digest(weights[p.tensor][slices(p.box)]) for p in layout.pieces}
-    assert_completes(world.engine, world.model_dir, weights, version)
+    assert_completes(world.engine, world.model_dir, weights, world.version)
 
 
 def test_three_syncs_are_bitwise_exact_and_counted(world):
     for version in (1, 2, 3):
         world.engine.call("randomize_weights")
         stats = world.sync(version)
-        assert_serves(world, version)
+        assert_serves(world)
         for rank, counted in enumerate(stats):
             rounds = world.transfer_spec.plan(rank).rounds
             hops = [hop for r in rounds for hop in r.hops]
@@ -160,17 +173,17 @@ def test_delta_sync_sends_changed_boxes_only(world):
     """Of the versions 3, 3 and 4 after each other, the second sends nothing; 4 has other values everywhere."""
     whole = world.sync(3, DeltaUpdate(number=1))
     same = world.sync(3, DeltaUpdate(number=2, base=1))
-    assert_serves(world, 3)
+    assert_serves(world)
     assert sum(stats.bytes_received - stats.mark_bytes for stats in same) == 0
     assert sum(stats.bytes_not_received for stats in same) == sum(stats.bytes_received for stats in whole)
     changed = world.sync(4, DeltaUpdate(number=3, base=2))
-    assert_serves(world, 4)
+    assert_serves(world)
     assert [stats.bytes_received - stats.mark_bytes for stats in changed] == [stats.bytes_received for stats in whole]
     world.engine.call("begin_weights")
     with pytest.raises(WeightSyncError, match="the engine does not hold all weights of sync 2: it needs a whole sync"):
         world.engine.call("receive_weights", DeltaUpdate(number=4, base=2))
     world.sync(3)
-    assert_serves(world, 3)
+    assert_serves(world)
 
 
 def test_stalled_sender_blocks_the_engine_until_the_next_sync(world):
@@ -184,13 +197,13 @@ def test_stalled_sender_blocks_the_engine_until_the_next_sync(world):
     other = world.trainers[0].result()
     assert other.error.startswith("rank 0: round ")
     assert other.buffers == 0
-    assert_blocked(world.engine, 3)
+    assert_blocked(world.engine, world.version)
     world.trainers[1].signal(signal.SIGCONT)
     assert world.trainers[1].result().error.startswith("rank 1: round ")
-    assert_blocked(world.engine, 3)
+    assert_blocked(world.engine, world.version)
     world.connect()
     world.sync(5)
-    assert_serves(world, 5)
+    assert_serves(world)
 
 
 def test_stalled_receiver_is_reported_and_the_next_sync_repairs_it(world):
@@ -203,12 +216,12 @@ def test_stalled_receiver_is_reported_and_the_next_sync_repairs_it(world):
     world.engine.call("pass_time_limit", "the command to receive weights")
     with pytest.raises(WeightSyncError, match=r"TP rank 1 \(pid \d+, stopped\) did not answer .* within 1210 s"):
         receiving.result(HANG_SECONDS)
-    assert_blocked(world.engine, 5)
+    assert_blocked(world.engine, world.version)
     stalled.send_signal(signal.SIGCONT)
     world.engine.call("begin_weights")
     world.connect()
     world.sync(7)
-    assert_serves(world, 7)
+    assert_serves(world)
 
 
 def test_plan_that_does_not_fit_is_rejected_before_connecting(world):
@@ -218,10 +231,10 @@ def test_plan_that_does_not_fit_is_rejected_before_connecting(world):
     spec = dataclasses.replace(world.transfer_spec, needs=needs)
     with pytest.raises(WeightSyncError, match=r"^TP rank 1: nonsense is no parameter of the engine"):
         world.engine.call("join_trainer", spec, 0, world.transfer_group())
-    assert_serves(world, 7)
+    assert_serves(world)
     world.connect()
     world.sync(9)
-    assert_serves(world, 9)
+    assert_serves(world)
 
 
 def test_gap_in_the_plan_is_found_at_the_end(world):
@@ -230,10 +243,10 @@ def test_gap_in_the_plan_is_found_at_the_end(world):
     world.prepare(dataclasses.replace(world.transfer_spec, needs=[world.layouts[0], short]))
     with pytest.raises(WeightSyncError, match=r"^TP rank 1: .*down_proj\.weight was not written at"):
         world.sync(10)
-    assert_blocked(world.engine, 9)
+    assert_blocked(world.engine, world.version)
     world.prepare(world.transfer_spec)
     world.sync(11)
-    assert_serves(world, 11)
+    assert_serves(world)
 
 
 def test_receive_without_connections_is_rejected(world):
@@ -244,9 +257,8 @@ def test_receive_without_connections_is_rejected(world):
         world.engine.call("receive_weights")
 
 
+@pytest.mark.last
 def test_dead_engine_fails_the_sync_without_waiting(world):
-    """The last test, because it kills the engine."""
-    world.connect()
     scheduler = world.engine.scheduler_processes()[0]
     receiving = world.begin_and_stop_trainer(1)
     scheduler.kill()

@@ -61,6 +61,7 @@ class CountingEngine(RemoteEngine):
 @pytest.fixture(scope="module")
 def engine(spec, tmp_path_factory):
     with started(spec, partial(CountingEngine, folder=tmp_path_factory.mktemp("plain"), repacks=False)) as engine:
+        engine.calls_at_start = engine.count()
         yield engine
 
 
@@ -76,7 +77,8 @@ ONE_UPDATE = {"process_weights_after_loading": NUM_LINEAR, "restore_weights_befo
 
 
 def test_reading_does_not_process_weights(engine, model_dir, tmp_path):
-    assert engine.count() == {"process_weights_after_loading": NUM_LINEAR}  # when the engine started
+    assert engine.calls_at_start == {"process_weights_after_loading": NUM_LINEAR}
+    engine.count()
     layouts = engine.call("layouts")
     engine.call("full_tensors")
     engine.call("piece_hashes")
