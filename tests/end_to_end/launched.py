@@ -166,9 +166,13 @@ def _begin_command(at_death: signal.Signals) -> None:
 
 
 def run_program(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, and return its exit code and output as text; `options`: those of `subprocess.run`."""
-    words = list(map(str, command))
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=HANG_SECONDS, **options)
+    """Run a program to its end, and return its exit code and output as text; it is killed if the tests are.
+
+    Args:
+        options: those of `subprocess.run`.
+    """
+    options = {"timeout": HANG_SECONDS, "preexec_fn": partial(_begin_command, signal.SIGKILL)} | options
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **options)
 
 
 def run_to_end(folder: Path, *arguments: str | Path) -> None:
