@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,11 +12,13 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from benchmarks.chaos.targets import ENGINE_VARIABLE, ProcessRow
+from megarl.process.prctl import set_parent_death_signal
 
 MARKER = "MEGARL_CHAOS_RUN"
 """An environment variable that every process of a run inherits."""
@@ -59,7 +62,12 @@ class Command:
         with self._log.open("ab") as log:
             self._log_begin = log.tell()
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=partial(set_parent_death_signal, signal.SIGKILL, parent=os.getpid()),
             )
         self._drivers.add(self._process.pid)
 

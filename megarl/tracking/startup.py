@@ -85,7 +85,10 @@ class Startup:
             self.add(phase, builds, start.builds)
 
     def finish(self, last_phase: str, end: float) -> StartupReport:
-        """Add `last_phase`, from the end of all other phases to `end`, and return the report of the startup."""
+        """Add `last_phase`, from the end of all other phases to `end`; return the report of the startup.
+
+        Its times are rounded to milliseconds, so that its line and its file show the same ones.
+        """
         self.add(last_phase, "megarl", [(max(span.end for span in self.spans), end)])
         phases: dict[str, list[Span]] = {}
         for span in self.spans:
@@ -96,15 +99,15 @@ class Startup:
             rows.append(
                 PhaseReport(
                     name=name,
-                    begin=first - self.begin,
-                    seconds=last - first,
-                    by_kind=seconds_by_kind(spans, first, last),
+                    begin=round(first - self.begin, 3),
+                    seconds=round(last - first, 3),
+                    by_kind=_rounded(seconds_by_kind(spans, first, last)),
                 )
             )
         full_span = Span("", "megarl", self.begin, end)
         return StartupReport(
-            seconds=end - self.begin,
-            by_kind=seconds_by_kind([*self.spans, full_span], self.begin, end),
+            seconds=round(end - self.begin, 3),
+            by_kind=_rounded(seconds_by_kind([*self.spans, full_span], self.begin, end)),
             phases=tuple(sorted(rows, key=lambda row: row.begin)),
         )
 
@@ -152,21 +155,21 @@ class StartupReport:
     @property
     def line(self) -> str:
         """One-line summary for the user."""
-        parts = (f"{DISPLAY_NAMES.get(kind, kind)} {self.by_kind[kind]:.1f}" for kind in _reported_kinds(self.by_kind))
+        parts = (f"{DISPLAY_NAMES.get(kind, kind)} {seconds:.1f}" for kind, seconds in _reported(self.by_kind).items())
         return f"started in {self.seconds:.1f} s: {', '.join(parts)}"
 
     def write(self, path: Path) -> None:
         """Write the report as a JSON object, atomically."""
         tree: dict[str, Any] = {
             "until": "first completion",
-            "seconds": round(self.seconds, 3),
-            "by_kind": _rounded(self.by_kind),
+            "seconds": self.seconds,
+            "by_kind": _reported(self.by_kind),
             "phases": [
                 {
                     "name": phase.name,
-                    "begin": round(phase.begin, 3),
-                    "seconds": round(phase.seconds, 3),
-                    "by_kind": _rounded(phase.by_kind),
+                    "begin": phase.begin,
+                    "seconds": phase.seconds,
+                    "by_kind": _reported(phase.by_kind),
                 }
                 for phase in self.phases
             ],
@@ -175,9 +178,9 @@ class StartupReport:
             draft.write_text(json.dumps(tree, indent=2) + "\n")
 
 
-def _reported_kinds(by_kind: dict[Kind, float]) -> list[Kind]:
-    return [kind for kind in KINDS if kind != "launch" or by_kind[kind] > 0]
-
-
 def _rounded(by_kind: dict[Kind, float]) -> dict[Kind, float]:
-    return {kind: round(by_kind[kind], 3) for kind in _reported_kinds(by_kind)}
+    return {kind: round(seconds, 3) for kind, seconds in by_kind.items()}
+
+
+def _reported(by_kind: dict[Kind, float]) -> dict[Kind, float]:
+    return {kind: by_kind[kind] for kind in KINDS if kind != "launch" or by_kind[kind] > 0}

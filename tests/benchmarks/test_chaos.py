@@ -2,7 +2,7 @@
 
 import json
 import shutil
-import subprocess
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -27,6 +28,7 @@ from megarl.batch.trajectory import Trajectory
 from megarl.errors import DataError
 from megarl.tracking.rollout_log import write_rollouts
 from tests.benchmarks.fake_reports import log_step
+from tests.end_to_end.launched import has_ended, run_program
 from tests.time_limits import wait_until
 
 STEPS, PROMPTS, SAMPLES = 4, 3, 2
@@ -213,6 +215,30 @@ def test_a_command_finds_its_orphaned_processes(tmp_path, monkeypatch):
     assert not command.temporary.exists()
 
 
+KILLED_STARTER = """
+import os, signal, sys
+from pathlib import Path
+from benchmarks.chaos.command import Command
+folder = Path(sys.argv[1])
+sys.executable = str(folder / "python")
+command = Command([], folder / "log")
+command.start()
+print(command.driver, command.temporary, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_command_dies_with_the_process_that_started_it(tmp_path):
+    program = tmp_path / "megarl"
+    program.write_text("#!/bin/sh\nexec sleep 6000\n")
+    program.chmod(0o755)
+    done = run_program(sys.executable, "-c", KILLED_STARTER, tmp_path)
+    assert done.returncode == -signal.SIGKILL
+    driver, temporary = done.stdout.split()
+    Path(temporary).rmdir()
+    assert wait_until(lambda: not psutil.pid_exists(int(driver)) or has_ended(psutil.Process(int(driver))))
+
+
 def test_the_watcher_reads_steps_and_the_phases_between_them(tmp_path, monkeypatch):
     begin = 1e9
     watch = RunWatcher(tmp_path, begin)
@@ -255,7 +281,7 @@ def test_the_watcher_reads_steps_and_the_phases_between_them(tmp_path, monkeypat
 def test_hundred_kills_of_the_demo_lose_nothing(tmp_path):
     options = ["--kills=100", "--seed=1", "--json", "--work", tmp_path / "work"]
     command = [sys.executable, "-m", "benchmarks.chaos", *options]
-    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout)
+    found = json.loads(run_program(*command, timeout=None).stdout)
     assert (found["kills"], found["recovered"]) == (100, 100), found["failures"]
     assert set(found["by_target"]) == set(DEFAULT_TARGETS)
     assert found["bitwise_equal"], found["differences"]

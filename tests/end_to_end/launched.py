@@ -1,6 +1,5 @@
 """Runs a `megarl` command as a subprocess; finds every process of the run, and what outlives it."""
 
-import ctypes
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from megarl.process.prctl import set_parent_death_signal
 from tests.time_limits import HANG_SECONDS, wait_until
 
 MARKER = "MEGARL_TEST_RUN"
@@ -50,7 +50,7 @@ class LaunchedCommand:
                 env=environment,
                 start_new_session=True,
                 # after SIGKILL, torchrun and Ray would leave their processes
-                preexec_fn=partial(_begin_command, signal.SIGKILL if program == "megarl" else signal.SIGTERM),
+                preexec_fn=_begin_command(signal.SIGKILL if program == "megarl" else signal.SIGTERM),
             )
 
     @property
@@ -154,21 +154,26 @@ class LaunchedCommand:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1
+def _begin_command(at_death: signal.Signals) -> Callable[[], None]:
+    """Return what a new process calls: it lets it end on SIGINT, and with the tests, even if those are killed."""
+    parent = os.getpid()
 
+    def begin() -> None:
+        set_parent_death_signal(at_death, parent=parent)
+        # background jobs of a shell ignore SIGINT, and their children inherit that
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-def _begin_command(at_death: signal.Signals) -> None:
-    """Called in the new process: let it end on SIGINT, and with the tests, even if those are killed."""
-    LIBC.prctl(PR_SET_PDEATHSIG, at_death)
-    # background jobs of a shell ignore SIGINT, and their children inherit that
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return begin
 
 
 def run_program(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, and return its exit code and output as text; `options`: those of `subprocess.run`."""
-    words = list(map(str, command))
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=HANG_SECONDS, **options)
+    """Run a program to its end, and return its exit code and output as text; it is killed if the tests are.
+
+    Args:
+        options: those of `subprocess.run`.
+    """
+    options = {"timeout": HANG_SECONDS, "preexec_fn": _begin_command(signal.SIGKILL)} | options
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **options)
 
 
 def run_to_end(folder: Path, *arguments: str | Path) -> None:

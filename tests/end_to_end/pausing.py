@@ -1,6 +1,5 @@
 """GRPO that waits before some steps, so that a test can disturb the run at a known step."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from megarl import algorithms as rl
 from megarl.algorithms.grpo import Grpo
 from megarl.batch.trajectory import Prompt
 from megarl.config.algorithms.group_baseline import GrpoConfig
+from megarl.workers.failures import pause
 
 
 def pause_file(run_dir: str | Path, step: int) -> Path:
@@ -26,7 +26,7 @@ class Pausing(Grpo):
                 while pause_file(run.config.run_dir, run.step).exists():
                     assert run._checkpoints is not None
                     run._checkpoints.poll()  # completes one that is being written
-                    time.sleep(0.05)
+                    pause(0.05)
                 yield prompts
 
         run.steps = steps  # type: ignore[method-assign]

@@ -1,9 +1,9 @@
 """Exit codes and messages of commands that are refused or end early; none of their processes may remain.
 
-`test_schedules.py` has the exit code of a run that SIGUSR1 ends after a step.
+`test_schedules.py` has the exit code of a run that SIGUSR1 ends after a step, and `test_resume.py` that of one that
+Ctrl-C ends.
 """
 
-import json
 import re
 import signal
 import subprocess
@@ -57,16 +57,6 @@ def start_long_run(launch: Launch, world: Path, folder: Path, **sections: Any) -
     run.wait_for_step(3)
     assert {"ray::Controller", "sglang::scheduler"} <= {process_title(p) for p in run.find_live_processes()}
     return run
-
-
-def test_interrupted_run_leaves_no_processes_or_files(world, tmp_path, launch):
-    run = start_long_run(launch, world, tmp_path)
-    run.send(signal.SIGINT, group=True)
-    assert run.wait() == 130
-    run.assert_no_processes_left()
-    assert run.stderr == "error: interrupted\n"
-    assert json.loads((tmp_path / "run" / "heartbeat.json").read_text())["status"] == "failed"
-    assert run.find_leftovers() == []
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -57,16 +58,20 @@ def moving_memory(algorithm: str) -> dict[str, Any]:
     }
 
 
-def test_run_with_killed_driver_has_the_same_results(
+def test_interrupted_run_leaves_nothing_and_resumes_with_the_same_results(
     world: Path, tmp_path: Path, launch: Launch, pausing: str, undisturbed: FinishedRun
 ) -> None:
     """Also, the disturbed run moves memory between trainer and engine, as on GPUs, and the undisturbed one does not."""
     config = write_run(world, tmp_path, **moving_memory(pausing))
     run = launch("train", config)
     wait_until_paused(run, tmp_path, EVERY + 2)
-    run.send(signal.SIGKILL)
-    run.wait()
-    run.assert_no_processes_left(but=RAY_AGENTS)
+    assert processes(run, "ray::Controller")
+    assert processes(run, "sglang::scheduler")
+    run.send(signal.SIGINT, group=True)
+    assert run.wait() == 130
+    assert run.stderr == "error: interrupted\n"
+    assert json.loads((tmp_path / "run/heartbeat.json").read_text())["status"] == "failed"
+    run.assert_nothing_left()
     (log,) = (tmp_path / "run/logs/engine-0").glob("scheduler-*.log")
     assert_waited_before_allocating(log.read_text())
     for file in tmp_path.glob("pause-*"):
@@ -95,11 +100,15 @@ def test_run_with_killed_trainer_and_then_driver_has_the_same_results(
     run.send(signal.SIGKILL)
     run.wait()
     run.assert_no_processes_left(but=RAY_AGENTS)
+    (log,) = (tmp_path / "run/logs/engine-0").glob("scheduler-*.log")
+    assert_waited_before_allocating(log.read_text())
     pause_file(tmp_path / "run", 2 * EVERY + 3).unlink()
+
     again = launch("train", config, "--resume", "auto")
     assert again.wait() == 0, again.stderr
     assert f"resuming from step {2 * EVERY}: " in again.stdout
     assert_same(tmp_path / "run", undisturbed)
+    again.assert_no_processes_left(but=RAY_AGENTS)
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
 """Examples that run for minutes on two cores, with the results that their READMEs name."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launched import gained, list_steps
+from tests.end_to_end.launched import gained, list_steps, run_program
 from tests.gsm8k import PUBLISHED, needs_published
 
 pytestmark = pytest.mark.slow
@@ -20,9 +19,7 @@ def run(folder: Path, *command: str | Path) -> str:
     path = os.pathsep.join([str(PROGRAMS), os.environ["PATH"]])
     source = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PATH": path, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_program(*command, cwd=folder, env=environment, timeout=None)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

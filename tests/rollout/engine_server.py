@@ -5,15 +5,19 @@ function and the arguments arrive, its pid is sent back, and its exit code once 
 standard input closes, which it does with the process that started it.
 """
 
+import fcntl
 import gc
 import os
+import pickle
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing import util
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import NoReturn
@@ -74,13 +78,13 @@ def serve(address: str) -> None:
     """Fork a process for each connection until standard input closes."""
     with Listener(address, authkey=AUTHKEY) as listener, selectors.DefaultSelector() as selector:
         selector.register(sys.stdin, selectors.EVENT_READ)
-        socket = listener._listener._socket  # type: ignore[attr-defined] # a Listener has no fileno of its own
-        selector.register(socket, selectors.EVENT_READ)
+        accepting = listener._listener._socket  # type: ignore[attr-defined] # a Listener has no fileno of its own
+        selector.register(accepting, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
                 if key.fileobj is sys.stdin:
                     return
-                if key.fileobj is socket:
+                if key.fileobj is accepting:
                     pid, connection = fork(listener)
                     selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
                 else:
@@ -116,6 +120,52 @@ def run(environment: dict[str, str], main: Callable[..., None], arguments: Seque
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def prefork_scheduler_server() -> None:
+    """Fork the process from which multiprocessing forks the schedulers of this engine.
+
+    multiprocessing would execute Python for it, which imports SGLang once more. The fork waits for what its command
+    line would have: the process of an engine has threads when it starts the server.
+    """
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        become_scheduler_server(theirs)
+    theirs.close()
+    execute = util.spawnv_passfds
+
+    def start(path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        if "multiprocessing.forkserver" not in arguments[-1]:
+            return execute(path, arguments, descriptors)
+        util.spawnv_passfds = execute  # a later server of this engine is executed
+        with ours:
+            socket.send_fds(ours, [b"."], descriptors)
+            ours.sendall(pickle.dumps((arguments[-1], list(descriptors), dict(os.environ))))
+        return pid
+
+    util.spawnv_passfds = start
+
+
+def become_scheduler_server(starter: socket.socket) -> NoReturn:
+    """Wait for the code, file descriptors and environment of the server, and run it; end if the engine ends before."""
+    _, received, _, _ = socket.recv_fds(starter, 1, 8)
+    if not received:
+        os._exit(0)
+    with starter, starter.makefile("rb") as file:
+        code, numbers, environment = pickle.load(file)
+    # first to numbers that no descriptor has, since one may have the number of another
+    free = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, max(*numbers, *received) + 1) for descriptor in received]
+    for descriptor, number in zip(free, numbers, strict=True):
+        os.dup2(descriptor, number)
+    for descriptor in {*free, *received} - set(numbers):
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    with suppress(SystemExit):
+        exec(code, {})
+    os._exit(0)
 
 
 def report_end(pid: int, connection: Connection) -> None:

@@ -28,7 +28,7 @@ from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.engine_environment import make_engine_environment
 from megarl.rollout.sglang.weight_layout import offline_trace, trace_child
 from tests.rollout.clock import run_in_event_loop
-from tests.rollout.engine_server import ForkedProcess, start_server
+from tests.rollout.engine_server import ForkedProcess, prefork_scheduler_server, start_server
 from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 
@@ -57,6 +57,7 @@ def host_engine(address: str) -> None:
     """Host an engine until the client at `address` ends it."""
     from tests.rollout import engine_process
 
+    prefork_scheduler_server()
     run_in_event_loop(engine_process.main(address))
 
 

@@ -13,7 +13,7 @@ from tests.end_to_end.launched import COMPARED_METRICS, list_steps, process_titl
 from tests.end_to_end.tiny_world import write_run, write_sft
 from tests.launch.conftest import PATIENT
 from tests.launch.slurm.cluster import NODES
-from tests.launch.slurm.job import POLL_SECONDS
+from tests.launch.slurm.job import POLL_SECONDS, Job
 
 CONFIG = "yaml/demo-2node.yaml"
 
@@ -37,30 +37,32 @@ def local_overrides(folder: Path, **values: object) -> list[str]:
     return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
 
-@pytest.mark.parametrize(
-    ("is_demo", "placed"),
-    [
-        (False, {"sglang::scheduler": 1, "ray::WorkerHost": 1}),
-        pytest.param(True, {"sglang::scheduler": 2, "ray::WorkerHost": 2}, marks=pytest.mark.slow),
-    ],
-    ids=["a trainer and an engine", "demo"],
-)
-def test_run_trains_on_both_nodes_until_cancelled(is_demo, placed, submit, world, tmp_path):
-    if is_demo:
-        config, overrides = CONFIG, local_overrides(tmp_path, **{"trainer.steps": 1000})
-    else:
-        placement = pools_by_label("megarl.node-rank")
-        config, overrides = write_run(world, tmp_path, placement=placement), ["--set", "trainer.steps=1000"]
-    job = submit("train.sbatch", config, *overrides)
+def cancel_once_training(job: Job, placed: dict[str, list[str]]) -> None:
+    """Cancel a job in its third step; nothing of it may be left.
+
+    Args:
+        placed: beginning of the titles of processes -> the node of each of them.
+    """
     job.wait_for_step(2)
-    workers = [(process_title(process).split()[0], job.node_of(process)) for process in job.find_live_processes()]
-    for kind, count in placed.items():
-        assert len({node for title, node in workers if title.startswith(kind)}) == count, workers
-    assert {node for title, node in workers if title.startswith(tuple(placed))} == set(NODES)
+    for kind, nodes in placed.items():
+        workers = [process for process in job.find_live_processes() if process_title(process).startswith(kind)]
+        assert sorted(map(job.node_of, workers)) == nodes, [process_title(p) for p in job.find_live_processes()]
     job.cancel()
     job.assert_nothing_is_left()
     job.wait()
     assert job.field("JobState") == "CANCELLED"
+
+
+def test_trainer_and_engine_on_two_nodes_train_until_cancelled(submit, world, tmp_path):
+    config = write_run(world, tmp_path, placement=pools_by_label("megarl.node-rank"))
+    job = submit("train.sbatch", config, "--set", "trainer.steps=1000")
+    cancel_once_training(job, {"ray::WorkerHost": ["n1"], "sglang::scheduler": ["n2"]})
+
+
+@pytest.mark.slow
+def test_demo_config_trains_on_both_nodes_until_cancelled(submit, tmp_path):
+    job = submit("train.sbatch", CONFIG, *local_overrides(tmp_path, **{"trainer.steps": 1000}))
+    cancel_once_training(job, {"ray::WorkerHost": list(NODES), "sglang::scheduler": list(NODES)})
 
 
 def test_job_fails_and_names_the_node_with_other_packages(submit, tmp_path):
