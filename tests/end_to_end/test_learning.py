@@ -96,8 +96,8 @@ RANDOM_REWARD = (
 
 
 def run_demo(folder, *arguments):
-    run_to_end(folder, "run_demo", "--out", folder / "run_demo", *arguments)
-    return json.loads((folder / "run_demo/summary.json").read_text())
+    run_to_end(folder, "demo", "--out", folder / "demo", *arguments)
+    return json.loads((folder / "demo/summary.json").read_text())
 
 
 def test_accuracy_rises_by_a_quarter(tmp_path):
