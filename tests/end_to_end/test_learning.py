@@ -19,7 +19,8 @@ SETTINGS = {
     **{kind: [] for kind in PLAIN.split()},
     "ppo": [CRITIC_LR],
     "pf_ppo": [CRITIC_LR],
-    "vapo": [CRITIC_LR, "algorithm.pretraining.max_steps=5"],
+    # completions have about ten tokens, for which the default, meant for thousands, makes lambda 0
+    "vapo": [CRITIC_LR, "algorithm.pretraining.max_steps=5", "algorithm.length_alpha=1.0"],
     "prime": ["algorithm.reward_model.optimizer.lr=1e-4"],
 }
 CUSTOM = "my_algorithm:SoftClip"
