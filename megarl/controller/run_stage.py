@@ -61,7 +61,10 @@ RUN_ARTIFACTS = (
 """Files and folders that a run writes into `run_dir`. A new run renames those of an earlier run; see `rotate`."""
 
 STOP_SECONDS = 4.0
-"""Time for an interrupted run to shut down gracefully before Ray kills its processes."""
+"""Time for a run to shut down gracefully after SIGTERM and its grace period, before Ray kills its processes."""
+
+INTERRUPT_SECONDS = 15.0
+"""The same after Ctrl-C, of which a second one ends the run at once. `megarl launch` kills after 20 seconds."""
 
 
 def run_stage[C: StageConfig](
@@ -150,18 +153,20 @@ def _run_on_cluster[C: StageConfig](
         def has_ended() -> bool:
             return bool(ray.wait([result], timeout=POLL_SECONDS)[0])
 
-        try:
-            with RunProgress(config.trainer.steps) as progress, defer_sigterm() as sigterm:
-                if checked is not None:
-                    progress.notify(checked)
-                follow(actor, has_ended, progress, StopRequest(sigterm, _grace_seconds(config)))
-            return ray.get(result)
-        except RayError as error:
-            raise to_megarl_error(error, what=method.__name__, name="the controller") from error
-        except KeyboardInterrupt:
-            with discarded_native_stderr():
-                ray.wait([actor.stop.remote()], timeout=STOP_SECONDS)
-            raise
+        with defer_sigterm() as sigterm:
+            try:
+                with RunProgress(config.trainer.steps) as progress:
+                    if checked is not None:
+                        progress.notify(checked)
+                    follow(actor, has_ended, progress, StopRequest(sigterm, _grace_seconds(config)))
+                return ray.get(result)
+            except RayError as error:
+                raise to_megarl_error(error, what=method.__name__, name="the controller") from error
+            except KeyboardInterrupt:
+                seconds = INTERRUPT_SECONDS if sigterm.received_at is None else STOP_SECONDS
+                with discarded_native_stderr():
+                    ray.wait([actor.stop.remote()], timeout=seconds)
+                raise
 
 
 def _start_controller(

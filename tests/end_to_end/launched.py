@@ -143,7 +143,7 @@ class LaunchedCommand:
     def assert_nothing_left(self) -> None:
         """Check that no process of the run is left, and no file other than Ray's logs."""
         self.assert_no_processes_left()
-        assert self.find_leftovers() == []
+        assert not (left := self.find_leftovers()), left
 
     def end(self) -> None:
         """Kill all remaining processes of the run and remove its temporary files."""

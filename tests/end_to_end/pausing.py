@@ -11,7 +11,7 @@ from megarl.workers.failures import pause
 
 
 def pause_file(run_dir: str | Path, step: int) -> Path:
-    """Return the file because of which the run waits before `step`, for as long as it exists."""
+    """Return the file because of which the run waits before `step`, for as long as it exists; 0: before its first."""
     return Path(run_dir).with_name(f"pause-{step}")
 
 
@@ -21,13 +21,17 @@ class Pausing(Grpo):
     def train(self, run: rl.RLRun, config: GrpoConfig) -> None:
         begin_steps = run.steps
 
+        def wait(step: int) -> None:
+            while pause_file(run.config.run_dir, step).exists():
+                assert run._checkpoints is not None
+                run._checkpoints.poll()  # completes one that is being written
+                pause(0.05)
+
         def steps() -> Iterator[list[Prompt]]:
             for prompts in begin_steps():
-                while pause_file(run.config.run_dir, run.step).exists():
-                    assert run._checkpoints is not None
-                    run._checkpoints.poll()  # completes one that is being written
-                    pause(0.05)
+                wait(run.step)
                 yield prompts
 
+        wait(0)
         run.steps = steps  # type: ignore[method-assign]
         super().train(run, config)

@@ -17,6 +17,7 @@ import pytest
 from megarl.placement.hardware import visible_gpu_names
 from tests.end_to_end.conftest import Launch
 from tests.end_to_end.launched import LaunchedCommand, process_title
+from tests.end_to_end.pausing import pause_file
 from tests.end_to_end.scaled_weights import SCALED_PUSH
 from tests.end_to_end.tiny_world import write_run
 
@@ -64,8 +65,13 @@ def start_long_run(launch: Launch, world: Path, folder: Path, **sections: Any) -
     ("how", "process"),
     [("SIGUSR1", "raylet"), *product(("SIGUSR1", "Ctrl-C"), ("ray::AsyncWorkerHost.build", "sglang::scheduler"))],
 )
-def test_run_ended_during_startup_runs_no_step(how, process, world, tmp_path, launch):
-    run = launch("train", write_run(world, tmp_path, **LONG))
+def test_run_ended_during_startup_runs_no_step(how, process, world, tmp_path, launch, monkeypatch):
+    """The run waits for the signal once it has started, which it may have by the time that the process is found."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
+    waits = pause_file(tmp_path / "run", 0)
+    waits.touch()
+    algorithm = {"type": "tests.end_to_end.pausing:Pausing", "kl_loss": None, "group_size": 4}
+    run = launch("train", write_run(world, tmp_path, **LONG, algorithm=algorithm))
     run.wait_until(lambda: any(process in process_title(p) for p in run.find_live_processes()))
     if how == "Ctrl-C":
         run.send(signal.SIGINT, group=True)
@@ -74,6 +80,7 @@ def test_run_ended_during_startup_runs_no_step(how, process, world, tmp_path, la
     else:
         for each in run.find_live_processes():
             each.send_signal(signal.SIGUSR1)
+        waits.unlink()
         assert run.wait() == 75
         assert run.stderr == "stopped before the first of 100000 steps on SIGUSR1\n"
     assert not (tmp_path / "run" / "model").exists()

@@ -19,7 +19,8 @@ SETTINGS = {
     **{kind: [] for kind in PLAIN.split()},
     "ppo": [CRITIC_LR],
     "pf_ppo": [CRITIC_LR],
-    "vapo": [CRITIC_LR, "algorithm.pretraining.max_steps=5"],
+    # completions have about ten tokens, for which the default, meant for thousands, makes lambda 0
+    "vapo": [CRITIC_LR, "algorithm.pretraining.max_steps=5", "algorithm.length_alpha=1.0"],
     "prime": ["algorithm.reward_model.optimizer.lr=1e-4"],
 }
 CUSTOM = "my_algorithm:SoftClip"
@@ -96,8 +97,8 @@ RANDOM_REWARD = (
 
 
 def run_demo(folder, *arguments):
-    run_to_end(folder, "run_demo", "--out", folder / "run_demo", *arguments)
-    return json.loads((folder / "run_demo/summary.json").read_text())
+    run_to_end(folder, "demo", "--out", folder / "demo", *arguments)
+    return json.loads((folder / "demo/summary.json").read_text())
 
 
 def test_accuracy_rises_by_a_quarter(tmp_path):

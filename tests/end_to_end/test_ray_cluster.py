@@ -27,9 +27,17 @@ def score(trajectory, text, row):
 
 
 def submit(server: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Submit a job, once an agent of the cluster takes jobs, and return its output at its end."""
     ray = Path(sys.executable).with_name("ray")
     where = ["job", "submit", "--address", server, "--working-dir", str(folder), "--"]
-    return run_program(ray, *where, *command)
+    tried: list[subprocess.CompletedProcess[str]] = []
+
+    def is_taken() -> bool:
+        tried.append(run_program(ray, *where, *command))
+        return "No available agent to submit job" not in tried[-1].stderr
+
+    assert wait_until(is_taken), tried[-1].stderr
+    return tried[-1]
 
 
 def test_submitted_run_uses_its_working_dir_and_keeps_the_cluster(world, tmp_path, start_head):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.trainer import ParallelConfig
+from tests.megatron.rank_models import assert_same_bits
 from tests.megatron.ranks import run_ranks
 from tests.megatron.training import fused_adam
 from tests.megatron.training.test_optimizer import train_and_resume
@@ -99,3 +100,19 @@ def test_adam_on_the_host_is_adam_on_the_device(model_folder, tmp_path):
         for name, tensor in plain.items():
             for other in (hosted, resumed):
                 assert float((other[name].float() - tensor.float()).abs().max()) < 2**-8 * moved, name
+
+
+@pytest.mark.gpu
+def test_a_trainer_with_moments_in_bfloat16_is_resumed_bitwise(model_folder, tmp_path):
+    pytest.importorskip("transformer_engine", reason="needs Transformer Engine: make setup-gpu")
+    aware = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+    (plain, *_), (trained, resumed, _, dtypes) = (
+        run_ranks(
+            train_and_resume, 1, tmp_path, model_folder("qwen3"), ParallelConfig(), "bfloat16", *of, device="cuda"
+        )
+        for of in (({}, tmp_path / "plain"), (aware, tmp_path / "aware"))
+    )
+    assert dtypes == {"exp_avg": "torch.bfloat16", "exp_avg_sq": "torch.bfloat16", "master_param": "torch.float32"}
+    assert_same_bits(resumed, trained)
+    largest = max(float(tensor.float().abs().max()) for tensor in plain.values())
+    assert max(float((trained[name].float() - of.float()).abs().max()) for name, of in plain.items()) < 2**-7 * largest

@@ -15,9 +15,11 @@ from megarl.config import RunConfig, SftConfig
 from megarl.controller.run_stage import resolve_and_check
 from megarl.data.prompt_budget import resolve_max_prompt_tokens
 from megarl.data.tiny_checkpoint import write_tiny_model
+from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError
 from megarl.preflight import machine_checks
 from megarl.preflight.run_checks import check_or_raise, check_run
+from megarl.preflight.tiny_model import write_missing_model
 from tests.cli.tiny_run import write_config, write_rows
 from tests.config.runs import flow, has_parts
 from tests.megatron.families.outside import STORY_PATH
@@ -508,6 +510,29 @@ def test_reward_model_folder(tree: dict[str, Any]) -> None:
     (problem,) = run_problems(tree, reward={"terms": terms})
     assert problem.startswith("reward.terms.rm.path: ")
     assert "first score.weight" in problem
+
+
+def test_a_tiny_model_is_checked_before_it_is_written_once(tree: dict[str, Any], tmp_path: Path) -> None:
+    """Its tokenizer knows the words of all fields, roles and contents of messages among them."""
+    tiny = {"path": str(tmp_path / "tiny"), "tiny": {"vocab_size": 400, "num_layers": 1}}
+    rows = [{"prompt": [{"role": "user", "content": "purple"}], "answer": "seventeen", "response": "because"}] * 3
+    tree |= {"model": tiny, "data": {"path": str(write_rows(tmp_path / "messages.jsonl", rows))}}
+    (problem,) = run_problems(tree)
+    assert problem.startswith("data.path: ")
+    assert "chat template" in problem
+    assert not Path(tiny["path"]).exists()
+    tiny["tiny"]["chat"] = True
+    assert run_problems(tree) == []
+    assert not Path(tiny["path"]).exists()
+
+    write_missing_model(RunConfig.model_validate(tree))
+    tokenizer = load_tokenizer(tiny["path"])
+    for word in ("user", "purple", "assistant", "seventeen", "because"):
+        assert len(tokenizer.encode(word)) == 1, word
+    config = Path(tiny["path"], "config.json").read_bytes()
+    tiny["tiny"]["num_layers"] = 2
+    write_missing_model(RunConfig.model_validate(tree))
+    assert Path(tiny["path"], "config.json").read_bytes() == config
 
 
 def test_a_teacher_needs_logits_and_the_tokenizer_of_the_policy(tree: dict[str, Any]) -> None:

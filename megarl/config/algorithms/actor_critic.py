@@ -82,7 +82,8 @@ class VapoConfig(ActorCriticConfig):
 
     length_alpha: float | None = Field(default=0.05, gt=0)
     """Length-adaptive lambda: a sequence's policy lambda is 1 - 1 / max(length_alpha * length, 1), with the length in
-    tokens, and `lam` is the critic's. null: `lam` for both."""
+    tokens, and `lam` is the critic's. Sequences of up to 1 / length_alpha tokens have a lambda of 0: larger values suit
+    short completions. null: `lam` for both."""
 
     nll_coefficient: float = Field(default=0.1, ge=0)
     """Factor of the negative log-likelihood of completions with a positive reward. 0: not added."""

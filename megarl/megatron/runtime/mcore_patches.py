@@ -1,4 +1,4 @@
-"""Patches for megatron-core 0.19.2 without Transformer Engine, on the CPU and on gloo; applied by `platform.prepare`.
+"""Patches for megatron-core 0.19.2, most of them for the CPU and gloo; applied by `platform.prepare`.
 
 Each function fixes one bug and names its symptom. `tests/megatron/runtime/test_mcore_patches.py` calls megatron-core's
 own functions, `__wrapped__` by the patches, and fails where one no longer has its bug.
@@ -27,6 +27,21 @@ def patch_recomputation() -> None:
     """
     if find_spec("transformer_engine") is None:
         random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def patch_routing_padding() -> None:
+    """Pad a copy of the routing map: RuntimeError in the backward pass of models with experts in FP8.
+
+    Transformer Engine's fused router keeps the map for its backward pass, and megatron-core pads it in place.
+    """
+    original = token_dispatcher.pad_routing_map
+
+    @wraps(original)
+    def pad(routing_map: Tensor, pad_multiple: int) -> Tensor:
+        padded: Tensor = original(routing_map.clone(), pad_multiple)
+        return padded
+
+    token_dispatcher.pad_routing_map = pad
 
 
 def patch_expert_token_counts() -> None:

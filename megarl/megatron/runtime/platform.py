@@ -74,6 +74,7 @@ def prepare() -> None:
     from megarl.megatron.runtime import mcore_patches
 
     mcore_patches.patch_recomputation()
+    mcore_patches.patch_routing_padding()
     if not is_cuda():
         mcore_patches.patch_expert_token_counts()
         mcore_patches.patch_uneven_gather()

@@ -226,6 +226,7 @@ class EngineHost:
         forks = self.spec.device == "cpu"
         self._folder = PrivateFolder("megarl-engine-")
         self.directory = self._folder.path
+        self._check_not_stopped()  # `shutdown` may have found no folder to remove
         self._log_dir = self._log_dir or self.directory
         gate = PROCESS_GATE.close(self.directory) if self.spec.waits_for_memory else None
         if self.spec.nnodes > 1:
@@ -241,8 +242,7 @@ class EngineHost:
                 before_launch=self._before_launch,
                 on_launch=self.processes.extend,
             )
-        if self._stopping:  # during the import of SGLang, which takes seconds
-            raise WorkerError("the engine was stopped during startup")
+        self._check_not_stopped()  # the import takes seconds
         shm_cleanup.remove_abandoned_queues()
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
@@ -259,9 +259,12 @@ class EngineHost:
             self._loop = loop
 
     def _before_launch(self, load_snapshot: Path) -> None:
+        self._check_not_stopped()
+        self._load_snapshot = load_snapshot
+
+    def _check_not_stopped(self) -> None:
         if self._stopping:
             raise WorkerError("the engine was stopped during startup")
-        self._load_snapshot = load_snapshot
 
     async def _ping(self) -> None:
         if self._pending_ping is None or self._pending_ping.done():

@@ -12,6 +12,7 @@ import torch
 
 from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
+from megarl.config.megatron import MegatronConfig
 from megarl.config.trainer import OptimizerConfig, RecomputeConfig
 from megarl.functional.losses import Denominators
 from megarl.megatron.losses.supervised import ValueLoss
@@ -56,6 +57,7 @@ def measure(
     recompute: dict[str, Any] | None = None,
     device: str = "cpu",
     fused_lm_head: bool | None = None,
+    megatron: MegatronConfig | None = None,
     **parallel: Any,
 ) -> Measured:
     """Run one step on `world` ranks of `device`.
@@ -63,7 +65,8 @@ def measure(
     Its loss is the mean negative log-likelihood of `sequences`, or that of `differentiate_values` for a value model.
     """
     fields = {"dtype": dtype, "head": head, "fused_lm_head": fused_lm_head}
-    spec = model_spec(folder, parallel, recompute=RecomputeConfig(**(recompute or {})), **fields)
+    fields |= {"recompute": RecomputeConfig(**(recompute or {})), "megatron": megatron or MegatronConfig()}
+    spec = model_spec(folder, parallel, **fields)
     optimizer = OptimizerConfig(lr=1e-3, clip_grad=1.0, distributed=False)
     return run_ranks(_on_rank, world, tmp_path, spec, optimizer, sequences, max_tokens, device=device)
 

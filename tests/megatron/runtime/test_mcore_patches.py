@@ -34,6 +34,18 @@ def check_recomputation():
     assert not CheckpointWithoutOutput().fp8
 
 
+def check_routing_padding():
+    from megatron.core.transformer.moe.token_dispatcher import pad_routing_map
+
+    routing_map = torch.tensor([[True, False], [True, False], [False, True], [True, False]])
+    padded = torch.tensor([[True, True], [True, True], [True, True], [True, True]])
+    given = routing_map.clone()
+    assert torch.equal(pad_routing_map(given, 4), padded)
+    assert torch.equal(given, routing_map)
+    pad_routing_map.__wrapped__(given, 4)
+    assert torch.equal(given, padded)
+
+
 def check_token_counts():
     from megatron.core.transformer.moe.token_dispatcher import maybe_move_tensor_to_cpu
 
@@ -74,6 +86,7 @@ def run_check(check):
     ("check", "ranks"),
     [
         (check_recomputation, 1),
+        (check_routing_padding, 1),
         (check_token_counts, 1),
         (check_uneven_gather, 2),
         (check_optimizer_on_host, 1),

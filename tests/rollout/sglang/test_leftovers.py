@@ -1,20 +1,26 @@
 """What hosts leave behind, killed or not: private folders, queues in shared memory, the server of schedulers."""
 
+import asyncio
 import fcntl
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megarl.rollout.sglang import private_dir
+from megarl.errors import WorkerError
+from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.sglang import engine_host, private_dir
+from megarl.rollout.sglang.engine_host import EngineHost
 from megarl.rollout.sglang.private_dir import PrivateFolder
 from megarl.rollout.sglang.shm_cleanup import MIN_AGE_SECONDS, remove_abandoned_queues, remove_queues_of
+from tests.rollout.clock import iterate
 from tests.time_limits import HANG_SECONDS
 
 CREATE_AND_WAIT = """import sys, tempfile; tempfile.tempdir = sys.argv[1]
@@ -71,6 +77,35 @@ def test_folder_that_is_removed_before_it_is_locked_is_created_again(temporary, 
     private_dir._remove_abandoned(Path(folder.path))
     assert Path(folder.path).is_dir()
     folder.remove()
+
+
+def test_engine_that_is_stopped_before_it_has_a_folder_removes_it_before_it_imports(temporary, monkeypatch):
+    """The process may be killed while it imports SGLang, which takes seconds."""
+    is_stopped = threading.Event()
+
+    def create_late(prefix: str) -> PrivateFolder:
+        assert is_stopped.wait(HANG_SECONDS)
+        return PrivateFolder(prefix)
+
+    def go_on(model_path: str) -> None:
+        raise AssertionError("the start goes on")
+
+    monkeypatch.setattr(engine_host, "PrivateFolder", create_late)
+    monkeypatch.setattr(engine_host, "skip_other_models", go_on)
+
+    async def stop_while_it_starts() -> None:
+        host = EngineHost(EngineSpec(model_path=""))
+        start = asyncio.ensure_future(host.start())
+        await iterate()
+        stop = asyncio.ensure_future(host.shutdown())
+        await iterate()
+        is_stopped.set()
+        await stop
+        with pytest.raises(WorkerError, match="the engine was stopped during startup"):
+            await start
+
+    asyncio.run(stop_while_it_starts())
+    assert list(temporary.iterdir()) == []
 
 
 def make_queue(folder: Path, pid: int, *, age: float = 2 * MIN_AGE_SECONDS) -> Path:
