@@ -31,8 +31,8 @@ MIN_COSINE = 0.999
 """Of the gradients of dense models in bfloat16 with those in float32. Measured on a CPU: 0.9998."""
 
 FP8_MEAN_OFF = (0.03, 0.3)
-"""Least and largest mean difference of log-probabilities in FP8 from those in bfloat16, which
-alone is off by 0.01. Measured on an H100: 0.13."""
+"""Least and largest mean difference of log-probabilities in FP8 from those in bfloat16. Measured on an H100 against
+float32: 0.13, and 0.014 in bfloat16."""
 
 
 def cosine(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
