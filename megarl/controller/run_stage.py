@@ -61,10 +61,12 @@ RUN_ARTIFACTS = (
 """Files and folders that a run writes into `run_dir`. A new run renames those of an earlier run; see `rotate`."""
 
 STOP_SECONDS = 4.0
-"""Time for a run to shut down gracefully after SIGTERM and its grace period, before Ray kills its processes."""
+"""Time to shut down gracefully: for a run after SIGTERM and its grace period, before Ray kills its processes; for a
+rank of torchrun after any signal."""
 
 INTERRUPT_SECONDS = 15.0
-"""The same after Ctrl-C, of which a second one ends the run at once. `megarl launch` kills after 20 seconds."""
+"""Time for a run to shut down gracefully after Ctrl-C; a second one ends it at once. `megarl launch` kills after
+20 seconds."""
 
 
 def run_stage[C: StageConfig](

@@ -64,6 +64,12 @@ def undisturbed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture
+def importable_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands import algorithms that are modules of the tests."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
+
+
+@pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
     """Return a function that starts a `megarl` command or another program; its run folder is `tmp_path`/run."""
     started: list[LaunchedCommand] = []

@@ -65,9 +65,9 @@ def start_long_run(launch: Launch, world: Path, folder: Path, **sections: Any) -
     ("how", "process"),
     [("SIGUSR1", "raylet"), *product(("SIGUSR1", "Ctrl-C"), ("ray::AsyncWorkerHost.build", "sglang::scheduler"))],
 )
-def test_run_ended_during_startup_runs_no_step(how, process, world, tmp_path, launch, monkeypatch):
+@pytest.mark.usefixtures("importable_tests")
+def test_run_ended_during_startup_runs_no_step(how, process, world, tmp_path, launch):
     """The run waits for the signal once it has started, which it may have by the time that the process is found."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
     waits = pause_file(tmp_path / "run", 0)
     waits.touch()
     algorithm = {"type": "tests.end_to_end.pausing:Pausing", "kl_loss": None, "group_size": 4}
@@ -111,9 +111,9 @@ def test_killed_engine_without_restarts_ends_the_run_with_its_log_tail(world, tm
 
 
 @pytest.mark.slow
-def test_an_engine_matrix_scaled_by_a_quarter_ends_the_run_with_exit_code_3(world, tmp_path, launch, monkeypatch):
+@pytest.mark.usefixtures("importable_tests")
+def test_an_engine_matrix_scaled_by_a_quarter_ends_the_run_with_exit_code_3(world, tmp_path, launch):
     """In bfloat16, with the limits by default; the steps before pass them."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
     algorithm = {"type": "tests.end_to_end.scaled_weights:ScaledAfterPush", "kl_loss": None, "group_size": 4}
     model = {"path": str(world / "model"), "dtype": "bfloat16"}
     run = launch("train", write_run(world, tmp_path, **LONG, algorithm=algorithm, model=model))

@@ -36,9 +36,8 @@ def steps_saved(folder: Path) -> list[int]:
 
 
 @pytest.fixture
-def pausing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def pausing(tmp_path: Path, importable_tests: None) -> str:
     """Return the algorithm of a run in `tmp_path`/run that waits before its steps `EVERY` + 2 and 2 * `EVERY` + 3."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
     for step in (EVERY + 2, 2 * EVERY + 3):
         pause_file(tmp_path / "run", step).touch()
     return "tests.end_to_end.pausing:Pausing"

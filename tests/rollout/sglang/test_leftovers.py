@@ -87,11 +87,11 @@ def test_engine_that_is_stopped_before_it_has_a_folder_removes_it_before_it_impo
         assert is_stopped.wait(HANG_SECONDS)
         return PrivateFolder(prefix)
 
-    def go_on(model_path: str) -> None:
-        raise AssertionError("the start goes on")
+    def continue_startup(model_path: str) -> None:
+        raise AssertionError("the engine continues its startup")
 
     monkeypatch.setattr(engine_host, "PrivateFolder", create_late)
-    monkeypatch.setattr(engine_host, "skip_other_models", go_on)
+    monkeypatch.setattr(engine_host, "skip_other_models", continue_startup)
 
     async def stop_while_it_starts() -> None:
         host = EngineHost(EngineSpec(model_path=""))
