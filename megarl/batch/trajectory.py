@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+MAX_REWARD = 1e18
+"""Largest magnitude of a reward; sums and squares of such numbers are finite in float32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:

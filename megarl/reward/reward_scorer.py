@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from megarl.batch.scored_group import ScoredGroup, TermReport
-from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.batch.trajectory import MAX_REWARD, Prompt, Trajectory
 from megarl.config.reward import (
     AnyRuleConfig,
     EnvironmentRewardConfig,
@@ -124,8 +124,12 @@ class RewardScorer:
             else:
                 rewards[name] = outcome.reward
                 rewards |= {f"{name}/{metric}": value for metric, value in outcome.metrics.items()}
-        known = [(self._rules[name].weight, rewards[name]) for name in outcomes if name in rewards]
-        reward = 0.0 if errors else sum((weight * value for weight, value in known), 0.0)
+        parts = {name: self._rules[name].weight * rewards[name] for name in outcomes if name in rewards}
+        reward = 0.0 if errors else sum(parts.values(), 0.0)
+        if not abs(reward) <= MAX_REWARD:
+            name = max(parts, key=lambda name: abs(parts[name]))
+            errors[name] = f"reward.terms.{name}: its weight makes {parts[name]:g} of its value, beyond {MAX_REWARD:g}"
+            reward = 0.0
         return replace(trajectory, rewards=rewards, reward=reward, reward_errors=errors)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from megarl.batch.trajectory import MAX_REWARD
 from megarl.config.reward import TERM_METRICS
 from megarl.reward.terms import TermError, TermValue, abbreviate
 from megarl.text import replace_surrogates
@@ -44,6 +45,8 @@ def _read_numbers(label: str, result: Mapping[str, object], where: str) -> TermV
         number = _as_float(value)
         if not math.isfinite(number):
             return TermError(f"{label} returned {abbreviate(value)}{at}, not a finite number, {where}")
+        if name == REWARD_KEY and abs(number) > MAX_REWARD:
+            return TermError(f"{label} returned {abbreviate(value)}, a reward beyond {MAX_REWARD:g}, {where}")
         found[replace_surrogates(name)] = number
     return TermValue(found.pop(REWARD_KEY), found)
 

@@ -59,6 +59,7 @@ def constant(value: Any) -> Callable[..., Any]:
 
 
 boolean, nan, negative_infinity = constant(True), constant(float("nan")), constant(float("-inf"))
+huge, large = constant(-1e300), constant(6e17)
 string, none = constant("1.0"), constant(None)
 without_reward, reserved = constant({"length": 1.0}), constant({"reward": 1.0, "failed": 2.0})
 infinite_part = constant({"reward": 1.0, "length": float("inf")})
@@ -164,6 +165,15 @@ def test_terms_and_their_weighted_sum(prompt: Prompt) -> None:
     assert all(type(v) is float for v in rewards.values())
 
 
+def test_sum_of_terms_beyond_all_rewards_is_a_failure_of_the_largest(prompt: Prompt) -> None:
+    s = make_scorer(small=python("bonus"), mine=python("large", weight=2.0))
+    (scored,) = asyncio.run(s.score([make_trajectory("so")], prompt)).trajectories
+    assert scored.reward == 0
+    assert scored.reward_errors == {"mine": "reward.terms.mine: its weight makes 1.2e+18 of its value, beyond 1e+18"}
+    s = make_scorer(small=python("bonus"), mine=python("large"))
+    assert asyncio.run(score_one(s, make_trajectory("so"), prompt))[1] == pytest.approx(6e17)
+
+
 def test_strict_rewards_need_a_stop_token_and_no_text_of_the_prompt_counts(prompt: Prompt) -> None:
     s = make_scorer(accuracy={"type": "numeric"}, strict={"type": "numeric", "strict": True})
     unfinished = make_trajectory("#### 72", finish_reason="length")
@@ -180,6 +190,7 @@ def test_strict_rewards_need_a_stop_token_and_no_text_of_the_prompt_counts(promp
         ("exits", "raised SystemExit: bye"),
         ("nan", "returned nan, not a finite number,"),
         ("negative_infinity", "returned -inf, not a finite number,"),
+        ("huge", r"returned -1e\+300, a reward beyond 1e\+18,"),
         ("string", "returned str '1.0', not a number,"),
         ("none", "returned NoneType None, not a number,"),
         ("without_reward", r"returned a mapping without the key 'reward', but \['length'\],"),

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.batch.trajectory import Trajectory
+from megarl.batch.trajectory import MAX_REWARD, Trajectory
 from megarl.config.data import DataConfig
 from megarl.config.rollout import EnvironmentConfig
 from megarl.errors import AgentError
@@ -217,9 +217,9 @@ class _Run:
             reward = float(step.reward)
         except (TypeError, ValueError, OverflowError):  # such as an integer of 400 digits
             reward = math.nan
-        if not math.isfinite(reward):
+        if not abs(reward) <= MAX_REWARD:
             got = _quote(step.reward)
-            raise EnvironmentFailedError(f"{self.label}.step needs to return a finite reward, got {got}")
+            raise EnvironmentFailedError(f"{self.label}.step needs to return a finite reward up to 1e18, got {got}")
 
     def _require_messages(self, messages: object, name: str) -> None:
         if not isinstance(messages, Sequence) or not all(isinstance(m, dict) and "role" in m for m in messages):

@@ -10,13 +10,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from megarl.batch.trajectory import MAX_REWARD
 from megarl.config.harness import HarnessConfig
 from megarl.config.import_path import load_object
 from megarl.errors import ConfigError
@@ -148,9 +148,9 @@ def read_reward(result: object, label: str) -> float | None:
     value = result.get("reward") if isinstance(result, Mapping) else result
     if value is None:
         return None
-    if isinstance(value, bool | int | float) and abs(value) <= sys.float_info.max:
+    if isinstance(value, bool | int | float) and abs(value) <= MAX_REWARD:
         return float(value)
-    raise EnvironmentFailedError(f"{label} needs to return a finite reward, or none, got {text_of(value)}")
+    raise EnvironmentFailedError(f"{label} needs to return a finite reward up to 1e18, or none, got {text_of(value)}")
 
 
 def _read_result(file: Path, label: str) -> float | None:

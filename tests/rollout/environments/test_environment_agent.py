@@ -171,8 +171,9 @@ def raises_without_text(reply: str) -> Step:
     [
         (exits, "raised RuntimeError: SystemExit: usage: why"),
         (raises_without_text, "raised TextlessError: <TextlessError without text: TextlessError>"),
-        (lambda _: Step(reward=10**400, done=True), "needs to return a finite reward, got 1000"),
-        (lambda _: Step(reward=10**5000, done=True), "finite reward, got <int without text: ValueError>"),
+        (lambda _: Step(reward=10**400, done=True), "needs to return a finite reward up to 1e18, got 1000"),
+        (lambda _: Step(reward=-2e18, done=True), "finite reward up to 1e18, got -2e"),
+        (lambda _: Step(reward=10**5000, done=True), "finite reward up to 1e18, got <int without text: ValueError>"),
         (lambda _: next(iter(())), "raised RuntimeError: coroutine raised StopIteration"),
     ],
 )

@@ -91,11 +91,11 @@ FAILURES = {
     "no reward": ("ask(task['messages'])", "needs to return a reward for the term of type environment, got none"),
     "bad reward": (
         "ask(task['messages']); open(os.environ['RESULT_FILE'], 'w').write('{\"reward\": NaN}')",
-        "needs to return a finite reward, or none, got nan",
+        "needs to return a finite reward up to 1e18, or none, got nan",
     ),
     "huge reward": (
         "ask(task['messages']); open(os.environ['RESULT_FILE'], 'w').write('{\"reward\": 1' + '0' * 400 + '}')",
-        "needs to return a finite reward, or none, got 1000",
+        "needs to return a finite reward up to 1e18, or none, got 1000",
     ),
     "nested result": (
         "ask(task['messages']); open(os.environ['RESULT_FILE'], 'w').write('[' * 100000)",
