@@ -49,7 +49,7 @@ $(VENV)/.installed: $(CREATE_VENV) requirements/torch.txt requirements/cpu.txt r
 	@echo "[2/5] torch"
 	@$(PIP) install --no-compile --no-deps $(TORCH_INSTALL_ARGS) -r requirements/torch.txt
 	@$(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit("+cpu" not in m.version("torch"))' || { \
-		echo "      which is a build for CUDA: its libraries, 1.8 GB; TORCH_INSTALL_ARGS can name an index of CPU builds"; \
+		echo "      which is a build for CUDA: its libraries, 2.5 GB; TORCH_INSTALL_ARGS can name an index of CPU builds"; \
 		$(PIP) install --no-compile --no-deps -r requirements/torch-cuda.txt; }
 	@echo "[3/5] $$(cat requirements/cpu.txt requirements/dev.txt | grep -c ==) pinned packages"
 	@$(PIP) install --no-compile --no-deps -r requirements/cpu.txt -r requirements/dev.txt

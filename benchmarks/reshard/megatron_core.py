@@ -4,9 +4,10 @@ Import this module after `megarl.megatron.runtime.platform.prepare()`.
 
 Both sides are real GPTModels, the destination in Megatron's layout for the sizes of one engine (as in Megatron's own
 inference), its stages placed in Megatron's order. The report covers `swap_model_weights`: bytes and messages are
-counted where its copy service is about to post them; planning is `build_centralized_reshard_plan` (rank 0 plans for all
-ranks and broadcasts; the destination then caches the plan); memory is a lower bound of what it allocates before the
-transfer: every slice that is copied to be sent, and every receive buffer once.
+counted where its copy service is about to post them; planning is `prepare_swap_model_weights` (ranks exchange what they
+hold, each plans for itself, and the plan is cached); memory is a lower bound of what it allocates before the transfer:
+every slice that is copied to be sent, and every receive buffer that is no slice of the destination. What gloo's copy
+service allocates besides is not counted, because that of NCCL does not.
 
 With the hand-over `direct`, the destination model is the engine. With `shared-memory`, its parameters are then handed
 to an engine of the same layout through megarl's buckets in shared memory.
@@ -19,17 +20,23 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
+from collections.abc import Sequence
 from typing import get_args
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.resharding import build_centralized_reshard_plan
 from megatron.core.resharding.copy_services.base import CopyService
 from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
 from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
-from megatron.core.resharding.refit import RefitBackendName, get_or_create_service, swap_model_weights
+from megatron.core.resharding.refit import (
+    RefitBackendName,
+    clear_plan_cache,
+    get_or_create_service,
+    prepare_swap_model_weights,
+    swap_model_weights,
+)
 
 from benchmarks.reshard.contender import HandOver
 from benchmarks.reshard.content import Shard
@@ -78,10 +85,11 @@ class MegatronCore:
         self.arrangement = Arrangement(strategy=name, places=_places(gen), needs=dict(enumerate(needs)))
         self._source, self._held = _build(model, train, scenario.sources[rank], dtype)
         self._target, self._served = _build(model, gen, needs[rank], dtype)
-        self._service = CountingService(self._source, _make_service(name))
+        self._service = CountingService((self._source, self._target), _make_service(name))
+        clear_plan_cache()  # its key names sizes, not the model
         dist.barrier()
         start = time.perf_counter()
-        self._target._cached_reshard_plan = build_centralized_reshard_plan(self._source, self._target)
+        prepare_swap_model_weights(self._source, self._target)
         self.plan_seconds = time.perf_counter() - start, 0.0
         self._delivered = sum(volume(piece.box) for piece in needs[rank].pieces) * torch_dtype(dtype).itemsize
         self._engine = Shard(needs[rank]) if hand_over == "shared-memory" else self._served
@@ -136,8 +144,8 @@ class MegatronCore:
 class CountingService(CopyService):  # type: ignore[misc]
     """One of megatron-core's copy services, that of the ranks' backend, with counts of its last run."""
 
-    def __init__(self, source: torch.nn.Module, service: CopyService) -> None:
-        self._parameters = {p.untyped_storage().data_ptr() for p in source.parameters()}
+    def __init__(self, models: Sequence[torch.nn.Module], service: CopyService) -> None:
+        self._parameters = {p.untyped_storage().data_ptr() for model in models for p in model.parameters()}
         self._service, self._rank = service, dist.get_rank()
         self._sends: list[tuple[int, torch.Tensor]] = []
         self._receives: list[tuple[int, torch.Tensor]] = []
@@ -149,25 +157,15 @@ class CountingService(CopyService):  # type: ignore[misc]
         """The process group that the service has created, if any."""
         return getattr(self._service, "gloo_pg", None)
 
-    def submit_send(self, src_tensor: torch.Tensor, dest_rank: int) -> None:
-        """Queue a message to another rank."""
-        self._sends.append((dest_rank, src_tensor))
-        self._service.submit_send(src_tensor, dest_rank)
-
-    def submit_recv(self, dest_tensor: torch.Tensor, src_rank: int) -> None:
-        """Queue a message from another rank."""
-        self._receives.append((src_rank, dest_tensor))
-        self._service.submit_recv(dest_tensor, src_rank)
-
-    def submit_send_with_id(self, task_id: int, src_tensor: torch.Tensor, dest_rank: int) -> None:
+    def submit_send(self, src_tensor: torch.Tensor, dest_rank: int, task_id: int | None = None) -> None:
         """Queue a message to any rank; the number matches the two ends of one to this rank."""
         self._sends.append((dest_rank, src_tensor))
-        self._service.submit_send_with_id(task_id, src_tensor, dest_rank)
+        self._service.submit_send(src_tensor, dest_rank, task_id)
 
-    def submit_recv_with_id(self, task_id: int, dest_tensor: torch.Tensor, src_rank: int) -> None:
+    def submit_recv(self, dest_tensor: torch.Tensor, src_rank: int, task_id: int | None = None) -> None:
         """Queue a message from any rank."""
         self._receives.append((src_rank, dest_tensor))
-        self._service.submit_recv_with_id(task_id, dest_tensor, src_rank)
+        self._service.submit_recv(dest_tensor, src_rank, task_id)
 
     def run(self) -> None:
         """Count, then run the queued operations; transfers from a rank to itself count as memory only."""
@@ -177,8 +175,9 @@ class CountingService(CopyService):  # type: ignore[misc]
             if peer != self._rank:
                 self.received_from[peer] = self.received_from.get(peer, 0) + tensor.nbytes
         self.messages = sum(peer != self._rank for peer, _ in self._receives)
-        copies = [tensor for _, tensor in self._sends if tensor.untyped_storage().data_ptr() not in self._parameters]
-        self.allocated_bytes = sum(tensor.nbytes for tensor in (*copies, *(tensor for _, tensor in self._receives)))
+        tensors = [tensor for _, tensor in (*self._sends, *self._receives)]
+        buffers = [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in self._parameters]
+        self.allocated_bytes = sum(tensor.nbytes for tensor in buffers)
         self._sends, self._receives = [], []
         self._service.run()
 

@@ -77,7 +77,8 @@ def test_all_bytes_match_and_traffic_is_that_of_the_plan(arguments, tmp_path):
     if "--nodes=2" in arguments:
         peer, ours = reports["megatron_core"], reports["exact"]
         assert ours["bytes_in_max"] == ours["bytes_in_bound_max"]
-        assert peer["peak_extra_bytes"] >= peer["bytes_in_max"] >= peer["bytes_in_bound_max"] > 0
+        assert peer["bytes_in_max"] >= peer["bytes_in_bound_max"] > 0
+        assert 0 < peer["peak_extra_bytes"] < peer["bytes_in_max"]  # it receives contiguous slices in place
         assert peer["bytes_total"] >= ours["bytes_total"]
         assert (lines[5]["strategy"], "not installed" in lines[5]["left_out"]) == ("nccl_m2n", True)
 

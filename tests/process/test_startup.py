@@ -95,6 +95,7 @@ def test_megatron_core_is_imported_without_the_compiler():
 import sys
 from megarl.process.fast_imports import fast_imports
 with fast_imports():
+    import megarl.megatron
     import megatron.core
 from megatron.core.fusions.fused_bias_swiglu import swiglu
 import torch

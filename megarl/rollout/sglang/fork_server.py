@@ -25,6 +25,11 @@ host = int(os.environ[scheduler_process.HOST_VARIABLE])
 set_parent_death_signal(signal.SIGKILL, parent=host)  # before the imports, which take seconds
 
 with fast_imports():
+    import torch
+
+    # PyPI's build is one for CUDA, by which SGLang would choose NCCL for the ranks of an engine
+    torch.version.cuda = None
+
     import sglang.srt.managers.scheduler  # noqa: F401 -- imported for the schedulers
 
     from megarl.rollout.sglang import cpu_attention_backend, cpu_determinism, cpu_mla, cpu_shared_prefill  # noqa: F401
