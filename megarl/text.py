@@ -20,7 +20,7 @@ def has_surrogate(text: str) -> bool:
 
 def replace_surrogates(text: str) -> str:
     """Return the text with U+FFFD in the place of each surrogate, so that UTF-8 can encode it."""
-    return _SURROGATE.sub("\ufffd", text)
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
 def map_text(value: Any, change: Callable[[str], str]) -> Any:

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import psutil
+from aiohttp import web
 
 from megarl.batch.trajectory import Prompt
 from megarl.config.harness import HarnessConfig
 from megarl.data.tiny_checkpoint import CHAT_TEMPLATE, train_tokenizer
+from megarl.process.frozen_objects import freeze_objects
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.engine import Generation, GenerationRequest, Sampling
 from megarl.rollout.environments.conversation import ChatRenderer
@@ -73,20 +75,57 @@ async def measure(load: Load) -> dict[str, Any]:
     process = psutil.Process()
     await _run(Load(num_sessions=4, num_turns=2, engine_seconds=0.01), engine, server, renderer, parser, tokenizer)
     engine.spent.clear()
+    freeze_objects(collect=True)  # as the process does that has the gateway in a run
     memory, cpu = process.memory_info().rss, time.process_time()
     sessions, seconds = await _run(load, engine, server, renderer, parser, tokenizer)
     cpu, memory = time.process_time() - cpu, process.memory_info().rss - memory
     added = [
-        1e3 * (took - engine.spent[f"r-{session}.{turn}" if turn else f"r-{session}"])
+        took - engine.spent[f"r-{session}.{turn}" if turn else f"r-{session}"]
         for session, turns in enumerate(seconds)
         for turn, took in enumerate(turns)
     ]
     await server.close()
     assert sum(session.num_turns for session in sessions) == load.num_sessions * load.num_turns
+    return _summary(load, added, cpu, memory)
+
+
+async def measure_http(load: Load) -> dict[str, Any]:
+    """Return what `measure` does, for a server that waits and answers each request of the client with the same text."""
+    waited: list[list[float]] = [[] for _ in range(load.num_sessions)]
+    reply = {"choices": [{"message": {"role": "assistant", "content": "a word of " * (load.reply_tokens // 2)}}]}
+
+    async def answer(request: web.Request) -> web.Response:
+        await request.json()
+        start = time.perf_counter()
+        await asyncio.sleep(load.engine_seconds)
+        waited[int(request.match_info["session"])].append(time.perf_counter() - start)
+        return web.json_response(reply)
+
+    app = web.Application()
+    app.router.add_post("/{session}/chat/completions", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    process = psutil.Process()
+    memory, cpu = process.memory_info().rss, time.process_time()
+    seconds = await _talk([f"{site.name}/{session}" for session in range(load.num_sessions)], load)
+    cpu, memory = time.process_time() - cpu, process.memory_info().rss - memory
+    await runner.cleanup()
+    added = [
+        each - wait
+        for turns, waits in zip(seconds, waited, strict=True)
+        for each, wait in zip(turns, waits, strict=True)
+    ]
+    return _summary(load, added, cpu, memory)
+
+
+def _summary(load: Load, added: Sequence[float], cpu: float, memory: int) -> dict[str, Any]:
+    """Return the result from the seconds added to each turn, the CPU seconds and the bytes of all of them."""
     return {
         **asdict(load),
-        "added_ms_p50": float(np.percentile(added, 50)),
-        "added_ms_p99": float(np.percentile(added, 99)),
+        "added_ms_p50": 1e3 * float(np.percentile(added, 50)),
+        "added_ms_p99": 1e3 * float(np.percentile(added, 99)),
         "cpu_ms_per_turn": 1e3 * cpu / (load.num_sessions * load.num_turns),
         "rss_growth_mib": memory / 2**20,
     }
@@ -112,12 +151,19 @@ async def _run(
         urls.append(served.__enter__()[0])
         sessions.append(session)
         stack.append(served)
+    seconds = await _talk(urls, load)
+    for served in stack:
+        served.__exit__(None, None, None)
+    return sessions, seconds
+
+
+async def _talk(urls: Sequence[str], load: Load) -> list[list[float]]:
+    """Return the seconds of each turn of each session, as a client in another process measures them."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, str(CLIENT), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     sent = {"urls": urls, "turns": load.num_turns, "spread": load.engine_seconds}
     output, _ = await child.communicate(json.dumps(sent).encode())
     assert child.returncode == 0
-    for served in stack:
-        served.__exit__(None, None, None)
-    return sessions, json.loads(output)
+    seconds: list[list[float]] = json.loads(output)
+    return seconds
