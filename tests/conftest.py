@@ -128,7 +128,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests of a process; refuse names that differ between processes, which would end the whole session."""
     for item in items:
-        if " at 0x" in item.nodeid:
+        if re.search(r"\Wat\W0x", item.nodeid):
             raise pytest.UsageError(f"{item.nodeid} has the address of an object in its name: give its parameters ids")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: position(item.nodeid))
