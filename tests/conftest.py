@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from megarl.text import map_text, replace_surrogates
 from tests.distribution import position, scope
 from tests.maintenance.repeat_failed import EXIT_STATUS
 
@@ -122,6 +123,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Note in pytest's cache how the run has ended, for `tests/maintenance/repeat_failed.py`."""
     if not hasattr(session.config, "workerinput") and hasattr(session.config, "cache"):
         session.config.cache.set(EXIT_STATUS, int(exitstatus))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, object, object]:
+    """Replace surrogates in what a process reports, which would end the whole session if a test fails with some."""
+    return map_text((yield), replace_surrogates)
 
 
 @pytest.hookimpl(trylast=True)

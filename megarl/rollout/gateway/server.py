@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import secrets
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from megarl.rollout.gateway.responses_api import read_responses_request, respons
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.gateway.turn_request import RefusedRequestError, TurnRequest
 from megarl.rollout.gateway.turns import Turn
-from megarl.text import describe_error, escape_controls
+from megarl.text import describe_error, escape_controls, replace_surrogates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -246,8 +247,9 @@ async def _answer_errors(
         return _error(request, 400, f"the body cannot be read: {e}", "invalid_request")
     except MegarlError as e:
         return _error(request, 500, str(e), "server_error")
-    except Exception as e:
-        logger.exception("the gateway failed on a request of %s", escape_controls(request.path))
+    except Exception as e:  # noqa: BLE001 -- a fault of this package; logged without what UTF-8 cannot encode
+        trace = replace_surrogates("".join(traceback.format_exception(e)))
+        logger.error("the gateway failed on request %s\n%s", escape_controls(request.path), trace)  # noqa: TRY400
         return _error(request, 500, f"the gateway failed: {describe_error(e)}", "server_error")
 
 

@@ -12,6 +12,7 @@ import pytest
 from megarl.rollout.environments.environment import Task
 from megarl.rollout.gateway import server
 from megarl.rollout.gateway.session import Session
+from megarl.text import has_surrogate
 from tests.rollout.clock import jump
 from tests.rollout.gateway.clients import ask_raw
 from tests.rollout.gateway.scripted import SeededEngine, logged_ids, make_agent, make_prompt, run_groups, sampled_ids
@@ -175,6 +176,8 @@ def test_a_fault_of_the_gateway_is_logged_and_answered_and_the_run_continues(tok
     assert answers[0].status_code == 500
     assert answers[0].json()["error"]["type"] == "api_error"
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "in fail" in caplog.text
+    assert not has_surrogate(caplog.text)
 
 
 async def send_half_a_body(task: Task, base_url: str, api_key: str) -> None:
