@@ -41,7 +41,7 @@ REQUIRED = (
     "rich",
     "psutil",
     "tensorboard",
-    "math-verify",
+    "latex2sympy2_extended",
 )
 OPTIONAL = ("transformer-engine", "apex", "triton", "sglang-kernel", "flash-attn", "wandb")
 

@@ -74,7 +74,7 @@ WHERE = (
     "trainer.eval_every=3", "rollout.workers=3", "rollout.request_timeout_seconds=3", "rollout.engine.mem_fraction=0.5",
     "rollout.engine.extra_args={cuda_graph_config: {b: 1}}", "placement.device=cpu", "weight_sync.bucket_bytes=77",
     "tracking.wandb={project: p}", "limits.logprob_abs_max=0.1", "checkpoint.every=3", "recovery.max_restarts=3",
-    "reward.max_failed_share=0.5", "reward.terms.accuracy.timeout_seconds=1",
+    "reward.max_failed_share=0.5",
 )  # fmt: skip
 """Changes of where and how a run computes."""
 
@@ -91,6 +91,13 @@ WHAT = (
 @pytest.mark.parametrize("override", WHERE)
 def test_keys_that_set_where_a_run_computes_may_change(override):
     assert set(find_differences(override).values()) == {True}
+
+
+@pytest.mark.parametrize(("key", "allowed"), [("timeout_seconds", True), ("cpu_seconds", False)])
+def test_time_limits_of_the_machine_may_change_and_those_of_answers_not(key, allowed):
+    saved = ("reward.terms.accuracy.type=math",)
+    path = f"reward.terms.accuracy.{key}"
+    assert find_differences(f"{path}=20", saved=saved) == {path: allowed}
 
 
 @pytest.mark.parametrize("override", WHAT)

@@ -517,6 +517,7 @@ def test_a_tiny_model_is_checked_before_it_is_written_once(tree: dict[str, Any],
     tiny = {"path": str(tmp_path / "tiny"), "tiny": {"vocab_size": 400, "num_layers": 1}}
     rows = [{"prompt": [{"role": "user", "content": "purple"}], "answer": "seventeen", "response": "because"}] * 3
     tree |= {"model": tiny, "data": {"path": str(write_rows(tmp_path / "messages.jsonl", rows))}}
+    tree["reward"] = {"terms": {"accuracy": {"type": "math"}}}  # takes words
     (problem,) = run_problems(tree)
     assert problem.startswith("data.path: ")
     assert "chat template" in problem
