@@ -36,11 +36,9 @@ settings.register_profile("random", deadline=None, suppress_health_check=[Health
 settings.register_profile("fixed", settings.get_profile("random"), derandomize=True)
 settings.load_profile("fixed")
 
-# both are ignored in background jobs of a shell; the children of tests would inherit that
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # SIGINT is ignored in background jobs of a shell; the children of tests would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @pytest.hookimpl(optionalhook=True)
