@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from megarl.errors import RewardError
 
@@ -57,6 +57,13 @@ class CallThreads:
                     "for example with timeouts of its own, or write it as an async function, which can be cancelled"
                 )
             return await asyncio.wait_for(self._run_in_thread(call), timeout_seconds)
+
+    async def call[T](self, call: Callable[[], T], timeout_seconds: float | None) -> T:
+        """Return what `call()` returns; raises what it raises, and as `run`."""
+        value, error = await self.run(call, timeout_seconds)
+        if error is not None:
+            raise error
+        return cast("T", value)
 
     async def _run_in_thread(self, call: Callable[[], object]) -> CallOutcome:
         loop = asyncio.get_running_loop()

@@ -116,7 +116,7 @@ class _Comparison:
             return _are_equal(got[1], wanted[1])
         if got[0] == wanted[0] == "set":
             return self._same_sets(got[1], wanted[1])
-        if got[0] == wanted[0] == "bracket" and len(wanted[3]) != 2:
+        if got[0] == wanted[0] == "bracket":
             return got[1:3] == wanted[1:3] and self._same_items(got[3], wanted[3])
         if got[0] == wanted[0] == "matrix":
             rows = zip(got[1], wanted[1], strict=False)
@@ -124,8 +124,6 @@ class _Comparison:
         if {got[0], wanted[0]} == {"matrix", "bracket"}:
             one, other = (_as_vector(each) for each in (got, wanted))
             return one is not None and other is not None and self._same_items(one, other)
-        if got[0] == wanted[0] == "bracket":
-            return got[1:3] == wanted[1:3] and self._same_items(got[3], wanted[3])
         if got[0] == wanted[0] == "relation" and self._same_relations(got, wanted):
             return True
         sets = [_as_real_set(each) for each in (got, wanted)]

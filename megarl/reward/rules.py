@@ -40,7 +40,7 @@ def numeric_reward(text: str, answer: str, *, strict: bool, finished: bool) -> f
     reference = extract_reference(answer)
     if strict:
         return float(finished and text.endswith(f"{ANSWER_MARK} {reference}"))
-    return float(_compare_final_answer(text, answer) == "equal")
+    return float(compare_final_answer(text, answer) == "equal")
 
 
 def math_reward(
@@ -61,17 +61,12 @@ def math_reward(
         EquivalenceError: the reference cannot be compared with itself, or the process of sympy is lost.
         RewardError: the process of sympy does not start.
     """
-    compared = _compare_final_answer(text, answer)
+    compared = compare_final_answer(text, answer)
     return compared if isinstance(compared, str) else compare(*compared, cpu_seconds, timeout_seconds)
 
 
-def quick_math_reward(text: str, answer: str) -> Comparison | None:
-    """Return the value of `math_reward` if it takes only microseconds, or None if it needs algebra."""
-    compared = _compare_final_answer(text, answer)
-    return compared if isinstance(compared, str) else None
-
-
-def _compare_final_answer(text: str, answer: str) -> Comparison | tuple[str, str]:
+def compare_final_answer(text: str, answer: str) -> Comparison | tuple[str, str]:
+    """Return the value of `math_reward` if it takes only microseconds, else what `compare_texts` returns."""
     prediction = extract_final_answer(text)
     return "unequal" if prediction is None else compare_texts(prediction, extract_reference(answer))
 

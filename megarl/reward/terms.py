@@ -14,8 +14,8 @@ from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config.reward import FormatRewardConfig, MathRewardConfig, NumericRewardConfig
 from megarl.errors import ConfigError, RewardError
 from megarl.reward.call_threads import CallThreads
-from megarl.reward.math_equivalence import MAX_CHECKERS, EquivalenceError
-from megarl.reward.rules import math_reward, numeric_reward, quick_math_reward
+from megarl.reward.math_equivalence import MAX_CHECKERS, EquivalenceError, compare
+from megarl.reward.rules import compare_final_answer, numeric_reward
 from megarl.text import text_of
 
 MAX_QUOTE_LENGTH = 300
@@ -114,20 +114,13 @@ class MathTerm:
         return await asyncio.gather(*(self._score(completion, prompt, answer) for completion in completions))
 
     async def _score(self, completion: Completion, prompt: Prompt, answer: str) -> TermValue | TermError:
-        compared: object = quick_math_reward(completion.text, answer)
-        if compared is None:
-            compare = partial(
-                math_reward,
-                completion.text,
-                answer,
-                cpu_seconds=self._config.cpu_seconds,
-                timeout_seconds=self._config.timeout_seconds,
-            )
-            compared, error = await self._threads.run(compare, None)  # the comparison has limits of its own
-            if isinstance(error, EquivalenceError):
-                return TermError(f"{self._label}: {error} {quote(completion, prompt)}")
-            if error is not None:
-                raise error
+        compared = compare_final_answer(completion.text, answer)
+        if not isinstance(compared, str):
+            run = partial(compare, *compared, self._config.cpu_seconds, self._config.timeout_seconds)
+            try:
+                compared = await self._threads.call(run, None)  # the comparison has limits of its own
+            except EquivalenceError as e:
+                return TermError(f"{self._label}: {e} {quote(completion, prompt)}")
         return TermValue(float(compared == "equal"), {"undecided": float(compared == "undecided")})
 
     async def close(self) -> None:
@@ -165,17 +158,11 @@ class FormatTerm:
             pass
         search = partial(self._search, completion.text, timeout=seconds, concurrent=True)
         try:
-            value, error = await self._threads.run(search, seconds)
-        except TimeoutError as e:
-            error = e
-        if isinstance(error, TimeoutError):
+            return TermValue(await self._threads.call(search, seconds))
+        except TimeoutError:
             return TermError(
                 f"{self._label} took longer than timeout_seconds = {seconds:g} {quote(completion, prompt)}"
             )
-        if error is not None:
-            raise error
-        assert isinstance(value, float)
-        return TermValue(value)
 
     def _search(self, text: str, *, timeout: float, concurrent: bool = False) -> float:
         """Return 1.0 if the pattern is found, else 0.0. `timeout` is in seconds of CPU time.

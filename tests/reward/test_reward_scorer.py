@@ -23,7 +23,7 @@ from megarl.batch.scored_group import ScoredGroup
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config.reward import PythonRewardConfig, RewardsConfig
 from megarl.errors import ConfigError, RewardError
-from megarl.reward import math_equivalence, python_term, rules
+from megarl.reward import math_equivalence, python_term, terms
 from megarl.reward.python_function import PythonReward, load_reward
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.reward.terms import FormatTerm
@@ -231,7 +231,7 @@ def test_invalid_terms_name_their_yaml_path() -> None:
 
 def test_algebra_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     loop_went_on = threading.Event()
-    monkeypatch.setattr(rules, "compare", lambda *_: "equal" if loop_went_on.wait(HANG_SECONDS) else "unequal")
+    monkeypatch.setattr(terms, "compare", lambda *_: "equal" if loop_went_on.wait(HANG_SECONDS) else "unequal")
     prompt = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="x+1")
 
     async def score() -> float:
@@ -400,7 +400,7 @@ def test_reference_that_cannot_be_compared_is_an_error_and_not_a_zero(monkeypatc
         raise failure(f"the reference answer takes more than cpu_seconds = {cpu_seconds:g}")
 
     failure: type[Exception] = math_equivalence.EquivalenceError
-    monkeypatch.setattr(rules, "compare", check)
+    monkeypatch.setattr(terms, "compare", check)
     algebra = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="x+1")
     good, bad = score_texts(make_scorer(acc={"type": "math"}), algebra, "#### x+1", r"\boxed{1+x}")
     assert (good.reward, good.reward_errors) == (1.0, {})

@@ -23,6 +23,9 @@ COLLECTIONS = {"set": set, "tuple": tuple, "list": list, "frozenset": frozenset,
 CLOSE = {"isclose": ("rel_tol", "abs_tol", 1e-9, 0.0), "allclose": ("rtol", "atol", 1e-5, 1e-8)}
 """Functions that compare numbers: the names of their tolerances, relative and absolute, and the defaults."""
 
+NO_PYTHON = (SyntaxError, ValueError, MemoryError, RecursionError)
+"""What `ast.parse` raises on texts that are no Python, or are nested too deeply."""
+
 NUM_OPERANDS = 2
 PLUS_TOLERANCE = Tolerance(relative=1e-7, absolute=1e-6)
 """Tolerance of HumanEval+ for floats whose test has none."""
@@ -93,7 +96,7 @@ def parse_assertions(sources: Sequence[str], where: str) -> AssertionTests:
         at = f"{where}[{i}]"
         try:
             (statement,) = ast.parse(source.strip()).body
-        except (SyntaxError, ValueError, MemoryError, RecursionError):
+        except NO_PYTHON:
             raise _refuse(source, at) from None
         if not isinstance(statement, ast.Assert) or not _take_apart(statement.test, (), at):
             raise _refuse(source, at)
@@ -115,7 +118,7 @@ def parse_check_function(source: str, entry_point: str, where: str) -> Assertion
     try:
         module = ast.parse(source)
         target = ast.parse(entry_point.strip(), mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
+    except NO_PYTHON as e:
         raise TestCaseError(f"{where} and the entry point need to be Python: {str(e)[:200]}") from None
     checks = [s for s in module.body if isinstance(s, ast.FunctionDef) and s.name == "check" and len(s.args.args) == 1]
     if len(checks) != 1:
@@ -143,7 +146,7 @@ def literal(node: ast.expr) -> tuple[bool, Any]:
                 return False, None
     try:
         return True, ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+    except (TypeError, *NO_PYTHON):
         return False, None
 
 

@@ -41,14 +41,11 @@ class CodeTerm:
 
     async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
         """Return the value of each completion, with the share of passed tests and `FAILURES` as metrics; as `Term`."""
-        tests, error = await self._threads.run(
-            partial(load_tests, prompt.row, self._config, self._references.run), None
-        )
-        if isinstance(error, TestCaseError | SandboxError):  # all rows could be graded before the run
-            return [TermError(f"{self._label}: {prompt.prompt_id}: {error}")] * len(completions)
-        if error is not None:
-            raise error
-        assert isinstance(tests, RowTests)
+        load = partial(load_tests, prompt.row, self._config, self._references.run)
+        try:
+            tests = await self._threads.call(load, None)
+        except (TestCaseError, SandboxError) as e:  # all rows could be graded before the run
+            return [TermError(f"{self._label}: {prompt.prompt_id}: {e}")] * len(completions)
         return await asyncio.gather(*(self._score(completion, prompt, tests) for completion in completions))
 
     async def _score(self, completion: Completion, prompt: Prompt, tests: RowTests) -> TermValue | TermError:
@@ -56,12 +53,10 @@ class CodeTerm:
         if source is None:
             return TermValue(0.0, {"passed": 0.0} | dict.fromkeys(FAILURES, 0.0))
         run = partial(self._run_tests, source, tests)
-        grades, error = await self._threads.run(run, None)  # the sandbox ends it in time
-        if isinstance(error, SandboxError):
-            return TermError(f"{self._label}: {error} {quote(completion, prompt)}")
-        if error is not None:
-            raise error
-        assert isinstance(grades, list)
+        try:
+            grades = await self._threads.call(run, None)  # the sandbox ends it in time
+        except SandboxError as e:
+            return TermError(f"{self._label}: {e} {quote(completion, prompt)}")
         share = grades.count("passed") / len(tests.cases)
         failures = {name: float(name in grades) for name in FAILURES}
         return TermValue(float(share == 1) if self._config.score == "all" else share, {"passed": share} | failures)

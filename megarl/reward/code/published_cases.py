@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl.reward.code.assertions import TestCaseError
+from megarl.reward.code.assertions import NO_PYTHON, TestCaseError
 from megarl.reward.code.comparison import Tolerance, prints_fractions
 from megarl.reward.code.grading import TestCase
 from megarl.sandbox.sandbox import Case
@@ -150,7 +150,7 @@ def _pair(item: Any, where: str, function: str | None) -> Pair:
 def _expression(source: str, where: str) -> str:
     try:
         ast.parse(source.strip(), mode="eval")
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+    except NO_PYTHON:
         raise TestCaseError(f"{where} needs an expression in 'call', got {source[:80]!r}") from None
     return source.strip()
 
@@ -192,15 +192,23 @@ def _to_case(pair: Pair, tolerance: Tolerance | None, *, wrapped: bool) -> TestC
     )
 
 
-def _text(value: Any, where: str) -> str:
-    """Return the text of an input or output, which may be a list of lines."""
+def text_of_lines(value: Any, needs: str) -> str:
+    """Return a text that may be a list of its lines.
+
+    Raises:
+        TestCaseError: it is neither; the message begins with `needs`.
+    """
     match value:
         case str():
             return value
         case list() if all(isinstance(line, str) for line in value):
             return "\n".join(value)
         case _:
-            raise TestCaseError(f"{where} needs texts as the input and the output, got {str(value)[:80]!r}")
+            raise TestCaseError(f"{needs}, got {str(value)[:80]!r}")
+
+
+def _text(value: Any, where: str) -> str:
+    return text_of_lines(value, f"{where} needs texts as the input and the output")
 
 
 def _call(pair: Pair, *, wrapped: bool) -> TestCase:

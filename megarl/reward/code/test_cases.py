@@ -14,6 +14,7 @@ from typing import Any
 from megarl.config.reward_code import AUTO, CodeRewardConfig
 from megarl.config.sandbox import SandboxConfig
 from megarl.reward.code.assertions import (
+    NO_PYTHON,
     RECORDED,
     AssertionTests,
     TestCaseError,
@@ -21,7 +22,7 @@ from megarl.reward.code.assertions import (
     parse_check_function,
 )
 from megarl.reward.code.grading import TestCase, describe_end, output_bytes
-from megarl.reward.code.published_cases import PRELUDE, find_pairs, function_name, parse_text, to_cases
+from megarl.reward.code.published_cases import PRELUDE, find_pairs, function_name, parse_text, text_of_lines, to_cases
 from megarl.reward.code.values import GradingClock, UndecidedError, read_value
 from megarl.sandbox.sandbox import Case, Outcome, Program, Sandbox
 from megarl.sandbox.tiers import open_sandbox
@@ -175,19 +176,11 @@ def _test_fields(row: Mapping[str, Any], field: str) -> list[str]:
 
 def _parse_setup(row: Mapping[str, Any], field: str | None) -> str:
     names = SETUP_FIELDS if field == AUTO else (field,) if field is not None else ()
-    return "\n".join(filter(None, (_source(row.get(name), name) for name in names)))
-
-
-def _source(value: Any, name: str) -> str:
-    match value:
-        case None:
-            return ""
-        case str():
-            return value
-        case list() if all(isinstance(line, str) for line in value):
-            return "\n".join(value)
-        case _:
-            raise TestCaseError(f"needs source or a list of its lines in {name!r}, got {str(value)[:80]!r}")
+    given = {name: row[name] for name in names if row.get(name) is not None}
+    sources = [
+        text_of_lines(value, f"needs source or a list of its lines in {name!r}") for name, value in given.items()
+    ]
+    return "\n".join(filter(None, sources))
 
 
 def _python_prompt(prompt: Any) -> str:
@@ -196,7 +189,7 @@ def _python_prompt(prompt: Any) -> str:
         return ""
     try:
         statements = ast.parse(prompt).body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+    except NO_PYTHON:
         return ""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
     return prompt if any(isinstance(statement, kinds) for statement in statements) else ""
@@ -225,7 +218,7 @@ def _evaluated(
             raise TestCaseError(f"expected values need to be evaluated without the program: {describe_end(outcome)}")
         try:
             cases = found.cases_of(read_value(outcome.value, GradingClock(EVALUATION_SECONDS)))
-        except (UndecidedError, ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as e:
+        except (UndecidedError, TypeError, *NO_PYTHON) as e:
             raise TestCaseError(f"expected values need to be literals: {str(e)[:200]}") from None
     return RowTests(cases=cases, prefix=prefix, setup="\n".join(filter(None, (found.imports, setup))))
 
