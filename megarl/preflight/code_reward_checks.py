@@ -10,6 +10,7 @@ from megarl.config.reward_code import CodeRewardConfig
 from megarl.config.run import RunConfig
 from megarl.data.rows import Row, read_rows
 from megarl.errors import ConfigError, DataError, SandboxError
+from megarl.preflight.data_checks import list_examples
 from megarl.reward.code.assertions import TestCaseError
 from megarl.reward.code.grading import describe_failure, is_passed
 from megarl.reward.code.test_cases import ReferenceSandbox, RowTests, find_solution, load_tests
@@ -82,8 +83,7 @@ class CodeRowsReport:
 
     def examples(self) -> str:
         """Return the first rows that cannot be graded, with the reasons, and the number of the others."""
-        more = len(self.refused) - MAX_REFUSED
-        return "; ".join(self.refused[:MAX_REFUSED]) + (f"; and {more} more" if more > 0 else "")
+        return list_examples(self.refused, MAX_REFUSED)
 
 
 def report_code_rows(config: RunConfig) -> list[CodeRowsReport]:

@@ -124,7 +124,7 @@ def _require_answers(config: RunConfig, source: Source, prompts: Iterable[Prompt
     names = source.config.reward_terms if source.config.reward_terms is not None else config.reward.rules
     terms = {name: config.reward.terms[name] for name in names}
     needing = {name: t for name, t in terms.items() if isinstance(t, NumericRewardConfig | MathRewardConfig)}
-    rows = [(prompt.prompt_id, prompt.answer) for prompt in prompts]
+    rows = [(prompt.prompt_id, prompt.answer) for prompt in prompts if needing]  # reads all prompts in any case
     if not needing:
         return
     without = [place for place, answer in rows if answer is None]
@@ -140,7 +140,7 @@ def _require_answers(config: RunConfig, source: Source, prompts: Iterable[Prompt
             raise DataError(
                 f"reward.terms.{name} ({term.type}) needs {_READABLE[term.type]} in field "
                 f"{source.config.fields.answer!r} ({source.key}.fields.answer), "
-                f"{len(problems)} of {len(rows)} rows have others: {_list_some(problems)}"
+                f"{len(problems)} of {len(rows)} rows have others: {list_examples(problems, MAX_EXAMPLES)}"
             )
 
 
@@ -173,6 +173,7 @@ def _find_unreadable_answers(
     return problems
 
 
-def _list_some(problems: Sequence[str]) -> str:
-    rest = len(problems) - MAX_EXAMPLES
-    return "; ".join(problems[:MAX_EXAMPLES]) + (f"; and {rest} more" if rest > 0 else "")
+def list_examples(problems: Sequence[str], most: int) -> str:
+    """Return the first problems for a message, at most `most`, and the number of the others."""
+    rest = len(problems) - most
+    return "; ".join(problems[:most]) + (f"; and {rest} more" if rest > 0 else "")

@@ -24,8 +24,8 @@ from megarl.rollout.gateway.turn_request import (
     read_single,
     read_stop,
     read_string,
+    require_list,
     shown,
-    wrong_field,
 )
 from megarl.rollout.gateway.turns import Turn, call_id
 
@@ -56,9 +56,7 @@ def read_chat_request(body: Mapping[str, Any], known: PrefixMemory[Any, Message]
     Raises:
         RefusedRequestError: the request is not valid, or asks for what the gateway does not do.
     """
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise wrong_field("messages", "a list of messages", messages)
+    messages = require_list(body.get("messages"), "messages", "a list of messages")
     read_single(body, "n", "best_of")
     options = read_object(body, "stream_options")
     overruled = find_overruled(body, APPLIED)

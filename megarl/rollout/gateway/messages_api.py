@@ -24,8 +24,8 @@ from megarl.rollout.gateway.turn_request import (
     read_object,
     read_stop,
     read_string,
+    require_list,
     shown,
-    wrong_field,
 )
 from megarl.rollout.gateway.turns import Turn, call_id
 
@@ -51,9 +51,7 @@ def read_messages_request(
     Raises:
         RefusedRequestError: the request is not valid, or asks for what the gateway does not do.
     """
-    sent = body.get("messages")
-    if not isinstance(sent, list) or not sent:
-        raise wrong_field("messages", "a list of messages", sent)
+    sent = require_list(body.get("messages"), "messages", "a list of messages")
     known = known or PrefixMemory()
     messages = [message for found in known.values(sent, _read_message) for message in found]
     if body.get("system") is not None:

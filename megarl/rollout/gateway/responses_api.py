@@ -24,8 +24,8 @@ from megarl.rollout.gateway.turn_request import (
     read_object,
     read_single,
     read_string,
+    require_list,
     shown,
-    wrong_field,
 )
 from megarl.rollout.gateway.turns import Turn, call_id
 
@@ -80,10 +80,9 @@ def read_responses_request(body: Mapping[str, Any], known: PrefixMemory[Any, _Re
     given = body.get("input")
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise wrong_field("input", "a text or a list of items", given)
+    items = require_list(given, "input", "a text or a list of items")
     known = known or PrefixMemory()
-    found = known.values(given, _read_item)
+    found = known.values(items, _read_item)
     messages = [message for each in found for message in each.messages] + [*found[-1].finish()]
     if body.get("instructions") is not None:
         messages = [make_message("system", read_string(body, "instructions")), *messages]

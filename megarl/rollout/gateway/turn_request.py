@@ -117,6 +117,17 @@ def read_list(body: Mapping[str, Any], name: str) -> Sequence[Any]:
     return value or []
 
 
+def require_list(value: Any, name: str, needed: str) -> list[Any]:
+    """Return a list that is not empty; `needed`: what the field `name` needs to be.
+
+    Raises:
+        RefusedRequestError: it is no list, or empty.
+    """
+    if not isinstance(value, list) or not value:
+        raise wrong_field(name, needed, value)
+    return value
+
+
 def read_string(body: Mapping[str, Any], name: str, default: str = "", *, param: str | None = None) -> str:
     """Return a field that is a text; `param`: the field of the request that it belongs to.
 
