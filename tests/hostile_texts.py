@@ -20,11 +20,23 @@ SAMPLE_SIZE = 40
 @lru_cache
 def hostile_texts() -> dict[str, str]:
     """Return the corpus, from name to text; the names say kind, seed and place. Both are the same in every process."""
-    parts = (_calls(), _characters(), _answers(), _programs(), TEMPLATES, FORMATS, RECORDS, THOUGHTS, _long_texts())
+    parts = (
+        _in_places("calls", JSON_SYNTAXES, JSON_BODIES),
+        {f"calls/{name}": text for name, text in MARKED_CALLS.items()},
+        _in_places("characters", CHARACTER_PLACES, CHARACTERS),
+        _in_places("answers", EXPRESSION_PLACES, EXPRESSIONS),
+        _in_places("programs", FENCES, PROGRAM_SOURCES),
+        *(TEMPLATES, FORMATS, RECORDS, THOUGHTS, _long_texts()),
+    )
     texts: dict[str, str] = {}
     for part in parts:
         texts |= part
     return texts
+
+
+def _in_places(kind: str, places: Mapping[str, Callable[[str], str]], texts: Mapping[str, str]) -> dict[str, str]:
+    """Return each text in each place, by the name KIND/PLACE/TEXT."""
+    return {f"{kind}/{place}/{name}": put(text) for place, put in places.items() for name, text in texts.items()}
 
 
 def sampled_hostile_texts(size: int = SAMPLE_SIZE, offset: int = 0) -> dict[str, str]:
@@ -144,15 +156,6 @@ MARKED_CALLS: Mapping[str, str] = {
 """Malformed calls in the syntaxes that have marks of their own for names and arguments."""
 
 
-def _calls() -> dict[str, str]:
-    texts = {
-        f"calls/{syntax}/{body}": wrap(JSON_BODIES[body])
-        for syntax, wrap in JSON_SYNTAXES.items()
-        for body in JSON_BODIES
-    }
-    return texts | {f"calls/{name}": text for name, text in MARKED_CALLS.items()}
-
-
 CHARACTERS: Mapping[str, str] = {
     "high-surrogate": "\ud800",
     "low-surrogate": "\udc00",
@@ -184,14 +187,6 @@ CHARACTER_PLACES: Mapping[str, Callable[[str], str]] = {
     "box": lambda text: f"\\boxed{{{text}}}",
     "code": lambda text: f"```python\nprint('{text}')\n```",
 }
-
-
-def _characters() -> dict[str, str]:
-    return {
-        f"characters/{place}/{name}": put(text)
-        for place, put in CHARACTER_PLACES.items()
-        for name, text in CHARACTERS.items()
-    }
 
 
 EXPRESSIONS: Mapping[str, str] = {
@@ -236,14 +231,6 @@ EXPRESSION_PLACES: Mapping[str, Callable[[str], str]] = {
 }
 
 
-def _answers() -> dict[str, str]:
-    return {
-        f"answers/{place}/{name}": put(text)
-        for place, put in EXPRESSION_PLACES.items()
-        for name, text in EXPRESSIONS.items()
-    }
-
-
 PROGRAM_SOURCES: Mapping[str, str] = {
     "exit": "exit()",
     "system-exit": "import sys\nsys.exit(0)",
@@ -285,14 +272,6 @@ FENCES: Mapping[str, Callable[[str], str]] = {
     "py-carriage-returns": lambda source: f"~~~Python\r\n{source}\r\n~~~\r\n",
     "open": lambda source: f"text\n````PY\n{source}\n```\n```",
 }
-
-
-def _programs() -> dict[str, str]:
-    return {
-        f"programs/{fence}/{name}": put(source)
-        for fence, put in FENCES.items()
-        for name, source in PROGRAM_SOURCES.items()
-    }
 
 
 TEMPLATES: Mapping[str, str] = {

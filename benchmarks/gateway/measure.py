@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 from aiohttp import web
+from numpy.typing import NDArray
 
 from megarl.batch.trajectory import Prompt
 from megarl.config.harness import HarnessConfig
@@ -72,13 +73,12 @@ async def measure(load: Load) -> dict[str, Any]:
     engine, server = WaitingEngine(load), GatewayServer(tokenizer)
     await server.start()
     renderer, parser = ChatRenderer(tokenizer), PlainTextParser()
-    process = psutil.Process()
     await _run(Load(num_sessions=4, num_turns=2, engine_seconds=0.01), engine, server, renderer, parser, tokenizer)
     engine.spent.clear()
     freeze_objects(collect=True)  # as the process does that has the gateway in a run
-    memory, cpu = process.memory_info().rss, time.process_time()
+    before = _usage()
     sessions, seconds = await _run(load, engine, server, renderer, parser, tokenizer)
-    cpu, memory = time.process_time() - cpu, process.memory_info().rss - memory
+    usage = _usage() - before
     added = [
         took - engine.spent[f"r-{session}.{turn}" if turn else f"r-{session}"]
         for session, turns in enumerate(seconds)
@@ -86,7 +86,7 @@ async def measure(load: Load) -> dict[str, Any]:
     ]
     await server.close()
     assert sum(session.num_turns for session in sessions) == load.num_sessions * load.num_turns
-    return _summary(load, added, cpu, memory)
+    return _summary(load, added, usage)
 
 
 async def measure_http(load: Load) -> dict[str, Any]:
@@ -107,21 +107,26 @@ async def measure_http(load: Load) -> dict[str, Any]:
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    process = psutil.Process()
-    memory, cpu = process.memory_info().rss, time.process_time()
+    before = _usage()
     seconds = await _talk([f"{site.name}/{session}" for session in range(load.num_sessions)], load)
-    cpu, memory = time.process_time() - cpu, process.memory_info().rss - memory
+    usage = _usage() - before
     await runner.cleanup()
     added = [
         each - wait
         for turns, waits in zip(seconds, waited, strict=True)
         for each, wait in zip(turns, waits, strict=True)
     ]
-    return _summary(load, added, cpu, memory)
+    return _summary(load, added, usage)
 
 
-def _summary(load: Load, added: Sequence[float], cpu: float, memory: int) -> dict[str, Any]:
-    """Return the result from the seconds added to each turn, the CPU seconds and the bytes of all of them."""
+def _usage() -> NDArray[np.float64]:
+    """Return the CPU seconds of this process and its resident bytes."""
+    return np.array([time.process_time(), psutil.Process().memory_info().rss])
+
+
+def _summary(load: Load, added: Sequence[float], usage: NDArray[np.float64]) -> dict[str, Any]:
+    """Return the result from the seconds added to each turn, and the CPU seconds and bytes of all of them."""
+    cpu, memory = usage.tolist()
     return {
         **asdict(load),
         "added_ms_p50": 1e3 * float(np.percentile(added, 50)),
