@@ -23,6 +23,15 @@ def replace_surrogates(text: str) -> str:
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
+def join_surrogates(text: str) -> str:
+    """Return the text with one character in the place of each pair of surrogates.
+
+    Raises:
+        UnicodeDecodeError: a surrogate has no other half.
+    """
+    return text.encode("utf-16", "surrogatepass").decode("utf-16")
+
+
 def map_text(value: Any, change: Callable[[str], str]) -> Any:
     """Return the value with all texts in it changed, in lists, tuples and mappings too, in keys and values."""
     match value:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megarl.cli.options import file_path
 from megarl.cli.output import console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments `RUN [--stop] [--set KEY=VALUE ...]`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("run", type=file_path, metavar="RUN", help="folder of the run")
     parser.add_argument(
         "--stop", action="store_true", help="stop the run after its current step; it writes a checkpoint first"
     )

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.cli.options import file_path
 from megarl.cli.output import console, print_error
 from megarl.errors import ConfigError, DataError
 
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parsers = {}
     for name, summary in ACTIONS.items():
         action = actions.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        action.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run (its run_dir)")
+        action.add_argument("run_dir", type=file_path, metavar="RUN", help="folder of the run (its run_dir)")
         parsers[name] = action
     parsers["ls"].add_argument("--json", action="store_true", help="print one JSON object per line")
     parsers["verify"].add_argument("step", type=int, nargs="?", metavar="STEP", help="verify only this step")

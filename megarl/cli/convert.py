@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megarl.cli.options import add_family, add_overrides
+from megarl.cli.options import add_family, add_overrides, file_path
 from megarl.cli.output import console
 
 DIRECTIONS = {
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             name, help=f"from {source} to {target}", description=f"{description} {LAYOUT}"
         )
         what = "folder to read, or hub id" if name == "hf-to-megatron" else "folder to read"
-        direction.add_argument("--model", required=True, type=Path, metavar=source, help=what)
+        direction.add_argument("--model", required=True, type=file_path, metavar=source, help=what)
         direction.add_argument(
-            "--output", required=True, type=Path, metavar=target, help="folder to write: empty or not existing yet"
+            "--output", required=True, type=file_path, metavar=target, help="folder to write: empty or not existing yet"
         )
         direction.add_argument(
             "--dtype",

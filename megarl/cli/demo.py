@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.cli.options import add_overrides
+from megarl.cli.options import add_overrides, file_path
 from megarl.cli.output import console
 from megarl.cli.train import print_results
 from megarl.config import RunConfig, SftConfig, load_config
@@ -22,16 +22,16 @@ NUM_TRAIN, NUM_HELD_OUT = 6000, 300
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `--sft`, `--train`, `--out`, `--seed`, `--data-only` and `--set`."""
     parser.add_argument(
-        "--sft", type=Path, default=RECIPES / "demo-sft.yaml", help="configuration of fine-tuning (yaml/demo-sft.yaml)"
+        "--sft", type=file_path, default=RECIPES / "demo-sft.yaml", help="configuration of fine-tuning (yaml/demo-sft.yaml)"
     )
     parser.add_argument(
         "--train",
-        type=Path,
+        type=file_path,
         default=RECIPES / "demo.yaml",
         help="configuration of GRPO (yaml/demo.yaml); --set overrides its keys",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), help="output folder; an existing one is moved aside first"
+        "--out", type=file_path, default=Path("runs/demo"), help="output folder; an existing one is moved aside first"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of data, fine-tuning and GRPO (0)")
     parser.add_argument("--data-only", action="store_true", help="only write the problems to OUT/data")

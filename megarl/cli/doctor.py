@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from megarl import __version__
-from megarl.cli.options import add_overrides
+from megarl.cli.options import add_overrides, file_path
 from megarl.cli.output import console
 from megarl.errors import ConfigError
 from megarl.placement.hardware import free_shared_memory, package_version, visible_gpu_names
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check all nodes of the cluster at RAY_ADDRESS, as a run does first",
     )
-    parser.add_argument("--config", type=Path, metavar="CONFIG", help="with --cluster: check the paths of this run too")
+    parser.add_argument("--config", type=file_path, metavar="CONFIG", help="with --cluster: check the paths of this run too")
     parser.add_argument("--stage", choices=STAGE_NAMES, default="train", help="command that CONFIG is for")
     add_overrides(parser)
 

@@ -5,10 +5,25 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megarl.config.section import expand_home
+
+
+def home_path(text: str) -> str:
+    """Return an argument with the home folder in the place of a leading `~`, which shells leave in `--out=~/x`."""
+    try:
+        return expand_home(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
+
+
+def file_path(text: str) -> Path:
+    """Return an argument as a path, with the home folder in the place of a leading `~`."""
+    return Path(home_path(text))
+
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
     """Declare `CONFIG [--set KEY=VALUE ...]`, parsed as `args.config` and `args.overrides`."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML configuration file of the run")
+    parser.add_argument("config", type=file_path, metavar="CONFIG", help="YAML configuration file of the run")
     add_overrides(parser)
 
 
@@ -16,6 +31,7 @@ def add_resume_option(parser: argparse.ArgumentParser) -> None:
     """Declare `[--resume auto|STEP|PATH]`, parsed as `args.resume`."""
     parser.add_argument(
         "--resume",
+        type=home_path,
         metavar="auto|STEP|PATH",
         help="resume the run in run_dir: from its latest valid checkpoint (auto), from that of STEP, or from the "
         "checkpoint folder PATH, which may belong to another run",

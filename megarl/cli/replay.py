@@ -9,13 +9,14 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 
+from megarl.cli.options import file_path
 from megarl.cli.output import console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `RUN [--out FOLDER] [--json]`."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run (its run_dir)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the replay; default: RUN/replay")
+    parser.add_argument("run_dir", type=file_path, metavar="RUN", help="folder of the run (its run_dir)")
+    parser.add_argument("--out", type=file_path, metavar="FOLDER", help="folder for the replay; default: RUN/replay")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from megarl.cli.options import add_family, add_overrides
+from megarl.cli.options import add_family, add_overrides, file_path
 from megarl.cli.output import console
 from megarl.process.torchrun_env import TorchrunWorld, report_on_rank0, torchrun_world
 
@@ -34,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", required=True, metavar="HF_DIR", help="model folder in Hugging Face format or hub id"
     )
     parser.add_argument(
-        "--input", required=True, type=Path, metavar="TOKENS", help='JSONL file with {"token_ids": [...]} per line'
+        "--input", required=True, type=file_path, metavar="TOKENS", help='JSONL file with {"token_ids": [...]} per line'
     )
     parser.add_argument(
         "--output",
         required=True,
-        type=Path,
+        type=file_path,
         metavar="SCORES",
         help='JSONL file to write, {"logprobs": [...], "entropy": [...]} per line',
     )

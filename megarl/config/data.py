@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from megarl.config.rollout import EnvironmentConfig
-from megarl.config.section import Section
+from megarl.config.section import FilePath, Section
 
 
 class FieldsConfig(Section):
@@ -67,13 +67,13 @@ class PromptFormat(Section):
 class SourceConfig(PromptFormat):
     """One of several sources of prompts. What describes its rows is by default as in `data`."""
 
-    path: str
+    path: FilePath
     """File of the training rows, as `data.path`."""
 
     ratio: float = Field(gt=0, le=1)
     """Share of the prompts that come from this source, with at most four decimals. All ratios sum to 1."""
 
-    eval_path: str | None = None
+    eval_path: FilePath | None = None
     """File of held-out rows. Default: this source takes no part in evaluation."""
 
     eval_size: int | None = Field(default=None, ge=1)
@@ -131,12 +131,12 @@ class DifficultyConfig(Section):
 class DataConfig(PromptFormat):
     """Prompts, demonstrations or preference pairs from JSONL or Parquet files."""
 
-    path: str | None = None
+    path: FilePath | None = None
     """File of the training rows: `*.jsonl` or `*.parquet`. Needed, unless there are `sources`. A file on the Hugging
     Face Hub is `hf://datasets/ORGANIZATION/NAME/FILE`, with a branch, tag or commit `NAME@REVISION`; FILE may be a
     pattern that matches one file, such as `main/train-*.parquet`."""
 
-    eval_path: str | None = None
+    eval_path: FilePath | None = None
     """File of held-out rows for `megarl eval` and for evaluation during training. Default: no evaluation."""
 
     eval_size: int | None = Field(default=None, ge=1)

@@ -72,6 +72,25 @@ ALLOWED_OPTIONS = frozenset(
 """Kernels, CUDA graphs, collectives, scheduling, size and dtype of the KV cache, logs: none of them changes where a
 weight update writes, which processes or ports an engine has, or what it samples from."""
 
+NUMERIC_OPTIONS = frozenset(
+    """
+    bucket_e2e_request_latency bucket_inter_token_latency bucket_time_to_first_token c128_page_size
+    chunked_prefill_size context_length cuda_graph_bs_decode cuda_graph_bs_prefill cuda_graph_max_bs_decode
+    cuda_graph_max_bs_prefill cuda_graph_max_seq_len_prefill cuda_graph_prefill_max_context debug_tensor_dump_layers
+    decode_log_interval default_priority_value dist_timeout dsa_triton_union ep_size
+    expert_distribution_recorder_buffer_size gc_threshold gc_warning_threshold_secs int8_mamba_ckpt_size
+    kv_canary_sweep_interval linear_replayssm_cache_len load_snapshot_publish_interval log_requests_level
+    mamba_cache_philox_rounds mamba_full_memory_ratio mamba_max_states_per_path mamba_track_interval
+    max_mamba_cache_size max_prefill_tokens max_queued_requests min_free_slots_delay num_continuous_decode_steps
+    numa_node page_size prefill_decode_interval prefill_decode_interval_min_bs prefill_max_requests
+    priority_scheduling_preemption_threshold return_aux_hidden_state_layer_ids sampling_mask_max_tokens
+    schedule_conservativeness scheduler_recv_interval soft_watchdog_timeout stream_interval swa_full_tokens_ratio
+    swa_prefix_tails torch_compile_max_bs triton_attention_num_kv_splits triton_attention_split_tile_size
+    watchdog_timeout weight_loader_prefetch_num_threads
+    """.split()  # noqa: SIM905 -- one name a line would take 60 lines
+)
+"""Allowed options that are numbers or lists of numbers, or null."""
+
 OWN_KEYS: Mapping[str, str] = {
     "custom_weight_loader": "weight_sync",
     "device": "placement.device",
@@ -273,6 +292,10 @@ def _find_problem(name: str, value: object) -> str | None:
         return f"SGLang has no such argument{f'; did you mean {close[0]}?' if close else ''}"
     if entries[0]:
         return entries[0]
+    if name in NUMERIC_OPTIONS and any(
+        isinstance(each, bool | str) for each in (value if isinstance(value, list) else [value])
+    ):
+        return f"needs a number, got {value!r}"
     if name == "ep_size" and not (isinstance(value, int) and value >= 1):
         return f"needs a size of at least 1, got {value}"
     if name in ALLOWED_VALUES and value not in ALLOWED_VALUES[name][0]:

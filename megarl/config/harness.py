@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megarl.config.section import Section
 
@@ -64,6 +65,11 @@ class HarnessConfig(Section):
 
     host: str = "127.0.0.1"
     """Address that the endpoint listens at. Programs on other hosts need one that they can reach."""
+
+    @field_validator("command")
+    @classmethod
+    def _expand_home(cls, command: list[str] | None) -> list[str] | None:
+        return None if command is None else [os.path.expanduser(word) for word in command]  # noqa: PTH111 -- as shells do
 
     @model_validator(mode="after")
     def _check_program(self) -> HarnessConfig:

@@ -11,31 +11,68 @@ from pydantic import ValidationError
 
 from megarl.config.section import Section
 from megarl.errors import ConfigError
+from megarl.text import has_surrogate, join_surrogates
+
+
+TAG = "tag:yaml.org,2002:"
+
+AMBIGUOUS_TAGS = {f"{TAG}int", f"{TAG}float", f"{TAG}timestamp"}
+"""Tags of plain scalars that YAML 1.1 finds where YAML 1.2 finds texts or other numbers."""
+
+INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$")
+FLOAT = re.compile(
+    r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?"
+    r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
+)
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-6 as a number (YAML 1.1 requires a dot) and rejects duplicate keys."""
+    """SafeLoader whose numbers are those of YAML 1.2, and which rejects duplicate keys.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+    It reads 1e-6 as a number, and dates, 010 (octal in YAML 1.1) and 1:30 (base 60 there) as texts. Of YAML 1.1 it has
+    merge keys, the booleans yes, no, on and off, and 1_000.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 -- PyYAML's
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in AMBIGUOUS_TAGS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_mapping_node(self, anchor: dict[str, yaml.Node] | None) -> yaml.MappingNode:
+        """Compose a mapping; before its merge keys are resolved, because merged keys may be overridden."""
+        node = super().compose_mapping_node(anchor)
+        assert node is not None
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=deep)
+            key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 continue  # SafeLoader rejects it
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
             seen.add(key)
-        return super().construct_mapping(node, deep)
+        return node
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
+        r"""Return the text of a scalar, with pairs of escapes such as \ud83d\ude00 as one character, as in JSON."""
+        text = super().construct_scalar(node)
+        assert isinstance(text, str)
+        try:
+            return join_surrogates(text) if has_surrogate(text) else text
+        except UnicodeDecodeError as e:
+            raise yaml.constructor.ConstructorError(
+                None, None, "a text has an unpaired surrogate, such as \\ud800, which is no character", node.start_mark
+            ) from e
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes the strings that `_Loader` would read as numbers."""
+    """SafeDumper that also quotes the strings that `_Loader` would read as numbers."""
 
 
 for _resolver in (_Loader, _Dumper):
-    _resolver.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-    )
+    _resolver.add_implicit_resolver(f"{TAG}int", INTEGER, list("-+0123456789"))
+    _resolver.add_implicit_resolver(f"{TAG}float", FLOAT, list("-+.0123456789"))
+for _name in ("merge", "value"):  # `<<` and `=` as values
+    _Loader.add_constructor(f"{TAG}{_name}", yaml.SafeLoader.construct_yaml_str)
 
 
 def load_config[C: Section](
@@ -120,7 +157,7 @@ def _parse(text: str, origin: str) -> object:
     except yaml.MarkedYAMLError as e:
         at = f":{e.problem_mark.line + 1}" if e.problem_mark else ""
         raise ConfigError(f"{origin}{at}: not valid YAML: {e.problem}") from e
-    except yaml.YAMLError as e:  # characters that YAML forbids
+    except (yaml.YAMLError, ValueError, RecursionError) as e:  # characters that YAML forbids, numbers of 5,000 digits
         raise ConfigError(f"{origin}: not valid YAML: {str(e).splitlines()[0]}") from e
 
 

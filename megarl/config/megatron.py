@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias, cast
 
@@ -55,6 +56,7 @@ class MegatronConfig(Section):
         if self.model.get("moe_router_dtype") == "fp64" and self.model.get("moe_router_fusion"):
             raise ValueError("model.moe_router_fusion needs moe_router_dtype: fp32, got fp64")
         self._check_optimizer_dtypes()
+        self._check_learning_rates()
         return self
 
     def _check_optimizer_dtypes(self) -> None:
@@ -73,6 +75,15 @@ class MegatronConfig(Section):
                 )
         if self.optimizer.get("main_grads_dtype") == "bfloat16" and self.ddp.get("grad_reduce_in_fp32") is not False:
             raise ValueError("optimizer.main_grads_dtype: bfloat16 needs ddp.grad_reduce_in_fp32: false")
+
+    def _check_learning_rates(self) -> None:
+        lr, min_lr = self.optimizer.get("decoupled_lr"), self.optimizer.get("decoupled_min_lr")
+        if min_lr is not None and lr is None:
+            raise ValueError(f"optimizer.decoupled_min_lr needs decoupled_lr, got {min_lr:g} alone")
+        if lr is not None and not 0 <= (min_lr or 0.0) <= lr:
+            raise ValueError(
+                f"optimizer.decoupled_min_lr needs to be from 0 to decoupled_lr = {lr:g}, got {min_lr or 0.0:g}"
+            )
 
     @property
     def offloads_adam(self) -> bool:
@@ -147,7 +158,7 @@ def _matches(value: object, kind: str) -> bool:
         case "int":
             return isinstance(value, int) and not isinstance(value, bool)
         case "float":
-            return isinstance(value, int | float) and not isinstance(value, bool)
+            return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         case "list":
             return isinstance(value, list) and all(isinstance(each, str) for each in value)
         case "null":

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from megarl.config.section import Section
+from megarl.config.section import FilePath, Section
 
 
 class TinyModelConfig(Section):
@@ -43,7 +43,7 @@ class TinyModelConfig(Section):
 class ModelConfig(Section):
     """The model that training starts from: the initial policy."""
 
-    path: str
+    path: FilePath
     """Folder of the model in Hugging Face format: config.json, safetensors, tokenizer. If there is no such folder: id
     of a model on the Hugging Face Hub, `Qwen/Qwen3-0.6B`, or with a branch, tag or commit, `Qwen/Qwen3-0.6B@main`."""
 

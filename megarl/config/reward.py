@@ -9,7 +9,7 @@ from pydantic import Field, Tag, field_validator, model_validator
 from megarl.config.reward_code import CodeRewardConfig
 from megarl.config.reward_services import HttpRewardConfig, JudgeRewardConfig
 from megarl.config.reward_term import RewardTerm, RuleConfig
-from megarl.config.section import Section, discriminate_by_type
+from megarl.config.section import FilePath, Section, discriminate_by_type
 from megarl.config.trainer import ParallelConfig
 
 RESERVED_NAMES = frozenset({"mean", "informative_groups", "sampled_mean", "dropped"})
@@ -90,7 +90,7 @@ class ModelRewardConfig(RewardTerm):
 
     type: Literal["model"]
 
-    path: str
+    path: FilePath
     """Folder in Hugging Face format of a sequence classification model with one label, or a hub id as in
     `model.path`."""
 

@@ -19,7 +19,7 @@ from megarl.config.recovery import RecoveryConfig
 from megarl.config.reward import RewardsConfig
 from megarl.config.rollout import EnvironmentConfig, RolloutConfig
 from megarl.config.schedule import ScheduleConfig
-from megarl.config.section import Section
+from megarl.config.section import FilePath, Section, Seed
 from megarl.config.tracking import TrackingConfig
 from megarl.config.trainer import SupervisedTrainerConfig, TrainerConfig
 from megarl.config.weight_sync import WeightSyncConfig
@@ -28,10 +28,10 @@ from megarl.config.weight_sync import WeightSyncConfig
 class StageConfig(Section):
     """Sections of every training stage."""
 
-    run_dir: str
+    run_dir: FilePath
     """Folder for everything that the run writes."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Seed of data order, sampling and initialization."""
 
     model: ModelConfig
@@ -41,7 +41,7 @@ class StageConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
-    export_dir: str | None = None
+    export_dir: FilePath | None = None
     """Folder for the trained model in Hugging Face format. Default: `<run_dir>/model`."""
 
     @model_validator(mode="after")

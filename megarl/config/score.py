@@ -9,7 +9,7 @@ from pydantic import Field
 from megarl.config.load import make_config
 from megarl.config.model import ModelConfig
 from megarl.config.placement import PlacementConfig
-from megarl.config.section import Section
+from megarl.config.section import Section, Seed
 from megarl.config.trainer import ParallelConfig
 
 
@@ -39,7 +39,7 @@ class ScoreConfig(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of the distribution that log-probabilities and entropies refer to."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Random seed of the ranks."""
 
     @property

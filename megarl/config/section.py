@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import cast
+import os
+import re
+import typing
+from collections.abc import Hashable, Iterator, Mapping
+from itertools import chain
+from types import NoneType
+from typing import Annotated, Any, TypeAlias, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Discriminator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, field_validator, model_validator
+from pydantic_core.core_schema import ValidationInfo
+
+
+def expand_home(path: str) -> str:
+    """Return the path with the home folder in the place of a leading `~` or `~user`.
+
+    Raises:
+        ValueError: the home folder is not known.
+    """
+    expanded = os.path.expanduser(path)  # noqa: PTH111 -- a Path would change hf:// and a trailing slash
+    if expanded.startswith("~"):
+        name = path.partition("/")[0]
+        raise ValueError(f"the home folder of {name} is not known; write ./{name} for a file of this name")
+    return expanded
+
+
+FilePath: TypeAlias = Annotated[str, AfterValidator(expand_home)]
+"""Path of a file or folder, with the home folder in the place of a leading `~`."""
+
+Seed: TypeAlias = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""Seed of random generators: torch takes 64 bits, and Megatron adds ranks to it."""
+
+OCTAL = re.compile(r"[-+]?0[0-9_]+")
+"""A whole number that YAML 1.1 reads as octal, or as text, and YAML 1.2 as decimal."""
 
 
 class Section(BaseModel):
@@ -14,6 +43,19 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _require_numbers(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse what pydantic would convert to another number than is meant: booleans, and texts such as 010."""
+        assert info.field_name is not None
+        if takes_numbers_only(cls.model_fields[info.field_name].annotation):
+            for each in _leaves(value):
+                if isinstance(each, bool):
+                    raise ValueError(f"needs a number, got {each}, which YAML also reads from yes, no, on and off")  # noqa: TRY004 -- pydantic's
+                if isinstance(each, str) and OCTAL.fullmatch(each.strip()):
+                    raise ValueError(f"needs a number without leading zeros, which may mean octal, got {each}")
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -26,6 +68,36 @@ class Section(BaseModel):
             if isinstance(field.default, Section) and isinstance(data.get(name), dict):
                 out[name] = merge(field.default.model_dump(exclude_unset=True), data[name])
         return out
+
+
+def takes_numbers_only(annotation: Any) -> bool:
+    """Return whether a field of this type takes numbers, or containers of numbers, and neither booleans nor texts.
+
+    >>> takes_numbers_only(float | None), takes_numbers_only(dict[str, tuple[int, ...]]), takes_numbers_only(bool | int)
+    (True, True, False)
+    """
+    parts = get_args(annotation)
+    if not parts:
+        return annotation in (int, float)
+    match get_origin(annotation):
+        case typing.Annotated:
+            parts = parts[:1]
+        case origin if isinstance(origin, type) and issubclass(origin, Mapping):
+            parts = parts[1:]
+        case _:
+            parts = tuple(part for part in parts if part not in (NoneType, ...))
+    return all(map(takes_numbers_only, parts))
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """Yield a value, or the values in containers of any depth."""
+    match value:
+        case dict():
+            yield from chain.from_iterable(map(_leaves, value.values()))
+        case list() | tuple():
+            yield from chain.from_iterable(map(_leaves, value))
+        case _:
+            yield value
 
 
 def merge(defaults: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:

@@ -130,6 +130,12 @@ class OptimizerConfig(Section):
     distributed: bool = True
     """Shard optimizer state over the data-parallel group (megatron-core's DistributedOptimizer)."""
 
+    @model_validator(mode="after")
+    def _check_min_lr(self) -> OptimizerConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr needs to be at most lr = {self.lr:g}, got {self.min_lr:g}")
+        return self
+
 
 class OffloadConfig(Section):
     """Trainer memory that is moved to the host while engines generate."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from fnmatch import filter as matching
 from functools import partial
 from importlib.metadata import distribution
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.config import engine_options, megatron_fields
-from megarl.config.engine_options import ALLOWED_OPTIONS, ALLOWED_VALUES, OWN_KEYS, REFUSED_OPTIONS
+from megarl.config.engine_options import ALLOWED_OPTIONS, ALLOWED_VALUES, NUMERIC_OPTIONS, OWN_KEYS, REFUSED_OPTIONS
 from megarl.config.megatron import find_field_problems
 from megarl.config.megatron_fields import ALLOWED, CLASS_OF, NEEDS_TE, NEEDS_TE_LAYERS, REFUSED
 from tests.config.runs import error_message, has_parts, make_run
@@ -89,6 +90,12 @@ def test_types_are_those_of_megatron(part: Any) -> None:
             assert all(f"'{value}'" in fields[name] for value in kind.split(" | ") if value != "null"), name
 
 
+def test_options_of_numbers_are_those_of_sglang() -> None:
+    fields = read_fields("sglang")
+    numeric = re.compile(r"A\[(Optional\[)?(List\[)?(int|float)\b")
+    assert {name for name in ALLOWED_OPTIONS if numeric.match(fields[name])} == NUMERIC_OPTIONS
+
+
 def test_options_with_conditions_are_allowed() -> None:
     assert {*NEEDS_TE, *NEEDS_TE_LAYERS} <= ALLOWED["model"].keys()
     assert ALLOWED_VALUES.keys() <= ALLOWED_OPTIONS
@@ -119,6 +126,11 @@ def test_options_that_cannot_work_are_refused_when_the_configuration_is_loaded(n
         ("sglang", "tp_size", 2, "megarl sets this argument itself, from rollout.tp"),
         ("sglang", "nnodes", 2, "megarl sets this argument itself, from rollout.tp"),
         ("sglang", "ep_size", 0, "needs a size of at least 1, got 0"),
+        ("sglang", "ep_size", True, "needs a number, got True"),
+        ("sglang", "chunked_prefill_size", "010", "needs a number, got '010'"),
+        ("sglang", "cuda_graph_bs_decode", [1, True], "needs a number, got [1, True]"),
+        ("optimizer", "decoupled_lr", float("nan"), "needs float, null, got nan"),
+        ("optimizer", "decoupled_lr", True, "needs float, null, got True"),
         ("sglang", "load_format", "dummy", "needs to be one of auto, safetensors, got dummy: ... layout"),
         (
             "model",

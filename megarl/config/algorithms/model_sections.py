@@ -7,14 +7,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from megarl.config.section import Section
+from megarl.config.section import FilePath, Section
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 
 
 class FrozenModelConfig(Section):
     """A model that is evaluated and never trained."""
 
-    path: str | None = None
+    path: FilePath | None = None
     """Folder of the model in Hugging Face format, or a hub id as in `model.path`. Default: `model.path`."""
 
     parallel: ParallelConfig | None = None

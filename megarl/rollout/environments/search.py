@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.config.section import expand_home
 from megarl.data.rows import read_rows
 from megarl.errors import AgentError
 from megarl.rollout.environments.bm25 import Bm25, words
@@ -54,7 +55,8 @@ class Search:
         """
         if num_passages < 1:
             raise AgentError(f"rollout.env.kwargs.num_passages needs to be at least 1, got {num_passages}")
-        self._index, self._num_passages, self._role = index, num_passages, role
+        self._index = None if index is None else expand_home(index)
+        self._num_passages, self._role = num_passages, role
         self._passages: Passages | None = None
         self._answer = ""
 

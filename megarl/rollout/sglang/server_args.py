@@ -54,7 +54,7 @@ def make_engine_arguments(spec: EngineSpec) -> dict[str, object]:
         "tp_size": spec.tp,
         "nnodes": spec.nnodes,
         "node_rank": spec.node_rank,
-        "random_seed": spec.seed,
+        "random_seed": spec.seed % 2**32,  # numpy's limit; requests have seeds of their own
         "weight_version": str(spec.policy_version),
         "custom_weight_loader": [IMPORT_PATH],
         "skip_tokenizer_init": True,  # prompts and completions are token ids
