@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from megarl.user_code import outcome_of
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -58,10 +60,8 @@ def text_of(value: object, convert: Callable[[object], str] = repr) -> str:
     Integers of thousands of digits have no text, neither have lists nested too deeply, and methods of the user's
     classes may raise anything.
     """
-    try:
-        return replace_surrogates(convert(value))
-    except Exception as e:  # noqa: BLE001 -- methods of the user's classes
-        return f"<{type(value).__name__} without text: {type(e).__name__}>"
+    text, error = outcome_of(lambda: replace_surrogates(convert(value)))
+    return text if error is None else f"<{type(value).__name__} without text: {type(error).__name__}>"
 
 
 def describe_error(error: BaseException) -> str:

@@ -8,9 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import ModuleType
+from typing import cast
 
 from megarl.errors import ConfigError
+from megarl.text import describe_error
+from megarl.user_code import outcome_of
 
 _recorded: ContextVar[dict[str, str] | None] = ContextVar("recorded", default=None)
 
@@ -55,14 +59,14 @@ def load_object(path: str, *, key: str, kind: str) -> object:
 def _import(name: str, key: str) -> ModuleType:
     # A console script does not search the working directory, where a user's rewards.py is. The directory is appended,
     # and only when needed, so that it never shadows an installed package.
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as e:
-        here = os.getcwd()
-        if not _is_module_or_parent(e.name, name) or here in sys.path:
-            raise ConfigError(f"{key}: cannot import {name}: {e}") from e
-    except Exception as e:  # importing runs the user's code, which may raise anything
-        raise ConfigError(f"{key}: importing {name} raised {type(e).__name__}: {e}") from e
+    module, error = outcome_of(partial(importlib.import_module, name))
+    if error is None:
+        return cast("ModuleType", module)
+    if not isinstance(error, ModuleNotFoundError):
+        raise ConfigError(f"{key}: importing {name} raised {describe_error(error)}") from error
+    here = os.getcwd()
+    if not _is_module_or_parent(error.name, name) or here in sys.path:
+        raise ConfigError(f"{key}: cannot import {name}: {error}") from error
     sys.path.append(here)
     return _import(name, key)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from typing import override
+
+from pydantic import model_validator
 
 from megarl.config.algorithms.algorithm import AlgorithmConfig
 from megarl.config.algorithms.group_baseline import GrpoConfig
@@ -67,6 +69,11 @@ class StageConfig(Section):
     def auxiliary_models(self) -> tuple[AuxiliaryModel, ...]:
         """The auxiliary models of the stage."""
         return ()
+
+    @property
+    def policy_updates(self) -> int:
+        """Number of optimizer steps of the trained model in the whole run."""
+        return self.trainer.steps
 
     @property
     def dp(self) -> int:
@@ -192,6 +199,19 @@ class RunConfig(StageConfig):
                 "rollout.engine.release_memory: true"
             )
         return self
+
+    @property
+    @override
+    def policy_updates(self) -> int:
+        """Number of the policy's optimizer steps in the whole run: none in the warm-up of a critic."""
+        sections = (use.section for use in self.algorithm.models())
+        warmup = max((section.warmup_steps for section in sections if isinstance(section, CriticConfig)), default=0)
+        return (self.trainer.steps - warmup) * self.algorithm.updates_per_step
+
+    @property
+    def auxiliary_updates(self) -> int:
+        """Number of optimizer steps of each auxiliary model that is trained, those before the run included."""
+        return (self.algorithm.pretraining_steps + self.trainer.steps) * self.algorithm.updates_per_step
 
     @property
     def environments(self) -> dict[str, EnvironmentConfig]:

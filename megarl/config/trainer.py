@@ -227,6 +227,11 @@ class TrainerConfig(Section):
         model, ddp, parallel = self.megatron.model, self.megatron.ddp, self.parallel
         if ddp.get("overlap_param_gather") and not self.optimizer.distributed:
             raise ValueError("megatron.ddp.overlap_param_gather needs optimizer.distributed: true, got false")
+        lr, min_lr = self.megatron.optimizer.get("decoupled_lr"), self.optimizer.min_lr
+        if lr is not None and "decoupled_min_lr" not in self.megatron.optimizer and lr < min_lr:
+            raise ValueError(
+                f"megatron.optimizer.decoupled_lr needs to be at least optimizer.min_lr = {min_lr:g}, got {lr:g}"
+            )
         is_special = self.megatron.optimizer.get("use_precision_aware_optimizer") or self.megatron.offloads_adam
         if is_special and not self.optimizer.distributed:
             raise ValueError(

@@ -35,7 +35,7 @@ from megarl.model_files.hub import hub_ids, with_local_models
 from megarl.placement.pool import start_cluster
 from megarl.preflight.cluster.cluster_check import check_nodes_or_raise, required_paths
 from megarl.preflight.model_checks import find_model_notices
-from megarl.preflight.run_checks import check_or_raise
+from megarl.preflight.run_checks import check_or_raise, find_warmup_notices
 from megarl.preflight.tiny_model import write_missing_model
 from megarl.process import early_stop_signal
 from megarl.process.torchrun_env import torchrun_world
@@ -201,7 +201,7 @@ def resolve_and_check[C: StageConfig](config: C, *, resume: str | None = None) -
     """Provide the models, run the preflight checks, and return `config` with absolute paths.
 
     Downloads the models that are named by a hub id, and writes the tiny model if configured. Prints the commits that
-    were downloaded and the messages of `find_model_notices` to stderr.
+    were downloaded and the messages of `find_model_notices` and `find_warmup_notices` to stderr.
 
     Args:
         resume: as in `run_stage`; a resumed run keeps the commits of its models and data.
@@ -219,7 +219,7 @@ def resolve_and_check[C: StageConfig](config: C, *, resume: str | None = None) -
     config = with_local_data(config, recorded.data, notify)
     write_missing_model(config)
     check_or_raise(config)
-    for notice in find_model_notices(config):
+    for notice in (*find_model_notices(config), *find_warmup_notices(config)):
         sys.stderr.write(f"{notice}\n")
     return with_absolute_paths(config)
 

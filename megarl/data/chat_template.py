@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.config.data import PromptFormat
 from megarl.data.rows import Row
 from megarl.errors import ConfigError, DataError
 from megarl.text import describe_error
+from megarl.user_code import outcome_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,10 +30,13 @@ def apply_chat_template(
     Raises:
         ChatTemplateError: the template's code raised an exception.
     """
-    try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
-    except Exception as e:  # the template's code may raise anything
-        raise ChatTemplateError(describe_error(e)) from e
+    text, error = outcome_of(
+        partial(
+            tokenizer.apply_chat_template, list(messages), tokenize=False, add_generation_prompt=True, **options
+        )
+    )
+    if error is not None:
+        raise ChatTemplateError(describe_error(error)) from error
     assert isinstance(text, str)
     return text
 
@@ -97,13 +102,54 @@ class PromptTemplate:
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize rendered prompts.
 
-        Chat templates contain their special tokens; plain prompts get those that the tokenizer adds, such as bos.
+        Chat templates contain their special tokens; plain prompts get those that the tokenizer adds, such as bos, unless
+        they begin with them.
         """
-        return self._encode(texts, add_special_tokens=not self._chat)
+        if self._chat:
+            return self._encode(texts, add_special_tokens=False)
+        added, num = self._added_tokens, len(self._added_tokens)
+        return [
+            ids[num:] if num and ids[num : 2 * num] == added else ids
+            for ids in self._encode(texts, add_special_tokens=True)
+        ]
 
-    def tokenize_continuations(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize texts that follow a prompt, without adding special tokens."""
-        return self._encode(texts, add_special_tokens=False)
+    def tokenize_rows(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Render and tokenize the prompts of rows.
+
+        Raises:
+            DataError: as `render`, or a prompt has no tokens.
+        """
+        prompts = self.tokenize([self.render(row) for row in rows])
+        self._require_tokens(rows, prompts, "prompt")
+        return prompts
+
+    def tokenize_responses(
+        self, rows: Sequence[Row], texts: Sequence[str], name: Literal["response", "chosen", "rejected"]
+    ) -> list[list[int]]:
+        """Tokenize texts that follow the prompts of rows, each with eos at its end, which is not repeated.
+
+        Args:
+            name: key of the texts' field in the section `fields`.
+
+        Raises:
+            DataError: a text has no tokens.
+        """
+        responses = self._encode(texts, add_special_tokens=False)
+        self._require_tokens(rows, responses, name)
+        eos = self._tokenizer.eos_token_id
+        return [ids if ids[-1] == eos else [*ids, eos] for ids in responses]
+
+    def _require_tokens(self, rows: Sequence[Row], encoded: Sequence[list[int]], name: str) -> None:
+        for row, ids in zip(rows, encoded, strict=True):
+            if not ids:
+                field = getattr(self._config.fields, name)
+                raise DataError(f"{row.where}: field {field!r} ({self._key}.fields.{name}) holds no tokens")
+
+    @cached_property
+    def _added_tokens(self) -> list[int]:
+        """The tokens that the tokenizer puts before a plain prompt."""
+        (plain,), (full,) = (self._encode(["a"], add_special_tokens=added) for added in (False, True))
+        return next(full[:i] for i in range(len(full)) if full[i : i + len(plain)] == plain)
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         # verbose would warn about texts longer than the model; the caller reports those with file and line.
@@ -117,9 +163,17 @@ class PromptTemplate:
         if not isinstance(prompt, list) or not prompt:
             kind = "an empty list" if prompt == [] else type(prompt).__name__
             raise DataError(f"{row.where}: {field} needs a string or a list of messages, got {kind}")
+        messages = []
         for message in prompt:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise DataError(f"{row.where}: {field} needs messages {{role, content}}, got {message!r}")
+            content = _join_content(message)
+            if content is None:
+                raise DataError(
+                    f"{row.where}: {field} needs messages {{role, content}} whose content is a text, or a list of parts "
+                    f"of type text, got {message!r}"
+                )
+            messages.append({**message, "content": content})
         if not self._chat:
             reason = (
                 f"got {self._key}.chat_template: never"
@@ -127,7 +181,24 @@ class PromptTemplate:
                 else _no_template(self._tokenizer)
             )
             raise DataError(f"{row.where}: {field} holds messages, which need a chat template, {reason}")
-        return prompt
+        return messages
+
+
+def _join_content(message: Mapping[str, Any]) -> str | None:
+    """Return the text of a message: its content, or the parts of it joined; None if it has other contents than text.
+
+    A message with calls of tools may have no content, as in OpenAI's API.
+    """
+    match message.get("content"):
+        case str(content):
+            return content
+        case None if message.get("tool_calls"):
+            return ""
+        case [*parts] if parts and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            texts = [part.get("text") for part in parts]
+            return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+        case _:
+            return None
 
 
 def _no_template(tokenizer: PreTrainedTokenizerBase) -> str:

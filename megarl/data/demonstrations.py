@@ -21,25 +21,25 @@ def load_demonstrations(
 ) -> list[Trajectory]:
     """Return each row of `path` (default: `data.path`) as prompt + response + eos, with its index as `group_id`.
 
+    A response that ends in eos gets no other.
+
     Prompt and response are tokenized separately, so that the prompt's tokens are those that generation starts from.
 
     Raises:
-        DataError: a row lacks prompt or response, or has more than `max_tokens` tokens while `data.overlong_prompts` is
+        DataError: a row lacks prompt or response, one of them has no tokens, or a row has more than `max_tokens` tokens while `data.overlong_prompts` is
             `error` (the message names file:line); or no row is left.
     """
     file = Path(path or config.file)
     template = PromptTemplate(config, tokenizer)
     overlong = OverlongFilter(file, config.overlong_prompts, max_tokens, "demonstration", "the context length")
-    eos = tokenizer.eos_token_id
     demonstrations: list[Trajectory] = []
     for rows in track(batch_rows(read_rows(file)), f"tokenizing {file.name}"):
-        prompts = template.tokenize([template.render(row) for row in rows])
-        responses = template.tokenize_continuations([_read_response(row, config.fields.response) for row in rows])
+        prompts = template.tokenize_rows(rows)
+        texts = [_read_response(row, config.fields.response) for row in rows]
+        responses = template.tokenize_responses(rows, texts, "response")
         for row, prompt, response in zip(rows, prompts, responses, strict=True):
-            if overlong.keep(row, len(prompt) + len(response) + 1):
-                demonstrations.append(
-                    make_supervised_trajectory(row, prompt, [*response, eos], group_id=len(demonstrations))
-                )
+            if overlong.keep(row, len(prompt) + len(response)):
+                demonstrations.append(make_supervised_trajectory(row, prompt, response, group_id=len(demonstrations)))
     overlong.report_dropped(num_kept=len(demonstrations))
     return demonstrations
 
@@ -66,7 +66,4 @@ def _read_response(row: Row, field: str) -> str:
             f"{row.where}: a demonstration needs field {field!r} (data.fields.response), the text to train on; "
             f"the row has {has}"
         )
-    text = row.text(field, "data.fields.response")
-    if not text:
-        raise DataError(f"{row.where}: field {field!r} (data.fields.response) is empty")
-    return text
+    return row.response(field, "data.fields.response")

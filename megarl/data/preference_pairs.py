@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.batch.trajectory import Trajectory
+from megarl.batch.trajectory import MAX_REWARD, Trajectory
 from megarl.config.data import DataConfig, FieldsConfig
 from megarl.data.chat_template import PromptTemplate
 from megarl.data.demonstrations import make_supervised_trajectory
@@ -49,33 +48,33 @@ def load_preferences(
         safety: also read the safety labels, if the rows have them.
 
     Raises:
-        DataError: a row lacks prompt or answers, has equal answers, an invalid margin or safety label, or either
+        DataError: a row lacks prompt or answers, one of them has no tokens, or a row has equal answers, an invalid margin or safety label, or either
             sequence has more than `max_tokens` tokens while `data.overlong_prompts` is `error` (the message names
             file:line); or no row is left.
     """
     file = Path(path or config.file)
     template = PromptTemplate(config, tokenizer)
     overlong = OverlongFilter(file, config.overlong_prompts, max_tokens, "longer sequence", "the context length")
-    eos, fields = tokenizer.eos_token_id, config.fields
+    fields = config.fields
     pairs: list[PreferencePair] = []
     first: tuple[Row, bool] | None = None
     for rows in track(batch_rows(read_rows(file)), f"tokenizing {file.name}"):
-        prompts = template.tokenize([template.render(row) for row in rows])
+        prompts = template.tokenize_rows(rows)
         answers = [_read_answers(row, fields) for row in rows]
-        chosen = template.tokenize_continuations([better for better, _ in answers])
-        rejected = template.tokenize_continuations([worse for _, worse in answers])
+        chosen = template.tokenize_responses(rows, [better for better, _ in answers], "chosen")
+        rejected = template.tokenize_responses(rows, [worse for _, worse in answers], "rejected")
         for row, prompt, better, worse in zip(rows, prompts, chosen, rejected, strict=True):
-            if not prompt:
-                raise DataError(f"{row.where}: field {fields.prompt!r} (data.fields.prompt) holds no tokens")
+            if better == worse:
+                raise DataError(_equal_answers_message(row, fields))
             margin, safe = _read_margin(row, fields.margin), _read_safety(row, fields) if safety else None
             first = first or (row, safe is not None)
             if first[1] != (safe is not None):
                 raise DataError(_mixed_labels_message(row, first[0], fields))
-            if overlong.keep(row, len(prompt) + max(len(better), len(worse)) + 1):
+            if overlong.keep(row, len(prompt) + max(len(better), len(worse))):
                 pairs.append(
                     PreferencePair(
-                        chosen=make_supervised_trajectory(row, prompt, [*better, eos], group_id=len(pairs)),
-                        rejected=make_supervised_trajectory(row, prompt, [*worse, eos], group_id=len(pairs)),
+                        chosen=make_supervised_trajectory(row, prompt, better, group_id=len(pairs)),
+                        rejected=make_supervised_trajectory(row, prompt, worse, group_id=len(pairs)),
                         margin=margin,
                         safe=safe,
                     )
@@ -86,28 +85,27 @@ def load_preferences(
 
 def _read_answers(row: Row, fields: FieldsConfig) -> tuple[str, str]:
     """Return the chosen and the rejected answer."""
-    found = []
-    for field, key in ((fields.chosen, "data.fields.chosen"), (fields.rejected, "data.fields.rejected")):
-        text = row.text(field, key)
-        if not text:
-            raise DataError(f"{row.where}: field {field!r} ({key}) is empty")
-        found.append(text)
-    chosen, rejected = found
+    chosen = row.response(fields.chosen, "data.fields.chosen")
+    rejected = row.response(fields.rejected, "data.fields.rejected")
     if chosen == rejected:
-        raise DataError(
-            f"{row.where}: fields {fields.chosen!r} (data.fields.chosen) and {fields.rejected!r} "
-            f"(data.fields.rejected) hold the same answer; a preference needs two"
-        )
+        raise DataError(_equal_answers_message(row, fields))
     return chosen, rejected
+
+
+def _equal_answers_message(row: Row, fields: FieldsConfig) -> str:
+    return (
+        f"{row.where}: fields {fields.chosen!r} (data.fields.chosen) and {fields.rejected!r} (data.fields.rejected) "
+        "hold the same answer; a preference needs two"
+    )
 
 
 def _read_margin(row: Row, field: str) -> float:
     value = row.fields.get(field)
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_REWARD:
         raise DataError(
-            f"{row.where}: field {field!r} (data.fields.margin) needs a number of at least 0, got {value!r}"
+            f"{row.where}: field {field!r} (data.fields.margin) needs a number from 0 to {MAX_REWARD:g}, got {value!r}"
         )
     return float(value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -136,11 +137,18 @@ class OverlongFilter:
 
 
 def _answer(value: Any) -> str | None:
-    """Return the reference answer as text; None for structured ones, which reward functions read from the row."""
+    """Return the reference answer as text; None if it is missing, as a blank text, NaN and infinity are.
+
+    Booleans, decimals, bytes, dates and structured answers have none either: reward functions read them from the row.
+    """
     match value:
+        case bool():
+            return None
         case str():
-            return value
-        case int() | float():
+            return value if value.strip() else None
+        case int():
             return str(value)
+        case float():
+            return str(value) if math.isfinite(value) else None
         case _:
             return None

@@ -45,6 +45,17 @@ class Row(NamedTuple):
             raise DataError(f"{self.where}: field {field!r} ({key}) needs a string, got {type(value).__name__}")
         return value
 
+    def response(self, field: str, key: str) -> str:
+        """Return the text in `field` that a model is trained on; `key` is the YAML key that names the field.
+
+        Raises:
+            DataError: the field is missing, not a string, or blank.
+        """
+        text = self.text(field, key)
+        if not text.strip():
+            raise DataError(f"{self.where}: field {field!r} ({key}) is {'blank' if text else 'empty'}")
+        return text
+
     def value(self, field: str, key: str) -> Any:
         """Return the value of `field`; `key` is the YAML key that names the field.
 
@@ -119,8 +130,18 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
-                for fields in batch.to_pylist():
+                for fields in _with_short_floats(batch).to_pylist():
                     line += 1
                     yield Row(path, line, fields)
     except (pa.ArrowException, UnicodeDecodeError, OSError) as e:
         raise DataError(f"{path}:{line + 1}: not readable as Parquet: {e}") from e
+
+
+def _with_short_floats(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the batch with columns of float16 and float32 as float64 with the same shortest decimals: 0.1 stays 0.1."""
+    for i, field in enumerate(batch.schema):
+        if field.type in (pa.float16(), pa.float32()):
+            values = batch.column(i).to_numpy(zero_copy_only=False)  # NaN for null
+            doubles = pa.array(map(float, values.astype(str)), pa.float64(), mask=batch.column(i).is_null().to_numpy(False))
+            batch = batch.set_column(i, field.name, doubles)
+    return batch

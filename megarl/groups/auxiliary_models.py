@@ -64,11 +64,12 @@ class AuxiliaryModels:
                     cost=cost,
                     offload_config=OffloadConfig(),
                 )
-                updates = auxiliary_updates(config)
                 spec = replace(spec, weights="hf" if load_weights else "none")
                 starting.append(
                     trainer.start_workers(
-                        TrainerSpec(model=spec, optimizer=auxiliary.optimizer, optimizer_steps=updates)
+                        TrainerSpec(
+                            model=spec, optimizer=auxiliary.optimizer, optimizer_steps=config.auxiliary_updates
+                        )
                     )
                 )
                 trained[auxiliary.name] = trainer
@@ -82,18 +83,6 @@ class AuxiliaryModels:
         """Reward models by the name of their reward term."""
         prefix = REWARD_MODEL_NAME.format("")
         return {name.removeprefix(prefix): group for name, group in self.frozen.items() if name.startswith(prefix)}
-
-
-def policy_updates(config: RunConfig) -> int:
-    """Return the number of the policy's optimizer steps in the whole run: none in the warm-up of a critic."""
-    sections = (use.section for use in config.algorithm.models())
-    warmup = max((section.warmup_steps for section in sections if isinstance(section, CriticConfig)), default=0)
-    return (config.trainer.steps - warmup) * config.algorithm.updates_per_step
-
-
-def auxiliary_updates(config: RunConfig) -> int:
-    """Return the number of optimizer steps of each auxiliary model that is trained, those before the run included."""
-    return (config.algorithm.pretraining_steps + config.trainer.steps) * config.algorithm.updates_per_step
 
 
 def _model_spec(config: RunConfig, auxiliary: AuxiliaryModel, device: str) -> ModelSpec:

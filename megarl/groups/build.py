@@ -13,7 +13,6 @@ from megarl.checkpoint.run_lock import find_claim
 from megarl.config import DpoConfig, RunConfig, StageConfig
 from megarl.data.run_prompts import RunPrompts, load_held_out, load_run_prompts
 from megarl.data.tokenizer import load_tokenizer
-from megarl.groups.auxiliary_models import policy_updates
 from megarl.groups.engine_group import EngineGroup
 from megarl.groups.engine_placement import place_dedicated_engines, place_engines
 from megarl.groups.rollout_group import RolloutGroup
@@ -31,9 +30,7 @@ from megarl.workers.group import Group, Processes, WorkerProcesses
 
 def trainer_spec(config: StageConfig, *, load_weights: bool = True) -> TrainerSpec:
     """Return the spec of this stage's trainer ranks; `load_weights`: start from the weights of the model folder."""
-    steps, temperature = config.trainer.steps, 1.0
-    if isinstance(config, RunConfig):
-        steps, temperature = policy_updates(config), config.rollout.sampling.temperature
+    temperature = config.rollout.sampling.temperature if isinstance(config, RunConfig) else 1.0
     model = ModelSpec(
         model_path=config.model.path,
         family=config.model.family,
@@ -51,7 +48,10 @@ def trainer_spec(config: StageConfig, *, load_weights: bool = True) -> TrainerSp
         seed=config.seed,
     )
     return TrainerSpec(
-        model=model, optimizer=config.trainer.optimizer, optimizer_steps=steps, claim=find_claim(config.run_dir)
+        model=model,
+        optimizer=config.trainer.optimizer,
+        optimizer_steps=config.policy_updates,
+        claim=find_claim(config.run_dir),
     )
 
 

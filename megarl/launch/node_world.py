@@ -24,6 +24,10 @@ SECRET_VARIABLE = "MEGARL_LAUNCH_SECRET"  # noqa: S105 -- the name of the variab
 MIN_SECRET_CHARACTERS = 16
 """Minimum length of a secret: whoever reaches the head can test guesses of a short one."""
 
+MAX_STEP_ID = 0xFFFFFFF0
+"""Largest id of a step that srun starts. Slurm has larger ones for batch scripts (0xFFFFFFFB) and for the shell of
+salloc with `use_interactive_step` (0xFFFFFFFA)."""
+
 HOW_TO_DRAW = "`openssl rand -hex 32`"
 
 HOW_TO_START = (
@@ -169,9 +173,10 @@ def _from_torchrun(environment: Mapping[str, str], hosts: tuple[str, ...], port:
 
 def _from_slurm(environment: Mapping[str, str], hosts: tuple[str, ...], port: int | None) -> NodeWorld:
     job, host = environment["SLURM_JOB_ID"], environment.get("SLURMD_NODENAME", socket.gethostname())
-    if "SLURM_STEP_ID" not in environment:
+    groups = _het_groups(environment)
+    if int(environment.get("SLURM_STEP_ID", MAX_STEP_ID + 1)) > MAX_STEP_ID:
         # a batch script or the shell of salloc: SLURM_PROCID is 0 there too
-        num_nodes = int(environment.get("SLURM_JOB_NUM_NODES", "1"))
+        num_nodes = sum(map(len, groups)) or int(environment.get("SLURM_JOB_NUM_NODES", "1"))
         if num_nodes > 1:
             raise ConfigError(
                 f"launch runs on one of the {num_nodes} nodes of Slurm job {job}; start it on all of them with "
@@ -183,7 +188,6 @@ def _from_slurm(environment: Mapping[str, str], hosts: tuple[str, ...], port: in
         raise ConfigError(
             f"launch needs one process a node: srun --ntasks-per-node=1, got {size} tasks on {num_nodes} nodes"
         )
-    groups = _het_groups(environment)
     step = expand_hostlist(environment["SLURM_STEP_NODELIST"])
     # A step over several components orders its node list by name, but its ranks by component.
     nodes = tuple(name for group in groups for name in group if name in step) or step
@@ -242,5 +246,7 @@ def _expand_ranges(text: str, hostlist: str) -> list[str]:
         if match is None:
             raise ConfigError(f"launch cannot parse the Slurm host list {hostlist!r}")
         first, last = match[1], match[2] or match[1]
+        if int(first) > int(last):
+            raise ConfigError(f"launch cannot parse the Slurm host list {hostlist!r}: {part} is no range")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers

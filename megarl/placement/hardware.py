@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,7 +18,7 @@ QUERY_TIMEOUT_SECONDS = 20.0
 MIN_OBJECT_STORE_BYTES = 128 * 2**20
 """Minimum size of Ray's object store."""
 
-GPU_FIELDS = ("index", "driver_version", "memory.total", "memory.used", "name")
+GPU_FIELDS = ("index", "uuid", "driver_version", "memory.total", "memory.used", "name")
 """Field names of nvidia-smi; the GPU name comes last, since it may contain commas."""
 
 
@@ -25,6 +28,8 @@ class Gpu:
 
     index: int
     """Index of the GPU on its node."""
+    uuid: str
+    """`GPU-` and 32 hexadecimal digits, in groups."""
     name: str
     driver: str
     """Version of the NVIDIA driver."""
@@ -49,15 +54,45 @@ def list_gpus() -> list[Gpu]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    found = [_gpu(line) for line in answer.stdout.splitlines() if line.strip()] if answer.returncode == 0 else []
+    if answer.returncode:
+        return []
+    found = [_gpu(line) for line in answer.stdout.splitlines() if line.strip()]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return found
-    ids = [word.strip() for word in chosen.split(",") if word.strip()]
-    if all(word.isdigit() for word in ids):
-        return [found[int(word)] for word in ids if int(word) < len(found)]
-    # words are GPU-<uuid> or MIG-<uuid>; "-1" hides all GPUs
-    return found[: len([word for word in ids if word != "-1"])]
+    return found if chosen is None else choose_visible(found, chosen)
+
+
+def choose_visible(gpus: Sequence[Gpu], chosen: str) -> list[Gpu]:
+    """Return the GPUs that CUDA shows with `chosen` as CUDA_VISIBLE_DEVICES, in its order.
+
+    The words are indices, or beginnings of UUIDs that belong to one GPU only. Words from the first invalid one on do not
+    count, and a GPU that is named twice hides all. Of MIG instances, CUDA shows the first.
+    """
+    words = chosen.split(",")
+    if words[0].startswith("MIG-"):
+        parents = [gpu for gpu in gpus if words[0].startswith(f"MIG-{gpu.uuid}/") or "GPU-" not in words[0]]
+        return [replace(gpu, memory_bytes=None, used_bytes=None) for gpu in parents[:1]]
+    by_uuid = words[0].startswith("GPU-")
+    names = [*takewhile(lambda word: word.startswith("GPU-"), words)] if by_uuid else [*_leading_numbers(words)]
+    if len(set(names)) < len(names):
+        return []
+    visible: list[Gpu] = []
+    for name in names:
+        found = [gpu for gpu in gpus if (gpu.uuid.startswith(str(name)) if by_uuid else gpu.index == name)]
+        if len(found) != 1:
+            break
+        if found[0] in visible:
+            return []
+        visible += found
+    return visible
+
+
+def _leading_numbers(words: Sequence[str]) -> Iterator[int]:
+    """Yield the number that each word begins with, as strtol does, up to the first that is negative or has none."""
+    for word in words:
+        number = re.match(r"\s*([+-]?[0-9]+)", word)
+        if number is None or int(number[1]) < 0:
+            return
+        yield int(number[1])
 
 
 def visible_gpu_names() -> list[str]:
@@ -89,8 +124,15 @@ def free_shared_memory() -> int | None:
 
 
 def _gpu(line: str) -> Gpu:
-    index, driver, total, used, name = (word.strip() for word in line.split(",", len(GPU_FIELDS) - 1))
-    return Gpu(index=int(index), name=name, driver=driver, memory_bytes=_mebibytes(total), used_bytes=_mebibytes(used))
+    index, uuid, driver, total, used, name = (word.strip() for word in line.split(",", len(GPU_FIELDS) - 1))
+    return Gpu(
+        index=int(index),
+        uuid=uuid,
+        name=name,
+        driver=driver,
+        memory_bytes=_mebibytes(total),
+        used_bytes=_mebibytes(used),
+    )
 
 
 def _mebibytes(text: str) -> int | None:

@@ -124,14 +124,19 @@ def _require_answers(config: RunConfig, source: Source, prompts: Iterable[Prompt
     names = source.config.reward_terms if source.config.reward_terms is not None else config.reward.rules
     terms = {name: config.reward.terms[name] for name in names}
     needing = {name: t for name, t in terms.items() if isinstance(t, NumericRewardConfig | MathRewardConfig)}
-    rows = [(prompt.prompt_id, prompt.answer) for prompt in prompts if needing]  # reads all prompts in any case
+    field = source.config.fields.answer
+    rows, without = list[tuple[str, str | None]](), list[str]()
+    for prompt in prompts:  # reads all prompts in any case
+        if needing:
+            rows.append((prompt.prompt_id, prompt.answer))
+            if prompt.answer is None:
+                without.append(f"{prompt.prompt_id}{_describe_missing(prompt.row.get(field))}")
     if not needing:
         return
-    without = [place for place, answer in rows if answer is None]
     name, term = next(iter(needing.items()))
     if without:
         raise DataError(
-            f"reward.terms.{name} ({term.type}) needs field {source.config.fields.answer!r} "
+            f"reward.terms.{name} ({term.type}) needs field {field!r} "
             f"({source.key}.fields.answer), {len(without)} of {len(rows)} rows have none, first {without[0]}"
         )
     for name, term in needing.items():
@@ -139,9 +144,20 @@ def _require_answers(config: RunConfig, source: Source, prompts: Iterable[Prompt
         if problems:
             raise DataError(
                 f"reward.terms.{name} ({term.type}) needs {_READABLE[term.type]} in field "
-                f"{source.config.fields.answer!r} ({source.key}.fields.answer), "
+                f"{field!r} ({source.key}.fields.answer), "
                 f"{len(problems)} of {len(rows)} rows have others: {list_examples(problems, MAX_EXAMPLES)}"
             )
+
+
+def _describe_missing(value: object) -> str:
+    """Return what a row has in the place of an answer, for a message; empty if it has nothing."""
+    match value:
+        case None:
+            return ""
+        case str() | float():
+            return f" ({value!r})"
+        case _:
+            return f" (of type {type(value).__name__}, which is neither a text nor a number)"
 
 
 def _find_unreadable_answers(

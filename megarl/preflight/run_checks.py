@@ -6,7 +6,7 @@ Each problem is one line that starts with its YAML key and, if numbers conflict,
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.config.preference import DpoConfig
@@ -99,6 +99,23 @@ def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -
                 problems += find_stall_problems(config, device)
     problems += find_data_problems(config, hf_config)
     return list(dict.fromkeys(problems))
+
+
+def find_warmup_notices(config: StageConfig) -> Iterator[str]:
+    """Yield a sentence for each trained model whose learning rate never reaches its peak."""
+    optimizers = [("trainer.optimizer", config.trainer.optimizer, config.policy_updates)]
+    if isinstance(config, RunConfig):
+        optimizers += [
+            (f"{model.key}.optimizer", model.optimizer, config.auxiliary_updates)
+            for model in config.auxiliary_models
+            if model.optimizer is not None
+        ]
+    for key, optimizer, updates in optimizers:
+        if optimizer.warmup_steps > updates:
+            yield (
+                f"{key}.warmup_steps: {optimizer.warmup_steps} optimizer steps are more than the run's {updates}, so "
+                f"that the learning rate ends at {updates} / {optimizer.warmup_steps} of lr = {optimizer.lr:g}"
+            )
 
 
 def _check_with_tiny_model(config: StageConfig, nodes: Sequence[ClusterNode] | None) -> list[str]:

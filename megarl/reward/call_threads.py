@@ -6,20 +6,10 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeAlias, cast
+from typing import cast
 
 from megarl.errors import RewardError
-
-CallOutcome: TypeAlias = tuple[object, BaseException | None]
-"""The return value of a call, or the exception that it raised."""
-
-
-def outcome_of(call: Callable[[], object]) -> CallOutcome:
-    """Return what a call of the user's code returns, or what it raises, be it `SystemExit` or `KeyboardInterrupt`."""
-    try:
-        return call(), None
-    except BaseException as e:  # noqa: BLE001 -- the user's code may raise anything
-        return None, e
+from megarl.user_code import CallOutcome, outcome_of
 
 
 class CallThreads:

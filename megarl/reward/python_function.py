@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 from megarl.config.import_path import load_object
 from megarl.config.reward import PythonRewardConfig
 from megarl.errors import ConfigError, RewardError
-from megarl.reward.call_threads import outcome_of
 from megarl.text import describe_error
+from megarl.user_code import outcome_of
 
 RewardFunction: TypeAlias = Callable[..., object]
 """`(trajectory, text, row) -> result`, sync or async; `(trajectories, texts, row) -> results` with `per: group`.

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from megarl.batch.trajectory import Prompt
 from megarl.config.reward import PythonRewardConfig
-from megarl.reward.call_threads import CallOutcome, CallThreads
+from megarl.reward.call_threads import CallThreads
 from megarl.reward.python_function import load_reward
 from megarl.reward.term_result import read_result
 from megarl.reward.terms import Completion, TermError, TermValue, abbreviate, quote
 from megarl.text import describe_error
+from megarl.user_code import await_outcome
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class PythonTerm:
         call, seconds = partial(self._reward.function, *arguments), self._config.timeout_seconds
         try:
             if self._reward.is_async:
-                value, error = await asyncio.wait_for(_await_outcome(call), seconds)
+                value, error = await asyncio.wait_for(await_outcome(call), seconds)
             else:
                 value, error = await self._threads.run(call, seconds)
         except TimeoutError:
@@ -87,7 +87,7 @@ class PythonTerm:
         seconds = self._config.timeout_seconds
         try:
             if inspect.iscoroutinefunction(self._reward.close):
-                _, error = await asyncio.wait_for(_await_outcome(self._reward.close), seconds)
+                _, error = await asyncio.wait_for(await_outcome(self._reward.close), seconds)
             else:
                 _, error = await self._threads.run(self._reward.close, seconds)
         except TimeoutError:
@@ -95,17 +95,3 @@ class PythonTerm:
             return
         if error is not None:
             logger.warning("%s: close() raised %s", self._label, describe_error(error))
-
-
-async def _await_outcome(call: Callable[[], Any]) -> CallOutcome:
-    """Return what an async call of the user's code returns, or what it raises; a time limit may cancel it."""
-    try:
-        coroutine: Awaitable[object] = call()
-        return await coroutine, None
-    except asyncio.CancelledError as e:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        return None, e
-    except (Exception, SystemExit, KeyboardInterrupt) as e:  # noqa: BLE001 -- the user's code may raise anything
-        return None, e

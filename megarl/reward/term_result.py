@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping
-
-import numpy as np
 
 from megarl.batch.trajectory import MAX_REWARD
 from megarl.config.reward import TERM_METRICS
 from megarl.reward.terms import TermError, TermValue, abbreviate
 from megarl.text import replace_surrogates
+from megarl.user_code import read_number
 
 REWARD_KEY = "reward"
 """Key of the reward in a mapping; all other keys are only logged."""
@@ -39,21 +37,13 @@ def _read_numbers(label: str, result: Mapping[str, object], where: str) -> TermV
     found: dict[str, float] = {}
     for name, value in result.items():
         at = "" if name == REWARD_KEY else f" for {abbreviate(name)}"
-        if not isinstance(value, numbers.Real | np.bool_):
+        number = read_number(value)
+        if number is None:
             got = f"{type(value).__name__} {abbreviate(value)}{at}"
             return TermError(f"{label} returned {got}, not a number, {where}")
-        number = _as_float(value)
         if not math.isfinite(number):
             return TermError(f"{label} returned {abbreviate(value)}{at}, not a finite number, {where}")
         if name == REWARD_KEY and abs(number) > MAX_REWARD:
             return TermError(f"{label} returned {abbreviate(value)}, a reward beyond {MAX_REWARD:g}, {where}")
         found[replace_surrogates(name)] = number
     return TermValue(found.pop(REWARD_KEY), found)
-
-
-def _as_float(value: numbers.Real | np.bool_) -> float:
-    """Return the value as a float, as infinity if it is an integer or a fraction beyond all floats."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf

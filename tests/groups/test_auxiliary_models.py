@@ -10,7 +10,7 @@ from ray.util import remove_placement_group
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.groups.auxiliary_models import AuxiliaryModels, _model_spec, auxiliary_updates, policy_updates
+from megarl.groups.auxiliary_models import AuxiliaryModels, _model_spec
 from megarl.groups.build import trainer_spec
 from megarl.groups.trainer_group import make_rank_processes, make_trainer_group
 from megarl.placement.pool import reserve_pools
@@ -185,7 +185,7 @@ def test_models_are_offloaded_only_on_shared_slots(device, offload_idle_models, 
 )
 def test_schedules_count_the_updates_of_each_model(algorithm, policy, critic):
     config = run_config(algorithm, trainer={"steps": 10})
-    assert (policy_updates(config), auxiliary_updates(config)) == (policy, critic)
+    assert (config.policy_updates, config.auxiliary_updates) == (policy, critic)
 
 
 def test_all_language_models_have_the_same_head():

@@ -12,6 +12,8 @@ from megarl.config.import_path import load_object
 from megarl.config.rollout import AgentConfig
 from megarl.errors import ConfigError
 from megarl.rollout.agents.episode import Episode
+from megarl.text import describe_error
+from megarl.user_code import outcome_of
 
 Agent: TypeAlias = Callable[[Episode], Awaitable[Trajectory | Sequence[Trajectory]]]
 """Runs one episode and returns its trajectory, or after forks its trajectories; the rollout worker adds the rewards.
@@ -34,10 +36,9 @@ def load_agent(config: AgentConfig) -> Agent:
     agent = check_agent(config)
     if not isinstance(agent, type):
         return partial(agent, **config.kwargs)
-    try:
-        instance = agent(**config.kwargs)
-    except Exception as e:  # the user's code may raise anything
-        raise ConfigError(f"{_PATH}: creating {config.path} raised {type(e).__name__}: {e}") from e
+    instance, error = outcome_of(partial(agent, **config.kwargs))
+    if error is not None:
+        raise ConfigError(f"{_PATH}: creating {config.path} raised {describe_error(error)}") from error
     return cast("Agent", getattr(instance, METHOD))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -11,6 +12,7 @@ from megarl.errors import AgentError, MegarlError
 from megarl.rollout.agents.agent import Agent
 from megarl.rollout.agents.episode import Episode
 from megarl.text import describe_error
+from megarl.user_code import await_outcome
 
 
 async def run_agent(
@@ -28,12 +30,11 @@ async def run_agent(
         AgentError: the agent raised another exception, or returned something other than a valid trajectory.
     """
     label = f"{key} ({path})"
-    try:
-        result: object = await agent(episode)
-    except MegarlError:
-        raise
-    except (Exception, SystemExit) as e:  # the user's code may raise anything
-        raise AgentError(f"{label} raised {describe_error(e)} on {episode.prompt.prompt_id}") from e
+    result, error = await await_outcome(partial(agent, episode))
+    if isinstance(error, MegarlError):
+        raise error
+    if error is not None:
+        raise AgentError(f"{label} raised {describe_error(error)} on {episode.prompt.prompt_id}") from error
     segments = list(result) if isinstance(result, list | tuple) and result else [result]
     problem: str | None = None
     for number, trajectory in enumerate(segments):

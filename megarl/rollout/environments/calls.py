@@ -6,11 +6,13 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megarl.errors import MegarlError
 from megarl.rollout.request_clock import RequestClock
 from megarl.text import describe_error
+from megarl.user_code import outcome_of
 
 
 class EnvironmentFailedError(MegarlError):
@@ -69,11 +71,9 @@ async def _run_in_thread(function: Callable[..., Any], *arguments: object) -> An
             future.set_exception(error)
 
     def run() -> None:
-        value, error = None, None
-        try:
-            value = function(*arguments)
-        except BaseException as e:  # noqa: BLE001 -- raised again by the future, where SystemExit would end the process
-            error = e if isinstance(e, Exception) else RuntimeError(describe_error(e))
+        value, error = outcome_of(partial(function, *arguments))
+        if error is not None and not isinstance(error, Exception):
+            error = RuntimeError(describe_error(error))  # the future raises it, where SystemExit would end the process
         if not loop.is_closed():
             loop.call_soon_threadsafe(finish, value, error)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from megarl.rollout.environments.environment import Environment, Message, Step, 
 from megarl.rollout.environments.load_environment import ENV, EnvironmentFactory
 from megarl.rollout.environments.tasks import Tasks
 from megarl.text import describe_error, text_of
+from megarl.user_code import outcome_of, read_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,12 +79,11 @@ class EnvironmentAgent:
             WorkerError: as `Episode.generate`.
         """
         run = _Run(self._config, self._key, self._renderer, episode)
-        try:
-            environment = self._factory.create()
-        except AgentError:
-            raise
-        except (Exception, SystemExit) as e:  # the user's code may raise anything
-            raise EnvironmentFailedError(f"{run.label} cannot be created: {describe_error(e)}") from e
+        environment, error = outcome_of(self._factory.create)
+        if isinstance(error, AgentError):
+            raise error
+        if error is not None:
+            raise EnvironmentFailedError(f"{run.label} cannot be created: {describe_error(error)}") from error
         try:
             await run.play(environment, self._tasks.of(episode))
         except BaseException:
@@ -146,8 +145,7 @@ class _Run:
                 limit = "seconds"
                 break
             step = await self._call(environment.step, reply, name="step")
-            self._require_step(step)
-            self.episode.add_turn_reward(float(step.reward))
+            self.episode.add_turn_reward(self._checked_reward(step))
             self.num_calls += step.num_calls
             if step.done:
                 limit = "stop"
@@ -207,19 +205,18 @@ class _Run:
             clock=self.episode.clock,
         )
 
-    def _require_step(self, step: object) -> None:
+    def _checked_reward(self, step: object) -> float:
+        """Return the reward of a step; raises unless the step is what the interface allows."""
         if not isinstance(step, Step):
             raise AgentError(f"{self.label}.step needs to return a Step, got {type(step).__name__}")
         self._require_messages(step.messages, "step")
         if not step.done and not step.messages:
             raise AgentError(f"{self.label}.step needs to return messages, or done: got a Step with neither")
-        try:
-            reward = float(step.reward)
-        except (TypeError, ValueError, OverflowError):  # such as an integer of 400 digits
-            reward = math.nan
-        if not abs(reward) <= MAX_REWARD:
+        reward = read_number(step.reward)
+        if reward is None or not abs(reward) <= MAX_REWARD:
             got = _quote(step.reward)
             raise EnvironmentFailedError(f"{self.label}.step needs to return a finite reward up to 1e18, got {got}")
+        return reward
 
     def _require_messages(self, messages: object, name: str) -> None:
         if not isinstance(messages, Sequence) or not all(isinstance(m, dict) and "role" in m for m in messages):

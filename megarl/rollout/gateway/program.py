@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from megarl.rollout.environments.calls import EnvironmentFailedError
 from megarl.rollout.environments.environment import Task
 from megarl.rollout.gateway.reply_parser import find_reasoning_parsers, find_tool_parsers
 from megarl.text import describe_error, text_of
+from megarl.user_code import await_outcome, read_number
 
 HARNESS = "rollout.harness"
 """YAML key of the section."""
@@ -76,10 +78,9 @@ async def run_function(
     Raises:
         EnvironmentFailedError: it raised an exception, or returned something else than a finite reward.
     """
-    try:
-        result = await function(task, base_url, api_key, **config.kwargs)
-    except Exception as e:  # the user's code may raise anything
-        raise EnvironmentFailedError(f"{HARNESS}.path ({config.path}) raised {describe_error(e)}") from e
+    result, error = await await_outcome(partial(function, task, base_url, api_key, **config.kwargs))
+    if error is not None:
+        raise EnvironmentFailedError(f"{HARNESS}.path ({config.path}) raised {describe_error(error)}") from error
     return read_reward(result, f"{HARNESS}.path ({config.path})")
 
 
@@ -148,8 +149,9 @@ def read_reward(result: object, label: str) -> float | None:
     value = result.get("reward") if isinstance(result, Mapping) else result
     if value is None:
         return None
-    if isinstance(value, bool | int | float) and abs(value) <= MAX_REWARD:
-        return float(value)
+    reward = read_number(value)
+    if reward is not None and abs(reward) <= MAX_REWARD:
+        return reward
     raise EnvironmentFailedError(f"{label} needs to return a finite reward up to 1e18, or none, got {text_of(value)}")
 
 
