@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from megarl.cli.options import file_path
 from megarl.cli.output import console

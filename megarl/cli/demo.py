@@ -22,7 +22,10 @@ NUM_TRAIN, NUM_HELD_OUT = 6000, 300
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `--sft`, `--train`, `--out`, `--seed`, `--data-only` and `--set`."""
     parser.add_argument(
-        "--sft", type=file_path, default=RECIPES / "demo-sft.yaml", help="configuration of fine-tuning (yaml/demo-sft.yaml)"
+        "--sft",
+        type=file_path,
+        default=RECIPES / "demo-sft.yaml",
+        help="configuration of fine-tuning (yaml/demo-sft.yaml)",
     )
     parser.add_argument(
         "--train",

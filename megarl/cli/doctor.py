@@ -85,7 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check all nodes of the cluster at RAY_ADDRESS, as a run does first",
     )
-    parser.add_argument("--config", type=file_path, metavar="CONFIG", help="with --cluster: check the paths of this run too")
+    parser.add_argument(
+        "--config", type=file_path, metavar="CONFIG", help="with --cluster: check the paths of this run too"
+    )
     parser.add_argument("--stage", choices=STAGE_NAMES, default="train", help="command that CONFIG is for")
     add_overrides(parser)
 

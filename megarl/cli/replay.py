@@ -7,7 +7,6 @@ import json
 import sys
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
-from pathlib import Path
 
 from megarl.cli.options import file_path
 from megarl.cli.output import console

@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 

@@ -69,7 +69,7 @@ class HarnessConfig(Section):
     @field_validator("command")
     @classmethod
     def _expand_home(cls, command: list[str] | None) -> list[str] | None:
-        return None if command is None else [os.path.expanduser(word) for word in command]  # noqa: PTH111 -- as shells do
+        return None if command is None else [os.path.expanduser(word) for word in command]
 
     @model_validator(mode="after")
     def _check_program(self) -> HarnessConfig:

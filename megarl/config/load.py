@@ -13,7 +13,6 @@ from megarl.config.section import Section
 from megarl.errors import ConfigError
 from megarl.text import has_surrogate, join_surrogates
 
-
 TAG = "tag:yaml.org,2002:"
 
 AMBIGUOUS_TAGS = {f"{TAG}int", f"{TAG}float", f"{TAG}timestamp"}

@@ -20,7 +20,7 @@ def expand_home(path: str) -> str:
     Raises:
         ValueError: the home folder is not known.
     """
-    expanded = os.path.expanduser(path)  # noqa: PTH111 -- a Path would change hf:// and a trailing slash
+    expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         name = path.partition("/")[0]
         raise ValueError(f"the home folder of {name} is not known; write ./{name} for a file of this name")

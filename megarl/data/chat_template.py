@@ -31,9 +31,7 @@ def apply_chat_template(
         ChatTemplateError: the template's code raised an exception.
     """
     text, error = outcome_of(
-        partial(
-            tokenizer.apply_chat_template, list(messages), tokenize=False, add_generation_prompt=True, **options
-        )
+        partial(tokenizer.apply_chat_template, list(messages), tokenize=False, add_generation_prompt=True, **options)
     )
     if error is not None:
         raise ChatTemplateError(describe_error(error)) from error

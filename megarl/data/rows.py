@@ -142,6 +142,8 @@ def _with_short_floats(batch: pa.RecordBatch) -> pa.RecordBatch:
     for i, field in enumerate(batch.schema):
         if field.type in (pa.float16(), pa.float32()):
             values = batch.column(i).to_numpy(zero_copy_only=False)  # NaN for null
-            doubles = pa.array(map(float, values.astype(str)), pa.float64(), mask=batch.column(i).is_null().to_numpy(False))
+            doubles = pa.array(
+                map(float, values.astype(str)), pa.float64(), mask=batch.column(i).is_null().to_numpy(False)
+            )
             batch = batch.set_column(i, field.name, doubles)
     return batch

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megarl.config import RunConfig
-from megarl.config.algorithms.model_sections import CriticConfig
 from megarl.config.auxiliary_model import REWARD_MODEL_NAME, AuxiliaryModel
 from megarl.config.placement import MAIN_POOL
 from megarl.config.trainer import OffloadConfig
@@ -67,9 +66,7 @@ class AuxiliaryModels:
                 spec = replace(spec, weights="hf" if load_weights else "none")
                 starting.append(
                     trainer.start_workers(
-                        TrainerSpec(
-                            model=spec, optimizer=auxiliary.optimizer, optimizer_steps=config.auxiliary_updates
-                        )
+                        TrainerSpec(model=spec, optimizer=auxiliary.optimizer, optimizer_steps=config.auxiliary_updates)
                     )
                 )
                 trained[auxiliary.name] = trainer

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from megarl.config import STAGES, RunConfig, SftConfig, command_of, dump_config, load_config, load_resolved
-from megarl.config.load import make_config
+from megarl.config.load import _parse, make_config, read_tree
 from megarl.config.reward import NumericRewardConfig
 from megarl.errors import ConfigError
 from tests.config.runs import REQUIRED, make_run
@@ -130,6 +132,112 @@ def test_invalid_yaml_is_rejected(write: Write, content: str | bytes, message: s
     path = write(content)
     (line,) = problems(path)
     assert f"{path}: {line}".startswith(f"{path}{message}") or line.startswith(f"{path}{message}")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.steps=010", "needs a number without leading zeros, which may mean octal, got 010"),
+        ("trainer.steps=-010", "needs a number without leading zeros, which may mean octal, got -010"),
+        ("trainer.steps='010'", "needs a number without leading zeros, which may mean octal, got 010"),
+        ("trainer.steps=0_8", "needs a number without leading zeros, which may mean octal, got 0_8"),
+        ("trainer.steps=0o10", "Input should be a valid integer"),
+        ("trainer.steps=1:30", "Input should be a valid integer"),
+        ("trainer.optimizer.lr=1:30.5", "Input should be a valid number"),
+        ("trainer.steps=yes", "needs a number, got True, which YAML also reads from yes, no, on and off"),
+        ("trainer.optimizer.lr=on", "needs a number, got True"),
+        ("trainer.profile={steps: [1, off]}", "needs a number, got False"),
+        ("rollout.engine.mem_fraction=true", "needs a number, got True"),
+        ("reward.terms.a.weight=on", "needs a number, got True"),
+        ("limits.max_skips_in_a_row=yes", "needs a number, got True"),
+        ("algorithm.clip_ratio_low=yes", "needs a number, got True"),
+        ("seed=" + "9" * 5000, "not valid YAML: "),
+        ("trainer.optimizer.lr=" + "9" * 400, "Input should be a valid number"),
+        ("trainer.optimizer.lr=1e400", "Input should be a finite number"),
+        ("seed=2024-01-01", "Input should be a valid integer"),
+    ],
+)
+def test_what_yaml_1_1_takes_for_other_numbers_is_refused(write: Write, override: str, message: str) -> None:
+    (line,) = problems(write(MINIMAL), override)
+    assert message in line
+    assert line.startswith(override.partition("=")[0]) or line.startswith(f"--set {override}: not valid")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1_000", 1000), ("0x10", 16), ("1e3", 1000.0), (".5", 0.5), ("-.5", -0.5), ("'7'", "7"), ("1.2", 1.2),
+        ("'1.2'", "1.2"), ("010", "010"), ("1:30", "1:30"), ("2024-01-01", "2024-01-01"), ("=", "="), ("<<", "<<"),
+        ('"\\ud83d\\ude00"', "\U0001f600"), ("yes", True), ("null", None), ("~/x", "~/x"),
+    ],
+)  # fmt: skip
+def test_scalars(write: Write, text: str, value: object) -> None:
+    kwargs = {"x": value}
+    config = load_config(RunConfig, write(MINIMAL), [f"rollout.agent.kwargs.x={text}"])
+    assert repr(config.rollout.agent.kwargs) == repr(kwargs)
+    assert repr(load_config(RunConfig, write(dump_config(config))).rollout.agent.kwargs) == repr(kwargs)
+
+
+YAML_1_2 = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+|[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+"""The numbers of YAML 1.2's core schema (10.3.2), except for infinity and NaN."""
+
+
+@settings(max_examples=1000)
+@given(text=st.text("0123456789_+-.:eExob", min_size=1, max_size=6).filter(lambda text: not {":", "-"} & {text[-1]}))
+def test_numbers_are_those_on_which_yaml_1_1_and_1_2_agree(text: str) -> None:
+    number, yaml_1_1 = _parse(text, "x"), yaml.safe_load(text)
+    if isinstance(number, int | float):
+        plain = text.replace("_", "")
+        assert number == (int(plain, 0) if re.fullmatch("[-+]?(0[xb].*|[0-9]+)", plain) else float(plain))
+        assert number == yaml_1_1 or (YAML_1_2.fullmatch(plain) and isinstance(yaml_1_1, str))
+    elif YAML_1_2.fullmatch(text):
+        assert re.match(r"[-+]?0[0-9o]", text), "only whole numbers with leading zeros, and 0o7, are left out"
+
+
+MERGED = """
+run_dir: r
+model: {path: m}
+data: {path: d}
+trainer:
+  optimizer: &adam {lr: 1e-6, warmup_steps: 5}
+  parallel: &parallel {<<: &none {tp: 1}, pp: 1}
+algorithm:
+  type: ppo
+  critic:
+    optimizer: {<<: *adam, lr: 1e-5}
+    parallel: {<<: [*parallel, {tp: 7, cp: 1}], cp: 1}
+"""
+
+
+def test_merge_keys_are_overridden_by_a_mappings_own(write: Write) -> None:
+    config = load_config(RunConfig, write(MERGED))
+    critic = at(config, "algorithm.critic")
+    assert (critic.optimizer.lr, critic.optimizer.warmup_steps) == (1e-5, 5)
+    assert (critic.parallel.tp, critic.parallel.pp, critic.parallel.cp) == (1, 1, 1), "the first of a list wins"
+    assert config == load_config(RunConfig, write(dump_config(config)))
+    assert read_tree(write(MERGED)) == yaml.safe_load(MERGED.replace("1e-", "1.0e-"))
+
+
+def test_merged_mappings_may_be_nested_and_keep_their_own_values(write: Write) -> None:
+    tree = read_tree(write("x: {y: &b {<<: &a {k: 1}, k: 2}}\nc: {<<: *b, z: 1}\nd: {<<: [*a, *b]}\n"))
+    assert tree == {"x": {"y": {"k": 2}}, "c": {"k": 2, "z": 1}, "d": {"k": 1}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: &a {x: 1}\nb: {<<: *a, y: 1, y: 2}\n", ":2: not valid YAML: key 'y' is given twice"),
+        ("b: {<<: {x: 1}, <<: {y: 1}}\n", ":1: not valid YAML: key '<<' is given twice"),
+        ("b: {<<: 3}\n", ":1: not valid YAML: expected a mapping or list of mappings for merging"),
+        ('run_dir: "a\\ud800b"\n', ":1: not valid YAML: a text has an unpaired surrogate, such as \\ud800"),
+        ("[" * 3000, ": not valid YAML: "),
+    ],
+)
+def test_invalid_merges_and_texts_are_rejected(write: Write, content: str, message: str) -> None:
+    path = write(content)
+    with pytest.raises(ConfigError) as error:
+        load_config(RunConfig, path)
+    assert str(error.value).startswith(f"{path}{message}")
 
 
 def test_missing_and_empty_files(write: Write, tmp_path: Path) -> None:

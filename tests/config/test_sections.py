@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+import re
+from collections.abc import Iterator
+from typing import Any, get_args
 
 import pytest
+import torch
 
 from megarl.config import RunConfig, SftConfig, dump_config, load_config
 from megarl.config.limits import AUTO_LIMITS, LimitConfig, LimitsConfig
+from megarl.config.load import make_config
+from megarl.config.paths import data_paths, model_paths
 from megarl.config.rollout import SglangConfig
+from megarl.config.score import ScoreConfig
+from megarl.config.section import Section
+from megarl.data.sampler import PromptOrder
+from megarl.errors import ConfigError
 from megarl.schedule.policy import Late, SchedulePolicy, Update
 from tests.config.runs import error_message, flow, has_parts, make_run
 
@@ -123,6 +132,27 @@ MODELS_ONLY = "reward: {terms: {rm: {type: model, path: rm}}}"
             f"{MODELS_ONLY}, algorithm: {{type: remax}}, schedule: {{type: async}}",
             "... schedule.type: remax with reward models needs sync, got async",
         ),
+        (
+            "trainer: {optimizer: {min_lr: 1.0e-5}}",
+            "trainer.optimizer: min_lr needs to be at most lr = 1e-06, got 1e-05",
+        ),
+        (
+            "algorithm: {type: ppo, critic: {optimizer: {min_lr: 0.1, decay: linear}}}",
+            "algorithm.critic.optimizer: min_lr needs to be at most lr = 1e-05, got 0.1",
+        ),
+        (
+            "trainer: {megatron: {optimizer: {decoupled_lr: 1.0e-5, decoupled_min_lr: 1.0e-4}}}",
+            "trainer.megatron: optimizer.decoupled_min_lr needs to be from 0 to decoupled_lr = 1e-05, got 0.0001",
+        ),
+        (
+            "trainer: {megatron: {optimizer: {decoupled_min_lr: 1.0e-4}}}",
+            "trainer.megatron: optimizer.decoupled_min_lr needs decoupled_lr, got 0.0001 alone",
+        ),
+        (
+            "trainer: {megatron: {optimizer: {decoupled_lr: 1.0e-8}}, optimizer: {min_lr: 1.0e-7}}",
+            "trainer: megatron.optimizer.decoupled_lr needs to be at least optimizer.min_lr = 1e-07, got 1e-08",
+        ),
+        ("seed: 9223372036854775808", "seed: Input should be less than or equal to 9223372036854775807"),
         ("limits: {reward: 0.5}", "limits: reward needs max or min, as in {min: 0.5}, got 0.5"),
         ("limits: {kl: {action: warn}}", "limits.kl: a limit needs max or min"),
         ("limits: {reward: {min: 2, max: 2}}", "limits.reward: min needs to be below max, got 2 >= 2"),
@@ -396,3 +426,75 @@ def test_tensor_parallel_groups_stay_within_one_nvlink_domain() -> None:
     domains = {"nodes": 4, "slots_per_node": 4, "nvlink_domain_nodes": 2}
     assert make_run(trainer={"parallel": {"tp": 8}}, placement=domains).dp == 2
     assert make_run(trainer={"parallel": {"tp": 3}}, placement={"slots_per_node": 3}).dp == 1
+
+
+def sections_of(kind: type[Section]) -> Iterator[type[Section]]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from sections_of(below)
+
+
+def test_all_files_and_folders_may_begin_with_the_home_folder() -> None:
+    found = {
+        f"{kind.__name__}.{name}": "expand_home" in f"{field.metadata} {get_args(field.annotation)}"
+        for kind in sections_of(Section)
+        for name, field in kind.model_fields.items()
+        if kind.__module__.startswith("megarl.") and re.search(r"(^|_)(path|dir|file|folder)$", name)
+        if not str(field.description).startswith("Import path")
+    }
+    assert {"ModelConfig.path", "RunConfig.run_dir", "DpoConfig.export_dir", "SourceConfig.eval_path"} < found.keys()
+    assert [name for name, expands in found.items() if not expands] == []
+
+
+def test_home_folders_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/h")
+    config = make_run(
+        run_dir="~/r",
+        export_dir="~",
+        model={"path": "~/m"},
+        data={"sources": {"a": {"path": "~/d", "eval_path": "~/e", "ratio": 1.0}}},
+        algorithm={"type": "ppo", "critic": {"path": "~/c"}, "kl_reward": {}, "reference": {"path": "~/f"}},
+        reward={"terms": {"rm": {"type": "model", "path": "~/rm"}, "n": {}}},
+        rollout={"harness": {"command": ["~/bin/agent", "--at=~/x", "~/y", "~no-such-user"]}},
+    )
+    assert (config.run_dir, config.export_dir, config.model.path) == ("/h/r", "/h", "/h/m")
+    assert data_paths(config) == {"data.sources.a.path": "/h/d", "data.sources.a.eval_path": "/h/e"}
+    assert set(model_paths(config).values()) == {"/h/m", "/h/c", "/h/f", "/h/rm"}
+    assert config.rollout.harness is not None
+    assert config.rollout.harness.command == ["/h/bin/agent", "--at=~/x", "/h/y", "~no-such-user"], "as shells do"
+    assert make_run(run_dir="./~", data={"path": "hf://datasets/o/n/~x"}).run_dir == "./~"
+    message = error_message(run_dir="~no-such-user/x")
+    assert message == "run_dir: the home folder of ~no-such-user is not known; write ./~no-such-user for a file of this name"
+
+
+def test_seeds_of_63_bits_are_those_that_all_generators_take() -> None:
+    largest = 2**63 - 1
+    assert make_run(seed=largest).seed == ScoreConfig(model={"path": "m"}, seed=largest).seed == largest
+    torch.Generator().manual_seed(largest + 2718 + 1024 * 1024)  # what Megatron adds for ranks, and more
+    assert PromptOrder(5, largest, shuffle=True).row_at(3) < 5
+    with pytest.raises(ValueError, match="Overflow"):
+        torch.Generator().manual_seed(2**64)
+
+
+class Weights(Section):
+    by_name: dict[str, float]
+    either: bool | float = 0.0
+    text: str = ""
+    list_of: list[int | None] = []  # noqa: RUF012 -- a field
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"by_name": {"a": 1, "b": True}}, "by_name: needs a number, got True"),
+        ({"by_name": {"a": "010"}}, "by_name: needs a number without leading zeros"),
+        ({"by_name": {}, "list_of": [1, None, False]}, "list_of: needs a number, got False"),
+        ({"by_name": {"a": "1.5"}, "either": True, "text": "010", "list_of": [1, None]}, None),
+    ],
+)
+def test_numbers_in_containers_are_no_booleans(fields: dict[str, Any], message: str | None) -> None:
+    if message is None:
+        assert make_config(Weights, fields) == Weights(by_name={"a": 1.5}, either=True, text="010", list_of=[1, None])
+        return
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        make_config(Weights, fields)

@@ -76,9 +76,14 @@ def test_safety_labels_are_read_on_request(jsonl: Jsonl, tokenizer: Tokenizer) -
         (PAIR | {"rejected": 7}, r"field 'rejected' \(data.fields.rejected\) needs a string, got int"),
         (PAIR | {"rejected": "2"}, r"'chosen' .* and 'rejected' .* hold the same answer"),
         (PAIR | {"prompt": ""}, r"field 'prompt' \(data.fields.prompt\) holds no tokens"),
-        (PAIR | {"margin": "1"}, r"'margin' \(data.fields.margin\) needs a number of at least 0, got '1'"),
+        (PAIR | {"margin": "1"}, r"'margin' \(data.fields.margin\) needs a number from 0 to 1e\+18, got '1'"),
         (PAIR | {"margin": True}, r"'margin' .* got True"),
         (PAIR | {"margin": -1}, r"'margin' .* got -1"),
+        (PAIR | {"margin": float("nan")}, r"'margin' .* got nan"),
+        (PAIR | {"margin": 10**400}, r"'margin' .* got 1000"),
+        (PAIR | {"chosen": " \n"}, r"field 'chosen' \(data.fields.chosen\) is blank"),
+        (PAIR | {"chosen": float("nan")}, r"field 'chosen' \(data.fields.chosen\) needs a string, got float"),
+        (PAIR | {"rejected": "2<eos>"}, r"'chosen' .* and 'rejected' .* hold the same answer"),
         (PAIR | {"chosen_safe": 1, "rejected_safe": True}, r"'chosen_safe' \(.*\) needs true or false, got 1"),
         (PAIR | {"chosen_safe": True}, r"'rejected_safe' \(.*\) needs true or false, got nothing, but"),
         (PAIR | {"chosen_safe": True, "rejected_safe": True}, r"the row has safety labels .* unlike .*rows.jsonl:1"),
@@ -128,6 +133,9 @@ def test_chat_demonstration(jsonl: Jsonl, chat_tokenizer: Tokenizer) -> None:
     [
         ({"prompt": "a", "answer": "b"}, r"a demonstration needs field 'response' \(data.fields.resp"),
         ({"prompt": "a", "response": ""}, r"field 'response' \(data.fields.response\) is empty"),
+        ({"prompt": "a", "response": "\t "}, r"field 'response' \(data.fields.response\) is blank"),
+        ({"prompt": "", "response": "b"}, r"field 'prompt' \(data.fields.prompt\) holds no tokens"),
+        ({"prompt": "a", "response": None}, r".*data.fields.response\) needs a string, got NoneType"),
         ({"prompt": "a", "response": 1}, r".*data.fields.response\) needs a string, got int"),
         ({"response": "b"}, r"field 'prompt' \(data.fields.prompt\) is missing"),
     ],
@@ -135,6 +143,46 @@ def test_chat_demonstration(jsonl: Jsonl, chat_tokenizer: Tokenizer) -> None:
 def test_bad_demonstrations_are_reported(jsonl: Jsonl, tokenizer: Tokenizer, row: object, message: str) -> None:
     with pytest.raises(DataError, match="rows.jsonl:1: " + message):
         load_demonstrations(DataConfig(path=str(jsonl(row))), tokenizer, max_tokens=64)
+
+
+def test_eos_at_the_end_of_a_response_is_not_repeated(jsonl: Jsonl, tokenizer: Tokenizer) -> None:
+    eos = tokenizer.eos_token
+    texts = ["4", f"4{eos}", f"4{eos}{eos}", f"4{eos} ", eos]
+    path = str(jsonl(*({"prompt": "1", "response": text} for text in texts)))
+    got = load_demonstrations(DataConfig(path=path), tokenizer, max_tokens=64)
+    ends = [tokenizer.decode(row.token_ids) for row in got]
+    assert ends == [f"14{eos}", f"14{eos}", f"14{eos}{eos}", f"14{eos} {eos}", f"1{eos}"]
+    (pair,) = load_preferences(DataConfig(path=str(jsonl(PAIR | {"chosen": f"2{eos}"}))), tokenizer, max_tokens=64)
+    assert [tokenizer.decode(each.token_ids) for each in (pair.chosen, pair.rejected)] == [f"1+1=2{eos}", f"1+1=11{eos}"]
+    # its tokens fit exactly
+    path = str(jsonl({"prompt": "1", "response": f"4{eos}"}))
+    assert len(load_demonstrations(DataConfig(path=path), tokenizer, max_tokens=3)) == 1
+
+
+def test_bos_alone_is_a_prompt(jsonl: Jsonl, tokenizer: Tokenizer) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    bos = tokenizer.pad_token_id
+    with_bos = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", bos)])
+    tokenizer.backend_tokenizer.post_processor = with_bos
+    config = DataConfig(path=str(jsonl({"prompt": "", "response": "4"})))
+    (got,) = load_demonstrations(config, tokenizer, max_tokens=9)
+    assert got.prompt_length == 1
+
+
+def test_texts_without_tokens_are_refused_by_line(jsonl: Jsonl, tokenizer: Tokenizer) -> None:
+    from tokenizers.normalizers import Replace
+
+    tokenizer.backend_tokenizer.normalizer = Replace("~", "")
+    config = DataConfig(path=str(jsonl({"prompt": "1", "response": "4"}, {"prompt": "1", "response": "~"})))
+    with pytest.raises(DataError, match=r"rows.jsonl:2: field 'response' \(data.fields.response\) holds no tokens"):
+        load_demonstrations(config, tokenizer, max_tokens=9)
+    config = DataConfig(path=str(jsonl(PAIR, PAIR | {"rejected": "~"})))
+    with pytest.raises(DataError, match=r"rows.jsonl:2: field 'rejected' \(data.fields.rejected\) holds no tokens"):
+        load_preferences(config, tokenizer, max_tokens=9)
+    config = DataConfig(path=str(jsonl(PAIR | {"chosen": "11~"})))
+    with pytest.raises(DataError, match=r"rows.jsonl:1: .* hold the same answer"):
+        load_preferences(config, tokenizer, max_tokens=9)
 
 
 def test_the_length_limit_counts_prompt_response_and_eos(jsonl: Jsonl, tokenizer: Tokenizer) -> None:

@@ -11,6 +11,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megarl.batch.trajectory import Prompt
@@ -19,7 +22,8 @@ from megarl.data import prompts
 from megarl.data.progress_bar import track
 from megarl.data.prompts import load_prompts
 from megarl.data.stored_prompts import StoredPrompts
-from megarl.errors import ConfigError, DataError
+from megarl.errors import AgentError, ConfigError, DataError
+from megarl.rollout.environments.conversation import ChatRenderer
 from tests.data.conftest import Jsonl, Tokenizer, read_jsonl
 from tests.gsm8k import GSM8K_FOLDERS
 
@@ -75,11 +79,107 @@ def test_bos_is_added_to_plain_prompts_only(jsonl: Jsonl, chat_tokenizer: Tokeni
     assert bos not in chat.token_ids
 
 
+@pytest.mark.parametrize("prompt", ["<pad>Hi", "Hi", "<pad><pad>Hi", "<eos>Hi", "H<pad>i", "<pad>", "a"])
+def test_bos_is_not_added_to_prompts_that_begin_with_it(jsonl: Jsonl, tokenizer: Tokenizer, prompt: str) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    bos = tokenizer.pad_token_id
+    with_bos = TemplateProcessing(single="<pad> $A <eos>", special_tokens=[("<pad>", bos), ("<eos>", 256)])
+    plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    tokenizer.backend_tokenizer.post_processor = with_bos
+    (got,) = load(jsonl({"prompt": prompt}), tokenizer)
+    assert list(got.token_ids) == [*([] if prompt.startswith("<pad>") else [bos]), *plain, 256]
+
+
 def test_reference_answers(jsonl: Jsonl, tokenizer: Tokenizer) -> None:
-    values = ["#### 72", 72, 0.5, None, [1]]
+    values = ["#### 72", 72, 0.5, None, [1], "", " \n", True, float("inf"), -0.0, 1e22, 0, "nan"]
     got = load(jsonl(*({"prompt": "a", "answer": value} for value in values)), tokenizer)
-    assert [prompt.answer for prompt in got] == ["#### 72", "72", "0.5", None, None]
+    texts = ["#### 72", "72", "0.5", None, None, None, None, None, None, "-0.0", "1e+22", "0", "nan"]
+    assert [prompt.answer for prompt in got] == texts
     assert [prompt.row["answer"] for prompt in got] == values
+    (got,) = load(jsonl({"prompt": "a", "answer": float("nan")}), tokenizer)
+    assert got.answer is None
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()])
+def test_parquet_answers_have_the_decimals_that_were_written(tmp_path: Path, tokenizer: Tokenizer, kind: Any) -> None:
+    values = [0.1, 72.0, -2.5, None, float("nan"), float("inf")]
+    numbers = pa.array([None if value is None else np.float16(value) for value in values], pa.float16())
+    numbers = numbers if kind == pa.float16() else pa.array(values, kind)
+    table = pa.table({"prompt": ["a"] * len(values), "answer": numbers})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    got = load(tmp_path / "rows.parquet", tokenizer)
+    assert [prompt.answer for prompt in got] == ["0.1", "72.0", "-2.5", None, None, None]
+    assert got[0].row["answer"] == 0.1
+    assert got[3].row["answer"] is None
+
+
+def test_parquet_answers_of_other_types_are_missing(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    day = datetime.date(2024, 1, 1)
+    for i, value in enumerate([Decimal("1.10"), b"7", day, datetime.datetime(2024, 1, 1), {"a": 1}]):  # noqa: DTZ001
+        pq.write_table(pa.table({"prompt": ["a"], "answer": [value]}), tmp_path / f"{i}.parquet")
+        (got,) = load(tmp_path / f"{i}.parquet", tokenizer)
+        assert (got.answer, got.row["answer"]) == (None, value)
+
+
+TEXT = {"type": "text", "text": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": [TEXT]}, "Hi"),
+        ({"content": [TEXT, TEXT | {"text": " you", "image_url": None}]}, "Hi you"),
+        ({"content": ""}, ""),
+        ({"content": None, "tool_calls": [{"function": {}}]}, ""),
+        ({"tool_calls": [{"function": {}}]}, ""),
+    ],
+)
+def test_parts_of_text_are_joined(jsonl: Jsonl, chat_tokenizer: Tokenizer, message: Any, text: str) -> None:
+    (got,) = load(jsonl({"prompt": [{"role": "user", **message}]}), chat_tokenizer)
+    assert got.text == f"<user>{text}<eos><assistant>"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": None},
+        {"content": 3},
+        {"content": True},
+        {"content": {"type": "text", "text": "a"}},
+        {"content": []},
+        {"content": ["a"]},
+        {"content": [TEXT, {"type": "image"}]},
+        {"content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"content": [{"type": "text", "text": None}]},
+        {"content": [{"type": "text"}]},
+        {"content": None, "tool_calls": []},
+        {},
+    ],
+)
+def test_messages_without_text_are_refused_by_line(jsonl: Jsonl, chat_tokenizer: Tokenizer, message: Any) -> None:
+    rows = jsonl({"prompt": "a"}, {"prompt": [{"role": "user", **message}]})
+    with pytest.raises(DataError, match=r"rows.jsonl:2: field 'prompt' .* needs messages .* of type text, got \{'role'"):
+        load(rows, chat_tokenizer)
+
+
+class TemplateError(BaseException):
+    """As the exceptions of timeouts in some packages, no `Exception`."""
+
+
+@pytest.mark.parametrize("error", [TypeError("can only concatenate"), SystemExit(3), TemplateError("\ud800 late")])
+def test_whatever_a_template_raises_is_reported_by_line(
+    jsonl: Jsonl, chat_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(chat_tokenizer, "apply_chat_template", fail)
+    with pytest.raises(DataError, match=rf"rows.jsonl:1: the tokenizer's chat .* {type(error).__name__}: .* \(at ") as e:
+        load(jsonl({"prompt": "a"}), chat_tokenizer)
+    str(e.value).encode()
+    with pytest.raises(AgentError, match=f"refuses messages of the roles user: {type(error).__name__}"):
+        ChatRenderer(chat_tokenizer)._apply([{"role": "user", "content": "a"}])
 
 
 def test_overlong_prompt_is_an_error_that_shows_the_numbers(jsonl: Jsonl, tokenizer: Tokenizer) -> None:
@@ -108,6 +208,7 @@ def test_dropped_prompts_are_counted_in_the_log(jsonl: Jsonl, tokenizer: Tokeniz
         ({"prompt": 3}, r"rows.jsonl:1: .* needs a string or a list of messages, got int"),
         ({"prompt": []}, r"rows.jsonl:1: .* got an empty list"),
         ({"prompt": [{"content": "a"}]}, r"rows.jsonl:1: .* needs messages \{role, content\}"),
+        ({"prompt": [{"role": 3, "content": "a"}]}, r"rows.jsonl:1: .* needs messages \{role, content\}"),
         ({"prompt": [{"role": "user", "content": "a"}]}, r"rows.jsonl:1: .* need a chat template"),
     ],
 )

@@ -77,6 +77,31 @@ def test_batch_script_needs_srun_on_several_nodes():
         detect_node_world(STEP | {"SLURM_STEP_NUM_TASKS": "8"})
 
 
+@pytest.mark.parametrize("step_id", [0xFFFFFFFA, 0xFFFFFFFB, 0xFFFFFFFC])
+def test_the_shell_of_an_interactive_step_needs_srun_too(step_id):
+    # as in `salloc -N2` with LaunchParameters=use_interactive_step: a step of one task on the first node
+    shell = STEP | {
+        "SLURM_STEP_ID": str(step_id),
+        "SLURM_STEP_NODELIST": "n1",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_PROCID": "0",
+        "SLURMD_NODENAME": "n1",
+    }
+    with pytest.raises(ConfigError, match=r"one of the 2 nodes of Slurm job 17; .*srun --ntasks-per-node=1"):
+        detect_node_world(shell)
+    alone = detect_node_world(shell | {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1"})
+    assert (alone.rank, alone.size, alone.nodes) == (0, 1, ("n1",))
+    step = detect_node_world(shell | {"SLURM_STEP_ID": "3"})  # srun --nodes=1 in the same job
+    assert (step.rank, step.size, step.nodes) == (0, 1, ("n1",))
+
+
+def test_batch_script_of_a_heterogeneous_job_counts_the_nodes_of_all_components():
+    batch = {name: value for name, value in HET_STEP.items() if "STEP" not in name} | {"SLURM_JOB_NUM_NODES": "1"}
+    with pytest.raises(ConfigError, match="one of the 2 nodes of Slurm job 17"):
+        detect_node_world(batch)
+
+
 def test_torchrun_environment():
     world = detect_node_world(STEP | TORCHRUN)
     assert (world.rank, world.size, world.head_hosts) == (1, 3, ("10.0.0.7",))
@@ -171,7 +196,7 @@ def test_expand_hostlist(text, names):
     assert list(expand_hostlist(text)) == names
 
 
-@pytest.mark.parametrize("text", ["", "n[1-", "n[a-b]", "n1,,n2"])
+@pytest.mark.parametrize("text", ["", "n[1-", "n[a-b]", "n1,,n2", "n[3-1]", "n[1-2,5-4]", "n[1-2],", ",n1", "n[]"])
 def test_invalid_hostlist_is_rejected(text):
     with pytest.raises(ConfigError, match="launch cannot parse the Slurm host list"):
         expand_hostlist(text)

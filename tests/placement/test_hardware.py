@@ -9,7 +9,6 @@ import pytest
 from megarl.placement.gpu_types import GPU_TYPES, find_gpu_type
 from megarl.placement.hardware import Gpu, free_shared_memory, list_gpus, package_version, visible_gpu_names
 
-
 UUIDS = ("GPU-0a1b2c3d-0000-1111-2222-333344445555", "GPU-0a1b9999-0000-1111-2222-333344445555")
 
 

@@ -49,7 +49,9 @@ def report(name: str, *, versions: Any = None, gpus: int = 0, cards: Any = None,
 
 def gpu(index: int, used_bytes: int | None = 4 * 2**20) -> Gpu:
     """Make a GPU, idle by default."""
-    return Gpu(index=index, uuid=f"GPU-{index}", name="H200", driver="570.1", memory_bytes=140 * GIB, used_bytes=used_bytes)
+    return Gpu(
+        index=index, uuid=f"GPU-{index}", name="H200", driver="570.1", memory_bytes=140 * GIB, used_bytes=used_bytes
+    )
 
 
 def path(key: str = "data.path", num_bytes: int | None = 7, trouble: str | None = None) -> PathReport:
