@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from decimal import Decimal
 from functools import partial
 from numbers import Real
@@ -33,7 +33,7 @@ def outcome_of(call: Callable[[], object]) -> CallOutcome:
         return None, e
 
 
-async def await_outcome(call: Callable[[], Awaitable[object]]) -> CallOutcome:
+async def await_outcome(call: Callable[[], Any]) -> CallOutcome:
     """Return what an async call returns, or what it raises, whatever that is.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -37,7 +38,7 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def compose_mapping_node(self, anchor: dict[str, yaml.Node] | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         """Compose a mapping; before its merge keys are resolved, because merged keys may be overridden."""
         node = super().compose_mapping_node(anchor)
         assert node is not None
@@ -70,8 +71,8 @@ class _Dumper(yaml.SafeDumper):
 for _resolver in (_Loader, _Dumper):
     _resolver.add_implicit_resolver(f"{TAG}int", INTEGER, list("-+0123456789"))
     _resolver.add_implicit_resolver(f"{TAG}float", FLOAT, list("-+.0123456789"))
-for _name in ("merge", "value"):  # `<<` and `=` as values
-    _Loader.add_constructor(f"{TAG}{_name}", yaml.SafeLoader.construct_yaml_str)
+for _name in ("merge", "value", "timestamp"):  # `<<` and `=` as values, and !!timestamp, are texts
+    _Loader.add_constructor(f"{TAG}{_name}", _Loader.construct_scalar)
 
 
 def load_config[C: Section](

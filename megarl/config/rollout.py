@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from megarl.config.engine_options import find_option_problems
 from megarl.config.harness import HarnessConfig
-from megarl.config.section import Section
+from megarl.config.section import Section, expand_home
 
 
 class SamplingConfig(Section):
@@ -80,7 +80,7 @@ class SglangConfig(Section):
         problems = list(find_option_problems(extra_args))
         if problems:
             raise ValueError("; ".join(problems))
-        return extra_args
+        return {name: expand_home(value) if isinstance(value, str) else value for name, value in extra_args.items()}
 
 
 class AgentConfig(Section):

@@ -100,8 +100,8 @@ class PromptTemplate:
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize rendered prompts.
 
-        Chat templates contain their special tokens; plain prompts get those that the tokenizer adds, such as bos, unless
-        they begin with them.
+        Chat templates contain their special tokens. Plain prompts get those that the tokenizer adds, such as bos,
+        unless they begin with them.
         """
         if self._chat:
             return self._encode(texts, add_special_tokens=False)
@@ -168,8 +168,8 @@ class PromptTemplate:
             content = _join_content(message)
             if content is None:
                 raise DataError(
-                    f"{row.where}: {field} needs messages {{role, content}} whose content is a text, or a list of parts "
-                    f"of type text, got {message!r}"
+                    f"{row.where}: {field} needs messages {{role, content}} whose content is a text, or a list of "
+                    f"parts of type text, got {message!r}"
                 )
             messages.append({**message, "content": content})
         if not self._chat:

@@ -26,8 +26,8 @@ def load_demonstrations(
     Prompt and response are tokenized separately, so that the prompt's tokens are those that generation starts from.
 
     Raises:
-        DataError: a row lacks prompt or response, one of them has no tokens, or a row has more than `max_tokens` tokens while `data.overlong_prompts` is
-            `error` (the message names file:line); or no row is left.
+        DataError: a row lacks prompt or response, one of them has no tokens, or both have more than `max_tokens` while
+            `data.overlong_prompts` is `error` (the message names file:line); or no row is left.
     """
     file = Path(path or config.file)
     template = PromptTemplate(config, tokenizer)

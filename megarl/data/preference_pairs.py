@@ -48,9 +48,9 @@ def load_preferences(
         safety: also read the safety labels, if the rows have them.
 
     Raises:
-        DataError: a row lacks prompt or answers, one of them has no tokens, or a row has equal answers, an invalid margin or safety label, or either
-            sequence has more than `max_tokens` tokens while `data.overlong_prompts` is `error` (the message names
-            file:line); or no row is left.
+        DataError: a row lacks prompt or answers, one of them has no tokens, the answers are equal, a margin or safety
+            label is invalid, or a sequence has more than `max_tokens` tokens while `data.overlong_prompts` is `error`
+            (the message names file:line); or no row is left.
     """
     file = Path(path or config.file)
     template = PromptTemplate(config, tokenizer)

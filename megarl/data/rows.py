@@ -138,7 +138,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _with_short_floats(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the batch with columns of float16 and float32 as float64 with the same shortest decimals: 0.1 stays 0.1."""
+    """Return the batch with columns of float16 and float32 as float64 of the same shortest decimals: 0.1 stays 0.1."""
     for i, field in enumerate(batch.schema):
         if field.type in (pa.float16(), pa.float32()):
             values = batch.column(i).to_numpy(zero_copy_only=False)  # NaN for null

@@ -64,8 +64,8 @@ def list_gpus() -> list[Gpu]:
 def choose_visible(gpus: Sequence[Gpu], chosen: str) -> list[Gpu]:
     """Return the GPUs that CUDA shows with `chosen` as CUDA_VISIBLE_DEVICES, in its order.
 
-    The words are indices, or beginnings of UUIDs that belong to one GPU only. Words from the first invalid one on do not
-    count, and a GPU that is named twice hides all. Of MIG instances, CUDA shows the first.
+    The words are indices, or beginnings of UUIDs that belong to one GPU only. The first invalid word ends the list, and
+    a GPU that is named twice hides all. Of MIG instances, CUDA shows the first.
     """
     words = chosen.split(",")
     if words[0].startswith("MIG-"):

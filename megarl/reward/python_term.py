@@ -67,6 +67,7 @@ class PythonTerm:
     async def _call(self, where: str, *arguments: object) -> object | TermError:
         """Return what the reward returns, or a `TermError` if it raises or times out."""
         call, seconds = partial(self._reward.function, *arguments), self._config.timeout_seconds
+        value: object
         try:
             if self._reward.is_async:
                 value, error = await asyncio.wait_for(await_outcome(call), seconds)

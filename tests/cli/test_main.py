@@ -106,6 +106,41 @@ def test_every_command_can_be_imported(name):
     assert callable(command.run)
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["train", "~/c.yaml"], "config"),
+        (["attach", "~/c.yaml"], "run"),
+        (["checkpoint", "ls", "~/c.yaml"], "run_dir"),
+        (["convert", "hf-to-megatron", "--model=~/c.yaml", "--output=x"], "model"),
+        (["convert", "hf-to-megatron", "--output=~/c.yaml", "--model=x"], "output"),
+        (["demo", "--out=~/c.yaml"], "out"),
+        (["doctor", "--config=~/c.yaml"], "config"),
+        (["replay", "x", "--out=~/c.yaml"], "out"),
+        (["score", "--model=m", "--input=~/c.yaml", "--output=x"], "input"),
+        (["score", "--model=m", "--output=~/c.yaml", "--input=x"], "output"),
+    ],
+)
+def test_paths_may_begin_with_the_home_folder(words, name, monkeypatch, capsys):
+    # shells expand `~` at the beginning of a word only
+    monkeypatch.setenv("HOME", "/h")
+    command, *arguments = words
+    parser = argparse.ArgumentParser()
+    main._import_command(command).add_arguments(parser)
+    assert getattr(parser.parse_args(arguments), name) == Path("/h/c.yaml")
+    with pytest.raises(SystemExit):
+        parser.parse_args([word.replace("~", "~no-such-user") for word in arguments])
+    assert "the home folder of ~no-such-user is not known" in capsys.readouterr().err
+
+
+def test_the_checkpoint_to_resume_from_may_be_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/h")
+    parser = argparse.ArgumentParser()
+    main._import_command("train").add_arguments(parser)
+    for given, want in {"~/run/checkpoints/step-3": "/h/run/checkpoints/step-3", "auto": "auto", "3": "3"}.items():
+        assert parser.parse_args(["c.yaml", f"--resume={given}"]).resume == want
+
+
 def test_help_imports_no_heavy_packages():
     code = (
         "import sys; from megarl.cli.main import _parser; _parser(None, None).format_help();"

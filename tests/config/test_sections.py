@@ -464,7 +464,10 @@ def test_home_folders_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.rollout.harness.command == ["/h/bin/agent", "--at=~/x", "/h/y", "~no-such-user"], "as shells do"
     assert make_run(run_dir="./~", data={"path": "hf://datasets/o/n/~x"}).run_dir == "./~"
     message = error_message(run_dir="~no-such-user/x")
-    assert message == "run_dir: the home folder of ~no-such-user is not known; write ./~no-such-user for a file of this name"
+    assert (
+        message
+        == "run_dir: the home folder of ~no-such-user is not known; write ./~no-such-user for a file of this name"
+    )
 
 
 def test_seeds_of_63_bits_are_those_that_all_generators_take() -> None:

@@ -153,7 +153,10 @@ def test_eos_at_the_end_of_a_response_is_not_repeated(jsonl: Jsonl, tokenizer: T
     ends = [tokenizer.decode(row.token_ids) for row in got]
     assert ends == [f"14{eos}", f"14{eos}", f"14{eos}{eos}", f"14{eos} {eos}", f"1{eos}"]
     (pair,) = load_preferences(DataConfig(path=str(jsonl(PAIR | {"chosen": f"2{eos}"}))), tokenizer, max_tokens=64)
-    assert [tokenizer.decode(each.token_ids) for each in (pair.chosen, pair.rejected)] == [f"1+1=2{eos}", f"1+1=11{eos}"]
+    assert [tokenizer.decode(each.token_ids) for each in (pair.chosen, pair.rejected)] == [
+        f"1+1=2{eos}",
+        f"1+1=11{eos}",
+    ]
     # its tokens fit exactly
     path = str(jsonl({"prompt": "1", "response": f"4{eos}"}))
     assert len(load_demonstrations(DataConfig(path=path), tokenizer, max_tokens=3)) == 1

@@ -116,7 +116,7 @@ def test_parquet_answers_have_the_decimals_that_were_written(tmp_path: Path, tok
 
 def test_parquet_answers_of_other_types_are_missing(tmp_path: Path, tokenizer: Tokenizer) -> None:
     day = datetime.date(2024, 1, 1)
-    for i, value in enumerate([Decimal("1.10"), b"7", day, datetime.datetime(2024, 1, 1), {"a": 1}]):  # noqa: DTZ001
+    for i, value in enumerate([Decimal("1.10"), b"7", day, datetime.datetime(2024, 1, 1), {"a": 1}]):
         pq.write_table(pa.table({"prompt": ["a"], "answer": [value]}), tmp_path / f"{i}.parquet")
         (got,) = load(tmp_path / f"{i}.parquet", tokenizer)
         assert (got.answer, got.row["answer"]) == (None, value)
@@ -159,7 +159,9 @@ def test_parts_of_text_are_joined(jsonl: Jsonl, chat_tokenizer: Tokenizer, messa
 )
 def test_messages_without_text_are_refused_by_line(jsonl: Jsonl, chat_tokenizer: Tokenizer, message: Any) -> None:
     rows = jsonl({"prompt": "a"}, {"prompt": [{"role": "user", **message}]})
-    with pytest.raises(DataError, match=r"rows.jsonl:2: field 'prompt' .* needs messages .* of type text, got \{'role'"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:2: field 'prompt' .* needs messages .* of type text, got \{'role'"
+    ):
         load(rows, chat_tokenizer)
 
 
@@ -175,7 +177,9 @@ def test_whatever_a_template_raises_is_reported_by_line(
         raise error
 
     monkeypatch.setattr(chat_tokenizer, "apply_chat_template", fail)
-    with pytest.raises(DataError, match=rf"rows.jsonl:1: the tokenizer's chat .* {type(error).__name__}: .* \(at ") as e:
+    with pytest.raises(
+        DataError, match=rf"rows.jsonl:1: the tokenizer's chat .* {type(error).__name__}: .* \(at "
+    ) as e:
         load(jsonl({"prompt": "a"}), chat_tokenizer)
     str(e.value).encode()
     with pytest.raises(AgentError, match=f"refuses messages of the roles user: {type(error).__name__}"):

@@ -18,8 +18,8 @@ def driver(tmp_path, monkeypatch):
     script = tmp_path / "nvidia-smi"
     script.write_text(
         "#!/bin/sh\n"
-        '[ "$*" = "--query-gpu=index,uuid,driver_version,memory.total,memory.used,name --format=csv,noheader,nounits" ] '
-        "|| exit 2\n"
+        '[ "$*" = "--query-gpu=index,uuid,driver_version,memory.total,memory.used,name '
+        '--format=csv,noheader,nounits" ] || exit 2\n'
         f"echo '0, {UUIDS[0]}, 570.86.15, 81559, 4, NVIDIA A'\n"
         f"echo '1, {UUIDS[1]}, 570.86.15, [N/A], [N/A], NVIDIA B, as they call it'\n"
     )
@@ -52,8 +52,8 @@ def test_cuda_visible_devices_selects_gpus(driver, monkeypatch, visible_devices,
 
 
 VALUES = (
-    "", " ", "0", "1,0", "0,1,2", "-1", "0,-1,1", "0,9,1", "0,0", "0,9,0", "0,-1,0", "1a,0b", "+1", "-0,1", " 1 , 0", "1 0",
-    "0x1", "00,1", "NoDevFiles", "none", "void", "0,none,1", ",0", "0,,1", "0;1", "99999999999999999999,0",
+    "", " ", "0", "1,0", "0,1,2", "-1", "0,-1,1", "0,9,1", "0,0", "0,9,0", "0,-1,0", "1a,0b", "+1", "-0,1", " 1 , 0",
+    "1 0", "0x1", "00,1", "NoDevFiles", "none", "void", "0,none,1", ",0", "0,,1", "0;1", "99999999999999999999,0",
     "GPU-", "GPU-0a1b2", "GPU-0a1b9,GPU-0a1b2", "GPU-0a1b", "GPU-0a1b2,GPU-0a1b,GPU-0a1b9", "GPU-0a1b2,GPU-0a1b2c",
     "GPU-0a1b2,GPU-0a1b2", "GPU-0a1b2,GPU-f,GPU-0a1b2", "GPU-f,GPU-0a1b2", "GPU-0a1b2,1", "1,GPU-0a1b2", "gpu-0a1b2",
     "GPU-0A1B2", " GPU-0a1b2", UUIDS[1], f"{UUIDS[1]},{UUIDS[0]}", f"{UUIDS[0]}x",

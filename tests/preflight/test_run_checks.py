@@ -4,6 +4,7 @@ import json
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from megarl.data.prompt_budget import resolve_max_prompt_tokens
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError
+from megarl.megatron.training.optimizer import make_scheduler
 from megarl.preflight import machine_checks
-from megarl.preflight.run_checks import check_or_raise, check_run
+from megarl.preflight.run_checks import check_or_raise, check_run, find_warmup_notices
 from megarl.preflight.tiny_model import write_missing_model
 from tests.cli.tiny_run import write_config, write_rows
 from tests.config.runs import flow, has_parts
@@ -116,6 +118,44 @@ def test_missing_mtp_layers_are_no_problem_but_a_notice(
     assert out.splitlines()[-2:] == [f"# {notice}", "# ok: no problems found for megarl sft"]
     resolve_and_check(SftConfig.model_validate(tree))
     assert capsys.readouterr().err == f"{notice}\n"
+
+
+def test_warm_up_beyond_the_run_is_a_notice(
+    tree: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del tree["rollout"]
+    tree["trainer"] = {"steps": 10, "optimizer": {"lr": 1e-4, "warmup_steps": 1000}}
+    notice = (
+        "trainer.optimizer.warmup_steps: 1000 optimizer steps are more than the run's 10, so that the learning rate "
+        "ends at 10 / 1000 of lr = 0.0001"
+    )
+    assert main(["check", str(write_config(tmp_path / "sft.yaml", tree)), "--stage", "sft"]) == 0
+    assert f"# {notice}\n" in capsys.readouterr().out
+    resolve_and_check(SftConfig.model_validate(tree))
+    assert capsys.readouterr().err == f"{notice}\n"
+    config = SftConfig.model_validate(tree)
+    assert scheduled_rate(config) == pytest.approx(1e-4 * 10 / 1000)
+    tree["trainer"]["optimizer"]["warmup_steps"] = 10
+    assert list(find_warmup_notices(SftConfig.model_validate(tree))) == []
+
+
+def scheduled_rate(config: SftConfig) -> float:
+    """Return the learning rate of the run's last update in megatron-core's schedule."""
+    groups: Any = SimpleNamespace(param_groups=[{}])
+    scheduler = make_scheduler(config.trainer.optimizer, groups, config.policy_updates)
+    for _ in range(config.policy_updates - 1):
+        scheduler.step(1)
+    return float(groups.param_groups[0]["lr"])
+
+
+def test_updates_of_each_model_are_compared_with_its_own_warm_up(tree: dict[str, Any]) -> None:
+    tree["trainer"] = {"steps": 10, "optimizer": {"warmup_steps": 18}}
+    tree["algorithm"] = {"type": "ppo", "prompts_per_step": 4, "num_mini_batches": 2}
+    tree["algorithm"]["critic"] = {"warmup_steps": 2, "optimizer": {"warmup_steps": 18}}
+    assert list(find_warmup_notices(RunConfig.model_validate(tree))) == [
+        "trainer.optimizer.warmup_steps: 18 optimizer steps are more than the run's 16, so that the learning rate "
+        "ends at 16 / 18 of lr = 1e-06"
+    ]
 
 
 def weights(tree: dict[str, Any]) -> Path:
@@ -284,6 +324,13 @@ def test_prompt_budget(tree: dict[str, Any]) -> None:
         ({"question": "1"}, ":1: field 'prompt' (data.fields.prompt) is missing; the row has 'question'"),
         ({"prompt": "1" * 97}, ":1: the prompt has 97 tokens, 1 more than data.max_prompt_tokens = 96"),
         ({"prompt": "1"}, "needs field 'answer' (data.fields.answer), 1 of 1 rows have none, first rows.jsonl:1"),
+        ('{"prompt": "1", "answer": NaN}', "needs field 'answer' ... 1 of 1 rows have none, first rows.jsonl:1 (nan)"),
+        ({"prompt": "1", "answer": " "}, "needs field 'answer' ... 1 of 1 rows have none, first rows.jsonl:1 (' ')"),
+        (
+            {"prompt": "1", "answer": True},
+            "... first rows.jsonl:1 (of type bool, which is neither a text nor a number)",
+        ),
+        ({"prompt": "1", "answer": ["7"]}, "... first rows.jsonl:1 (of type list, which is neither"),
     ],
 )
 def test_data_files(tree: dict[str, Any], tmp_path: Path, key: str, row: Any, message: str) -> None:

@@ -67,6 +67,29 @@ raises, exits = constant(ValueError("no such thing")), constant(SystemExit("bye"
 one_for_all, group_raises = constant([1.0]), constant(ConnectionError("no judge"))
 
 
+class UserTimeout(BaseException):
+    """As `math_verify.errors.TimeoutException` and `func_timeout.FunctionTimedOut`, no `Exception`."""
+
+
+base_error, interrupt = constant(UserTimeout("3 s are over")), constant(KeyboardInterrupt())
+
+
+async def base_error_async(trajectory: Any, text: str, row: Any) -> float:
+    raise UserTimeout("3 s are over")
+
+
+async def cancels_itself(trajectory: Any, text: str, row: Any) -> float:
+    raise asyncio.CancelledError
+
+
+class CannotBeCreated:
+    def __init__(self) -> None:
+        raise UserTimeout("no model")
+
+    def score(self, trajectory: Any, text: str, row: Any) -> float:
+        return 1.0
+
+
 async def raises_async(trajectory: Any, text: str, row: Any) -> float:
     raise TimeoutError("the judge did not answer")
 
@@ -188,6 +211,10 @@ def test_strict_rewards_need_a_stop_token_and_no_text_of_the_prompt_counts(promp
         ("raises", r"raised ValueError: no such thing \(at .*test_reward_scorer.py:\d+\)"),
         ("raises_async", r"raised TimeoutError: the judge did not answer \(at .*test_reward_scorer.py:\d+\)"),
         ("exits", "raised SystemExit: bye"),
+        ("base_error", r"raised UserTimeout: 3 s are over \(at .*test_reward_scorer.py:\d+\)"),
+        ("base_error_async", r"raised UserTimeout: 3 s are over \(at .*test_reward_scorer.py:\d+\)"),
+        ("interrupt", "raised KeyboardInterrupt: "),
+        ("cancels_itself", "raised CancelledError: "),
         ("nan", "returned nan, not a finite number,"),
         ("negative_infinity", "returned -inf, not a finite number,"),
         ("huge", r"returned -1e\+300, a reward beyond 1e\+18,"),
@@ -206,6 +233,15 @@ def test_failing_function_is_named_with_prompt_and_completion(prompt: Prompt, na
     with pytest.raises(RewardError, match=rf"{head}.* on train.jsonl:7, completion 'so it is'$") as caught:
         asyncio.run(score_one(s, make_trajectory("so it is"), prompt))
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["base_error", "base_error_async", "cancels_itself"])
+def test_errors_that_are_no_exceptions_are_dropped_like_others(prompt: Prompt, name: str) -> None:
+    scorer = make_scorer(mine=python(name, on_error="drop"))
+    (scored,) = run_in_virtual_time(scorer.score([make_trajectory("so")], prompt)).trajectories
+    assert "raised" in scored.reward_errors["mine"]
+    with pytest.raises(RewardError, match=r"reward.terms.mine .* cannot be created: UserTimeout: no model \(at "):
+        make_scorer(mine=python("CannotBeCreated"))
 
 
 def test_long_completion_is_shortened_in_errors(prompt: Prompt) -> None:
@@ -635,7 +671,8 @@ def test_working_directory_does_not_shadow_installed_modules(folder: Path) -> No
         ("my_rewards:number", r"needs a function or a class, got my_rewards:number = 3"),
         ("my_rewards:two", r"needs a function of \(trajectory, text, row\), got my_rewards:two\(a, b\)"),
         ("my_rewards:four", "my_rewards:four needs a value for 'd', which has no default"),
-        ("broken:f", "importing broken raised NameError: name 'undefined' is not defined"),
+        ("broken:f", r"importing broken raised NameError: name 'undefined' is not defined \(at .*broken.py:1\)"),
+        ("leaves:f", r"importing leaves raised SystemExit: 0 \(at .*leaves.py:1\)"),
         ("syntax:f", "importing syntax raised SyntaxError"),
         ("lacks:f", "cannot import lacks: No module named 'not_installed_here'"),
     ],
@@ -643,6 +680,7 @@ def test_working_directory_does_not_shadow_installed_modules(folder: Path) -> No
 def test_errors_of_functions_name_the_yaml_path(folder: Path, path: str, message: str) -> None:
     (folder / "my_rewards.py").write_text("number = 3\ndef two(a, b): ...\ndef four(a, b, c, d): ...\n")
     (folder / "broken.py").write_text("undefined")
+    (folder / "leaves.py").write_text("raise SystemExit(0)")
     (folder / "syntax.py").write_text("def f(:")
     (folder / "lacks.py").write_text("import not_installed_here")
     with pytest.raises(ConfigError, match=rf"^{KEY}.*{message}"):
