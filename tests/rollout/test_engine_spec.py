@@ -4,6 +4,7 @@ import json
 import os
 import sys
 
+import numpy as np
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES
 
@@ -58,6 +59,15 @@ def test_defaults_depend_on_the_device(tmp_path):
     assert (cuda.dtype, cuda.max_total_tokens, cuda.max_running_requests) == ("bfloat16", None, None)
     assert (cpu.tp, cpu.seed, cpu.port, cpu.stop_token_ids) == (2, 8, None, (1,))
     assert cpu.log_dir == "runs/1/logs/engine-1"
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32, 2**63 - 1])
+def test_seeds_of_engines_are_those_of_numpy(tmp_path, seed):
+    # SGLang seeds numpy's global state, which takes 32 bits
+    config = run_config(folder(tmp_path, config={"eos_token_id": 1})).model_copy(update={"seed": seed})
+    given = make_engine_arguments(make_engine_spec(config, 1, "cuda"))["random_seed"]
+    np.random.RandomState(given)
+    assert given == (seed + 1) % 2**32
 
 
 def test_configured_values_override_defaults(tmp_path):
