@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from megarl.cli.options import add_family
+from megarl.cli.options import add_family, home_path
 from megarl.cli.output import console, print_error
 from megarl.errors import ConfigError
 
@@ -24,7 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", title="actions", required=True)
     summary = "compute bytes, memory and messages of every strategy from the weight layouts"
     explain = actions.add_parser("explain", help=summary, description=summary[0].upper() + summary[1:] + ".")
-    explain.add_argument("--model", required=True, help="model folder, config.json or hub id; weights are not needed")
+    explain.add_argument(
+        "--model",
+        required=True,
+        type=home_path,
+        help="model folder, config.json or hub id; weights are not needed",
+    )
     add_family(explain)
     explain.add_argument(
         "--train",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -153,12 +154,14 @@ def dump_config(config: Section) -> str:
 
 def _parse(text: str, origin: str) -> object:
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 -- a SafeLoader
+        tree = yaml.load(text, Loader=_Loader)  # noqa: S506 -- a SafeLoader
+        json.dumps(tree, default=str, skipkeys=True)  # raises ValueError if an alias makes a value contain itself
     except yaml.MarkedYAMLError as e:
         at = f":{e.problem_mark.line + 1}" if e.problem_mark else ""
         raise ConfigError(f"{origin}{at}: not valid YAML: {e.problem}") from e
     except (yaml.YAMLError, ValueError, RecursionError) as e:  # characters that YAML forbids, numbers of 5,000 digits
         raise ConfigError(f"{origin}: not valid YAML: {str(e).splitlines()[0]}") from e
+    return tree
 
 
 def _apply_override(tree: dict[str, object], override: str) -> None:

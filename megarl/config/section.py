@@ -85,8 +85,8 @@ def takes_numbers_only(annotation: Any) -> bool:
         case origin if isinstance(origin, type) and issubclass(origin, Mapping):
             parts = parts[1:]
         case _:
-            parts = tuple(part for part in parts if part not in (NoneType, ...))
-    return all(map(takes_numbers_only, parts))
+            parts = tuple(p for p in parts if p not in (NoneType, ...) and get_origin(p) is not typing.Literal)
+    return bool(parts) and all(map(takes_numbers_only, parts))
 
 
 def _leaves(value: object) -> Iterator[object]:

@@ -130,11 +130,25 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
-                for fields in _with_short_floats(batch).to_pylist():
+                for fields in _to_rows(_with_short_floats(batch)):
                     line += 1
                     yield Row(path, line, fields)
-    except (pa.ArrowException, UnicodeDecodeError, OSError) as e:
+    except (
+        pa.ArrowException,
+        ValueError,
+        OverflowError,
+        OSError,
+    ) as e:  # also bytes that are no text, and dates of no year
         raise DataError(f"{path}:{line + 1}: not readable as Parquet: {e}") from e
+
+
+def _to_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch; those before one that Python's types cannot hold are yielded before its error."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError):
+        for i in range(batch.num_rows):
+            yield from batch.slice(i, 1).to_pylist()
 
 
 def _with_short_floats(batch: pa.RecordBatch) -> pa.RecordBatch:

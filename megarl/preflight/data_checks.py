@@ -157,7 +157,7 @@ def _describe_missing(value: object) -> str:
         case str() | float():
             return f" ({value!r})"
         case _:
-            return f" (of type {type(value).__name__}, which is neither a text nor a number)"
+            return f" (of type {type(value).__name__}, not a text, an integer or a float)"
 
 
 def _find_unreadable_answers(

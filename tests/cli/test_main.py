@@ -141,6 +141,14 @@ def test_the_checkpoint_to_resume_from_may_be_in_the_home_folder(monkeypatch):
         assert parser.parse_args(["c.yaml", f"--resume={given}"]).resume == want
 
 
+def test_models_to_explain_may_be_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/h")
+    parser = argparse.ArgumentParser()
+    main._import_command("reshard").add_arguments(parser)
+    words = ["explain", "--model=~/m", "--train=tp=1", "--gen=tp=1"]
+    assert parser.parse_args(words).model == "/h/m"
+
+
 def test_help_imports_no_heavy_packages():
     code = (
         "import sys; from megarl.cli.main import _parser; _parser(None, None).format_help();"

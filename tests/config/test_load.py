@@ -231,6 +231,9 @@ def test_merged_mappings_may_be_nested_and_keep_their_own_values(write: Write) -
         ("b: {<<: 3}\n", ":1: not valid YAML: expected a mapping or list of mappings for merging"),
         ('run_dir: "a\\ud800b"\n', ":1: not valid YAML: a text has an unpaired surrogate, such as \\ud800"),
         ("[" * 3000, ": not valid YAML: "),
+        ("trainer: {steps: &s [*s]}\n", ": not valid YAML: Circular reference detected"),
+        ("rollout: {agent: {kwargs: &k {a: *k}}}\n", ": not valid YAML: Circular reference detected"),
+        ("seed: !!int abc\n", ": not valid YAML: invalid literal"),
     ],
 )
 def test_invalid_merges_and_texts_are_rejected(write: Write, content: str, message: str) -> None:

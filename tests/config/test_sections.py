@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -484,6 +484,7 @@ class Weights(Section):
     either: bool | float = 0.0
     text: str = ""
     list_of: list[int | None] = []  # noqa: RUF012 -- a field
+    auto: float | Literal["auto"] = "auto"
 
 
 @pytest.mark.parametrize(
@@ -492,7 +493,8 @@ class Weights(Section):
         ({"by_name": {"a": 1, "b": True}}, "by_name: needs a number, got True"),
         ({"by_name": {"a": "010"}}, "by_name: needs a number without leading zeros"),
         ({"by_name": {}, "list_of": [1, None, False]}, "list_of: needs a number, got False"),
-        ({"by_name": {"a": "1.5"}, "either": True, "text": "010", "list_of": [1, None]}, None),
+        ({"by_name": {}, "auto": True}, "auto: needs a number, got True"),
+        ({"by_name": {"a": "1.5"}, "either": True, "text": "010", "list_of": [1, None], "auto": "auto"}, None),
     ],
 )
 def test_numbers_in_containers_are_no_booleans(fields: dict[str, Any], message: str | None) -> None:

@@ -63,8 +63,37 @@ def test_rows_with_surrogates_are_refused_by_line(jsonl: Jsonl, value: Any) -> N
 def test_parquet_rows_with_bytes_that_are_no_text_are_refused_by_line(tmp_path: Path) -> None:
     texts = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 1, 4], np.int32)), pa.py_buffer(b"a\xed\xa0\x80"))
     pq.write_table(pa.table({"prompt": texts}), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows.parquet:\d: not readable as Parquet: .*utf-8"):
+    with pytest.raises(DataError, match=r"rows.parquet:2: not readable as Parquet: .*utf-8"):
         list(read_rows(tmp_path / "rows.parquet"))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([0, 1], pa.timestamp("ns")),
+        pa.array([0, 2**62], pa.timestamp("us")),
+        pa.array([0, 10**7], pa.date32()),
+        pa.array([0, 1], pa.time64("ns")),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_parquet_values_beyond_pythons_types_are_refused_by_line(tmp_path: Path, column: pa.Array) -> None:
+    pq.write_table(pa.table({"prompt": ["a", "b"], "when": column}), tmp_path / "rows.parquet")
+    rows = read_rows(tmp_path / "rows.parquet")
+    assert next(rows).fields["prompt"] == "a"
+    with pytest.raises(DataError, match=r"rows.parquet:2: not readable as Parquet: "):
+        next(rows)
+
+
+def test_columns_of_less_precision_keep_their_decimals(tmp_path: Path) -> None:
+    values = [0.1, None, 1e10, -0.0, 3.4028235e38, 1e-45, float("inf")]
+    single = pa.array(values, pa.float32())
+    table = pa.table({"prompt": ["a"] * len(values), "x": single, "y": pa.array(values, pa.float64())})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    got = [row.fields for row in read_rows(tmp_path / "rows.parquet")]
+    assert [row["x"] for row in got] == values
+    assert [row["y"] for row in got] == values
+    assert pa.array([row["x"] for row in got], pa.float32()) == single, "the same numbers in float32"
 
 
 def test_file_names_that_are_not_utf_8_have_plain_ids() -> None:

@@ -328,9 +328,9 @@ def test_prompt_budget(tree: dict[str, Any]) -> None:
         ({"prompt": "1", "answer": " "}, "needs field 'answer' ... 1 of 1 rows have none, first rows.jsonl:1 (' ')"),
         (
             {"prompt": "1", "answer": True},
-            "... first rows.jsonl:1 (of type bool, which is neither a text nor a number)",
+            "... first rows.jsonl:1 (of type bool, not a text, an integer or a float)",
         ),
-        ({"prompt": "1", "answer": ["7"]}, "... first rows.jsonl:1 (of type list, which is neither"),
+        ({"prompt": "1", "answer": ["7"]}, "... first rows.jsonl:1 (of type list, not a text"),
     ],
 )
 def test_data_files(tree: dict[str, Any], tmp_path: Path, key: str, row: Any, message: str) -> None:
