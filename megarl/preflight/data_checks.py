@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megarl.config.data import Source
 from megarl.config.preference import PreferenceConfig, RmConfig
 from megarl.config.reward import MathRewardConfig, NumericRewardConfig
+from megarl.config.reward_services import JudgeRewardConfig
 from megarl.config.run import RunConfig, StageConfig, SupervisedStageConfig
 from megarl.data.rows import read_rows
 from megarl.errors import ConfigError, DataError
@@ -116,14 +117,19 @@ def _read_data(
 
 
 def _require_answers(config: RunConfig, source: Source, prompts: Iterable[Prompt]) -> None:
-    """Check that each row has a reference answer that the terms `numeric` and `math` can read.
+    """Check that each row has a reference answer, if a term needs one, that the terms `numeric` and `math` can read.
 
     Raises:
         DataError: rows have none, or one that cannot be read; names the first rows.
     """
     names = source.config.reward_terms if source.config.reward_terms is not None else config.reward.rules
     terms = {name: config.reward.terms[name] for name in names}
-    needing = {name: t for name, t in terms.items() if isinstance(t, NumericRewardConfig | MathRewardConfig)}
+    needing = {
+        name: term
+        for name, term in terms.items()
+        if isinstance(term, NumericRewardConfig | MathRewardConfig)
+        or (isinstance(term, JudgeRewardConfig) and "{answer}" in term.rubric)
+    }
     field = source.config.fields.answer
     rows, without = list[tuple[str, str | None]](), list[str]()
     for prompt in prompts:  # reads all prompts in any case
@@ -140,7 +146,7 @@ def _require_answers(config: RunConfig, source: Source, prompts: Iterable[Prompt
             f"({source.key}.fields.answer), {len(without)} of {len(rows)} rows have none, first {without[0]}"
         )
     for name, term in needing.items():
-        problems = _find_unreadable_answers(rows, term)
+        problems = [] if isinstance(term, JudgeRewardConfig) else _find_unreadable_answers(rows, term)
         if problems:
             raise DataError(
                 f"reward.terms.{name} ({term.type}) needs {_READABLE[term.type]} in field "

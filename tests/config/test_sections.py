@@ -455,13 +455,17 @@ def test_home_folders_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
         data={"sources": {"a": {"path": "~/d", "eval_path": "~/e", "ratio": 1.0}}},
         algorithm={"type": "ppo", "critic": {"path": "~/c"}, "kl_reward": {}, "reference": {"path": "~/f"}},
         reward={"terms": {"rm": {"type": "model", "path": "~/rm"}, "n": {}}},
-        rollout={"harness": {"command": ["~/bin/agent", "--at=~/x", "~/y", "~no-such-user"]}},
+        rollout={
+            "harness": {"command": ["~/bin/agent", "--at=~/x", "~/y", "~no-such-user"]},
+            "engine": {"extra_args": {"crash_dump_folder": "~/dumps", "page_size": 1}},
+        },
     )
     assert (config.run_dir, config.export_dir, config.model.path) == ("/h/r", "/h", "/h/m")
     assert data_paths(config) == {"data.sources.a.path": "/h/d", "data.sources.a.eval_path": "/h/e"}
     assert set(model_paths(config).values()) == {"/h/m", "/h/c", "/h/f", "/h/rm"}
     assert config.rollout.harness is not None
     assert config.rollout.harness.command == ["/h/bin/agent", "--at=~/x", "/h/y", "~no-such-user"], "as shells do"
+    assert config.rollout.engine.extra_args == {"crash_dump_folder": "/h/dumps", "page_size": 1}
     assert make_run(run_dir="./~", data={"path": "hf://datasets/o/n/~x"}).run_dir == "./~"
     message = error_message(run_dir="~no-such-user/x")
     assert (

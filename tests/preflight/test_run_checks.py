@@ -367,6 +367,14 @@ def test_reference_answers_that_cannot_be_read_are_found(
         assert has_parts(problem, f"data.path: ... reward.terms.right {message}")
 
 
+def test_a_judge_whose_rubric_has_the_answer_needs_it(tree: dict[str, Any], tmp_path: Path) -> None:
+    tree["data"]["path"] = str(write_rows(tmp_path / "rows.jsonl", [{"prompt": "1", "answer": "a"}, {"prompt": "2"}]))
+    judge = {"type": "judge", "url": "http://judge/v1", "model": "m", "rubric": "{completion}"}
+    assert run_problems(tree, reward={"terms": {"j": judge}}) == []
+    (problem,) = run_problems(tree, reward={"terms": {"j": judge | {"rubric": "{completion} {answer}"}}})
+    assert has_parts(problem, "data.path: reward.terms.j (judge) needs field 'answer' ... 1 of 2 rows ... rows.jsonl:2")
+
+
 def test_data_is_parsed_even_without_a_tokenizer(tree: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{\n")
     tree["data"]["path"] = str(tmp_path / "rows.jsonl")
