@@ -260,10 +260,11 @@ def test_search_reads_rows_as_hotpotqa_publishes_them(row: dict[str, object]) ->
     env.close()
 
 
-def test_search_shares_an_index_of_a_file(tmp_path) -> None:
+def test_search_shares_an_index_of_a_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     file, task = tmp_path / "passages.jsonl", make_task("x")
     file.write_text('{"title": "A", "text": "apples grow"}\n{"title": "B", "text": "bears hunt"}\n')
-    first, second = Search(index=str(file)), Search(index=str(file))
+    first, second = Search(index=str(file)), Search(index="~/passages.jsonl")
     first.reset(task)
     file.unlink()
     second.reset(task)
