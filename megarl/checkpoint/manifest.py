@@ -23,6 +23,7 @@ from megarl.config import StageConfig
 from megarl.config.trainer import ParallelConfig
 from megarl.errors import DataError
 from megarl.model_files.json_object import read_json_object
+from megarl.model_files.model_config import read_model_config
 
 FORMAT_VERSION = 2
 """Checkpoint format that this version of megarl writes, and the only one that it reads."""
@@ -120,7 +121,7 @@ class CheckpointMetadata:
         Raises:
             DataError: the model's config.json cannot be read.
         """
-        model = ModelIdentity.from_config(read_json_object(Path(config.model.path) / "config.json"))
+        model = ModelIdentity.from_config(read_model_config(config.model.path))
         layout = {"policy": _layout(config.trainer.parallel, config.placement.slots)}
         for auxiliary in config.auxiliary_models:
             if auxiliary.optimizer is not None:

@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
         conversion = plan_import(config, args.model, args.output, args.dtype, family=args.family)
     else:
         conversion = plan_export(config, args.model, args.output, args.dtype, family=args.family, trust=args.trust)
-    if conversion.notice is not None:
-        print(f"--model: {conversion.notice}", file=sys.stderr)
+    for notice in conversion.notices:
+        print(f"--model: {notice}", file=sys.stderr)
     with ConvertProgress() as progress:
         seconds = conversion.run(progress.show)
     from megarl.tracking.progress import format_si

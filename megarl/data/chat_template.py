@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.config.data import PromptFormat
 from megarl.data.rows import Row
+from megarl.data.tokenizer import describe_unknown_token, read_vocab_size
 from megarl.errors import ConfigError, DataError
 from megarl.text import describe_error
 from megarl.user_code import outcome_of
@@ -39,12 +40,33 @@ def apply_chat_template(
     return text
 
 
+def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer has a chat template for conversations.
+
+    Raises:
+        DataError: it has several, of which none is the default.
+    """
+    templates = tokenizer.chat_template
+    if isinstance(templates, Mapping) and "default" not in templates:
+        raise DataError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} needs a default chat template, got templates "
+            f"named {', '.join(sorted(templates))}: save the one to use as chat_template.jinja in the model folder"
+        )
+    return templates is not None
+
+
+def chat_template_source(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the source of the tokenizer's chat template, or of all of them one below the other."""
+    templates = tokenizer.chat_template
+    return "\n".join(map(str, templates.values())) if isinstance(templates, Mapping) else str(templates)
+
+
 class PromptTemplate:
     """Renders prompts according to `prompt_template`, `chat_template` and `system_prompt` of a section.
 
     Raises:
         ConfigError: the template lacks `{prompt}`, or a system prompt is combined with `chat_template: never`.
-        DataError: the tokenizer lacks the chat template that the configuration requires.
+        DataError: the tokenizer lacks the chat template that the configuration requires, or has several and no default.
     """
 
     def __init__(self, config: PromptFormat, tokenizer: PreTrainedTokenizerBase, *, key: str = "data") -> None:
@@ -53,7 +75,7 @@ class PromptTemplate:
             raise ConfigError(f"{key}.prompt_template needs {PLACEHOLDER} in it, got {config.prompt_template!r}")
         if config.system_prompt is not None and config.chat_template == "never":
             raise ConfigError(f"{key}.system_prompt needs a chat template, got {key}.chat_template: never")
-        has_template = tokenizer.chat_template is not None
+        has_template = config.chat_template != "never" and has_chat_template(tokenizer)
         if config.chat_template == "always" and not has_template:
             raise DataError(
                 f"{key}.chat_template: always needs a tokenizer with a chat template, {_no_template(tokenizer)}"
@@ -61,8 +83,8 @@ class PromptTemplate:
         if config.system_prompt is not None and not has_template:
             raise DataError(f"{key}.system_prompt needs a tokenizer with a chat template, {_no_template(tokenizer)}")
         self._config, self._key = config, key
-        self._tokenizer = tokenizer
-        self._chat = has_template and config.chat_template != "never"
+        self._tokenizer, self._vocab_size = tokenizer, read_vocab_size(tokenizer)
+        self._chat = has_template
 
     def render(self, row: Row) -> str:
         """Return the row's prompt as text for the policy to continue.
@@ -97,27 +119,30 @@ class PromptTemplate:
         # Not str.format: templates may hold other braces, as in \boxed{}.
         return self._config.prompt_template.replace(PLACEHOLDER, prompt)
 
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize rendered prompts.
+    def tokenize(self, texts: Sequence[str], rows: Sequence[Row]) -> list[list[int]]:
+        """Tokenize the rendered prompts of rows.
 
         Chat templates contain their special tokens. Plain prompts get those that the tokenizer adds, such as bos,
         unless they begin with them.
+
+        Raises:
+            DataError: a text has a token that the model does not have; the message names file:line.
         """
         if self._chat:
-            return self._encode(texts, add_special_tokens=False)
+            return self._encode_rows(texts, rows, add_special_tokens=False)
         added, num = self._added_tokens, len(self._added_tokens)
         return [
             ids[num:] if num and ids[num : 2 * num] == added else ids
-            for ids in self._encode(texts, add_special_tokens=True)
+            for ids in self._encode_rows(texts, rows, add_special_tokens=True)
         ]
 
     def tokenize_rows(self, rows: Sequence[Row]) -> list[list[int]]:
         """Render and tokenize the prompts of rows.
 
         Raises:
-            DataError: as `render`, or a prompt has no tokens.
+            DataError: as `render` and `tokenize`, or a prompt has no tokens.
         """
-        prompts = self.tokenize([self.render(row) for row in rows])
+        prompts = self.tokenize([self.render(row) for row in rows], rows)
         self._require_tokens(rows, prompts, "prompt")
         return prompts
 
@@ -130,9 +155,9 @@ class PromptTemplate:
             name: key of the texts' field in the section `fields`.
 
         Raises:
-            DataError: a text has no tokens.
+            DataError: as `tokenize`, or a text has no tokens.
         """
-        responses = self._encode(texts, add_special_tokens=False)
+        responses = self._encode_rows(texts, rows, add_special_tokens=False)
         self._require_tokens(rows, responses, name)
         eos = self._tokenizer.eos_token_id
         return [ids if ids[-1] == eos else [*ids, eos] for ids in responses]
@@ -148,6 +173,14 @@ class PromptTemplate:
         """The tokens that the tokenizer puts before a plain prompt."""
         (plain,), (full,) = (self._encode(["a"], add_special_tokens=added) for added in (False, True))
         return next(full[:i] for i in range(len(full)) if full[i : i + len(plain)] == plain)
+
+    def _encode_rows(self, texts: Sequence[str], rows: Sequence[Row], *, add_special_tokens: bool) -> list[list[int]]:
+        encoded = self._encode(texts, add_special_tokens=add_special_tokens)
+        for row, ids in zip(rows, encoded, strict=True):
+            unknown = describe_unknown_token(self._tokenizer, ids, self._vocab_size)
+            if unknown is not None:
+                raise DataError(f"{row.where}: {unknown}")
+        return encoded
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         # verbose would warn about texts longer than the model; the caller reports those with file and line.

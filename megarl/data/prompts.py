@@ -64,7 +64,7 @@ def tokenize_prompts(
     kept_rows = read_rows(path) if is_kept is None else filter(is_kept, read_rows(path))
     for rows in track(batch_rows(kept_rows), f"tokenizing {Path(path).name}"):
         texts = [template.render(row) for row in rows]
-        for row, text, ids in zip(rows, texts, template.tokenize(texts), strict=True):
+        for row, text, ids in zip(rows, texts, template.tokenize(texts, rows), strict=True):
             if not ids:
                 raise DataError(f"{row.where}: field {config.fields.prompt!r} ({key}.fields.prompt) holds no tokens")
             if overlong.keep(row, len(ids)):

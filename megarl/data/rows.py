@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import DataError
+from megarl.model_files.lfs_pointer import refuse_lfs_pointer
 from megarl.text import has_surrogate, replace_surrogates
 
 PARQUET_BATCH_ROWS = 1024
@@ -87,6 +88,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
         raise DataError(f"{path}: no such data file (working directory {Path.cwd()})")
     if not path.is_file():
         raise DataError(f"{path}: needs a file, got a folder")
+    refuse_lfs_pointer(path)
     return _require_rows(path, read(path))
 
 

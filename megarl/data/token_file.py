@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from megarl.data.progress_bar import track
 from megarl.errors import ConfigError, DataError
+from megarl.model_files.lfs_pointer import refuse_lfs_pointer
 
 MAX_REPORTED_LINES = 20
 """Maximum number of bad lines that an error lists; further ones are only counted."""
@@ -130,6 +131,7 @@ class TokenFile:
         if not self.path.is_file():
             what = "a folder" if self.path.is_dir() else "a stream"
             raise DataError(f"{self.path}: needs a file, which is read twice, got {what}")
+        refuse_lfs_pointer(self.path)
 
     def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
         # Binary, because text mode would also split lines at U+2028 and report a bad byte without its line.

@@ -1,13 +1,18 @@
-"""Load the tokenizer of a model folder and its stop tokens."""
+"""Load the tokenizer of a model folder, and find tokens that the model does not have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import DataError
+from megarl.model_files.companions import TOKENIZER_PATTERNS, find_companions
 from megarl.model_files.json_object import read_json_object
+from megarl.model_files.lfs_pointer import refuse_lfs_pointer
+from megarl.text import text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +42,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             end-of-sequence token.
     """
     import transformers  # here, because the controller requests the processes of a run before it needs tokenizers
-    from huggingface_hub.errors import StrictDataclassError
 
     path = Path(path)
     if not path.is_dir():
@@ -45,26 +49,69 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise DataError(f"{path}: the model folder holds no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     # Read first, because the libraries' errors do not name the file.
+    for file in find_companions(path, TOKENIZER_PATTERNS):
+        refuse_lfs_pointer(file)
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         _read_object(path / name)
     chosen = _tokenizer_class(path) or "AutoTokenizer"
-    load: Callable[..., PreTrainedTokenizerBase] = getattr(transformers, chosen).from_pretrained
-    try:
-        tokenizer = load(str(path), local_files_only=True)
-    except Exception as e:
-        # The Rust parser raises Exception itself, not a subclass. Any other kind is a bug and propagates.
-        if (
-            not isinstance(e, OSError | ValueError | KeyError | TypeError | StrictDataclassError)
-            and type(e) is not Exception
-        ):
-            raise
-        raise DataError(f"{path}: the tokenizer cannot be loaded: {type(e).__name__}: {e}") from e
+    tokenizer = _call_transformers(getattr(transformers, chosen).from_pretrained, path)
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"{path}: the tokenizer needs an end-of-sequence token, got none; set eos_token in "
             f"{path / 'tokenizer_config.json'}"
         )
+    unknown = describe_unknown_token(tokenizer, [tokenizer.eos_token_id], read_vocab_size(tokenizer))
+    if unknown is not None:
+        raise DataError(f"{path}: the end-of-sequence token of the tokenizer: {unknown}")
     return tokenizer
+
+
+def _call_transformers(load: Callable[..., PreTrainedTokenizerBase], path: Path) -> PreTrainedTokenizerBase:
+    """Return `load(path)`, which may raise anything for a bad file; the Rust parser raises Exception itself."""
+    try:
+        return load(str(path), local_files_only=True)
+    except Exception as e:
+        reason = " ".join(f"{type(e).__name__}: {text_of(e, str)}".split())
+        raise DataError(f"{path}: the tokenizer cannot be loaded: {reason}") from e
+
+
+def read_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return `vocab_size` of the model in the folder that the tokenizer is from; None: there is no such model.
+
+    A tokenizer may have tokens beyond it: some that were added without rows in the embedding.
+
+    Raises:
+        DataError: config.json cannot be read.
+    """
+    folder = getattr(tokenizer, "name_or_path", "")  # a tokenizer that was not read from a folder may lack it
+    file = Path(folder) / "config.json"
+    if not folder or not file.is_file():
+        return None
+    return _read_vocab_size(file, file.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _read_vocab_size(file: Path, _modified: int) -> int | None:
+    size = read_json_object(file).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def describe_unknown_token(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], vocab_size: int | None
+) -> str | None:
+    """Return a message about the first token that a model of `vocab_size` tokens does not have; None: it has them all.
+
+    Args:
+        vocab_size: None: unknown, only negative ids are wrong.
+    """
+    limit = sys.maxsize if vocab_size is None else vocab_size
+    if not len(token_ids) or (min(token_ids) >= 0 and max(token_ids) < limit):
+        return None
+    token = next(token for token in token_ids if not 0 <= token < limit)
+    text = "" if token < 0 else f" ({text_of(tokenizer.convert_ids_to_tokens(token))})"
+    return (
+        f"token {token}{text} is not in the model's vocabulary, whose size is {vocab_size} (vocab_size in config.json)"
+    )
 
 
 def _tokenizer_class(path: Path) -> str | None:
@@ -74,26 +121,6 @@ def _tokenizer_class(path: Path) -> str | None:
     if "auto_map" in config or not (path / "tokenizer.json").is_file():
         return None
     return TOKENIZER_CLASSES.get((str(family), str(written).removesuffix("Fast")))
-
-
-def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return all tokens that end a completion: eos of the tokenizer, of config.json and of generation_config.json.
-
-    Chat models often have several (`<|im_end|>` and `<|endoftext|>`), spread over these files.
-
-    Raises:
-        DataError: a file is not a JSON object, or an `eos_token_id` is neither an integer nor a list of integers.
-    """
-    ids: list[Any] = [tokenizer.eos_token_id]
-    for name in ("config.json", "generation_config.json"):
-        file = Path(path) / name
-        eos = _read_object(file).get("eos_token_id")
-        some = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        for value in some:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise DataError(f"{file}: eos_token_id needs a token id or a list of them, got {eos!r}")
-        ids += some
-    return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megarl.config.placement import MAIN_POOL
 from megarl.config.preference import DpoConfig
@@ -25,7 +24,8 @@ from megarl.megatron.families.architecture import Head, ModelArchitecture
 from megarl.megatron.families.layout_checks import pipeline_split
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.model_folder import model_head
-from megarl.model_files.json_object import JsonMapping, read_json_object
+from megarl.model_files.json_object import JsonMapping
+from megarl.model_files.model_config import read_model_config
 from megarl.placement.rank_grid import RankGrid
 
 POLICY = "policy"
@@ -193,7 +193,7 @@ def _architecture(config: StageConfig, path: str, head: Head) -> ModelArchitectu
 
 
 def _hf_config(config: StageConfig) -> JsonMapping:
-    return read_json_object(Path(config.model.path) / "config.json")
+    return read_model_config(config.model.path)
 
 
 def _nccl_bytes(grid: RankGrid) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING
 from megarl.errors import DataError
 from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, RELEASE, TRACKER
 from megarl.megatron.requests import ModelSpec
-from megarl.model_files.json_object import read_json_object
+from megarl.model_files.companions import copy_companions
+from megarl.model_files.model_config import read_model_config
 
 if TYPE_CHECKING:
     from megarl.megatron.modeling.megatron_model import MegatronModel
@@ -58,25 +58,18 @@ class ConvertWorker:
         import torch.distributed as dist
 
         from megarl.megatron.checkpoint import model_state
-        from megarl.megatron.hf_weights.export import COPIED_PATTERNS, describe_weights
+        from megarl.megatron.hf_weights.export import describe_weights
 
         model_state.save_model(self._model, Path(root) / RELEASE)
         if dist.get_rank() != 0:
             return
         try:
-            _copy_companions(Path(self._model.spec.model_path), Path(root) / COMPANIONS, COPIED_PATTERNS)
-            config_file = Path(root) / COMPANIONS / "config.json"
-            config = read_json_object(config_file)
-            if describe_weights(config, self._model.architecture):
-                config_file.write_text(json.dumps(config, indent=2) + "\n")
+            source, companions = Path(self._model.spec.model_path), Path(root) / COMPANIONS
+            companions.mkdir()
+            copy_companions(source, companions)
+            config = read_model_config(source)
+            describe_weights(config, self._model.architecture)
+            (companions / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             (Path(root) / TRACKER).write_text(RELEASE)
         except OSError as e:
             raise DataError(f"{root}: rank 0 could not write the checkpoint: {e}") from e
-
-
-def _copy_companions(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
-    target.mkdir()
-    for pattern in patterns:
-        for file in source.glob(pattern):
-            if not file.name.endswith(".index.json"):
-                shutil.copy(file, target / file.name)

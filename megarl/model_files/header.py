@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megarl.errors import DataError
 from megarl.model_files.json_object import JsonObject
+from megarl.model_files.lfs_pointer import refuse_lfs_pointer
 
 MAX_HEADER_BYTES = 100_000_000
 """Maximum header length that the format allows."""
@@ -87,6 +88,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     except OSError as e:
         raise DataError(f"{file} is not readable as safetensors: {e.strerror}") from e
     except _MalformedError as e:
+        refuse_lfs_pointer(file)
         raise DataError(f"{file} is not readable as safetensors: {e}") from e
     try:
         return _parse(file, text, 8 + length, size)

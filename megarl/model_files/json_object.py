@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from megarl.errors import DataError
+from megarl.model_files.lfs_pointer import refuse_lfs_pointer
 
 JsonObject: TypeAlias = dict[str, Any]
 """A parsed JSON object, such as a config.json."""
@@ -26,7 +27,8 @@ def read_json_object(file: Path) -> JsonObject:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except OSError as e:
         raise DataError(f"{file} cannot be read: {e.strerror}") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
+        refuse_lfs_pointer(file)
         raise DataError(f"{file} is not valid JSON: {e}") from e
     if not isinstance(tree, dict):
         raise DataError(f"{file} needs a JSON object, got {type(tree).__name__}")

@@ -18,19 +18,27 @@ MAX_NAMES = 3
 """Maximum number of tensors that an error message names."""
 
 
+EMBEDDING_TENSOR, HEAD_TENSOR = "model.embed_tokens.weight", "lm_head.weight"
+
+
 def derived_tensor_patterns(*, tied: bool) -> tuple[str, ...]:
     """Return name patterns of tensors that are copies of others or computed from them, and need not be read.
 
     Args:
         tied: whether the output head shares the embedding weight.
     """
-    derived = (
-        "*rotary_emb.inv_freq",
+    return ("*rotary_emb.inv_freq", *copied_tensor_patterns(tied=tied))
+
+
+def copied_tensor_patterns(*, tied: bool) -> dict[str, str]:
+    """Return name pattern -> original of the tensors that need to be copies of others; `tied`: as above."""
+    head = EMBEDDING_TENSOR if tied else HEAD_TENSOR
+    copies = {
         # DeepSeek-V3 stores copies of the embedding and the head in its multi-token prediction layers
-        "model.layers.*.embed_tokens.weight",
-        "model.layers.*.shared_head.head.weight",
-    )
-    return (*derived, "lm_head.weight") if tied else derived
+        "model.layers.*.embed_tokens.weight": EMBEDDING_TENSOR,
+        "model.layers.*.shared_head.head.weight": head,
+    }
+    return copies | {HEAD_TENSOR: EMBEDDING_TENSOR} if tied else copies
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:

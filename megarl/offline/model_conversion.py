@@ -25,7 +25,7 @@ from megarl.megatron.families.architecture import Head, ModelArchitecture
 from megarl.megatron.families.layout_checks import parallel_problems
 from megarl.megatron.families.load_architecture import require_family
 from megarl.megatron.families.model_folder import (
-    describe_ignored_mtp_layers,
+    find_folder_notices,
     find_weight_problems,
     load_architecture_from_folder,
 )
@@ -65,8 +65,8 @@ class Conversion:
     dtype: str
     num_bytes: int
     """Size of the weights in `dtype`."""
-    notice: str | None = None
-    """Message for the user about MTP layers that are ignored."""
+    notices: tuple[str, ...] = ()
+    """Messages for the user about the folder (`find_folder_notices`)."""
 
     def run(self, report: Callable[[str], None]) -> float:
         """Write `output`, which appears once it is complete, and return the duration in seconds.
@@ -147,7 +147,7 @@ def plan_import(
         family=family,
         dtype=dtype,
         num_bytes=num_bytes,
-        notice=describe_ignored_mtp_layers(folder, head=None, family=family),
+        notices=tuple(find_folder_notices(folder, head=None, family=family)),
     )
 
 

@@ -23,7 +23,7 @@ from megarl.megatron.families.cost import sequence_cost
 from megarl.megatron.families.layout_checks import parallel_problems
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype, require_family
 from megarl.megatron.families.model_folder import (
-    describe_ignored_mtp_layers,
+    find_folder_notices,
     find_weight_problems,
     load_architecture_from_folder,
 )
@@ -94,7 +94,7 @@ def open_tokens(config: ScoreConfig, path: Path, notify: Callable[[str], None]) 
     """Check the model folder and the parallel sizes, and return the token file in `path`.
 
     Args:
-        notify: receives a line for the user if MTP layers are ignored.
+        notify: receives the notices about the model folder.
 
     Raises:
         ConfigError: all problems of the model folder and the parallel sizes.
@@ -109,8 +109,7 @@ def open_tokens(config: ScoreConfig, path: Path, notify: Callable[[str], None]) 
     problems += parallel_problems(model, config.trainer.parallel, config.sized_placement.slots)
     if problems:
         raise ConfigError("\n".join(problems))
-    notice = describe_ignored_mtp_layers(folder, family=family)
-    if notice is not None:
+    for notice in find_folder_notices(folder, family=family):
         notify(f"model.path: {notice}")
     return TokenFile(path=path, vocab_size=model.vocab_size, max_positions=model.max_positions)
 

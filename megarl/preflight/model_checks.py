@@ -15,13 +15,14 @@ from megarl.megatron.families.family import load_family
 from megarl.megatron.families.layout_checks import parallel_problems, recompute_problems
 from megarl.megatron.families.load_architecture import drop_missing_mtp_layers, load_architecture, require_family
 from megarl.megatron.families.model_folder import (
-    describe_ignored_mtp_layers,
+    find_folder_notices,
     find_weight_problems,
     load_architecture_from_folder,
     model_head,
 )
 from megarl.model_files.block_fp8 import CONFIG_KEY
 from megarl.model_files.json_object import JsonMapping, JsonObject
+from megarl.model_files.model_config import read_stop_token_ids
 from megarl.preflight.megatron_checks import describe_megatron, find_megatron_problems
 from megarl.preflight.tiny_model import will_write_model
 from megarl.rollout.unsupported_options import find_engine_problems
@@ -49,6 +50,10 @@ def find_model_problems(config: StageConfig, hf_config: JsonObject, device: str 
         return
     model = drop_missing_mtp_layers(model, folder)
     yield from (f"model.path: {problem}" for problem in find_weight_problems(folder, model))
+    try:
+        read_stop_token_ids(folder)
+    except DataError as e:
+        yield f"model.path: {e}"
     yield from parallel_problems(model, config.trainer.parallel, config.placement.slots)
     yield from recompute_problems(model, config.trainer.parallel, config.trainer.recompute)
     yield from find_megatron_problems(config, model, device)
@@ -73,10 +78,7 @@ def find_family_problems(config: StageConfig) -> Iterator[str]:
 
 
 def find_model_notices(config: StageConfig) -> list[str]:
-    """Return one message for each model that is loaded without the MTP layers that its config.json names.
-
-    The model folders need to have passed the checks.
-    """
+    """Return the notices about the model folders, which need to have passed the checks."""
     if will_write_model(config):
         return []
     models: list[tuple[str, str, Head | None]] = [("model.path", config.model.path, model_head(config))]
@@ -86,8 +88,7 @@ def find_model_notices(config: StageConfig) -> list[str]:
         models.append(("dpo.reference.path", config.dpo.reference.path, "lm"))
     notices: dict[str, str] = {}
     for key, path, head in models:
-        message = describe_ignored_mtp_layers(Path(path), head=head, family=config.model.family)
-        if message is not None:
+        for message in find_folder_notices(Path(path), head=head, family=config.model.family):
             notices.setdefault(message, f"{key}: {message}")  # models in the same folder share one notice
     return list(notices.values())
 

@@ -5,15 +5,13 @@ Imports neither SGLang nor torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from megarl.config import RunConfig
-from megarl.errors import DataError
-from megarl.model_files.json_object import JsonObject
+from megarl.model_files.model_config import read_model_config, read_stop_token_ids
 from megarl.rollout.unsupported_options import check_engine_support
 
 CPU_MAX_TOTAL_TOKENS = 65_536
@@ -100,7 +98,7 @@ def make_engine_spec(config: RunConfig, replica: int, device: str) -> EngineSpec
         ConfigError: SGLang would not run the model as its config.json describes it.
     """
     file = Path(config.model.path) / "config.json"
-    check_engine_support(_read_json(file), device, origin=str(file))
+    check_engine_support(read_model_config(config.model.path), device, origin=str(file))
     engine = config.rollout.engine
     cpu = device == "cpu"
     dtype = config.model.resolved_dtype(device)
@@ -133,47 +131,3 @@ def _pause_mode(config: RunConfig) -> PauseMode:
     """Return the pause mode of a run's engines; with `drain` no request is in flight at a push."""
     update = config.schedule.resolved().update
     return "retract" if update is None or update == "drain" else update
-
-
-def read_stop_token_ids(model_path: str) -> tuple[int, ...]:
-    """Return the sorted ids of all stop tokens in generation_config.json, config.json and the tokenizer's files.
-
-    Reads all three sources because they disagree in many published models: a base model's config has the end-of-text
-    token, its tokenizer the end-of-turn token.
-
-    Raises:
-        DataError: a file is not JSON, or none of the three has a stop token.
-    """
-    folder = Path(model_path)
-    ids: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        eos = _read_json(folder / name).get("eos_token_id")
-        ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    token = _read_json(folder / "tokenizer_config.json").get("eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    if isinstance(token, str):
-        ids.update(_token_id(_read_json(folder / "tokenizer.json"), token))
-    if not ids:
-        raise DataError(f"{folder}: needs an end-of-sequence token in config.json or tokenizer_config.json, got none")
-    return tuple(sorted(ids))
-
-
-def _token_id(tokenizer: JsonObject, token: str) -> list[int]:
-    added = [entry["id"] for entry in tokenizer.get("added_tokens", []) if entry.get("content") == token]
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    if not added and isinstance(vocabulary, dict) and token in vocabulary:
-        return [vocabulary[token]]
-    return added
-
-
-def _read_json(file: Path) -> JsonObject:
-    if not file.exists():
-        return {}
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as e:
-        raise DataError(f"{file}: cannot be read: {e}") from e
-    if not isinstance(content, dict):
-        raise DataError(f"{file}: needs a JSON object, got {type(content).__name__}")
-    return content

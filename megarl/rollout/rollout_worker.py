@@ -21,7 +21,7 @@ from megarl.batch.trajectory import Prompt, Trajectory, count_turns, find_mixed_
 from megarl.config.rollout import AgentConfig
 from megarl.errors import LostEngineError, WorkerError
 from megarl.rollout.agents.agent import Agent
-from megarl.rollout.agents.episode import Episode
+from megarl.rollout.agents.episode import Episode, RefusedTextError
 from megarl.rollout.agents.run_agent import run_agent
 from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.continuing_engine import ContinuingEngine
@@ -297,7 +297,8 @@ class RolloutWorker:
     ) -> list[Trajectory]:
         """Run one agent episode; a request whose engine is lost is continued on another one.
 
-        If its environment fails, the episode is repeated once with another seed, and then left out of the step.
+        If its environment fails or a text cannot be used, the episode is repeated once with another seed, and then left
+        out of the step.
 
         Args:
             retried: gets the index of the sample if its environment fails.
@@ -305,7 +306,7 @@ class RolloutWorker:
         while True:
             try:
                 return await self._attempt(job, sample, lease, attempt=int(sample in retried))
-            except EnvironmentFailedError as error:
+            except (EnvironmentFailedError, RefusedTextError) as error:
                 if sample in retried:
                     return [_failed_episode(job, f"{error} on {job.prompt.prompt_id}")]
                 retried.append(sample)

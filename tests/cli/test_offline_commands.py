@@ -192,7 +192,7 @@ def test_missing_mtp_layers_are_reported(tmp_path):
     folder = tmp_path / "model"
     build(CONFIGS["deepseek_v3"]).save_pretrained(folder)
     conversion = plan_import(ConvertConfig(), folder, tmp_path / "out", "auto")
-    assert conversion.notice == f"{folder}: config.json names 1 MTP layer, the folder has none: ignoring it"
+    assert conversion.notices == (f"{folder}: config.json names 1 MTP layer, the folder has none: ignoring it",)
 
 
 @pytest.mark.parametrize("name", ["release/metadata.json", "release/common.pt", "release/.metadata", "hf/config.json"])

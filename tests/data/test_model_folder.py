@@ -14,9 +14,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.config.data import DataConfig
+from megarl.data.chat_template import PromptTemplate
+from megarl.data.rows import read_rows
 from megarl.data.tiny_checkpoint import write_tiny_model
-from megarl.data.tokenizer import TOKENIZER_CLASSES, load_tokenizer, stop_token_ids
+from megarl.data.token_file import TokenFile
+from megarl.data.tokenizer import TOKENIZER_CLASSES, load_tokenizer
 from megarl.errors import DataError
+from megarl.model_files.companions import copy_companions
+from megarl.rollout.environments.conversation import require_chat_template
 
 
 @pytest.fixture
@@ -27,24 +33,6 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
 
 def edit_json(file: Path, **fields: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-
-def test_stop_tokens_are_the_union_of_all_three_files(model: Path) -> None:
-    tokenizer = load_tokenizer(model)
-    assert stop_token_ids(model, tokenizer) == (1,)
-    edit_json(model / "config.json", eos_token_id=7)
-    edit_json(model / "generation_config.json", eos_token_id=[9, 7, 1])
-    assert stop_token_ids(model, tokenizer) == (1, 7, 9)
-    edit_json(model / "config.json", eos_token_id=None)
-    (model / "generation_config.json").unlink()
-    assert stop_token_ids(model, tokenizer) == (1,)
-
-
-@pytest.mark.parametrize("bad", ["<eos>", [1, "x"], True, -1])
-def test_invalid_stop_tokens_are_refused(model: Path, bad: Any) -> None:
-    edit_json(model / "generation_config.json", eos_token_id=bad)
-    with pytest.raises(DataError, match=r"generation_config.json: eos_token_id needs"):
-        stop_token_ids(model, load_tokenizer(model))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
@@ -149,3 +137,66 @@ def test_sizes_are_arguments(tmp_path: Path) -> None:
         write_tiny_model(tmp_path, ["text"], 0, vocab_size=200)
     with pytest.raises(DataError, match=r"needs texts"):
         write_tiny_model(tmp_path, [], 0)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 1234567\n"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja"])
+def test_git_lfs_pointers_of_a_tokenizer_are_named(model: Path, name: str) -> None:
+    (model / name).write_text(POINTER)
+    with pytest.raises(DataError, match=rf"model/{name} is a Git LFS pointer, .* run `git lfs pull`"):
+        load_tokenizer(model)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_git_lfs_pointers_of_data_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(DataError, match=rf"{name} is a Git LFS pointer"):
+        read_rows(tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name} is a Git LFS pointer"):
+        TokenFile(path=tmp_path / name, vocab_size=9, max_positions=9).check()
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_any_exception_of_transformers_is_one_sentence(model: Path, key: str) -> None:
+    edit_json(model / "tokenizer_config.json", auto_map={})  # only AutoTokenizer can load it, which reads config.json
+    edit_json(model / "config.json", **{"dtype": None, key: "auto"})
+    with pytest.raises(DataError, match=r"^\S*model: the tokenizer cannot be loaded: AttributeError: [^\n]*auto'$"):
+        load_tokenizer(model)
+
+
+def save_templates(model: Path, *names: str) -> None:
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = {
+        name: f"[{name}]{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}" for name in names
+    }
+    tokenizer.save_pretrained(model)
+
+
+def test_several_chat_templates_need_a_default(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
+    source = DataConfig(path=str(tmp_path / "rows.jsonl")).resolved_sources[0]
+    save_templates(model, "rag", "tool_use")
+    message = (
+        "needs a default chat template, got templates named rag, tool_use: save the one to use as chat_template.jinja"
+    )
+    with pytest.raises(DataError, match=message):
+        PromptTemplate(source.config, load_tokenizer(model))
+    with pytest.raises(DataError, match=message):
+        require_chat_template(load_tokenizer(model), forks="forbid", refuses_forks=None)
+    PromptTemplate(source.config.model_copy(update={"chat_template": "never"}), load_tokenizer(model))
+    save_templates(model, "default", "rag")
+    (row,) = read_rows(source.config.path)
+    assert PromptTemplate(source.config, load_tokenizer(model)).render(row) == "[default]1"
+
+
+def test_copied_companions_render_every_chat_template(model: Path, tmp_path: Path) -> None:
+    save_templates(model, "default", "rag", "tool_use")
+    (tmp_path / "copy").mkdir()
+    copy_companions(model, tmp_path / "copy")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "copy")
+    assert set(tokenizer.chat_template) == {"default", "rag", "tool_use"}
+    for name in tokenizer.chat_template:
+        messages = [{"role": "user", "content": "1"}]
+        assert tokenizer.apply_chat_template(messages, chat_template=name, tokenize=False) == f"[{name}]1"

@@ -199,6 +199,51 @@ def test_weights_beyond_the_model(tree: dict[str, Any]) -> None:
     )
 
 
+def test_a_stored_head_with_other_values_is_no_problem_but_a_notice(
+    tree: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf(tree, tie_word_embeddings=True)
+    single = weights(tree).with_name("model.safetensors.index.json")
+    single.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(weights(tree)), "shards.safetensors")}))
+    shutil.copy(weights(tree), weights(tree).with_name("shards.safetensors"))
+    assert main(["check", str(write_config(tmp_path / "run.yaml", tree))]) == 0
+    head, unread = (line for line in capsys.readouterr().out.splitlines() if line.startswith("# model.path: "))
+    assert "stores an lm_head.weight with other values: using that head, as transformers does" in head
+    assert f"{weights(tree)} is not read: model.safetensors.index.json lists other files" in unread
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("ids", ["258", -1, [1, 5000], True])
+def test_stop_tokens_that_are_none_are_refused(tree: dict[str, Any], file: str, ids: Any) -> None:
+    path = Path(tree["model"]["path"], file)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ids}))
+    problem = f"model.path: {path}: eos_token_id needs a token id or a list of them, from 0 to below the model's "
+    for problems in (run_problems(tree), sft_problems(tree | {"data": {"path": str(path.parent / "no.jsonl")}})):
+        assert [each for each in problems if each.startswith(problem)] == [problem + f"vocab_size = 384, got {ids!r}"]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_git_lfs_pointers_are_named(tree: dict[str, Any], file: str) -> None:
+    path = Path(tree["model"]["path"], file)
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 1234567\n")
+    problem = f"model.path: {path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository"
+    assert problem in run_problems(tree)
+
+
+def test_prompts_with_tokens_beyond_the_vocabulary_are_refused(tree: dict[str, Any]) -> None:
+    folder = tree["model"]["path"]
+    tokenizer = load_tokenizer(folder)
+    rows = Path(tree["data"]["path"])
+    tokenizer.add_tokens([f"<extra-{n}>" for n in range(385 - len(tokenizer))])
+    tokenizer.save_pretrained(folder)
+    assert run_problems(tree) == []
+    with rows.open("a") as file:
+        file.write(json.dumps({"prompt": tokenizer.convert_ids_to_tokens(384), "answer": "1"}) + "\n")
+    (problem,) = run_problems(tree)
+    line = len(rows.read_text().splitlines())
+    assert problem.startswith(f"data.path: {rows}:{line}: token 384 (")
+
+
 @pytest.fixture
 def gemma2(tree: dict[str, Any]) -> dict[str, Any]:
     """The run with a Gemma 2 model, which the CPU engine does not run faithfully, and the original tokenizer."""

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
+from megarl.model_files.model_config import read_stop_token_ids
+from megarl.rollout.engine_spec import EngineSpec
 from tests.rollout.clock import ENGINE_LIMITS
 from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
 from tests.rollout.remote import started

@@ -10,7 +10,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from megarl.config import RunConfig
 from megarl.errors import ConfigError, DataError
-from megarl.rollout.engine_spec import EngineSpec, make_engine_spec, read_stop_token_ids
+from megarl.model_files.model_config import read_stop_token_ids
+from megarl.rollout.engine_spec import EngineSpec, make_engine_spec
 from megarl.rollout.sglang.engine_environment import STUBS_FOLDER, make_engine_environment
 from megarl.rollout.sglang.server_args import make_engine_arguments
 from megarl.rollout.unsupported_options import find_build_problems, find_engine_problems

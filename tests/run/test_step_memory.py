@@ -226,7 +226,7 @@ def qwen3_8b(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_architecture(QWEN3_8B, origin="")
     monkeypatch.setattr(gpu_demand, "load_architecture_and_dtype", lambda path, **_: (model, "bfloat16"))
     monkeypatch.setattr(gpu_demand, "model_head", lambda path: "lm")
-    monkeypatch.setattr(gpu_demand, "read_json_object", lambda path: QWEN3_8B)
+    monkeypatch.setattr(gpu_demand, "read_model_config", lambda path: QWEN3_8B)
 
 
 def make_config(**sections: Any) -> RunConfig:

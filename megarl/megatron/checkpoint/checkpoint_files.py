@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from megarl.errors import DataError
 from megarl.megatron.checkpoint.index_unpickler import UntrustedIndexError, read_untrusted_index
+from megarl.model_files.lfs_pointer import refuse_lfs_pointer
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -122,6 +123,8 @@ def _load_index(folder: Path, *, trust: bool) -> Metadata:
     for name in ("metadata.json", ".metadata"):
         if not (folder / name).is_file():
             raise DataError(f"{folder} is no distributed checkpoint of megatron-core: it has no {name}")
+    for file in folder.iterdir():
+        refuse_lfs_pointer(file)
     file = folder / ".metadata"
     try:
         index = FileSystemReader(folder).read_metadata() if trust else read_untrusted_index(file)

@@ -48,6 +48,7 @@ from megarl.megatron.checkpoint.storage_index import (
 from megarl.megatron.requests import LoadReport, SavedFile, SavedShard, SaveRequest, SaveStats
 from megarl.megatron.runtime import platform
 from megarl.megatron.runtime.rng_state import collect_rng_states, restore_rng_states
+from megarl.model_files.lfs_pointer import refuse_lfs_pointer
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -303,6 +304,7 @@ def _load_serialized(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = torch.load(path, weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError) as e:
+        refuse_lfs_pointer(path)
         raise DataError(f"{path} cannot be read: {e}") from e
     return found
 

@@ -28,11 +28,11 @@ from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
 from megarl.megatron.families.layer_parts import LayerPart, ShardingUnit
 from megarl.megatron.families.parameter_map import ParameterMap, RowRange, replicated, split_rows
 from megarl.megatron.families.rope import Rope
+from megarl.model_files.weight_index import EMBEDDING_TENSOR, HEAD_TENSOR
 from megarl.reshard.layout.model_tensors import ModelTensors, TensorSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
-EMBEDDING_TENSOR = "model.embed_tokens.weight"
 SCORE_TENSOR = "score.weight"
 
 Head = Literal["lm", "value"]
@@ -114,7 +114,7 @@ class ModelArchitecture:
             optional_tensors=(self.hf_name(SCORE_TENSOR),) if from_lm else (),
             ignored_patterns=(
                 *(self.hf_name(f"model.layers.{number}.*") for number in mtp_layers),
-                *((self.hf_name("lm_head.weight"),) if from_lm else ()),
+                *((self.hf_name(HEAD_TENSOR),) if from_lm else ()),
             ),
         )
 
@@ -155,7 +155,7 @@ class ModelArchitecture:
 
     def duplicated_tensors(self) -> dict[str, str]:
         """Return duplicate -> original tensor name: published folders repeat embedding and head in each MTP layer."""
-        head = EMBEDDING_TENSOR if self.tie_embeddings else "lm_head.weight"
+        head = EMBEDDING_TENSOR if self.tie_embeddings else HEAD_TENSOR
         copies = {}
         for number in range(self.num_layers, self.num_layers + self.num_mtp_layers):
             copies[f"model.layers.{number}.embed_tokens.weight"] = EMBEDDING_TENSOR
@@ -178,7 +178,7 @@ class ModelArchitecture:
             case "output_layer.weight" if self.head == "value":
                 return replicated(SCORE_TENSOR, 1, hidden)
             case "output_layer.weight":
-                head = EMBEDDING_TENSOR if self.tie_embeddings else "lm_head.weight"
+                head = EMBEDDING_TENSOR if self.tie_embeddings else HEAD_TENSOR
                 return split_rows(head, height=self.vocab_size, width=hidden)
             case "decoder.final_layernorm.weight":
                 return replicated("model.norm.weight", hidden)

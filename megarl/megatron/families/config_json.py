@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import json
+from typing import Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -14,11 +15,14 @@ from megarl.megatron.families.feed_forward import GatedMlp
 from megarl.megatron.families.rope import Rope
 from megarl.model_files.json_object import JsonMapping, JsonObject
 
+DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2"]
+"""Torch name of the dtype that weights are stored in."""
+
 
 class HfConfig(BaseModel):
     """config.json of a decoder with rotary embeddings and a gated MLP; families add their own keys and defaults."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=(), strict=True, allow_inf_nan=False)
 
     num_hidden_layers: PositiveInt
     hidden_size: PositiveInt
@@ -28,6 +32,10 @@ class HfConfig(BaseModel):
     head_dim: PositiveInt | None = None
     vocab_size: PositiveInt
     max_position_embeddings: PositiveInt
+    original_max_position_embeddings: PositiveInt | None = None
+    """Positions before RoPE scaling, outside of its parameters."""
+    partial_rotary_factor: float | None = None
+    """A RoPE parameter outside of the others."""
     rms_norm_eps: PositiveFloat
     tie_word_embeddings: bool = False
     rope_theta: PositiveFloat | None = None
@@ -35,6 +43,9 @@ class HfConfig(BaseModel):
     """RoPE scaling as transformers 4 writes it."""
     rope_parameters: JsonObject | None = None
     """RoPE parameters as transformers 5 writes them, `rope_theta` included."""
+
+    dtype: DtypeName | None = None
+    torch_dtype: DtypeName | None = None
 
     # Options that change what layers compute or hold: any other value raises an error that names the key.
     hidden_act: Literal["silu"] = "silu"
@@ -50,7 +61,7 @@ class HfConfig(BaseModel):
             ConfigError: keys are missing, have the wrong type or set unsupported options; one line each.
         """
         try:
-            return cls.model_validate(dict(config))
+            return cls.model_validate_json(json.dumps(dict(config)))  # in strict mode, lists are tuples only in JSON
         except ValidationError as e:
             raise ConfigError("\n".join(f"{origin}: {_error_message(error)}" for error in e.errors())) from e
 
@@ -77,10 +88,13 @@ class HfConfig(BaseModel):
             theta: the family's default of `rope_theta`.
 
         Raises:
-            ConfigError: the RoPE type is not supported.
+            ConfigError: the RoPE type is not supported, or a parameter is missing or no number.
         """
         stated = {**(self.rope_scaling or {}), **(self.rope_parameters or {})}
-        base = float(stated.get("rope_theta") or self.rope_theta or theta)
+        if self.partial_rotary_factor is not None:
+            stated.setdefault("partial_rotary_factor", self.partial_rotary_factor)
+        if self.original_max_position_embeddings is not None:
+            stated["original_max_position_embeddings"] = self.original_max_position_embeddings
         return ModelArchitecture(
             name=name,
             num_layers=self.num_hidden_layers,
@@ -89,7 +103,9 @@ class HfConfig(BaseModel):
             max_positions=self.max_position_embeddings,
             norm_eps=self.rms_norm_eps,
             tie_embeddings=self.tie_word_embeddings,
-            rope=Rope.read(stated, theta=base, max_positions=self.max_position_embeddings, origin=origin),
+            rope=Rope.read(
+                stated, theta=self.rope_theta or theta, max_positions=self.max_position_embeddings, origin=origin
+            ),
             attention=self.grouped_query_attention(),
             mlp=GatedMlp(hidden_size=self.hidden_size, ffn_size=self.intermediate_size),
         )
@@ -110,7 +126,8 @@ def _error_message(error: ErrorDetails) -> str:
         case "missing":
             return f"{where} is missing"
         case "literal_error":
-            return f"{where} {error['input']} is not supported; supported is {error['ctx']['expected'].strip(chr(39))}"
+            supported = error["ctx"]["expected"].replace("'", "")
+            return f"{where} {error['input']} is not supported; supported is {supported}"
         case "value_error":
             return str(error["ctx"]["error"])
     return f"{where}: {error['msg']}, got {error['input']!r}"

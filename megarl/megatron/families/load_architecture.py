@@ -19,7 +19,8 @@ from megarl.megatron.families import (
 from megarl.megatron.families.architecture import LM_SUFFIX, VALUE_SUFFIX, Head, ModelArchitecture, hf_tensors_of
 from megarl.megatron.families.family import FamilyReader, load_family
 from megarl.model_files.block_fp8 import find_config_problem
-from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object
+from megarl.model_files.json_object import JsonMapping, JsonObject
+from megarl.model_files.model_config import config_file, read_model_config
 from megarl.model_files.weight_index import read_headers
 
 FAMILY_READERS: Mapping[str, FamilyReader] = {
@@ -35,13 +36,8 @@ FAMILY_READERS: Mapping[str, FamilyReader] = {
 
 
 def read_config(path: str) -> tuple[JsonObject, Path]:
-    """Return the content of a config.json and its path; `path` is the file or its folder.
-
-    Raises:
-        DataError: the file does not exist or is not a JSON object.
-    """
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    return read_json_object(file), file
+    """Return `read_model_config(path)` and the path of the file; `path` is the file or its folder."""
+    return read_model_config(path), config_file(path)
 
 
 def load_architecture(
@@ -62,7 +58,7 @@ def load_architecture(
     problem = find_config_problem(config)
     if problem is not None:
         raise ConfigError(f"{origin}: {problem}")
-    architecture = (config.get("architectures") or ["(none)"])[0]
+    architecture = _architecture_name(config, origin)
     is_value, language_model = architecture.endswith(VALUE_SUFFIX), _language_model(architecture)
     readers = dict(FAMILY_READERS)
     if family is not None:
@@ -93,11 +89,18 @@ def require_family(path: str, family: str | None, *, key: str = "model.family") 
     expected = load_family(family, key=key).architecture
     try:
         config, file = read_config(path)
+        architecture = _architecture_name(config, str(file))
     except DataError:
         return  # reported by those who read the model
-    architecture = (config.get("architectures") or ["(none)"])[0]
     if _language_model(architecture) != expected:
         raise ConfigError(f"{key}: {family} reads {expected} models, got {architecture} in {file}")
+
+
+def _architecture_name(config: JsonMapping, origin: str) -> str:
+    names = config.get("architectures") or ["(none)"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise ConfigError(f"{origin}: architectures needs a list of names, got {names!r}")
+    return names[0]
 
 
 def _language_model(architecture: str) -> str:

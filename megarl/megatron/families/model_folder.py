@@ -1,4 +1,4 @@
-"""Checks of a Hugging Face model folder by its config.json and safetensors headers; no tensor data is read."""
+"""Checks of a Hugging Face model folder: its config.json, its tensors, and whether they fit together."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from megarl.config import RmConfig, StageConfig
 from megarl.errors import DataError
 from megarl.megatron.families.architecture import Head, ModelArchitecture
 from megarl.megatron.families.load_architecture import drop_missing_mtp_layers, load_architecture
-from megarl.model_files.json_object import JsonObject, read_json_object
-from megarl.model_files.weight_index import derived_tensor_patterns, find_tensor_mismatches
+from megarl.model_files.json_object import JsonObject
+from megarl.model_files.model_config import describe_unread_file, find_corrections, find_false_copies, read_model_config
+from megarl.model_files.weight_index import HEAD_TENSOR, derived_tensor_patterns, find_tensor_mismatches
 
 REQUIRED_SIZES = (
     "hidden_size",
@@ -24,7 +25,7 @@ REQUIRED_SIZES = (
 
 
 def read_hf_config(folder: Path) -> JsonObject:
-    """Return the content of `folder`/config.json after checking that each of `REQUIRED_SIZES` is a positive number.
+    """Return `read_model_config(folder)` after checking that each of `REQUIRED_SIZES` is a positive number.
 
     Raises:
         DataError: the folder or file does not exist, the file is not a JSON object, a size is missing, or `layer_types`
@@ -32,7 +33,7 @@ def read_hf_config(folder: Path) -> JsonObject:
     """
     if not folder.is_dir():
         raise DataError(f"needs a folder in Hugging Face format, there is no folder {folder}")
-    tree = read_json_object(folder / "config.json")
+    tree = read_model_config(folder)
     wrong = [key for key in REQUIRED_SIZES if not _is_positive_number(tree.get(key))]
     if wrong:
         raise DataError(f"{folder / 'config.json'} needs a positive number under {', '.join(wrong)}")
@@ -61,18 +62,24 @@ def load_architecture_from_folder(
     return drop_missing_mtp_layers(_load_configured(folder, head, family), folder)
 
 
-def describe_ignored_mtp_layers(folder: Path, *, head: Head | None = "lm", family: str | None = None) -> str | None:
-    """Return a message if the model is loaded without the MTP layers that its config.json names, else None.
+def find_folder_notices(folder: Path, *, head: Head | None = "lm", family: str | None = None) -> list[str]:
+    """Return one message for each way in which the model that is loaded differs from what the folder seems to hold.
 
     Raises:
         DataError, ConfigError: as in `load_architecture_from_folder`.
     """
-    model = _load_configured(folder, head, family)
+    model, notices = _load_configured(folder, head, family), []
     number = model.num_mtp_layers
-    if number == drop_missing_mtp_layers(model, folder).num_mtp_layers:
-        return None
-    names, ignored = ("1 MTP layer", "it") if number == 1 else (f"{number} MTP layers", "them")
-    return f"{folder}: config.json names {names}, the folder has none: ignoring {ignored}"
+    if number != drop_missing_mtp_layers(model, folder).num_mtp_layers:
+        names, ignored = ("1 MTP layer", "it") if number == 1 else (f"{number} MTP layers", "them")
+        notices.append(f"{folder}: config.json names {names}, the folder has none: ignoring {ignored}")
+    if model.head == "lm" and "tie_word_embeddings" in find_corrections(folder):
+        notices.append(
+            f"{folder}: config.json ties the output head to the embedding, the folder stores an {HEAD_TENSOR} with "
+            "other values: using that head, as transformers does; tie_word_embeddings: false says so"
+        )
+    unread = describe_unread_file(folder)
+    return notices if unread is None else [*notices, unread]
 
 
 def model_head(config: StageConfig) -> Head:
@@ -81,11 +88,19 @@ def model_head(config: StageConfig) -> Head:
 
 
 def find_weight_problems(folder: Path, model: ModelArchitecture) -> list[str]:
-    """Return one message for each way in which the safetensors of `folder` do not match `model`."""
+    """Return one message for each way in which the safetensors of `folder` do not match `model`.
+
+    Tensors that are ignored as copies of others are compared with these, the only ones whose values are read.
+    """
     needed = {name: spec.shape for name, spec in model.tensors("float32").items()}
     derived = map(model.hf_name, derived_tensor_patterns(tied=model.tie_embeddings))
     ignored = (*derived, *model.ignored_patterns)
-    return find_tensor_mismatches(folder, needed, model=model.name, ignored=ignored, optional=model.optional_tensors)
+    problems = find_tensor_mismatches(
+        folder, needed, model=model.name, ignored=ignored, optional=model.optional_tensors
+    )
+    if model.head == "lm":  # a value model reads neither the copies nor the head
+        problems += find_false_copies(folder, tied=model.tie_embeddings, hf_name=model.hf_name)
+    return problems
 
 
 def _load_configured(folder: Path, head: Head | None, family: str | None) -> ModelArchitecture:

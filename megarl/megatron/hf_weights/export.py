@@ -12,7 +12,6 @@ written, a model that was in the folder before stays intact.
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +26,10 @@ from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.hf_weights.export_plan import num_bytes, plan_export
 from megarl.megatron.hf_weights.file_sink import FileSink
 from megarl.model_files.block_fp8 import CONFIG_KEY
+from megarl.model_files.companions import copy_companions
 from megarl.model_files.file_plan import PlannedFile
-from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object
+from megarl.model_files.json_object import JsonMapping, JsonObject
+from megarl.model_files.model_config import read_model_config
 from megarl.model_files.weight_index import read_headers
 from megarl.model_files.writer import SafetensorsWriter, publish
 from megarl.process.atomic_files import atomic_write
@@ -49,9 +50,6 @@ BASE_TIMEOUT_SECONDS = 300
 """Timeout of an export, without the time for its bytes (`MIN_BYTES_PER_SECOND`)."""
 MIN_BYTES_PER_SECOND = 10 * 2**20
 """Minimum write rate, in bytes per second; a slower export times out."""
-
-COPIED_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
-"""Files that are copied with the weights: generation config, tokenizer, chat template."""
 
 
 def save(model: MegatronModel, source: str, folder: str, *, require_lock: Callable[[], None] = lambda: None) -> None:
@@ -136,7 +134,7 @@ def _on_all_ranks[T](target: Path, step: Callable[[], T]) -> T:
 def _prepare(source: Path, target: Path, require_lock: Callable[[], None]) -> JsonObject:
     require_lock()
     target.mkdir(parents=True, exist_ok=True)
-    return read_json_object(source / "config.json")
+    return read_model_config(source)
 
 
 def _write(context: SyncContext, model: MegatronModel, writer: SafetensorsWriter) -> None:
@@ -162,11 +160,7 @@ def _publish(
     require_lock()
     (target / "config.json").unlink(missing_ok=True)
     publish(target, files)
-    for pattern in COPIED_PATTERNS:
-        for file in source.glob(pattern):
-            is_ours = file.name == "config.json" or file.name.endswith(".index.json")
-            if not is_ours and file.resolve() != (target / file.name).resolve():
-                shutil.copy(file, target / file.name)
+    copy_companions(source, target)
     with atomic_write(target / "config.json") as draft:
         draft.write_text(json.dumps(config, indent=2) + "\n")
 
@@ -190,15 +184,9 @@ def _set_head(config: JsonObject, model: ModelArchitecture) -> None:
         config["pad_token_id"] = next(iter(ends), None) if isinstance(ends, list) else ends
 
 
-def describe_weights(config: JsonObject, model: ModelArchitecture) -> bool:
-    """Describe the weights of `model`: their number of MTP layers, which the source may lack, and not quantized.
-
-    Returns:
-        Whether `config` has changed.
-    """
+def describe_weights(config: JsonObject, model: ModelArchitecture) -> None:
+    """Describe the weights of `model` in `config`: their number of MTP layers, which may be missing, not quantized."""
     key = "num_nextn_predict_layers"
-    was_quantized = config.pop(CONFIG_KEY, None) is not None
-    if (config.get(key) or 0) == model.num_mtp_layers:
-        return was_quantized
-    config[key] = model.num_mtp_layers
-    return True
+    config.pop(CONFIG_KEY, None)
+    if (config.get(key) or 0) != model.num_mtp_layers:
+        config[key] = model.num_mtp_layers

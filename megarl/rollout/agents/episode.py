@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.batch.trajectory import Prompt, Trajectory, count_turns
-from megarl.errors import WorkerError
+from megarl.data.tokenizer import describe_unknown_token, read_vocab_size
+from megarl.errors import AgentError, WorkerError
 from megarl.rollout.engine import CompletionEngine, Generation, GenerationRequest, Sampling
 from megarl.rollout.request_clock import RequestClock
 from megarl.text import replace_surrogates
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 
 ABORT_GRACE_SECONDS = 10.0
 """How long to wait for an engine to abort requests that nobody waits for."""
+
+
+class RefusedTextError(AgentError):
+    """A text of the policy or of an environment that the chat template fails on, or that has tokens of no model.
+
+    Its episode is repeated once and then left out of the step.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +146,7 @@ class Episode:
         """
         limit = self.num_remaining_tokens if max_new_tokens is None else min(max_new_tokens, self.num_remaining_tokens)
         if limit > 0:
-            generation = await self.complete(self.token_ids, max_new_tokens=limit)
+            generation = await self.complete(self.token_ids, max_new_tokens=limit, are_known=True)
         else:
             generation = _empty_completion()
         self._segments.append(
@@ -147,8 +155,18 @@ class Episode:
         self.finish_reason = generation.finish_reason
         return generation
 
-    async def complete(self, token_ids: Sequence[int], *, max_new_tokens: int) -> Generation:
-        """Sample a completion of any tokens that does not become part of the trajectory; raises as `generate` does."""
+    async def complete(self, token_ids: Sequence[int], *, max_new_tokens: int, are_known: bool = False) -> Generation:
+        """Sample a completion of any tokens that does not become part of the trajectory.
+
+        Args:
+            are_known: whether the tokens have been compared with the model's vocabulary.
+
+        Raises:
+            RefusedTextError: the model does not have one of the tokens.
+            WorkerError: as `generate`.
+        """
+        if not are_known:
+            self._require_known(token_ids)
         number, seed = self._num_requests, self._sampling.seed
         self._num_requests += 1
         request_id = f"{self._request_id}.{number}" if number else self._request_id
@@ -179,12 +197,16 @@ class Episode:
 
         Args:
             observation: text, in which the names of special tokens are plain text; or token ids, which may be special.
+
+        Raises:
+            RefusedTextError: the model does not have one of the tokens.
         """
         token_ids: Sequence[int] = (
             self.tokenizer.encode(replace_surrogates(observation), add_special_tokens=False, split_special_tokens=True)
             if isinstance(observation, str)
             else observation
         )
+        self._require_known(token_ids)
         self._segments.append(_given(token_ids[: max(0, self.num_remaining_tokens)]))
 
     def fork(self, token_ids: Sequence[int]) -> None:
@@ -195,12 +217,21 @@ class Episode:
 
         Args:
             token_ids: the policy sees them and is not trained on them.
+
+        Raises:
+            RefusedTextError: the model does not have one of the tokens.
         """
+        self._require_known(token_ids)
         if tuple(token_ids) == self.token_ids:
             return
         if any(segment.sampled and len(segment.token_ids) for segment in self._segments):
             self._finished.append(self.trajectory())
         self._segments, self._turn_rewards = [_given(token_ids)], []
+
+    def _require_known(self, token_ids: Sequence[int]) -> None:
+        unknown = describe_unknown_token(self.tokenizer, token_ids, read_vocab_size(self.tokenizer))
+        if unknown is not None:
+            raise RefusedTextError(f"the episode of {self.prompt.prompt_id} cannot continue: {unknown}")
 
     def add_turn_reward(self, reward: float) -> None:
         """Add the environment's reward of the last run of sampled tokens."""

@@ -8,9 +8,10 @@ from typing import cast
 import numpy as np
 
 from megarl.batch.trajectory import Trajectory, count_turns
+from megarl.data.tokenizer import describe_unknown_token, read_vocab_size
 from megarl.errors import AgentError, MegarlError
 from megarl.rollout.agents.agent import Agent
-from megarl.rollout.agents.episode import Episode
+from megarl.rollout.agents.episode import Episode, RefusedTextError
 from megarl.text import describe_error
 from megarl.user_code import await_outcome
 
@@ -28,6 +29,7 @@ async def run_agent(
     Raises:
         WorkerError: the engine rejected a request.
         AgentError: the agent raised another exception, or returned something other than a valid trajectory.
+        RefusedTextError: a text that it continued with cannot be used.
     """
     label = f"{key} ({path})"
     result, error = await await_outcome(partial(agent, episode))
@@ -47,6 +49,11 @@ async def run_agent(
         problem = problem or f"is one of {len(segments)} of its episode, but {refuses_forks}"
     if problem is not None:
         raise AgentError(f"{label} returned a trajectory that {problem}, on {episode.prompt.prompt_id}")
+    for trajectory in cast("list[Trajectory]", segments):
+        token_ids = trajectory.token_ids.tolist()
+        unknown = describe_unknown_token(episode.tokenizer, token_ids, read_vocab_size(episode.tokenizer))
+        if unknown is not None:
+            raise RefusedTextError(f"{label} returned a trajectory on {episode.prompt.prompt_id}: {unknown}")
     return cast("list[Trajectory]", segments)
 
 

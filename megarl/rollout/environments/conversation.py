@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from megarl.data.chat_template import ChatTemplateError, apply_chat_template
+from megarl.data.chat_template import ChatTemplateError, apply_chat_template, has_chat_template
+from megarl.data.tokenizer import describe_unknown_token, read_vocab_size
 from megarl.errors import AgentError, DataError
+from megarl.rollout.agents.episode import RefusedTextError
 from megarl.rollout.environments.environment import Message
 from megarl.rollout.environments.load_environment import ENV
 from megarl.text import describe_error, map_text, replace_surrogates, text_of
@@ -44,10 +46,6 @@ PROBED_QUESTION: Message = {"role": "user", "content": "is it?"}
 PROBED_FUNCTION = {"name": "look", "description": MARK, "parameters": {"type": "object", "properties": {}}}
 
 
-class RefusedTextError(AgentError):
-    """A chat template fails on a text of the conversation, and not on another text in its place."""
-
-
 @dataclass(frozen=True, slots=True)
 class Extension:
     """What follows a reply in the token sequence."""
@@ -65,6 +63,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """`tokenizer`: needs a chat template."""
         self._tokenizer = tokenizer
+        self._vocab_size = read_vocab_size(tokenizer)
         specials = sorted({str(token) for token in tokenizer.all_special_tokens} | _added_specials(tokenizer), key=len)
         self._specials = specials[::-1]
         self._escaped = [*self._specials, ESCAPE]
@@ -79,9 +78,21 @@ class ChatRenderer:
             tools: definitions of tools, as chat templates take them.
 
         Raises:
+            RefusedTextError: the template refuses the text of a message, or it has a token that the model lacks.
             AgentError: the template refuses the messages.
         """
-        return self.encode(self.render(messages, tools))
+        try:
+            text = self.render(messages, tools)
+        except AgentError as error:
+            self._refuse(error, messages, tools, None)
+        return self.encode(text)
+
+    def _refuse(
+        self, error: AgentError, messages: Sequence[Message], tools: Sequence[Message], now: datetime | None
+    ) -> NoReturn:
+        """Raise a RefusedTextError if the texts of the messages caused the error, else the error of other texts."""
+        self.render([*map(_with_plain_text, messages)], tools, now=now)
+        raise RefusedTextError(str(error)) from error
 
     def continuation(self, before: str, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str | None:
         """Return the rendered text of a conversation after `before`; None: it does not begin with it.
@@ -124,7 +135,8 @@ class ChatRenderer:
             tools: definitions of tools, as chat templates take them.
 
         Raises:
-            RefusedTextError: the template refuses the text of a message, which the policy may have caused.
+            RefusedTextError: the template refuses the text of a message, which the policy may have caused, or it has a
+                token that the model lacks.
             AgentError: the template refuses the messages.
         """
         said = {"role": "assistant", "content": reply}
@@ -133,9 +145,7 @@ class ChatRenderer:
             before = self.render(messages, tools, now=now)
             with_reply = self.render([*messages, shown or said, *following], tools, now=now)
         except AgentError as error:
-            plain = [_with_plain_text(message) for message in (*messages, shown or said, *following)]
-            self.render(plain, tools, now=now)  # fails if it is not the texts that are refused
-            raise RefusedTextError(str(error)) from error
+            self._refuse(error, [*messages, shown or said, *following], tools, now)
         stand_in = self.render([*messages, {"role": "assistant", "content": PLACEHOLDER}, *following], tools, now=now)
         head = before + PLACEHOLDER
         tail = stand_in.removeprefix(head)
@@ -260,12 +270,19 @@ class ChatRenderer:
         return self._escaped_pattern.sub(code, replace_surrogates(text))
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a rendered text; special tokens are those that the template wrote."""
+        """Return the tokens of a rendered text; special tokens are those that the template wrote.
+
+        Raises:
+            RefusedTextError: the model does not have one of the tokens.
+        """
         token_ids: list[int] = []
         for number, part in enumerate(self._code_pattern.split(text)):
             is_code = number % 2 == 1
             plain = self._escaped[ord(part) - PRIVATE_USE] if is_code else part
             token_ids += self._tokenizer.encode(plain, add_special_tokens=False, split_special_tokens=is_code)
+        unknown = describe_unknown_token(self._tokenizer, token_ids, self._vocab_size)
+        if unknown is not None:
+            raise RefusedTextError(f"a text of the conversation cannot be used: {unknown}")
         return token_ids
 
 
@@ -284,7 +301,7 @@ def require_chat_template(
             one that rewrites earlier turns although segments must not be forked.
     """
     name = tokenizer.name_or_path or "this model"
-    if tokenizer.chat_template is None:
+    if not has_chat_template(tokenizer):
         raise DataError(f"{key} needs a tokenizer with a chat template, that of {name} has none")
     if ChatRenderer(tokenizer).omits("user"):
         raise DataError(f"{key} needs a chat template for messages of text, that of {name} leaves it out")

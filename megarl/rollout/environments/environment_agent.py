@@ -12,14 +12,9 @@ from megarl.batch.trajectory import MAX_REWARD, Trajectory
 from megarl.config.data import DataConfig
 from megarl.config.rollout import EnvironmentConfig
 from megarl.errors import AgentError
-from megarl.rollout.agents.episode import Episode
+from megarl.rollout.agents.episode import Episode, RefusedTextError
 from megarl.rollout.environments.calls import EnvironmentFailedError, call_environment
-from megarl.rollout.environments.conversation import (
-    ChatRenderer,
-    RefusedTextError,
-    bounded,
-    require_chat_template,
-)
+from megarl.rollout.environments.conversation import ChatRenderer, bounded, require_chat_template
 from megarl.rollout.environments.environment import Environment, Message, Step, Task
 from megarl.rollout.environments.load_environment import ENV, EnvironmentFactory
 from megarl.rollout.environments.tasks import Tasks
@@ -127,7 +122,11 @@ class _Run:
             [*task.messages] if first is None else [bounded(m, self.config.max_message_bytes) for m in first]
         )
         if first is not None:
-            token_ids = self.renderer.prompt(self.messages)
+            try:
+                token_ids = self.renderer.prompt(self.messages)
+            except RefusedTextError:
+                self.episode.finish_reason = REFUSED
+                return
             if len(token_ids) >= self.episode.max_num_tokens:
                 self.episode.finish_reason = "length"
                 return

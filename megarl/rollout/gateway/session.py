@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from megarl.batch.trajectory import Trajectory
 from megarl.config.harness import HarnessConfig
+from megarl.data.chat_template import chat_template_source
 from megarl.errors import AgentError, MegarlError
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.engine import Generation
@@ -91,7 +92,7 @@ class Session:
         """By the list of messages that they have, the bodies of requests."""
         self._keys: PrefixMemory[object, bytes] = PrefixMemory()
         """Tools and messages of requests, each with the hash of all up to it."""
-        self._exchanges = Exchanges(str(episode.tokenizer.chat_template))
+        self._exchanges = Exchanges(chat_template_source(episode.tokenizer))
         self._summaries_hold = True
         """Whether the exchanges that stand for a conversation have been rendered as the whole one so far."""
         self._num_sampled = self._num_reserved = 0
@@ -291,7 +292,7 @@ class Session:
     async def _sample(self, turn: Turn, request: TurnRequest, key: bytes) -> Turn:
         limit, room = await self._reserve(turn, request)
         try:
-            generation = await self._episode.complete(turn.prompt_ids, max_new_tokens=limit)
+            generation = await self._episode.complete(turn.prompt_ids, max_new_tokens=limit, are_known=True)
             if not len(generation.token_ids):
                 raise AgentError(f"the engine sampled no token on {self._episode.prompt.prompt_id}")
             is_cut = generation.finish_reason != "stop" and len(generation.token_ids) >= room

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.model_files.json_object import read_json_object
+from megarl.model_files.model_config import read_model_config
 
 VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
 """Environment variable: names of the model files that SGLang does not import, separated by commas."""
@@ -28,7 +28,7 @@ def skip_other_models(model_path: str) -> None:
     spec = importlib.util.find_spec("sglang")
     if VARIABLE in os.environ or "SGLANG_EXTERNAL_MODEL_PACKAGE" in os.environ or spec is None:
         return
-    architectures = read_json_object(Path(model_path) / "config.json").get("architectures", [])
+    architectures = read_model_config(model_path).get("architectures", [])
     (folder,) = spec.submodule_search_locations or [""]
     os.environ[VARIABLE] = ",".join(find_other_models(Path(folder) / "srt" / "models", architectures))
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 from megarl.config.engine_options import find_option_problems, find_variable_problems
 from megarl.config.schedule import IN_PLACE_ARGUMENTS
 from megarl.errors import ConfigError
+from megarl.model_files.model_config import find_corrections
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.cpu_attention import PAGE_SIZE
 from megarl.rollout.sglang.cpu_determinism import allow_determinism_on_cpu
@@ -37,7 +40,9 @@ def make_engine_arguments(spec: EngineSpec) -> dict[str, object]:
         ConfigError: `extra_args` or the environment has an option that engines cannot have.
     """
     _check_options(spec)
+    corrections = find_corrections(Path(spec.model_path))
     optional = {
+        "json_model_override_args": json.dumps(corrections) if corrections else None,
         "context_length": spec.context_length,
         "max_total_tokens": spec.max_total_tokens,
         "max_running_requests": spec.max_running_requests,

@@ -31,7 +31,7 @@ from megarl.rollout.engine import (
     GenerationRequest,
     UpdateReport,
 )
-from megarl.rollout.engine_spec import EngineSpec, make_engine_spec, read_stop_token_ids
+from megarl.rollout.engine_spec import EngineSpec, make_engine_spec
 from megarl.rollout.request_batches import RequestBatches
 from megarl.rollout.sglang.engine_host import EngineHost
 from megarl.rollout.sglang.multi_node_host import EngineNode, MultiNodeHost
@@ -41,7 +41,7 @@ from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace
 from megarl.rollout.sglang.weight_update.update_session import WeightSession, full_tensors
 from megarl.rollout.sglang.weight_update.whole_update import WholeUpdate
 
-__all__ = ["EngineHealth", "EngineSpec", "SglangEngine", "make_engine_spec", "read_stop_token_ids"]
+__all__ = ["EngineHealth", "EngineSpec", "SglangEngine", "make_engine_spec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

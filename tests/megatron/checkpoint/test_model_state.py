@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from benchmarks.kernels.head_memory import peak_allocated_bytes
 from megarl.config.trainer import ParallelConfig
@@ -18,7 +20,7 @@ from megarl.megatron.convert_worker import ConvertWorker
 from megarl.model_files import reader
 from tests.megatron.checkpoint.test_training_state import error_of
 from tests.megatron.conftest import save_model
-from tests.megatron.fidelity.models import CONFIGS, build
+from tests.megatron.fidelity.models import CONFIGS, OWN_HEAD, build
 from tests.megatron.hf_weights.test_export import same_bits
 from tests.megatron.rank_models import gather, make_model, model_spec
 from tests.megatron.ranks import run_ranks, sample
@@ -195,6 +197,20 @@ def test_a_folder_without_its_mtp_layers_survives_conversion(tmp_path):
     same_bits(target, source)
     configs = [json.loads((Path(folder) / "config.json").read_text()) for folder in (source, target)]
     assert configs[1] == configs[0] | {"num_nextn_predict_layers": 0}
+
+
+def test_a_head_of_its_own_survives_conversion(model_folder, tmp_path):
+    source, target, checkpoint = model_folder(OWN_HEAD), tmp_path / "out", tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    run_ranks(convert_on_rank, 1, tmp_path, source, str(checkpoint), str(target))
+    assert "output_layer.weight" in read_index(checkpoint / "release")
+    same_bits(target, source)
+    config = json.loads((Path(source) / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    for folder in (checkpoint / "hf", target):
+        assert json.loads((folder / "config.json").read_text()) == config | {"tie_word_embeddings": False}
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    assert torch.equal(loaded.lm_head.weight, load_file(target / "model.safetensors")["lm_head.weight"])
 
 
 def test_checkpoint_of_another_model_raises_on_every_rank(qwen3_path, model_folder, tmp_path):

@@ -115,6 +115,39 @@ def test_both_config_keys_for_the_number_of_experts_are_accepted() -> None:
         ({"num_key_value_heads": 3}, r"needs to divide num_attention_heads, got 4 % 3 = 1"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type dynamic is not supported; supported are d"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope type yarn needs factor"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": "2.0"}},
+            "RoPE parameter factor needs a positive number, got '2",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": True}},
+            "RoPE parameter factor needs a positive number, got True",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "RoPE parameter factor needs a positive number, got 0"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "RoPE parameter rope_theta needs a positive number, got '1e4'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "mscale": [1]}}, r"mscale needs a number, got \[1\]"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope type \['yarn'\] is not supported"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+            "RoPE parameters by layer type are not supported, got some under full_attention",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ({"rope_theta": "10000.0"}, "rope_theta: .*, got '10000.0'"),
+        ({"rope_scaling": "linear"}, "rope_scaling: .*, got 'linear'"),
+        ({"hidden_size": "48"}, "hidden_size: .*, got '48'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers: .*, got True"),
+        ({"vocab_size": 331.0}, "vocab_size: .*, got 331.0"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps: .*, got '1e-6'"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps: .* finite"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: .*, got 'false'"),
+        ({"num_experts_per_tok": "4"}, "num_experts_per_tok: .*, got '4'"),
+        ({"dtype": "auto"}, "dtype auto is not supported; supported is float32, bfloat16, float16, float64"),
+        ({"torch_dtype": "float33"}, "torch_dtype float33 is not supported"),
+        (
+            {"architectures": "DeepseekV3ForCausalLM"},
+            "architectures needs a list of names, got 'DeepseekV3ForCausalLM'",
+        ),
+        ({"architectures": [1]}, r"architectures needs a list of names, got \[1\]"),
     ],
 )
 def test_unsupported_configs_raise(change: dict[str, object], message: str) -> None:
@@ -141,6 +174,24 @@ def test_frequencies_match_transformers(scaling):
     assert attention_factor(rope, 16) == expected.attention_scaling
 
 
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+@pytest.mark.parametrize("top_level", [None, 64])
+@pytest.mark.parametrize("nested", [None, 128])
+def test_original_positions_are_those_that_transformers_takes(kind: str, top_level: int, nested: int) -> None:
+    """With the other parameters, outside of them, which counts first, or max_position_embeddings."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling = {key: value for key, value in {"llama3": LLAMA3, "yarn": YARN}[kind].items() if "original" not in key}
+    scaling |= {"original_max_position_embeddings": nested} if nested else {}
+    config = PLAIN | {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 512, "rope_scaling": scaling}
+    config |= {"original_max_position_embeddings": top_level} if top_level else {}
+    rope = load_architecture(config, origin="test").rope
+    expected = LlamaRotaryEmbedding(LlamaConfig(**json.loads(json.dumps(config))))
+    assert torch.equal(inverse_frequencies(rope, 64), expected.inv_freq)
+    assert attention_factor(rope, 64) == expected.attention_scaling
+
+
 MTP_PREFIXES = ("model.layers.4.", "model.layers.5.")
 
 
@@ -164,7 +215,7 @@ def test_a_folder_without_mtp_tensors_is_loaded_without_mtp_layers(
     assert load_architecture_and_dtype(str(folder))[0] == model
     assert find_weight_problems(folder, model) == []
     notice = f"{folder}: config.json names {names}, the folder has none: ignoring {ignored}"
-    assert model_folder.describe_ignored_mtp_layers(folder) == notice
+    assert model_folder.find_folder_notices(folder) == [notice]
 
 
 def test_copies_of_embedding_and_head_are_no_mtp_layer(tmp_path: Path) -> None:
@@ -182,23 +233,23 @@ def test_a_folder_with_some_mtp_tensors_is_rejected(tmp_path: Path, missing: str
     (problem,) = find_weight_problems(folder, model)
     assert problem.startswith(f"{folder} lacks ")
     assert f"first {missing}" in problem
-    assert model_folder.describe_ignored_mtp_layers(folder) is None
+    assert model_folder.find_folder_notices(folder) == []
 
 
 def test_mtp_layers_are_kept_if_the_folder_has_them_or_has_no_weights(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     assert load_architecture_from_folder(folder).num_mtp_layers == 1
-    assert model_folder.describe_ignored_mtp_layers(folder) is None
+    assert model_folder.find_folder_notices(folder) == []
     (folder / "model.safetensors").unlink()
     assert load_architecture_from_folder(folder).num_mtp_layers == 1
     assert load_architecture_and_dtype(str(folder / "config.json"))[0].num_mtp_layers == 1
-    assert model_folder.describe_ignored_mtp_layers(folder) is None
+    assert model_folder.find_folder_notices(folder) == []
 
 
 def test_a_value_model_has_no_mtp_layers_to_ignore(tmp_path: Path) -> None:
     folder = write_model(tmp_path, without=MTP_PREFIXES)
     assert load_architecture_from_folder(folder, head="value").num_mtp_layers == 0
-    assert model_folder.describe_ignored_mtp_layers(folder, head="value") is None
+    assert model_folder.find_folder_notices(folder, head="value") == []
 
 
 ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

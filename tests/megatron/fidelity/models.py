@@ -47,10 +47,14 @@ _SOFTCAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}
 _TIED = {"tie_word_embeddings": True}
 
+OWN_HEAD = "qwen3 with a head of its own"
+"""Model whose config.json ties the head to the embedding, and whose folder stores another head."""
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": _QWEN2 | _TIED | {"num_key_value_heads": 1},
     "qwen2 linear": _QWEN2 | {"vocab_size": 509, "rope_parameters": _LINEAR},
     "qwen3": _QWEN3 | _TIED,
+    OWN_HEAD: _QWEN3 | _TIED,
     "qwen3 yarn": _QWEN3 | {"vocab_size": 509, "num_key_value_heads": 1, "rope_parameters": _YARN},
     "llama3": _SIZES | _TIED | {"model_type": "llama", "vocab_size": 509, "rope_parameters": _LLAMA3},
     "gemma2": {
@@ -84,6 +88,8 @@ def save_model(name: str, root: Path) -> str:
         build(CONFIGS[name]).save_pretrained(folder)
         if CONFIGS[name].get("num_nextn_predict_layers"):
             append_prediction_layer(folder / "model.safetensors", CONFIGS[name])
+        if name == OWN_HEAD:
+            append_head(folder / "model.safetensors")
     return str(folder)
 
 
@@ -93,6 +99,17 @@ def save_value_model(name: str, root: Path) -> str:
     if not (folder / "model.safetensors").exists():
         build(CONFIGS[name], values=True).save_pretrained(folder)
     return str(folder)
+
+
+def append_head(file: Path) -> None:
+    """Add a random output head, which transformers does not save for a tied model."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    words = tensors["model.embed_tokens.weight"]
+    head = 0.2 * torch.randn(words.shape, generator=torch.Generator().manual_seed(2))
+    save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
 
 
 def append_prediction_layer(file: Path, config: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.errors import DataError, LostLockError
+from tests.megatron.fidelity.models import OWN_HEAD
 from tests.megatron.rank_models import gather, make_model, model_spec
 from tests.megatron.ranks import run_ranks, sample
 
@@ -99,9 +100,10 @@ MODELS = [
     ("qwen3_moe", {"tp": 2, "ep": 2, "etp": 1}),
     ("mixtral", {"ep": 2}),
     ("deepseek_v3", {"pp": 2}),
+    (OWN_HEAD, {"tp": 2}),
     ("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}),
 ]
-DEFAULT = [MODELS[0], MODELS[2], MODELS[5], MODELS[7]]
+DEFAULT = [MODELS[0], MODELS[2], MODELS[5], MODELS[8]]
 
 
 @pytest.mark.parametrize(("name", "sizes"), sample(MODELS, DEFAULT), ids=str)

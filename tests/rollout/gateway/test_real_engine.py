@@ -10,8 +10,9 @@ import pytest
 
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.data.tokenizer import load_tokenizer
+from megarl.model_files.model_config import read_stop_token_ids
 from megarl.rollout.engine import Generation, GenerationRequest
-from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
+from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.environments.environment import Task
 from tests.rollout.clock import ENGINE_LIMITS
 from tests.rollout.gateway.clients import KINDS, ask_raw, talk

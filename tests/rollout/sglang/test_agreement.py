@@ -8,19 +8,22 @@ import shutil
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 
 from megarl.errors import WorkerError
-from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
-from tests.megatron.fidelity.models import CONFIGS, save_model
+from megarl.model_files.model_config import read_stop_token_ids
+from megarl.rollout.engine_spec import EngineSpec
+from tests.megatron.fidelity.models import CONFIGS, OWN_HEAD, save_model
 from tests.megatron.fidelity.reference import SHORT, draw, score
 from tests.rollout.clock import ENGINE_LIMITS
-from tests.rollout.remote import started
+from tests.rollout.reference import changed
+from tests.rollout.remote import started, sync
 from tests.rollout.sglang.test_cpu_determinism import assert_batch_independent
 
 PROMPT_LENGTHS = (1, *SHORT, 300)
 NEW_TOKENS = 40
 TOLERANCE = 1e-4
-FAST_MODELS = ["llama3", "mixtral", "deepseek_v3"]
+FAST_MODELS = ["llama3", "mixtral", "deepseek_v3", OWN_HEAD]
 SLOW_MODELS = ["qwen2", "qwen3", "qwen3_moe all sparse", "qwen2 linear", "qwen3 yarn"]
 
 
@@ -67,6 +70,18 @@ def test_logprobs_match_transformers(served):
 def test_completion_does_not_depend_on_the_batch(served):
     _, _, engine = served
     assert_batch_independent(engine)
+
+
+@pytest.mark.last
+@pytest.mark.parametrize("served", [OWN_HEAD], indirect=True)
+def test_a_weight_sync_carries_a_head_of_its_own(served, tmp_path):
+    name, folder, engine = served
+    weights = changed(folder, seed=1)
+    assert "lm_head.weight" in weights
+    sync(engine, weights, 1)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_agreement(engine, str(tmp_path), CONFIGS[name]["vocab_size"])
 
 
 @pytest.mark.slow

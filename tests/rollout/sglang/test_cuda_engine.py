@@ -6,7 +6,8 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config.limits import AUTO_LIMITS
-from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
+from megarl.model_files.model_config import read_stop_token_ids
+from megarl.rollout.engine_spec import EngineSpec
 from tests.megatron.fidelity.measure import measure
 from tests.rollout import reference
 from tests.rollout.clock import ENGINE_LIMITS

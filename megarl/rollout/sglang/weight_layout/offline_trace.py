@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from megarl.errors import DataError, WeightSyncError
-from megarl.model_files.json_object import JsonObject, read_json_object
+from megarl.model_files.json_object import JsonObject
+from megarl.model_files.model_config import config_file, read_model_config
 from megarl.process.atomic_files import atomic_write
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.rollout.engine_spec import EngineSpec
@@ -74,7 +75,7 @@ def trace_engine(
 ) -> list[EngineTrace]:
     """Return what `trace_layouts` returns, with padding and derived values."""
     config, tensors = _read_model(model_path)
-    problems = find_build_problems(json.loads(config), _traced_device(device), origin=str(_config_file(model_path)))
+    problems = find_build_problems(json.loads(config), _traced_device(device), origin=str(config_file(model_path)))
     if problems:
         raise DataError("\n".join(problems))
     spec = EngineSpec(
@@ -93,16 +94,11 @@ def trace_engine(
 def _read_model(model_path: str) -> tuple[str, list[list[object]]]:
     """Return the text of config.json, and [name, shape, dtype] of the folder's tensors, if it has any."""
     path = Path(model_path)
-    config = json.dumps(read_json_object(_config_file(model_path)))
+    config = json.dumps(read_model_config(path))
     if not path.is_dir() or not any(path.glob("*.safetensors")):
         return config, []
     expected = read_expected_tensors(model_path)
     return config, [[name, list(e.shape), e.dtype] for name, e in expected.items() if e.required]
-
-
-def _config_file(model_path: str) -> Path:
-    path = Path(model_path)
-    return path / "config.json" if path.is_dir() else path
 
 
 def _run_child(config: str, request: JsonObject, cached: Path) -> list[EngineTrace]:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megarl.model_files.block_fp8 import VALUES_DTYPE
-from megarl.model_files.json_object import read_json_object
+from megarl.model_files.model_config import read_model_config
 from megarl.model_files.weight_index import derived_tensor_patterns, read_headers
 from megarl.reshard.transfer.bucket import TensorSlot
 
@@ -34,7 +34,7 @@ def read_expected_tensors(model_path: str) -> Mapping[str, ExpectedTensor]:
     """
     folder = Path(model_path)
     tensors = read_headers(folder)
-    tied = bool(read_json_object(folder / "config.json").get("tie_word_embeddings", False))
+    tied = bool(read_model_config(folder).get("tie_word_embeddings", False))
     without = derived_tensor_patterns(tied=tied)
     return {
         name: ExpectedTensor(t.shape, t.dtype, required=not any(fnmatchcase(name, pattern) for pattern in without))

@@ -1,0 +1,220 @@
+"""What config.json and the stored tensors of a model folder say together, read as transformers reads them.
+
+    config.json                           stored                             the model has
+    tie_word_embeddings: true             lm_head.weight, other values       a head of its own
+    no architectures, model_type: qwen2                                      architectures: [Qwen2ForCausalLM]
+
+Trainer, engines and exports all read the corrected config. torch is not imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.errors import DataError
+from megarl.model_files.header import StoredTensor
+from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object
+from megarl.model_files.weight_index import EMBEDDING_TENSOR, HEAD_TENSOR, INDEX, copied_tensor_patterns, read_headers
+
+ARCHITECTURES: Mapping[str, str] = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+"""`model_type` of config.json -> architecture of the language model, where config.json names none."""
+
+SINGLE_FILE = "model.safetensors"
+"""File of a model with one file of weights."""
+
+CHUNK_BYTES = 8 * 2**20
+"""Bytes of a tensor that are compared at a time."""
+
+
+def read_model_config(path: str | Path) -> JsonObject:
+    """Return config.json of a model folder, or the config.json at `path`, with `find_corrections` applied.
+
+    Raises:
+        DataError: the file does not exist or is not a JSON object.
+    """
+    config = read_json_object(config_file(path))
+    return config | _corrections(config, Path(path))
+
+
+def config_file(path: str | Path) -> Path:
+    """Return the path of the config.json in folder `path`; `path` itself if that is no folder."""
+    return Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+
+
+def find_corrections(folder: Path) -> JsonObject:
+    """Return the keys of `folder`/config.json that need other values, with these; empty if there is no config.json.
+
+    Raises:
+        DataError: config.json is not a JSON object.
+    """
+    file = folder / "config.json"
+    return _corrections(read_json_object(file), folder) if file.exists() else {}
+
+
+def has_own_head(folder: Path) -> bool:
+    """Return whether `folder` stores an `lm_head.weight` whose shape or values differ from those of the embedding."""
+    try:
+        stored = read_headers(folder)
+    except DataError:
+        return False  # a folder without weights; damaged ones are reported by those who read them
+    head, embedding = stored.get(HEAD_TENSOR), stored.get(EMBEDDING_TENSOR)
+    return head is not None and embedding is not None and not holds_same_values(head, embedding)
+
+
+def holds_same_values(first: StoredTensor, second: StoredTensor) -> bool:
+    """Return whether two stored tensors have the same shape and, whatever their dtypes, the same values.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    total, elements = prod(first.shape), CHUNK_BYTES // max(first.itemsize, second.itemsize)
+    if first.shape != second.shape:
+        return False
+    try:
+        with first.file.open("rb") as a, second.file.open("rb") as b:
+            for start in range(0, total, elements):
+                count = min(elements, total - start)
+                of_first, of_second = _read(a, first, start, count), _read(b, second, start, count)
+                is_same = first.dtype == second.dtype and of_first == of_second  # mostly so, and compared fast
+                if not is_same and not np.array_equal(_decode(of_first, first), _decode(of_second, second)):
+                    return False
+    except OSError as e:
+        raise DataError(f"{first.file} or {second.file} cannot be read: {e.strerror}") from e
+    return True
+
+
+def find_false_copies(folder: Path, *, tied: bool, hf_name: Callable[[str], str]) -> Iterator[str]:
+    """Yield a message for each tensor in `folder` that is not read, as a copy of another, but differs from it.
+
+    Args:
+        tied: whether the output head shares the embedding weight.
+        hf_name: function from a name in `copied_tensor_patterns` to the name that the model's folders have.
+    """
+    try:
+        stored = read_headers(folder)
+    except DataError:
+        return  # reported by those who read the tensors
+    for pattern, of in copied_tensor_patterns(tied=tied).items():
+        original = stored.get(hf_name(of))
+        for name, copy in stored.items():
+            is_copy = original is not None and fnmatchcase(name, hf_name(pattern))
+            if is_copy and original is not None and not holds_same_values(copy, original):
+                yield (
+                    f"{copy.file}: {name} differs from {hf_name(of)}, of which it needs to be a copy: a tensor of its "
+                    "own in this place is not supported"
+                )
+
+
+def read_stop_token_ids(model_path: str | Path) -> tuple[int, ...]:
+    """Return the sorted ids of all stop tokens in generation_config.json, config.json and the tokenizer's files.
+
+    Reads all three sources because they disagree in many published models: a base model's config has the end-of-text
+    token, its tokenizer the end-of-turn token.
+
+    Raises:
+        DataError: a file is not a JSON object, one has an id that is no token of the model, or none has a stop token.
+    """
+    folder = Path(model_path)
+    vocab_size = _read_optional(folder / "config.json").get("vocab_size")
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        eos = _read_optional(folder / name).get("eos_token_id")
+        values = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(_is_token_id(value, vocab_size) for value in values):
+            raise DataError(f"{folder / name}: eos_token_id needs {_describe_ids(vocab_size)}, got {eos!r}")
+        ids.update(values)
+    token = _read_optional(folder / "tokenizer_config.json").get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if isinstance(token, str):
+        of_tokenizer: list[Any] = _token_ids(_read_optional(folder / "tokenizer.json"), token)
+        if not all(_is_token_id(value, vocab_size) for value in of_tokenizer):
+            raise DataError(
+                f"{folder / 'tokenizer.json'}: the end-of-sequence token {token!r} needs {_describe_ids(vocab_size)}, "
+                f"got {of_tokenizer}"
+            )
+        ids.update(of_tokenizer)
+    if not ids:
+        raise DataError(f"{folder}: needs an end-of-sequence token in config.json or tokenizer_config.json, got none")
+    return tuple(sorted(ids))
+
+
+def describe_unread_file(folder: Path) -> str | None:
+    """Return a message if `folder` has a model.safetensors that its index does not list; None if not.
+
+    transformers reads that file and not the index.
+    """
+    index = folder / INDEX
+    if not index.exists() or not (folder / SINGLE_FILE).exists():
+        return None
+    listed = read_json_object(index).get("weight_map")
+    if not isinstance(listed, dict) or SINGLE_FILE in listed.values():
+        return None
+    return (
+        f"{folder / SINGLE_FILE} is not read: {INDEX} lists other files. transformers reads {SINGLE_FILE} instead; "
+        "delete the one that is not the model"
+    )
+
+
+def _corrections(config: JsonMapping, path: Path) -> JsonObject:
+    found: JsonObject = {}
+    architecture = ARCHITECTURES.get(str(config.get("model_type")))
+    if not config.get("architectures") and architecture is not None:
+        found["architectures"] = [architecture]
+    # a family may tie without the key; the folder is not read where the answer cannot matter
+    if config.get("tie_word_embeddings", True) is True and path.is_dir() and has_own_head(path):
+        found["tie_word_embeddings"] = False
+    return found
+
+
+def _read(file: BinaryIO, tensor: StoredTensor, start: int, count: int) -> bytes:
+    """Return the bytes of `count` elements of a stored tensor, from element `start` on."""
+    file.seek(tensor.offset + start * tensor.itemsize)
+    return file.read(count * tensor.itemsize)
+
+
+def _decode(raw: bytes, tensor: StoredTensor) -> NDArray[Any]:
+    """Return elements of a stored tensor as floats; of a dtype that numpy lacks, their bytes."""
+    match tensor.dtype:
+        case "bfloat16":
+            return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+        case "float16" | "float32" | "float64":
+            return np.frombuffer(raw, np.dtype(tensor.dtype).newbyteorder("<"))
+        case _:
+            return np.frombuffer(raw, np.uint8)
+
+
+def _is_token_id(value: object, vocab_size: object) -> bool:
+    limit = vocab_size if isinstance(vocab_size, int) else sys.maxsize
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
+
+
+def _describe_ids(vocab_size: object) -> str:
+    return f"a token id or a list of them, from 0 to below the model's vocab_size = {vocab_size}"
+
+
+def _token_ids(tokenizer: JsonMapping, token: str) -> list[Any]:
+    added = [entry.get("id") for entry in tokenizer.get("added_tokens") or () if entry.get("content") == token]
+    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    return added or ([vocabulary[token]] if isinstance(vocabulary, dict) and token in vocabulary else [])
+
+
+def _read_optional(file: Path) -> JsonObject:
+    """Return the JSON object in `file`; empty if the file does not exist."""
+    return read_json_object(file) if file.exists() else {}
