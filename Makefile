@@ -130,10 +130,11 @@ mutants: setup $(INTERPRETER) ## Seed thirty faults one by one, and check that t
 test-slow: setup ## Run the tests that take minutes
 	$(BIN)/pytest -m slow $(ARGS)
 
-# With VENV empty: in the environment of PYTHON as it is, which needs requirements/test-gpu.txt at least.
+# With VENV empty: in the environment of PYTHON as it is. Tests of kernels need PyTorch, Triton, pytest and hypothesis;
+# others are skipped without the packages of requirements/test-gpu.txt.
 test-gpu: $(if $(VENV),setup) ## Run the tests that need CUDA devices; VENV= uses PYTHON and installs nothing
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" \
-		$(if $(VENV),$(BIN)/python,$(or $(PYTHON),python3)) -m pytest -m "gpu or multigpu" $(ARGS)
+		$(if $(VENV),$(BIN)/python,$(or $(PYTHON),python3)) -m pytest -m "gpu or multigpu" --continue-on-collection-errors $(ARGS)
 
 lint: setup ## Lint the code
 	$(BIN)/ruff check .
@@ -180,6 +181,7 @@ bench: setup ## Run the benchmarks that need no GPU and no network; writes bench
 	$(BIN)/python -m benchmarks.packing $(if $(GSM8K),--gsm8k $(GSM8K)) --write benchmarks/results/packing.md
 	$(BIN)/python -m benchmarks.gae --write benchmarks/results/gae.md
 	$(BIN)/python -m benchmarks.kernels --write benchmarks/results/kernels.md
+	$(BIN)/python -m benchmarks.kernels.head_traffic --write benchmarks/results/head-traffic.md
 	$(BIN)/python -m benchmarks.checkpoint --write benchmarks/results/checkpoint.md
 	$(BIN)/python -m benchmarks.schedule --simulate --write benchmarks/results/schedule.md
 	$(BIN)/python -m benchmarks.staleness --toy --write benchmarks/results/staleness.md

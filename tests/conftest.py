@@ -81,6 +81,36 @@ def has_gpu_tests(source: str) -> bool:
     return DEVICE_FIXTURE.search(source) is not None and DEVICE_PARAMETER.search(source) is None
 
 
+OWN_PACKAGES = ("megarl", "megarl_kernels", "tests", "benchmarks")
+
+
+class MissingPackages:
+    """Skips files and folders that need a package which is not installed where tests of GPUs are chosen.
+
+    A plugin of its own: pytest does not call hooks of this file for a folder whose conftest.py cannot be imported.
+    """
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        report = yield
+        if report.outcome == "failed" and GPU_MARKS.fullmatch(collector.config.option.markexpr):
+            error: BaseException | None = report.call.excinfo.value  # type: ignore[attr-defined]
+            while error is not None and not isinstance(error, ModuleNotFoundError):
+                error = error.__cause__
+            package = str(error.name).partition(".")[0] if error is not None else OWN_PACKAGES[0]
+            if package not in OWN_PACKAGES:
+                report.outcome = "skipped"
+                report.longrepr = (str(collector.path), 1, f"Skipped: needs {package}, which is not installed")
+        return report
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the plugin for missing packages."""
+    config.pluginmanager.register(MissingPackages())
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collect the tests without garbage collections, and keep their modules out of those during the tests.

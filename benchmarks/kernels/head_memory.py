@@ -2,15 +2,20 @@
 
 python -m benchmarks.kernels.head_memory --json
 
-Runs on CUDA if there is a device. Counts the bytes that PyTorch's allocator hands out while the head runs, relative to
-one float32 tensor of logits [tokens, vocabulary]. Hidden states, weight and `main_grad` exist before, and do not count.
-On a CPU, a fused head computes with the PyTorch reference of its kernel.
+Runs on CUDA if there is a device. Counts the bytes that PyTorch's allocator hands out while the head runs on two
+micro-batches, relative to one float32 tensor of logits [tokens, vocabulary]. The dummy gradient that autograd gets
+counts; hidden states, weight and `main_grad`, which exist before, do not. `megarl check` plans `planned_over_logits_*`.
+
+The default sizes are those of Qwen3-8B, on CPUs an eighth of each: what is relative to the logits depends on their
+ratios. The least size of a chunk of a fused head is smaller with the logits, and logits are not kept, however much
+memory is free. CPUs multiply bfloat16 in float32, in copies of the operands.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -19,9 +24,16 @@ from datetime import timedelta
 
 import torch
 
+from benchmarks.kernels.measure import peak_allocated_bytes
 from megarl.config.trainer import ParallelConfig
+from megarl.device_memory import activations
+from megarl.device_memory.activations import HeadKind, TokenLoad, logits_bytes
 from megarl.errors import ConfigError, MegarlError
 from megarl.process.ports import find_unused_port
+from megarl_kernels import clear_dummy_gradients, linear_logprob
+
+LOGITS = (4096, 151_936)
+"""Tokens and columns of the vocabulary of a micro-batch of Qwen3-8B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +48,10 @@ class HeadMemory:
     peak_over_logits_plain_fp32: float
     """The same for a head that makes logits in float32 (`model.fp32_lm_head`)."""
     peak_over_logits_fused: float
-    """The same for a head that keeps no logits."""
+    """The same for a head that computes logits in chunks of columns, and keeps none."""
+    planned_over_logits_plain: float
+    planned_over_logits_plain_fp32: float
+    planned_over_logits_fused: float
 
 
 def measure_head_memory(tokens: int, vocab: int, hidden: int) -> HeadMemory:
@@ -53,17 +68,32 @@ def measure_head_memory(tokens: int, vocab: int, hidden: int) -> HeadMemory:
     }
     state = parallel_state.init_parallel_state(ParallelConfig(), seed=0, timeout=timedelta(minutes=1))
     state.activate()
+    chunk_bytes = linear_logprob.CHUNK_BYTES * tokens * vocab // math.prod(LOGITS)
+    linear_logprob.CHUNK_BYTES = activations.HEAD_CHUNK_BYTES = chunk_bytes
+    linear_logprob.KEPT_FRACTION = 0.0
     peaks = {
         name: _peak_of_head(tokens, vocab, hidden, fused=fused, fp32=fp32)
         for name, fused, fp32 in (("plain", False, False), ("plain_fp32", False, True), ("fused", True, False))
     }
     logits = tokens * vocab * torch.float32.itemsize
     ratios = {f"peak_over_logits_{name}": round(peak / logits, 4) for name, peak in peaks.items()}
+    kinds: dict[str, HeadKind] = {"plain": "plain", "plain_fp32": "float32", "fused": "fused"}
+    ratios |= {
+        f"planned_over_logits_{name}": round(_planned(tokens, vocab, hidden, kind) / logits, 4)
+        for name, kind in kinds.items()
+    }
     return HeadMemory(tokens=tokens, vocab=vocab, hidden=hidden, **ratios)
 
 
+def _planned(tokens: int, vocab: int, hidden: int, kind: HeadKind) -> int:
+    """Return the bytes planned for a bfloat16 head and its dummy gradient, without hidden states."""
+    load = TokenLoad(tokens=tokens, element_bytes=torch.bfloat16.itemsize)
+    dummy = 0 if kind == "float32" else vocab * hidden * torch.bfloat16.itemsize
+    return logits_bytes(load, vocab, hidden, kind, trains=True) + dummy
+
+
 def _peak_of_head(tokens: int, vocab: int, hidden: int, *, fused: bool, fp32: bool) -> int:
-    """Return the peak in bytes of one forward and backward pass in which every token is scored."""
+    """Return the peak in bytes of forward and backward passes in which every token is scored."""
     from megatron.core.parallel_state import get_tensor_model_parallel_group
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -91,32 +121,22 @@ def _peak_of_head(tokens: int, vocab: int, hidden: int, *, fused: bool, fp32: bo
     target_ids_t = torch.randint(vocab, (tokens,), device=device)
 
     def forward_backward() -> None:
-        scores = head.score(head(hidden_t1h)[0], target_ids_t, None)
-        scores.entropy_T.detach().mean()
-        torch.autograd.backward(-scores.logprobs_T.mean())
+        for _ in range(2):  # the second micro-batch finds the dummy gradient of the first
+            hidden_t1h.grad = head.weight.grad = None  # as in a model with megatron-core's DDP
+            scores = head.score(head(hidden_t1h)[0], target_ids_t, None)
+            torch.autograd.backward(-scores.logprobs_T.mean())
 
+    clear_dummy_gradients()
     return _peak_on_cuda(forward_backward) if platform.is_cuda() else peak_allocated_bytes(forward_backward)
 
 
 def _peak_on_cuda(function: Callable[[], None]) -> int:
     function()  # allocates cuBLAS's workspaces, of 32 MiB for each thread that multiplies, and compiles kernels
+    clear_dummy_gradients()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     function()
     return torch.cuda.max_memory_allocated() - before
-
-
-def peak_allocated_bytes(function: Callable[[], None]) -> int:
-    """Return the largest sum in bytes of what `function` has allocated and not yet freed on the CPU."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    assert profile.profiler is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    allocated = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        allocated += event.nbytes()
-        peak = max(peak, allocated)
-    return peak
 
 
 def main() -> int:
@@ -136,16 +156,18 @@ def main() -> int:
         return 0
     print(f"peak memory of a bfloat16 head, {args.tokens} tokens x {args.vocab} columns, hidden size {args.hidden}")
     for name, value in asdict(memory).items():
-        if name.startswith("peak_over_logits_"):
-            print(f"  {name.removeprefix('peak_over_logits_'):12}{value:8.3f} x float32 logits")
+        measured, _, kind = name.partition("_over_logits_")
+        if kind:
+            print(f"  {kind:12}{measured:9}{value:8.3f} x float32 logits")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.kernels.head_memory", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096, help="number of scored tokens")
-    parser.add_argument("--vocab", type=int, default=32_768, help="size of the vocabulary")
-    parser.add_argument("--hidden", type=int, default=256, help="size of the hidden states")
+    divisor = 1 if torch.cuda.is_available() else 8
+    parser.add_argument("--tokens", type=int, default=LOGITS[0] // divisor, help="number of scored tokens")
+    parser.add_argument("--vocab", type=int, default=LOGITS[1] // divisor, help="size of the vocabulary")
+    parser.add_argument("--hidden", type=int, default=4096 // divisor, help="size of the hidden states")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.kernels.cases import Case, Results
-from benchmarks.kernels.head_memory import peak_allocated_bytes
 from benchmarks.kernels.rooflines import Roofline
 from megarl_kernels.backend import VARIABLE, uses_triton
 
@@ -136,6 +135,19 @@ def _peak_bytes(function: Callable[[], object], device: str) -> int:
     before = int(torch.cuda.memory_allocated())
     run()
     return int(torch.cuda.max_memory_allocated()) - before
+
+
+def peak_allocated_bytes(function: Callable[[], None]) -> int:
+    """Return the largest sum in bytes of what `function` has allocated and not yet freed on the CPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    assert profile.profiler is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    return peak
 
 
 def count_bytes(function: Callable[[], object]) -> int:

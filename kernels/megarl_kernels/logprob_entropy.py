@@ -22,11 +22,11 @@ from megarl_kernels.softmax_statistics import (
     gradient_,
     merge_ranks,
 )
-from megarl_kernels.softmax_triton import LOWEST, score_gradients, score_logits, score_slopes
 from megarl_kernels.vocab_shard import VocabShard
 
 TILE_ELEMENTS = 2**21
 """The reference converts so many logits to float32 at a time: 8 MiB."""
+LOWEST = torch.finfo(torch.float32).min
 BLOCK = 4096
 """Number of columns that a Triton program reads at a time."""
 
@@ -78,8 +78,7 @@ def logprob_entropy_(
 class _LogprobEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-        statistics = merge_ranks(_statistics(logits, targets, shard), shard.group)
-        logprobs, entropy, log_z = finish(statistics)
+        logprobs, entropy, log_z = finish(merge_ranks(statistics_of(logits, targets, shard), shard.group))
         ctx.save_for_backward(logits, targets, entropy, log_z)
         ctx.shard = shard
         ctx.set_materialize_grads(False)
@@ -93,17 +92,22 @@ class _LogprobEntropy(torch.autograd.Function):
             return None, None, None
         logits, targets, entropy, log_z = ctx.saved_tensors  # raises if a backward pass has overwritten the logits
         outputs = OutputGradients(entropy=entropy, log_z=log_z, grad_logprobs=grad_logprobs, grad_entropy=grad_entropy)
-        write_gradient = triton_gradient_ if uses_triton(logits) else reference_gradient_
-        write_gradient(logits, targets, ctx.shard, outputs)
+        write_gradient(logits, logits, targets, ctx.shard, outputs)
         return logits, None, None
 
 
-def _statistics(logits: Tensor, targets: Tensor, shard: VocabShard) -> Tensor:
-    return (triton_statistics if uses_triton(logits) else reference_statistics)(logits, targets, shard)
+def statistics_of(logits: Tensor, targets: Tensor, shard: VocabShard) -> Tensor:
+    """Return the softmax statistics [t, 4] of the shard's columns."""
+    return (_triton_statistics if uses_triton(logits) else _reference_statistics)(logits, targets, shard)
 
 
-def reference_statistics(logits: Tensor, targets: Tensor, shard: VocabShard) -> Tensor:
-    """Return the softmax statistics [t, 4] of this rank's columns."""
+def write_gradient(out: Tensor, logits: Tensor, targets: Tensor, shard: VocabShard, outputs: OutputGradients) -> None:
+    """Write the gradient by the logits to `out`, [t, v] in its own dtype; it may be `logits` itself."""
+    write = _triton_gradient if uses_triton(logits) else _reference_gradient
+    write(out, logits, targets, shard, outputs)
+
+
+def _reference_statistics(logits: Tensor, targets: Tensor, shard: VocabShard) -> Tensor:
     dtype = torch.promote_types(logits.dtype, torch.float32)
     statistics = empty_statistics(len(logits), dtype=dtype, device=logits.device)
     for rows in _row_ranges(logits, shard):
@@ -112,23 +116,14 @@ def reference_statistics(logits: Tensor, targets: Tensor, shard: VocabShard) -> 
     return statistics
 
 
-def reference_gradient_(
-    logits: Tensor,
-    targets: Tensor,
-    shard: VocabShard,
-    outputs: OutputGradients,
+def _reference_gradient(
+    out: Tensor, logits: Tensor, targets: Tensor, shard: VocabShard, outputs: OutputGradients
 ) -> None:
-    """Overwrite `logits` with their gradient."""
-    logits[:, shard.valid_columns :] = 0.0
+    out[:, shard.valid_columns :] = 0.0
     for rows in _row_ranges(logits, shard):
-        tile = logits[rows, : shard.valid_columns]
-        grad = gradient_(
-            shard.scores_(tile.to(outputs.log_z.dtype)),  # in place where the dtype is the same
-            targets[rows] - shard.start,
-            shard,
-            outputs[rows],
-        )
-        tile.copy_(grad)
+        tile = logits[rows, : shard.valid_columns].to(outputs.log_z.dtype, copy=out is not logits)
+        grad = gradient_(shard.scores_(tile), targets[rows] - shard.start, shard, outputs[rows])
+        out[rows, : shard.valid_columns] = grad
 
 
 def _row_ranges(logits: Tensor, shard: VocabShard) -> Iterator[slice]:
@@ -138,8 +133,8 @@ def _row_ranges(logits: Tensor, shard: VocabShard) -> Iterator[slice]:
     return (slice(start, start + step) for start in starts)
 
 
-def triton_statistics(logits: Tensor, targets: Tensor, shard: VocabShard) -> Tensor:
-    """Return the softmax statistics [t, 4] of this rank's columns; reads the logits once."""
+def _triton_statistics(logits: Tensor, targets: Tensor, shard: VocabShard) -> Tensor:
+    """Read the logits once."""
     statistics = empty_statistics(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits) and shard.valid_columns:
         assert logits.stride(1) == 1, logits.stride()
@@ -159,20 +154,18 @@ def triton_statistics(logits: Tensor, targets: Tensor, shard: VocabShard) -> Ten
     return statistics
 
 
-def triton_gradient_(
-    logits: Tensor,
-    targets: Tensor,
-    shard: VocabShard,
-    outputs: OutputGradients,
-) -> None:
-    """Overwrite `logits` with their gradient; reads and writes them once."""
-    logits[:, shard.valid_columns :] = 0.0
+def _triton_gradient(out: Tensor, logits: Tensor, targets: Tensor, shard: VocabShard, outputs: OutputGradients) -> None:
+    """Read the logits and write their gradient once."""
+    out[:, shard.valid_columns :] = 0.0
     if not (len(logits) and shard.valid_columns):
         return
+    assert logits.stride(1) == out.stride(1) == 1, (logits.stride(), out.stride())
     _gradient_kernel[(len(logits), triton.cdiv(shard.valid_columns, BLOCK))](
+        out,
         logits,
         targets - shard.start,
         *outputs.tensors(),
+        out.stride(0),
         logits.stride(0),
         shard.valid_columns,
         shard.inv_temperature,
@@ -181,6 +174,44 @@ def triton_gradient_(
         BLOCK=BLOCK,
         num_warps=8,
     )
+
+
+@jit
+def _score_logits(
+    logits: tl.tensor, inv_temperature: tl.tensor, softcap: tl.tensor, HAS_SOFTCAP: tl.constexpr
+) -> tl.tensor:
+    """Return the scores of float32 logits."""
+    if HAS_SOFTCAP:
+        # tanh(y) = 2 sigmoid(2 y) - 1
+        logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
+    return logits * inv_temperature
+
+
+@jit
+def _score_slopes(
+    scores: tl.tensor, inv_temperature: tl.tensor, softcap: tl.tensor, HAS_SOFTCAP: tl.constexpr
+) -> tl.tensor:
+    """Return the derivatives of the scores by the logits."""
+    slope = inv_temperature
+    if HAS_SOFTCAP:
+        tanh = scores / (softcap * inv_temperature)
+        slope = (1.0 - tanh * tanh) * inv_temperature
+    return slope
+
+
+@jit
+def _score_gradients(
+    scores: tl.tensor,
+    is_target: tl.tensor,
+    entropy: tl.tensor,
+    log_z: tl.tensor,
+    grad_logprobs: tl.tensor,
+    grad_entropy: tl.tensor,
+) -> tl.tensor:
+    """Return the gradients by the scores; all tensors broadcast."""
+    logprobs = scores - log_z
+    grad = -tl.exp(logprobs) * (grad_logprobs + grad_entropy * (logprobs + entropy))
+    return grad + tl.where(is_target, grad_logprobs, 0.0)
 
 
 @jit
@@ -196,41 +227,50 @@ def _statistics_kernel(
     LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write the statistics of one row; `targets` are relative to this rank's first column."""
+    """Write the statistics of one row; `targets` are relative to this rank's first column.
+
+    Each lane has the statistics of its own columns, which are reduced once, at the end of the row.
+    """
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row)
-    m = tl.full((), LOWEST, tl.float32)
-    s = tl.zeros((), tl.float32)
-    u = tl.zeros((), tl.float32)
-    found = tl.zeros((), tl.float32)
+    logits += row * row_stride
+    m = tl.full((BLOCK,), LOWEST, tl.float32)
+    s = tl.zeros((BLOCK,), tl.float32)
+    u = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < columns
-        x = tl.load(logits + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
-        x = score_logits(x, inv_temperature, softcap, HAS_SOFTCAP)
-        found += tl.sum(tl.where(inside & (at == target), x, 0.0), axis=0)
-        top = tl.maximum(m, tl.max(tl.where(inside, x, LOWEST), axis=0))
-        shifted = tl.where(inside, x - top, 0.0)
-        weights = tl.where(inside, tl.exp(shifted), 0.0)
-        decay = tl.exp(m - top)
-        u = decay * (u + (m - top) * s) + tl.sum(weights * shifted, axis=0)
-        s = decay * s + tl.sum(weights, axis=0)
-        m = top
+        x = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
+        x = _score_logits(x, inv_temperature, softcap, HAS_SOFTCAP)
+        rise = x - m
+        is_top = inside & (rise > 0)
+        # of the old largest score or of this one, relative to the other
+        weight = tl.exp(-tl.abs(rise))
+        u = tl.where(is_top, weight * (u - rise * s), tl.where(inside, u + rise * weight, u))
+        s = tl.where(is_top, weight * s + 1.0, tl.where(inside, s + weight, s))
+        m = tl.where(is_top, x, m)
+    top = tl.max(m, axis=0)
+    change = m - top
+    decay = tl.exp(change)
+    target = tl.load(targets + row)
+    is_here = (target >= 0) & (target < columns)
+    found = tl.load(logits + target, mask=is_here, other=0.0).to(tl.float32)
     out = statistics + row * 4
-    tl.store(out, m)
-    tl.store(out + 1, s)
-    tl.store(out + 2, u)
-    tl.store(out + 3, found)
+    tl.store(out, top)
+    tl.store(out + 1, tl.sum(decay * s, axis=0))
+    tl.store(out + 2, tl.sum(decay * (u + change * s), axis=0))
+    tl.store(out + 3, _score_logits(found, inv_temperature, softcap, HAS_SOFTCAP))
 
 
 @jit
 def _gradient_kernel(
+    out: tl.tensor,
     logits: tl.tensor,
     targets: tl.tensor,
     entropy: tl.tensor,
     log_z: tl.tensor,
     grad_logprobs: tl.tensor,
     grad_entropy: tl.tensor,
+    out_stride: tl.tensor,
     row_stride: tl.tensor,
     columns: tl.tensor,
     inv_temperature: tl.tensor,
@@ -238,14 +278,13 @@ def _gradient_kernel(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Overwrite a block of one row of the logits with its gradient."""
+    """Write the gradient by a block of one row of the logits."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
-    pointers = logits + row * row_stride + at
-    x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    x = score_logits(x, inv_temperature, softcap, HAS_SOFTCAP)
-    grad = score_gradients(
+    x = tl.load(logits + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
+    x = _score_logits(x, inv_temperature, softcap, HAS_SOFTCAP)
+    grad = _score_gradients(
         x,
         at == tl.load(targets + row),
         tl.load(entropy + row),
@@ -253,5 +292,5 @@ def _gradient_kernel(
         tl.load(grad_logprobs + row),
         tl.load(grad_entropy + row),
     )
-    grad *= score_slopes(x, inv_temperature, softcap, HAS_SOFTCAP)
-    tl.store(pointers, grad.to(logits.dtype.element_ty), mask=inside)
+    grad *= _score_slopes(x, inv_temperature, softcap, HAS_SOFTCAP)
+    tl.store(out + row * out_stride + at, grad.to(out.dtype.element_ty), mask=inside)

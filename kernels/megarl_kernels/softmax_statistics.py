@@ -95,10 +95,11 @@ class OutputGradients:
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the four fields as contiguous tensors, absent gradients as zeros."""
-        zeros = torch.zeros_like(self.log_z)
-        fields = (self.entropy, self.log_z, self.grad_logprobs, self.grad_entropy)
-        entropy, log_z, grad_logprobs, grad_entropy = (zeros if x is None else x.contiguous() for x in fields)
-        return entropy, log_z, grad_logprobs, grad_entropy
+        grad_logprobs, grad_entropy = (
+            torch.zeros_like(self.log_z) if x is None else x.contiguous()
+            for x in (self.grad_logprobs, self.grad_entropy)
+        )
+        return self.entropy.contiguous(), self.log_z.contiguous(), grad_logprobs, grad_entropy
 
 
 def gradient_(scores: Tensor, columns_of_targets: Tensor, shard: VocabShard, outputs: OutputGradients) -> Tensor:

@@ -5,7 +5,7 @@ Shapes, here and in the ops that use it: t tokens, v columns of this rank, h hid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,10 @@ class VocabShard:
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap needs to be greater than 0, got {self.softcap}; None turns it off")
 
+    def part(self, columns: slice) -> VocabShard:
+        """Return the shard of some of the columns."""
+        return replace(self, start=self.start + columns.start, valid_columns=columns.stop - columns.start)
+
     def scores_(self, logits: Tensor) -> Tensor:
         """Turn logits into scores, in place."""
         if self.softcap is not None:
@@ -54,7 +58,7 @@ class VocabShard:
     def check(self, num_columns: int, targets: Tensor, num_tokens: int) -> None:
         """Raise ValueError if this shard does not fit `num_columns` columns, or `targets` do not fit the tokens.
 
-        Target ids are not compared with the vocabulary, since that would wait for the GPU.
+        If this rank has all columns, targets outside of them are an assertion error, of the device on CUDA.
         """
         if self.valid_columns > num_columns:
             raise ValueError(f"valid_columns is {self.valid_columns}, but this rank has {num_columns} columns")
@@ -62,3 +66,6 @@ class VocabShard:
             raise ValueError(
                 f"targets need to be int64 of shape [{num_tokens}], got {targets.dtype} of {list(targets.shape)}"
             )
+        if self.group is None or self.group.size() == 1:
+            is_known = (targets >= self.start) & (targets < self.start + self.valid_columns)
+            torch._assert_async(is_known.all(), "targets need to be ids of the vocabulary")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.megatron.families.architecture import ModelArchitecture
@@ -36,9 +37,11 @@ EXPERT_IMBALANCE = 1.5
 """Tokens that the most loaded expert-parallel rank receives, relative to the mean. An assumption: it depends on the
 router and the data, and has no upper bound below the number of ranks."""
 
-HEAD_PEAK_PLAIN, HEAD_PEAK_FLOAT32, HEAD_PEAK_FUSED = 0.6, 1.2, 0.1
-"""Peak of the language head's forward and backward pass relative to logits [tokens, vocabulary / tp] in float32: with
-logits in bfloat16, in float32, and without logits (`python -m benchmarks.kernels.head_memory`)."""
+HeadKind = Literal["fused", "plain", "float32"]
+"""How the language head computes logits: in chunks of columns; all in the dtype of the weight; all in float32."""
+
+HEAD_CHUNKS, HEAD_CHUNK_BYTES, HEAD_COLUMN_MULTIPLE = 16, 2**28, 256
+"""The constants of `megarl_kernels.linear_logprob`, which imports torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +63,9 @@ class ActivationBytes:
     recomputed: int
     """Of one layer, or block of layers, while the backward pass recomputes it."""
     head: int
-    """Of the language head, on the last pipeline stage: logits and their gradient."""
+    """Of the output layer, on the last pipeline stage, forward and backward."""
     forward: int
-    """Largest layer of a forward pass without backward pass."""
+    """Largest layer of a forward pass without backward pass, or its output layer."""
 
 
 def layer_activations(
@@ -113,13 +116,9 @@ def stage_activations(
     recompute: RecomputeConfig,
     load: TokenLoad,
     *,
-    head_peak: float = HEAD_PEAK_FUSED,
+    head_kind: HeadKind = "fused",
 ) -> list[ActivationBytes]:
-    """Return the activations of a rank of each pipeline stage.
-
-    Args:
-        head_peak: one of the `HEAD_PEAK_` constants.
-    """
+    """Return the activations of a rank of each pipeline stage."""
     by_kind = {}
     for number in range(model.num_layers):
         is_routed = model.has_routed_experts(number)
@@ -132,12 +131,16 @@ def stage_activations(
         kept = max(_kept(chunk, recompute) for chunk in layers)
         flat = [parts for chunk in layers for parts in chunk]
         forward = max(sum(parts.values()) for parts in flat)
+        is_last = stage == parallel.pp - 1
+        head, head_forward = (
+            head_bytes(model, parallel.tp, load, head_kind, trains=trains) if is_last else 0 for trains in (True, False)
+        )
         result.append(
             ActivationBytes(
                 stored=kept * chunks_in_flight(parallel, stage),
                 recomputed=_recomputed(flat, recompute),
-                head=head_bytes(model, parallel.tp, load, head_peak) if stage == parallel.pp - 1 else 0,
-                forward=forward,
+                head=head,
+                forward=max(forward, head_forward),
             )
         )
     return result
@@ -152,12 +155,43 @@ def chunks_in_flight(parallel: ParallelConfig, stage: int) -> int:
     return pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
 
 
-def head_bytes(model: ModelArchitecture, tp: int, load: TokenLoad, head_peak: float) -> int:
-    """Return the peak of the output layer: hidden states of all tokens, and of a language head the logits."""
-    hidden = 2 * load.element_bytes * load.tokens * model.hidden_size  # input and output of the final norm
+def head_bytes(model: ModelArchitecture, tp: int, load: TokenLoad, kind: HeadKind, *, trains: bool) -> int:
+    """Return the peak of the output layer: input and output of the final norm, and of a language head the logits."""
+    norms = 2 * load.element_bytes * load.tokens * model.hidden_size
     if model.head == "value":
-        return hidden
-    return hidden + int(head_peak * FLOAT32_BYTES * load.tokens * padded_vocab(model, tp) // tp)
+        return norms
+    return norms + logits_bytes(load, padded_vocab(model, tp) // tp, model.hidden_size, kind, trains=trains)
+
+
+def logits_bytes(load: TokenLoad, num_columns: int, hidden_size: int, kind: HeadKind, *, trains: bool) -> int:
+    """Return the peak of a language head, without the weight's dummy gradient, which stays.
+
+    With t tokens, v columns of the vocabulary on the rank, c of them in a chunk, hidden size h, elements of e bytes:
+
+                 forward                                    backward, besides
+        fused    4 tc: logits of a chunk                    e tc: their gradient; (4 + e) th: that of hidden states
+        plain    e tv: logits, later their gradient         e th: gradient of hidden states
+        float32  4 tv: the same; 4 th + 4 vh: hidden        4 th: gradient of hidden states; 4 vh: that of the weight,
+                 states and weight in float32               which is rounded afterwards
+
+    A fused head keeps the logits of all chunks for its backward pass where these fit half of the memory that is free
+    then, which is not planned.
+    """
+    e, t, v, h = load.element_bytes, load.tokens, num_columns, hidden_size
+    match kind:
+        case "fused":
+            c = min(v, head_chunk_columns(t, v, FLOAT32_BYTES + e))
+            return FLOAT32_BYTES * t * c + (e * t * c + (FLOAT32_BYTES + e) * t * h if trains else 0)
+        case "plain":
+            return e * t * v + (e * t * h if trains else 0)
+        case "float32":
+            return FLOAT32_BYTES * (t * v + (t + v) * h * (2 if trains else 1))
+
+
+def head_chunk_columns(num_tokens: int, num_columns: int, bytes_per_logit: int) -> int:
+    """Return the columns of a chunk of a fused head, as `megarl_kernels.linear_logprob.chunk_columns`."""
+    columns = max(-(-num_columns // HEAD_CHUNKS), HEAD_CHUNK_BYTES // (bytes_per_logit * num_tokens))
+    return -(-columns // HEAD_COLUMN_MULTIPLE) * HEAD_COLUMN_MULTIPLE
 
 
 def _kept(layers: Sequence[Mapping[str, int]], recompute: RecomputeConfig) -> int:

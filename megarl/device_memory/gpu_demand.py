@@ -9,17 +9,17 @@ from megarl.config.placement import MAIN_POOL
 from megarl.config.preference import DpoConfig
 from megarl.config.run import RunConfig, StageConfig
 from megarl.config.trainer import OffloadConfig, OptimizerConfig, ParallelConfig
-from megarl.device_memory.activations import (
-    HEAD_PEAK_FLOAT32,
-    HEAD_PEAK_FUSED,
-    HEAD_PEAK_PLAIN,
-    ActivationBytes,
-    TokenLoad,
-    stage_activations,
-)
+from megarl.device_memory.activations import ActivationBytes, HeadKind, TokenLoad, stage_activations
 from megarl.device_memory.engine_memory import EngineBytes, engine_bytes
 from megarl.device_memory.gpus import NCCL_BYTES_PER_GROUP
-from megarl.device_memory.training_state import ElementBytes, StateBytes, frozen_state, training_state
+from megarl.device_memory.training_state import (
+    CacheBytes,
+    ElementBytes,
+    StateBytes,
+    frozen_state,
+    library_caches,
+    training_state,
+)
 from megarl.megatron.families.architecture import Head, ModelArchitecture
 from megarl.megatron.families.layout_checks import pipeline_split
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
@@ -31,6 +31,9 @@ from megarl.placement.rank_grid import RankGrid
 POLICY = "policy"
 
 
+NO_CACHES = CacheBytes()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDemand:
     """One model on one GPU."""
@@ -39,13 +42,9 @@ class ModelDemand:
     state: StateBytes
     activations: ActivationBytes
     is_trained: bool
+    caches: CacheBytes = NO_CACHES
     offload_when_idle: bool = False
     """Everything is on the host between its forward passes and updates."""
-
-    @property
-    def forward_bytes(self) -> int:
-        """Peak of activations and head in a forward pass without backward pass."""
-        return max(self.activations.forward, self.activations.head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,10 +169,14 @@ def _model_demand(
     )
     tokens = max(config.trainer.max_tokens_per_micro_batch, longest_sequence(config))
     load = TokenLoad(tokens=-(-tokens // parallel.cp), element_bytes=element.parameters)
-    activations = stage_activations(model, parallel, config.trainer.recompute, load, head_peak=_head_peak(config))
+    kind, is_trained = _head_kind(config), optimizer is not None
+    activations = stage_activations(model, parallel, config.trainer.recompute, load, head_kind=kind)
+    caches = library_caches(model, grid, split, element, head_kind=kind, is_trained=is_trained)
     return grid, [
-        ModelDemand(name=name, state=state, activations=use, is_trained=optimizer is not None, offload_when_idle=swaps)
-        for state, use in zip(states, activations, strict=True)
+        ModelDemand(
+            name=name, state=state, activations=use, is_trained=is_trained, caches=kept, offload_when_idle=swaps
+        )
+        for state, use, kept in zip(states, activations, caches, strict=True)
     ]
 
 
@@ -181,11 +184,10 @@ def _element(config: StageConfig) -> ElementBytes:
     return ElementBytes.of("float32" if config.model.dtype == "float32" else "bfloat16", config.trainer.megatron)
 
 
-def _head_peak(config: StageConfig) -> float:
+def _head_kind(config: StageConfig) -> HeadKind:
     if config.trainer.fused_lm_head is not False:  # true on CUDA by default
-        return HEAD_PEAK_FUSED
-    is_float32 = config.model.fp32_lm_head or config.model.dtype == "float32"
-    return HEAD_PEAK_FLOAT32 if is_float32 else HEAD_PEAK_PLAIN
+        return "fused"
+    return "float32" if config.model.fp32_lm_head and config.model.dtype != "float32" else "plain"
 
 
 def _architecture(config: StageConfig, path: str, head: Head) -> ModelArchitecture:

@@ -9,6 +9,8 @@ Per parameter, in bfloat16 with gradients and optimizer state in float32 (s: ran
     Adam's moments    8                  8 / s
                       18                 6 + 12 / s
 
+Beside it, libraries hold between passes what `CacheBytes` counts.
+
 s is dp * cp, for routed experts the number of ranks that hold the same shard of the same experts. All ranks of a
 pipeline stage hold equally much; stages differ. In float32 there are no separate main parameters.
 """
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field
 from math import lcm, prod
 
 from megarl.config.megatron import MegatronConfig
+from megarl.device_memory.activations import HeadKind
 from megarl.megatron.families.architecture import EMBEDDING, HEAD, ModelArchitecture
 from megarl.megatron.families.parameter_map import ParameterMap, local_shape
 from megarl.megatron.families.pipeline_stages import PipelineSplit, stage_layers
@@ -42,6 +45,9 @@ class ElementBytes:
     main_parameters: int
     moments: int
     """Both of Adam's moments together."""
+    quantized: int = 0
+    """FP8 copies of the weights of linear layers, without their scales: one for products with the weight, and one for
+    products with its transpose, which only backward passes need."""
 
     @classmethod
     def of(cls, dtype: str, megatron: MegatronConfig | None = None) -> ElementBytes:
@@ -60,6 +66,7 @@ class ElementBytes:
             gradients=DTYPE_BYTES["float32"] if megatron.ddp.get("grad_reduce_in_fp32", True) else size,
             main_parameters=0 if is_on_host or dtype == "float32" else DTYPE_BYTES["float32"],
             moments=0 if is_on_host else moments,
+            quantized=2 if megatron.model.get("fp8") else 0,
         )
 
 
@@ -78,6 +85,16 @@ class StateBytes:
         return self.parameters + self.gradients + self.main_parameters + self.moments
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheBytes:
+    """Bytes that libraries keep on one rank from the first pass until an offload frees them."""
+
+    quantized: int = 0
+    """FP8 copies of the weights of linear layers, by Transformer Engine."""
+    dummy_gradients: int = 0
+    """What autograd gets where a layer adds a weight's gradient to `main_grad` itself: one per shape of a weight."""
+
+
 @dataclass(slots=True)
 class ChunkParameters:
     """Elements of each parameter that one rank holds of a model chunk."""
@@ -89,6 +106,8 @@ class ChunkParameters:
     """A tied embedding that two pipeline stages hold: it has a bucket of its own."""
     untrained_bytes: int = 0
     """Tensors without gradient: MTP layers, and expert biases of routers."""
+    linears: list[tuple[int, ...]] = field(default_factory=list)
+    """Shapes of the weights of the decoder's linear layers, which are also among `dense` and `experts`."""
 
 
 def chunk_parameters(
@@ -110,10 +129,13 @@ def chunk_parameters(
     first, last = chunks[0][0], chunks[-1][-1]
     tied = model.tie_embeddings and model.head == "lm"
     for name, mapping in model.parameter_maps().items():
-        num_elements = _num_local_elements(model, name, mapping, grid)
+        shape = _local_shape(model, name, mapping, grid)
+        num_elements = prod(shape)
         match name.split("."):
             case ["decoder", "layers", number, *_]:
                 chunk = chunk_of[int(number)]
+                if num_elements and "linear_" in name and name.endswith("weight"):
+                    chunk.linears.append(shape)
             case ["embedding", *_]:
                 chunk = first
             case _:
@@ -178,19 +200,43 @@ def frozen_state(
     ]
 
 
+def library_caches(
+    model: ModelArchitecture,
+    grid: RankGrid,
+    split: PipelineSplit,
+    element: ElementBytes,
+    *,
+    head_kind: HeadKind,
+    is_trained: bool,
+) -> list[CacheBytes]:
+    """Return what libraries keep on a rank of each pipeline stage."""
+    is_tied = model.tie_embeddings and grid.pp == 1  # on one rank: autograd then gets the embedding's own gradient
+    has_dummy = model.head == "lm" and (head_kind == "plain" or (head_kind == "fused" and not is_tied))
+    head = (padded_vocab(model, grid.tp) // grid.tp, model.hidden_size)
+    result = []
+    for stage, chunks in enumerate(chunk_parameters(model, grid, split, element.parameters)):
+        linears = [shape for chunk in chunks for shape in chunk.linears]
+        dummies = {*linears, *([head] if has_dummy and stage == grid.pp - 1 else [])} if is_trained else set()
+        result.append(
+            CacheBytes(
+                quantized=sum(map(prod, linears)) * (element.quantized if is_trained else element.quantized // 2),
+                dummy_gradients=sum(map(prod, dummies)) * element.parameters,
+            )
+        )
+    return result
+
+
 def bucket_elements(sizes: Sequence[int], width: int) -> int:
     """Return the elements of a bucket of parameters of these sizes whose optimizer state `width` ranks share."""
     return _round_up(sum(_round_up(n, PARAMETER_MULTIPLE) for n in sizes), lcm(BUCKET_MULTIPLE, width))
 
 
-def _num_local_elements(model: ModelArchitecture, name: str, mapping: ParameterMap, grid: RankGrid) -> int:
-    """Return the elements that a rank holds, 0 of an expert of other expert-parallel ranks than the first."""
+def _local_shape(model: ModelArchitecture, name: str, mapping: ParameterMap, grid: RankGrid) -> tuple[int, ...]:
+    """Return the shape of a rank's shard; (0,) of an expert of other expert-parallel ranks than the first."""
     if mapping.expert is not None:
-        if mapping.expert >= model.num_experts // grid.ep:
-            return 0
-        return prod(local_shape(mapping, grid.expert_tp))
+        return local_shape(mapping, grid.expert_tp) if mapping.expert < model.num_experts // grid.ep else (0,)
     is_padded = name == EMBEDDING or (name == HEAD and model.head == "lm")
-    return prod(local_shape(mapping, grid.tp, rows=padded_vocab(model, grid.tp) if is_padded else None))
+    return local_shape(mapping, grid.tp, rows=padded_vocab(model, grid.tp) if is_padded else None)
 
 
 def _round_up(number: int, multiple: int) -> int:

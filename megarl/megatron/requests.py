@@ -60,7 +60,7 @@ class ModelSpec:
     temperature: float = 1.0
     """Sampling temperature: logits are divided by it before log-probabilities are taken."""
     fused_lm_head: bool | None = None
-    """Compute log-probabilities and entropies without keeping the logits. None: on CUDA."""
+    """Compute log-probabilities and entropies with the logits of some columns at a time. None: on CUDA."""
     fp32_lm_head: bool = False
     """Compute logits in float32, whatever `dtype` is."""
     offload_when_idle: bool = False

@@ -26,6 +26,9 @@ TRAINER, ENGINE = "trainer", "engine"
 STATE_KINDS = ("parameters", "gradients", "main_parameters", "moments")
 """Kinds of state of a model: the fields of `StateBytes`."""
 
+CACHES = {"quantized": "FP8 copies", "dummy_gradients": "dummy gradients"}
+"""Fields of `CacheBytes` -> names of owners."""
+
 OFFLOADED_BY = {
     "parameters": "weights",
     "gradients": "gradients",
@@ -53,7 +56,10 @@ class LedgerModel:
         return self._offload
 
     def offload(self) -> OffloadStats:
-        """Free what is configured and held."""
+        """Free what is configured and held, and caches of libraries."""
+        for cache in CACHES.values():
+            if self._ledger.holds(TRAINER, self._owner(cache)):
+                self._ledger.free(TRAINER, self._owner(cache))
         kinds = [kind for kind in STATE_KINDS if getattr(self._offload, OFFLOADED_BY[kind])]
         held = [kind for kind in kinds if self._ledger.holds(TRAINER, self._owner(kind))]
         return OffloadStats(
@@ -71,11 +77,14 @@ class LedgerModel:
     def forward(self) -> None:
         """Make a forward pass: allocate its activations, and free them."""
         self.onload_weights()
-        self._use("activations", self._demand.forward_bytes)
+        self._fill("quantized")
+        self._use("activations", self._demand.activations.forward)
 
     def update(self) -> None:
         """Make a forward and a backward pass with all of the state."""
         self.onload()
+        for cache in CACHES:
+            self._fill(cache)
         self._ledger.allocate(TRAINER, self._owner("activations"), self._demand.activations.stored)
         self._use("recomputed activations", self._demand.activations.recomputed)
         self._use("language head", self._demand.activations.head)
@@ -86,10 +95,16 @@ class LedgerModel:
         self._ledger.free(TRAINER, self._owner(owner))
 
     def _onload(self, kind: str) -> int:
-        num_bytes: int = getattr(self._demand.state, kind)
-        if num_bytes == 0 or self._ledger.holds(TRAINER, self._owner(kind)):
+        return self._hold(kind, getattr(self._demand.state, kind))
+
+    def _fill(self, cache: str) -> None:
+        self._hold(CACHES[cache], getattr(self._demand.caches, cache))
+
+    def _hold(self, owner: str, num_bytes: int) -> int:
+        """Allocate what is not held yet, and return its bytes."""
+        if num_bytes == 0 or self._ledger.holds(TRAINER, self._owner(owner)):
             return 0
-        self._ledger.allocate(TRAINER, self._owner(kind), num_bytes)
+        self._ledger.allocate(TRAINER, self._owner(owner), num_bytes)
         return num_bytes
 
     def _owner(self, kind: str) -> str:

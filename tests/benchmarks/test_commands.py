@@ -25,6 +25,7 @@ COMMANDS = {
     "staleness --toy --seeds=1 --steps=5 --staleness 0 1": "correction staleness reward reward_min over_fresh",
     "kernels --device=cpu --no-compile --tokens=20 --vocabulary=301": """op workload implementation min_bytes
         counted_bytes flops peak_bytes milliseconds roofline_fraction largest_difference""",
+    "kernels.head_traffic --gpu=h200-141 --tokens=4096": "head step flops l2_bytes memory_bytes least_ms",
     "async_agents --folder={folder} --steps=10": """ratio reward_difference steps prompts_per_step group_size
         learning_rate lookahead latency_seconds latency_sigma eval_samples seed runs""",
     "chaos": """kills by_target by_phase recovered bitwise_equal prompts_lost prompts_repeated trajectories_repeated

@@ -6,20 +6,31 @@ from math import prod
 import pytest
 
 from benchmarks.reshard.published import DEEPSEEK_V3, QWEN3_8B, engine_layouts
+from megarl.config.megatron import MegatronConfig
 from megarl.config.preference import DpoConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.config.run import RunConfig, SftConfig
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
-from megarl.device_memory import activations
-from megarl.device_memory.activations import TokenLoad, chunks_in_flight, layer_activations, stage_activations
+from megarl.device_memory.activations import (
+    TokenLoad,
+    chunks_in_flight,
+    head_bytes,
+    layer_activations,
+    stage_activations,
+)
 from megarl.device_memory.engine_memory import default_mem_fraction, engine_bytes, engine_weights, kv_bytes_per_token
 from megarl.device_memory.gpu_demand import gpu_demands, longest_sequence
 from megarl.device_memory.gpus import NCCL_BYTES_PER_GROUP, gpu_memory
 from megarl.device_memory.ledger import DeviceLedger
+from megarl.device_memory.training_state import ElementBytes, library_caches
 from megarl.errors import ConfigError
 from megarl.megatron.families.load_architecture import load_architecture
+from megarl.megatron.families.pipeline_stages import EVEN
 from megarl.model_files.block_fp8 import is_quantized
+from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.quantized_layout import quantize_specs
+from megarl.run.step_ledger import step_ledger
+from megarl_kernels import linear_logprob
 
 QWEN3, DEEPSEEK = (load_architecture(config, origin="config.json") for config in (QWEN3_8B, DEEPSEEK_V3))
 H100 = gpu_memory("h100-80")
@@ -87,15 +98,52 @@ def test_micro_batches_in_flight():
 
 
 def test_the_head_is_on_the_last_stage():
-    peak = activations.HEAD_PEAK_FLOAT32
-    first, last = stage_activations(GPT, ParallelConfig(pp=2), RecomputeConfig(), LOAD, head_peak=peak)
+    first, last = stage_activations(GPT, ParallelConfig(pp=2), RecomputeConfig(), LOAD, head_kind="float32")
     assert first.head == 0
-    assert last.head == 2 * 2 * 1000 * 1536 + int(1.2 * 4 * 1000 * 151936)
+    t, v, h = 1000, 151936, 1536
+    norms = 2 * 2 * t * h
+    assert last.head == norms + 4 * t * v + 2 * 4 * (t + v) * h
+    assert last.forward == norms + 4 * t * v + 4 * (t + v) * h > first.forward
     assert first.stored == 2 * last.stored
-    fused = activations.head_bytes(GPT, 2, LOAD, activations.HEAD_PEAK_FUSED)
-    assert fused == 2 * 2 * 1000 * 1536 + int(0.1 * 4 * 1000 * 151936 / 2)
     value = GPT.with_value_head(from_lm=True)
-    assert activations.head_bytes(value, 1, LOAD, activations.HEAD_PEAK_FUSED) == 2 * 2 * 1000 * 1536
+    assert head_bytes(value, 1, LOAD, "fused", trains=True) == norms
+    (scorer,) = stage_activations(value, ParallelConfig(), RecomputeConfig(), LOAD)
+    assert scorer.forward == first.forward
+
+
+@pytest.mark.parametrize(("tokens", "tp"), [(100, 1), (4096, 1), (8192, 1), (8192, 8), (65_536, 1)])
+def test_a_fused_head_has_the_chunks_of_its_op(tokens, tp):
+    load, h, columns = TokenLoad(tokens=tokens, element_bytes=2), GPT.hidden_size, 151936 // tp
+    c = min(columns, linear_logprob.chunk_columns(tokens, columns, 6))
+    assert head_bytes(GPT, tp, load, "fused", trains=False) == 4 * tokens * h + 4 * tokens * c
+    assert head_bytes(GPT, tp, load, "fused", trains=True) == 4 * tokens * h + 6 * tokens * (c + h)
+
+
+def test_caches_of_libraries():
+    """Qwen3-8B has four shapes of linear layers, and a head that is not tied."""
+    h, f, qkv = 4096, 12288, 4096 + 2 * 1024
+    layer = h * (qkv + h + 3 * f)
+    fp8 = ElementBytes.of("bfloat16", MegatronConfig(model={"fp8": "hybrid", "fp8_recipe": "blockwise"}))
+
+    def of(element=fp8, model=QWEN3, **options):
+        options = {"grid": RankGrid(), "head_kind": "fused", "is_trained": True} | options
+        return library_caches(model, options.pop("grid"), EVEN, element, **options)
+
+    (trained,) = of()
+    assert trained.quantized == 2 * 36 * layer  # for products with the weight, and with its transpose
+    assert trained.dummy_gradients == 2 * (layer + 151936 * h)
+    (frozen,) = of(is_trained=False)
+    assert (frozen.quantized, frozen.dummy_gradients) == (36 * layer, 0)
+    assert of(ElementBytes.of("bfloat16"))[0].quantized == 0
+    first, last = of(grid=RankGrid(pp=2, tp=2))
+    assert first.quantized == last.quantized == 2 * 18 * layer // 2
+    assert (first.dummy_gradients, last.dummy_gradients) == (layer, layer + 151936 * h)
+    assert of(head_kind="float32")[0].dummy_gradients == 2 * layer  # its gradient is none of a parameter
+    tied = load_architecture(QWEN3_8B | {"tie_word_embeddings": True}, origin="config.json")
+    assert of(model=tied)[0].dummy_gradients == 2 * layer
+    assert of(model=tied, grid=RankGrid(pp=2))[1].dummy_gradients == 2 * (layer + 151936 * h)
+    (experts,) = of(model=DEEPSEEK, grid=RankGrid(dp=64, ep=64))
+    assert experts.quantized > 2 * 58 * 4 * 3 * 7168 * 2048
 
 
 def test_experts_store_what_they_receive():
@@ -259,14 +307,28 @@ def test_the_head_depends_on_how_it_is_computed(configure):
         return gpu_demands(config.model_copy(update={"model": model}), H100)[0].models[0].activations.head
 
     hidden, logits = 2 * 2 * 4096 * 4096, 4 * 4096 * 151936
-    assert head() - hidden == int(0.1 * logits)
-    assert head(fused_lm_head=False) - hidden == int(0.6 * logits)
-    assert head(fused_lm_head=False, fp32=True) - hidden == int(1.2 * logits)
+    assert 0.09 * logits < head() - hidden < 0.15 * logits
+    assert head(fused_lm_head=False) - hidden == logits // 2 + hidden // 2
+    # the weight is as large as the logits here: it is copied, and so is its gradient
+    assert head(fused_lm_head=False, fp32=True) - hidden == 3 * logits + 2 * hidden
+    assert head("float32", fused_lm_head=False, fp32=True) - 2 * hidden == logits + hidden
 
 
 def test_full_tensors_need_larger_buckets(configure):
     config = configure(weight_sync={"strategy": "gather_hf", "bucket_bytes": 1000})
     assert gpu_demands(config, H100)[0].bucket_bytes == 3 * 2 * 151936 * 4096
+
+
+def test_fp8_copies_are_held_from_a_pass_to_an_offload(configure):
+    """Of the policy during its update; of a reference during its forward pass, in which it needs half of them."""
+    fp8 = {"megatron": {"model": {"fp8": "hybrid", "fp8_recipe": "blockwise"}}}
+    (plain,), (demand,) = (gpu_demands(configure(trainer=trainer), H100) for trainer in ({}, fp8))
+    size = demand.models[0].caches.quantized
+    assert size == pytest.approx(2 * 6.95e9, rel=1e-3)
+    assert [model.caches.quantized for model in plain.models] == [0, 0]
+    before, after = (step_ledger(each, 0).peaks for each in (plain, demand))
+    added = {phase: after[phase].total - before[phase].total for phase in after}
+    assert added == {"sampling": 0, "scoring": size // 2, "training": size, "push": 0}
 
 
 def test_stages_without_engines(configure, model):

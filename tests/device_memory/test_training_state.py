@@ -1,11 +1,19 @@
 """Planned bytes of training state against those of real trainers, on CPU ranks, and against published formulas."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.reshard.published import DEEPSEEK_V3, QWEN3_8B
 from megarl.config.megatron import MegatronConfig
 from megarl.config.trainer import OffloadConfig, ParallelConfig
-from megarl.device_memory.training_state import ElementBytes, bucket_elements, frozen_state, training_state
+from megarl.device_memory.training_state import (
+    ElementBytes,
+    bucket_elements,
+    frozen_state,
+    library_caches,
+    training_state,
+)
 from megarl.megatron.families.layout_checks import pipeline_split
 from megarl.megatron.families.load_architecture import load_architecture, load_architecture_and_dtype
 from megarl.megatron.families.pipeline_stages import EVEN
@@ -49,6 +57,8 @@ def measure_on_rank(cases):
         parameters = [p for chunk in worker._trainer.model.chunks for p in chunk.module.parameters()]
         freed["experts"] = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
         freed["dense"] = sum(p.numel() for p in parameters) - freed["experts"]
+        modules = [m for chunk in worker._trainer.model.chunks for m in chunk.module.decoder.modules()]
+        freed["linears"] = sum(m.weight.numel() for m in modules if type(m).__name__.endswith("Linear"))
         results.append(gather(freed))
     return results
 
@@ -62,11 +72,14 @@ def test_planned_bytes_are_those_of_real_trainers(layouts, tmp_path):
         grid, case = RankGrid.of(parallel, WORLD), (path, dtype, sizes)
         model, _ = load_architecture_and_dtype(path)
         planned = training_state(model, grid, pipeline_split(parallel), element, distributed=distributed)
+        fp8 = replace(element, quantized=2)
+        caches = library_caches(model, grid, pipeline_split(parallel), fp8, head_kind="fused", is_trained=True)
         per_element, total = element.main_parameters + element.moments, 0.0
         for rank, freed in enumerate(measured):
             state = planned[grid.coordinates(rank).pp]
             assert freed["weights"] == state.parameters, (case, rank)
             assert freed["gradients"] == state.gradients, (case, rank)
+            assert 2 * freed["linears"] == caches[grid.coordinates(rank).pp].quantized, (case, rank)
             padding = state.gradients // element.gradients - freed["dense"] - freed["experts"]
             surplus = state.main_parameters + state.moments - freed["optimizer"]
             assert 0 <= surplus <= per_element * padding, (case, rank)

@@ -10,6 +10,7 @@ import torch
 from megarl.functional import advantages as adv
 from megarl.functional import turn_advantages, turn_of_tokens, turn_returns
 from megarl.functional.advantages import GroupBaseline, discounted_returns, gae, group_advantages, whiten
+from megarl_kernels import segmented_reverse_scan
 from tests.functional.packs import LENGTHS, Pack, iter_sequences, make_pack
 
 KINDS: list[GroupBaseline] = ["grpo", "dr_grpo", "rloo"]
@@ -205,3 +206,15 @@ def test_turns_are_runs_of_sampled_tokens() -> None:
 def test_returns_add_up_the_later_turns_of_the_episode() -> None:
     got = turn_returns(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0, 0, 2, 2]))
     assert got.tolist() == [3.0, 2.0, 12.0, 8.0]
+
+
+def test_generalized_advantage_estimation_is_one_scan() -> None:
+    g = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 40, generator=g).double()
+    last = torch.tensor([11, 30, 39])
+    following = values.roll(-1).index_fill(0, last, 0.0)
+    factors = torch.full((40,), 0.99 * 0.95).double().index_fill(0, last, 0.0)
+    advantages = segmented_reverse_scan(rewards + 0.99 * following - values, factors)
+    mask, bounds = torch.ones(40, dtype=torch.bool), torch.tensor([0, 12, 31, 40])
+    want, _ = gae(rewards, values, mask, bounds, gamma=0.99, lam=0.95)
+    torch.testing.assert_close(advantages.float(), want.float(), rtol=1e-4, atol=1e-5)  # gae computes in float32

@@ -8,16 +8,20 @@ import pytest
 import torch
 
 from megarl.config.megatron import MegatronConfig
-from megarl.config.trainer import OptimizerConfig
+from megarl.config.trainer import OffloadConfig, OptimizerConfig
+from megarl.device_memory.training_state import ElementBytes, library_caches
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype
+from megarl.megatron.families.pipeline_stages import EVEN
 from megarl.megatron.request_split import split_by_dp
 from megarl.megatron.requests import ProfileSpec
+from megarl.megatron.trainer_worker import TrainerWorker
 from megarl.placement.rank_grid import RankGrid
 from tests.megatron.checkpoint.test_training_state import differences, full_state, save
 from tests.megatron.conftest import save_model
 from tests.megatron.fidelity.measure import _on_rank, measure, nll_request, worst_gradient
 from tests.megatron.fidelity.models import CONFIGS
 from tests.megatron.fidelity.reference import SHORT, differentiate, draw
-from tests.megatron.rank_models import model_spec
+from tests.megatron.rank_models import model_spec, trainer_spec
 from tests.megatron.ranks import run_ranks
 from tests.megatron.runtime.test_offload import EVERYTHING, held_tensors, make_worker, num_bytes, storages
 
@@ -109,6 +113,33 @@ def test_fp8_is_close_to_bfloat16(name, recipe, tmp_path):
     assert FP8_MEAN_OFF[0] < off.mean() < FP8_MEAN_OFF[1]
     routed = name == "qwen3_moe"  # rounding sends tokens to other experts
     assert cosine(got.gradients, want.gradients) > (0.8 if routed else 0.95)
+
+
+def fp8_caches_on_rank(path):
+    """Return the bytes that an offload of caches alone frees after a step, and those that the next step allocates."""
+    fp8 = MegatronConfig(model={"fp8": "hybrid", "fp8_recipe": "blockwise"})
+    worker = TrainerWorker(trainer_spec(model_spec(path, dtype="bfloat16", megatron=fp8), lr=1e-3))
+    found = []
+    for _ in range(2):
+        before = torch.cuda.memory_allocated()
+        worker.train_step(make_train_request())
+        trained = torch.cuda.memory_allocated()
+        worker.offload(OffloadConfig(optimizer=False, gradients=False))
+        found.append((trained - torch.cuda.memory_allocated(), trained - before))
+    return found
+
+
+@pytest.mark.gpu
+def test_an_offload_frees_the_fp8_copies_of_weights(tmp_path):
+    pytest.importorskip("transformer_engine", reason="needs Transformer Engine: make setup-gpu")
+    folder = save_model(tmp_path / "model", "qwen3", **FP8_SIZES)
+    architecture, _ = load_architecture_and_dtype(folder)
+    element = ElementBytes(parameters=2, gradients=4, main_parameters=4, moments=8, quantized=2)
+    options = {"head_kind": "fused", "is_trained": True}
+    (planned,) = library_caches(architecture, RankGrid(), EVEN, element, **options)
+    _, (freed, allocated) = run_ranks(fp8_caches_on_rank, 1, tmp_path, folder, device="cuda")
+    assert planned.quantized <= freed <= 2 * (planned.quantized + planned.dummy_gradients)
+    assert allocated == pytest.approx(freed, rel=0.1)
 
 
 def make_train_request():

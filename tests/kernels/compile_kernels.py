@@ -7,7 +7,11 @@ arguments. Prints a line of JSON for each kernel. Needs Triton, and no `TRITON_I
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import megarl_kernels as kernels
-from megarl_kernels import boxes, fp8_block, linear_logprob, logprob_entropy, reverse_scan
+from megarl_kernels import boxes, fp8_block, logprob_entropy, reverse_scan
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8"}
 OPTIONS = ("num_warps", "num_stages")
@@ -43,12 +47,24 @@ def compile_launch(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, 
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     module = kernel.fn.__module__.rpartition(".")[2]
     line = {"kernel": f"{module}.{kernel.__name__}", "shared_bytes": compiled.metadata.shared}
-    sys.stdout.write(json.dumps(line | {"code_bytes": len(compiled.asm["cubin"])}) + "\n")
+    line |= {"code_bytes": len(compiled.asm["cubin"])} | resources(compiled.asm["cubin"])
+    sys.stdout.write(json.dumps(line) + "\n")
+
+
+def resources(code: bytes) -> dict[str, int]:
+    """Return the registers per thread and the bytes that it spills, as the disassembler of Triton's package says."""
+    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        out = subprocess.check_output([disassembler, "-res-usage", file.name], text=True, stderr=subprocess.STDOUT)
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", out)[-1]) for name in ("REG", "STACK"))
+    return {"registers": registers, "spilled_bytes": stack}
 
 
 def main(capability: int) -> None:
     """Call every op once, and some with other options."""
-    for module in (linear_logprob, logprob_entropy, fp8_block, boxes, reverse_scan):
+    for module in (logprob_entropy, fp8_block, boxes, reverse_scan):
         module.uses_triton = lambda _: True
     triton.JITFunction.__getitem__ = lambda kernel, _: lambda *a, **k: compile_launch(kernel, a, k, capability)
 

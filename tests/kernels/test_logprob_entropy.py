@@ -1,5 +1,6 @@
 """Both ops for log-probability and entropy: against torch's log_softmax in float64, and the unsplit result."""
 
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl_kernels import linear_logprob_entropy, logprob_entropy_
-from tests.megatron.ranks import run_ranks
+from megarl_kernels import clear_dummy_gradients, linear_logprob, linear_logprob_entropy, logprob_entropy_
+from megarl_kernels.linear_logprob import chunk_columns
 
 OPTIONS = [{}, {"inv_temperature": 1.7}, {"softcap": 5.0}, {"inv_temperature": 0.6, "softcap": 2.0}]
 
@@ -48,11 +49,22 @@ SIZES = [(1, 1, 1, 1), (7, 13, 5, 13), (33, 257, 16, 257), (9, 40, 8, 30)]
 """Tokens, columns, hidden size, and columns that are no padding."""
 
 
+@pytest.fixture(autouse=True)
+def _no_dummy_gradients() -> Iterator[None]:
+    yield
+    clear_dummy_gradients()
+
+
+def use_chunks_of(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the linear op compute so many columns at a time."""
+    for name, value in {"MAX_CHUNKS": 10**6, "CHUNK_BYTES": 0, "COLUMN_MULTIPLE": columns}.items():
+        monkeypatch.setattr(f"megarl_kernels.linear_logprob.{name}", value)
+
+
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Make every size take several tiles of odd sizes."""
-    monkeypatch.setattr("megarl_kernels.linear_logprob.TILE_TOKENS", 5)
-    monkeypatch.setattr("megarl_kernels.linear_logprob.TILE_COLUMNS", 7)
+    use_chunks_of(7, monkeypatch)
     monkeypatch.setattr("megarl_kernels.logprob_entropy.TILE_ELEMENTS", 50)
 
 
@@ -122,8 +134,101 @@ def test_linear_adds_to_main_grad_as_megatron_core_expects():
     torch.testing.assert_close(weight.main_grad, 2 * want + 1)
     weight.zero_out_wgrad, weight.grad = True, None
     backward()
-    assert not weight.grad.any()
+    assert weight.grad is None
     torch.testing.assert_close(weight.main_grad, 3 * want + 1)
+
+
+def test_one_dummy_gradient_serves_all_micro_batches():
+    hidden, weight, targets = random_inputs(9, 31, 8, dtype=torch.bfloat16)
+    weights = [weight.clone().requires_grad_() for _ in range(2)]
+    places = set()
+    for one in (*weights, *weights):
+        one.main_grad, one.grad_added_to_main_grad, one.grad = torch.zeros(31, 8), False, None
+        fused("linear", hidden, one, targets, vocab_start=0, valid_columns=31)[0].sum().backward()
+        places.add(one.grad.data_ptr())
+    assert len(places) == 1  # neither a new tensor each time, nor a copy that autograd makes of it
+    clear_dummy_gradients()
+    assert not linear_logprob._dummy_gradients
+
+
+def test_a_tied_embedding_adds_its_gradient_to_that_of_the_head():
+    """With what megatron-core's DDP does when autograd has accumulated the gradients of both uses of the weight."""
+    hidden, weight, targets = random_inputs(9, 31, 8, dtype=torch.float32)
+    ids = torch.arange(9) % 5
+
+    def loss(weight):
+        embedded = torch.nn.functional.embedding(ids, weight)
+        return fused("linear", hidden + embedded, weight, targets, vocab_start=0, valid_columns=31)[0].sum()
+
+    plain, tied = (weight.clone().requires_grad_() for _ in range(2))
+    loss(plain).backward()
+
+    def add_to_main_grad(weight):
+        if not weight.grad_added_to_main_grad or weight.zero_out_wgrad:
+            weight.main_grad.add_(weight.grad)
+        weight.grad = None
+
+    tied.main_grad, tied.grad_added_to_main_grad, tied.zero_out_wgrad = torch.zeros(31, 8), False, True
+    tied.register_post_accumulate_grad_hook(add_to_main_grad)
+    for _ in range(2):
+        loss(tied).backward()
+    torch.testing.assert_close(tied.main_grad, 2 * plain.grad)
+    assert not linear_logprob._dummy_gradients
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_logits_change_no_bit(dtype, monkeypatch):
+    """Where they fit, the backward pass computes none of them again."""
+    hidden, weight, targets = random_inputs(33, 257, 16, dtype=dtype)
+    tensors = [hidden.requires_grad_(), weight.requires_grad_()]
+    num_chunks, products, product = -(-257 // 7), [], linear_logprob._product
+
+    def count_products(a, b):
+        products.append(a.shape)
+        return product(a, b)
+
+    monkeypatch.setattr(linear_logprob, "_product", count_products)
+    found = []
+    for free, in_backward in ((0, 3), (2 * 33 * 257 * 4 - 1, 3), (2 * 33 * 257 * 4, 2)):
+        monkeypatch.setattr(linear_logprob, "free_bytes", lambda _, free=free: free)
+        products.clear()
+        results = linear_logprob_entropy(*tensors, targets, vocab_start=0, valid_columns=257)
+        assert len(products) == num_chunks
+        first = gradients(results, tensors)
+        assert len(products) == num_chunks * (1 + in_backward)
+        found.append((*(result.detach() for result in results), *first))
+    for others in zip(*found, strict=True):
+        assert all(torch.equal(others[0], other) for other in others[1:])
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_logits_are_kept_unchanged_for_a_second_backward_pass(monkeypatch):
+    monkeypatch.setattr(linear_logprob, "free_bytes", lambda _: 2**40)
+    hidden, weight, targets = random_inputs(9, 31, 8, dtype=torch.float32)
+    logprobs, _ = linear_logprob_entropy(hidden.requires_grad_(), weight, targets, vocab_start=0, valid_columns=31)
+    first, second = (torch.autograd.grad(logprobs.sum(), hidden, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 1024, 4096, 8192, 65536])
+@pytest.mark.parametrize("num_columns", [1, 1000, 32_768, 151_936, 262_144])
+def test_chunks_are_few_and_wide(num_tokens, num_columns):
+    columns = chunk_columns(num_tokens, num_columns, 6)
+    assert columns % 256 == 0
+    assert -(-num_columns // columns) <= 16
+    # as narrow as that, or as the least size allows
+    assert columns - 256 < max(num_columns / 16, 2**28 / (6 * num_tokens))
+
+
+@pytest.mark.parametrize("op", ["linear", "logits"])
+@pytest.mark.parametrize("target", [-1, 9, 30, 31])
+def test_targets_that_are_no_valid_columns_are_an_error(op, target):
+    hidden, weight, targets = random_inputs(4, 31, 8, dtype=torch.float32)
+    targets = targets.remainder(20) + 10
+    targets[2] = target
+    with pytest.raises(RuntimeError, match="targets need to be ids of the vocabulary"):
+        fused(op, hidden, weight, targets, vocab_start=10, valid_columns=20)
 
 
 def test_logits_hold_their_gradient_after_one_backward_pass():
@@ -175,6 +280,8 @@ def run_split(valid, options):
 @pytest.mark.parametrize(("valid", "options"), [(33, {"softcap": 3.0, "inv_temperature": 1.3}), (18, {})], ids=str)
 def test_two_ranks_agree_with_one(valid, options, tmp_path):
     """With 18 valid columns, all columns of the second rank are padding."""
+    from tests.megatron.ranks import run_ranks  # needs more than torch, which tests of kernels on a GPU do without
+
     found = run_ranks(run_split, 2, tmp_path, valid, options)
     hidden, weight, targets = random_inputs(9, 40, 8)
     targets %= valid

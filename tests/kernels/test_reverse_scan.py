@@ -1,9 +1,8 @@
-"""The recurrence against a loop over Python numbers, and against the recurrence of megarl's advantages."""
+"""The recurrence against a loop over Python numbers."""
 
 import pytest
 import torch
 
-from megarl.functional import gae
 from megarl_kernels import segmented_reverse_scan
 
 
@@ -27,18 +26,6 @@ def loop(b, a):
 def test_recurrence_is_that_of_a_loop(t):
     b, a = random_recurrence(t, torch.float64)
     torch.testing.assert_close(segmented_reverse_scan(b, a), loop(b, a), rtol=1e-12, atol=1e-12)
-
-
-def test_generalized_advantage_estimation_is_one_scan():
-    g = torch.Generator().manual_seed(0)
-    rewards, values = torch.randn(2, 40, generator=g).double()
-    last = torch.tensor([11, 30, 39])
-    following = values.roll(-1).index_fill(0, last, 0.0)
-    factors = torch.full((40,), 0.99 * 0.95).double().index_fill(0, last, 0.0)
-    advantages = segmented_reverse_scan(rewards + 0.99 * following - values, factors)
-    mask, bounds = torch.ones(40, dtype=torch.bool), torch.tensor([0, 12, 31, 40])
-    want, _ = gae(rewards, values, mask, bounds, gamma=0.99, lam=0.95)
-    torch.testing.assert_close(advantages.float(), want.float(), rtol=1e-4, atol=1e-5)  # gae computes in float32
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,14 @@ from megarl_kernels import (
 from megarl_kernels.backend import uses_triton
 from tests.kernels.test_boxes import CASES, check_boxes
 from tests.kernels.test_fp8_block import random_weight
-from tests.kernels.test_logprob_entropy import OPTIONS, fused, gradients, plain_scores, random_inputs
+from tests.kernels.test_logprob_entropy import (
+    OPTIONS,
+    fused,
+    gradients,
+    plain_scores,
+    random_inputs,
+    use_chunks_of,
+)
 from tests.kernels.test_reverse_scan import loop, random_recurrence
 
 pytestmark = pytest.mark.gpu
@@ -34,9 +41,8 @@ def _triton():
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Make small sizes take several tiles, column parts and steps of the backward pass."""
-    for name, value in {"BLOCK_T": 16, "BLOCK_V": 32, "BLOCK_H": 32, "MIN_GRADIENT_COLUMNS": 64}.items():
-        monkeypatch.setattr(f"megarl_kernels.linear_logprob_triton.{name}", value)
+    """Make small sizes take several chunks of columns, and several blocks of each."""
+    use_chunks_of(112, monkeypatch)
     monkeypatch.setattr("megarl_kernels.logprob_entropy.BLOCK", 64)
 
 

@@ -30,7 +30,7 @@ class HeadOptions:
     temperature: float
     """Logits are divided by it."""
     fused: bool
-    """Compute scores from hidden states and weight without keeping logits."""
+    """Compute scores from hidden states and weight, with the logits of some columns at a time."""
     fp32: bool
     """Compute logits in float32; without it they are in the dtype of the weight. Those of a fused head always are."""
 
@@ -40,8 +40,8 @@ class LanguageHead(ColumnParallelLinear):  # type: ignore[misc]
 
     Logits of a micro-batch exist only within `score`, and only of the tokens that it is asked for:
 
-        fused    never in full: hidden states, weight and targets are reduced chunk by chunk, and again in the backward
-                 pass, which adds the weight's gradient to `main_grad`
+        fused    in chunks of columns, in float32, and again in the backward pass, unless all of them fit the free memory;
+                 it adds the weight's gradient to `main_grad`
         plain    once, in the dtype of the matrix product; the backward pass overwrites them with their gradient
     """
 

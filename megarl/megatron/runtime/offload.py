@@ -3,6 +3,7 @@
     optimizer    fp32 main parameters and Adam moments   copied to the host
     gradients    gradient buffers                        freed; zero when restored
     weights      parameters used in the forward pass     copied to the host
+    caches       what libraries keep and make again      freed with any of the above, and even if none is enabled
 
 Storages are resized to zero and refilled in place, so that all tensors that view them stay valid: parameters within a
 parameter buffer, optimizer shards of it. megatron-core's `offload_grad_buffers` does the same for gradients. Its
@@ -24,6 +25,7 @@ from torch import Tensor
 from megarl.config.trainer import OffloadConfig
 from megarl.megatron.requests import OffloadStats as OffloadStats
 from megarl.megatron.runtime import platform
+from megarl_kernels import clear_dummy_gradients
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -48,8 +50,8 @@ class TrainerMemory:
     def offload(self, kinds: OffloadConfig) -> OffloadStats:
         """Offload the kinds of state enabled in `kinds` (resolved); no-op for state that is offloaded already.
 
-        Also returns to the device what the process has freed before: activations, and the buckets of the last weight
-        sync.
+        Also frees the caches of libraries, and returns to the device what the process has freed before: activations,
+        and the buckets of the last weight sync. These are not counted.
         """
         weights = list(self._model.tensors().values())
         freed = 0
@@ -59,6 +61,7 @@ class TrainerMemory:
             freed += self._gradients.free()
         if kinds.weights:
             freed += self._weight_storages.offload(weights)
+        free_library_caches(self._model)
         platform.empty_cache()
         return self._stats(freed)
 
@@ -83,14 +86,36 @@ class FrozenMemory:
         self._model, self._storages = model, OffloadedTensors()
 
     def offload(self) -> int:
-        """Offload the weights; no-op if they are offloaded already. Returns the bytes freed."""
+        """Offload the weights; no-op if they are offloaded already. Returns their bytes; frees caches besides."""
         freed = self._storages.offload(self._model.tensors().values())
+        free_library_caches(self._model)
         platform.empty_cache()
         return freed
 
     def onload(self) -> int:
         """Bring the weights back to the device. Returns the bytes allocated."""
         return self._storages.onload()
+
+
+def free_library_caches(model: MegatronModel) -> None:
+    """Free device memory that libraries keep between passes; the next pass of a model makes what it needs again.
+
+    `docs/cluster.md` lists what is freed and what stays, with figures.
+    """
+    for chunk in model.chunks:
+        for module in chunk.module.modules():
+            # Transformer Engine's FP8 copies of the weights, which the first micro-batch of every pass computes anyway
+            workspaces = getattr(module, "_fp8_workspaces", None)
+            if workspaces is not None:
+                workspaces.clear()
+            # RoPE tables of megatron-core, of the last 32 lengths
+            if hasattr(type(module).forward, "cache_clear"):
+                type(module).forward.cache_clear()
+    clear_dummy_gradients()
+    if platform.uses_transformer_engine():
+        from transformer_engine.pytorch.module import base
+
+        base._dummy_wgrads.clear()
 
 
 class OffloadedTensors:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.kernels.head_memory import peak_allocated_bytes
+from benchmarks.kernels.measure import peak_allocated_bytes
 from megarl.config.trainer import ParallelConfig
 from megarl.megatron.checkpoint.checkpoint_files import COMMON_STATE, read_index
 from megarl.megatron.convert_worker import ConvertWorker

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from megarl.config.trainer import OffloadConfig
+from megarl.megatron.requests import ForwardRequest
 from megarl.megatron.runtime import platform
 from megarl.megatron.runtime.offload import FrozenMemory, OffloadedTensors, TrainerMemory
-from megarl.megatron.trainer_worker import TrainerWorker
+from megarl.megatron.trainer_worker import FrozenWorker, TrainerWorker
+from megarl_kernels import linear_logprob
 from tests.megatron.fidelity.measure import nll_request
 from tests.megatron.fidelity.reference import draw
 from tests.megatron.hf_weights.test_export import load_folder
@@ -211,7 +213,8 @@ def test_offloading_returns_all_memory_to_the_device(monkeypatch):
     # a model chunk wrapped in megatron-core's DDP
     chunk = SimpleNamespace(buffers=[SimpleNamespace(grad_data=gradient)], expert_parallel_buffers=[])
     chunk.offload_grad_buffers = offload_gradients
-    memory = TrainerMemory(SimpleNamespace(tensors=lambda: {"weight": weight}), [chunk], optimizer)
+    model = SimpleNamespace(tensors=lambda: {"weight": weight}, chunks=[])
+    memory = TrainerMemory(model, [chunk], optimizer)
     device = FakeAllocator(monkeypatch, [weight, moment, gradient])
     memory.offload(EVERYTHING)
     steps = ["copy", "synchronize", "free"]
@@ -223,7 +226,7 @@ def test_offloading_returns_all_memory_to_the_device(monkeypatch):
 
 
 def frozen(weight):
-    return weight, FrozenMemory(SimpleNamespace(tensors=lambda: {"weight": weight}))
+    return weight, FrozenMemory(SimpleNamespace(tensors=lambda: {"weight": weight}, chunks=[]))
 
 
 def test_a_frozen_model_returns_its_memory_to_the_device(monkeypatch):
@@ -246,6 +249,72 @@ def test_an_idle_frozen_model_leaves_nothing_reserved():
     assert before[1] - torch.cuda.memory_reserved() >= 2**26
     memory.onload()
     assert torch.equal(weight, torch.arange(2**24, dtype=torch.float32, device="cuda"))
+
+
+class QuantizedLayer(torch.nn.Module):
+    """Keeps an FP8 copy of a weight as Transformer Engine's linear layers do, and counts how often it makes one.
+
+    megatron-core's schedules tell such modules where a pass over micro-batches begins.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._fp8_workspaces, self.is_first_microbatch, self.num_copies, self.num_forwards = {}, True, 0, 0
+
+    def forward(self):
+        if self.is_first_microbatch or not self._fp8_workspaces:
+            self._fp8_workspaces["weight"] = torch.ones(4, dtype=torch.uint8)
+            self.num_copies += 1
+        self.is_first_microbatch = False
+        self.num_forwards += 1
+
+
+def held_caches(worker):
+    """Return the numbers of FP8 copies, RoPE tables and dummy gradients."""
+    modules = [module for chunk in worker._model.chunks for module in chunk.module.modules()]
+    copies = sum(len(getattr(module, "_fp8_workspaces", ())) for module in modules)
+    tables = max(type(m).forward.cache_info().currsize for m in modules if hasattr(type(m).forward, "cache_info"))
+    return copies, tables, len(linear_logprob._dummy_gradients)
+
+
+def with_quantized_layer(worker):
+    """Return a layer that takes part in every forward pass of the worker's model."""
+    layer, chunk = QuantizedLayer(), worker._model.chunks[0].module
+    chunk.decoder.layers[0].register_module("quantized", layer)
+    chunk.decoder.layers[0].register_forward_pre_hook(lambda *_: layer())
+    chunk.config.use_kitchen = True  # megatron-core tells modules of first micro-batches as with FP8
+    return layer
+
+
+def caches_on_rank(language_path, value_path):
+    """Return what an actor holds after a step and when offloaded, and what other models hold between two passes."""
+    actor = TrainerWorker(trainer_spec(model_spec(language_path, fused_lm_head=True), lr=1e-3))
+    critic = TrainerWorker(trainer_spec(model_spec(value_path, head="value", offload_when_idle=True), lr=1e-3))
+    frozen = FrozenWorker(model_spec(language_path, offload_when_idle=True))
+    train = request_of(actor)
+    forward = own_part(
+        actor._model,
+        ForwardRequest(samples=train.mini_batches[0].samples, payloads=train.payloads, max_tokens_per_micro_batch=64),
+    )
+    layers = {name: with_quantized_layer(w) for name, w in (("actor", actor), ("critic", critic), ("frozen", frozen))}
+    found = {}
+    for kinds in (OffloadConfig(optimizer=False, gradients=False), EVERYTHING):
+        actor.train_step(train)
+        found["trained"] = held_caches(actor)
+        actor.offload(kinds)
+        found["offloaded"] = held_caches(actor)
+        for name, worker, compute in (("critic", critic, critic.values), ("frozen", frozen, frozen.logprobs)):
+            compute(forward)
+            found[name] = held_caches(worker)
+    return found, {name: (layer.num_copies, layer.num_forwards) for name, layer in layers.items()}
+
+
+def test_caches_of_libraries_are_freed_and_made_again(qwen3_path, value_folder, tmp_path):
+    """FP8 copies of weights, RoPE tables and dummy gradients; the copies are made once in each pass, as without."""
+    found, made = run_ranks(caches_on_rank, 1, tmp_path, qwen3_path, value_folder("qwen3"))
+    assert found == {"trained": (1, 1, 1), "offloaded": (0, 0, 0), "critic": (0, 0, 0), "frozen": (0, 0, 0)}
+    for num_copies, num_forwards in made.values():
+        assert num_copies == 2 < num_forwards
 
 
 def test_excluded_storages_stay_and_new_storages_are_moved(device):
