@@ -111,12 +111,13 @@ class MoeConfig(Section):
     """Keep the weights of the routers as they are. Tokens are still routed to other experts as hidden states change."""
 
     aux_loss_coeff: float = Field(default=0.0, ge=0)
-    """Coefficient of the load-balancing loss (arXiv 2006.16668) that is added to the loss of every trained model. 0:
-    none. Megatron averages it over micro-batches; padding tokens of packs count."""
+    """Coefficient of the load-balancing loss (arXiv 2101.03961, equation 4) that is added to the loss of every trained
+    model, summed over layers. 0: none. It is a mean over the tokens of an update; padding does not count."""
 
-    aux_loss_scope: Literal["micro_batch", "global_batch"] = "micro_batch"
-    """Tokens that the load-balancing loss counts: those of a micro-batch, or of all micro-batches and data-parallel
-    ranks so far in an update."""
+    aux_loss_scope: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
+    """Tokens among which the load-balancing loss balances experts: those of a micro-batch; of a sequence (arXiv
+    2412.19437, equations 17 to 20), which does not depend on how sequences are packed; or of all micro-batches and
+    data-parallel ranks so far in an update. Each micro-batch or sequence weighs by its tokens."""
 
     @model_validator(mode="after")
     def _check_frozen(self) -> MoeConfig:

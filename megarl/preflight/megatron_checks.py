@@ -35,6 +35,9 @@ def find_megatron_problems(config: StageConfig, model: ModelArchitecture, device
                 yield f"{key}.{name}: {model.name} has no experts"
         if trainer.moe.freeze_router or trainer.moe.aux_loss_coeff:
             yield f"trainer.moe: {model.name} has no experts"
+    num_chunks = trainer.megatron.model.get("mlp_chunks_for_training", 1)
+    if model.experts is not None and num_chunks != 1:
+        yield f"{key}.mlp_chunks_for_training: the routers of {model.name} need whole micro-batches, got {num_chunks}"
     dtype = config.model.dtype
     if trainer.megatron.offloads_adam and (dtype == "float32" or (dtype == "auto" and device == "cpu")):
         yield "trainer.megatron.optimizer.optimizer_cpu_offload: needs model.dtype: bfloat16, got float32"

@@ -231,6 +231,7 @@ def comm_type(kind: str | list[str], **parallel: int) -> dict[str, Any]:
 
 
 FP8 = model(fp8="hybrid", fp8_recipe="blockwise")
+WHOLE = "the routers of Qwen3MoeForCausalLM need whole micro-batches"
 
 
 @pytest.mark.parametrize(
@@ -243,6 +244,9 @@ FP8 = model(fp8="hybrid", fp8_recipe="blockwise")
         (QWEN3_MOE, {"moe": {"freeze_router": True}}, []),
         (QWEN3, model(moe_permute_fusion=True), [f"{MODEL}.moe_permute_fusion: Qwen3ForCausalLM has no experts"]),
         (QWEN3_MOE, model(moe_permute_fusion=True, apply_rope_fusion=True, bias_activation_fusion=True), []),
+        (QWEN3, model(mlp_chunks_for_training=2), []),
+        (QWEN3_MOE, model(mlp_chunks_for_training=1), []),
+        (QWEN3_MOE, model(mlp_chunks_for_training=2), [f"{MODEL}.mlp_chunks_for_training: {WHOLE}, got 2"]),
         (DEEPSEEK_V3, model(apply_rope_fusion=True), [f"{MODEL}.apply_rope_fusion: {UNFUSED} DeepseekV3ForCausalLM"]),
         (DEEPSEEK_V3 | FUSED_ROPE, model(apply_rope_fusion=True), []),
         (GEMMA2, model(bias_activation_fusion=True), [f"{MODEL}.bias_activation_fusion: {UNFUSED} Gemma2ForCausalLM"]),

@@ -23,10 +23,11 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import LatentAttention
+from megarl.megatron.modeling.router import PackLayer, PackRouter
 from megarl.megatron.modeling.torch_attention import TorchAttention
 from megarl.megatron.modeling.torch_layers import DuplicatedLinear, PostNormLinear, RMSNorm
 
@@ -50,6 +51,9 @@ def te_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transforme
     """Return the block spec of a model chunk with Transformer Engine's layers."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     for layer in block.layer_specs:
+        layer.module = PackLayer
+        if layer.submodules.mlp.func is MoELayer:
+            layer.submodules.mlp.keywords["submodules"].router = PackRouter
         attention = layer.submodules.self_attention
         if attention.module is MLASelfAttention:
             attention.module = LatentSelfAttention
@@ -63,7 +67,7 @@ def torch_block_spec(architecture: ModelArchitecture, layers: range) -> Transfor
 
 def _layer(architecture: ModelArchitecture, number: int) -> ModuleSpec:
     return ModuleSpec(
-        module=TransformerLayer,
+        module=PackLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=_attention(architecture),
@@ -119,4 +123,6 @@ def _moe(architecture: ModelArchitecture) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears) if architecture.experts.shared_ffn_size else None
     experts = ModuleSpec(module=SequentialMLP, submodules=linears)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
+    return ModuleSpec(
+        module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=PackRouter)
+    )

@@ -29,6 +29,7 @@ from megarl.megatron.modeling.backend import layer_backend
 from megarl.megatron.modeling.gpt_model import build_chunks
 from megarl.megatron.modeling.language_head import HeadOptions, LanguageHead
 from megarl.megatron.modeling.packed_seq import TorchPackedSeqParams, describe_pack, local_index
+from megarl.megatron.modeling.router import find_routers, router_mask
 from megarl.megatron.modeling.transformer_config import token_multiple, transformer_config
 from megarl.megatron.requests import ModelSpec
 from megarl.megatron.runtime import parallel_state, platform
@@ -48,6 +49,8 @@ class LocalPack:
     """int64 [t]: index of each of this rank's tokens within the full pack."""
     attention: TorchPackedSeqParams
     """Description of the pack for the attention layers (megatron-core's `packed_seq_params`)."""
+    num_tokens: int
+    """Tokens of the full pack, without padding."""
     scored_index_k: Tensor | None
     """int64 [k]: the tokens of this rank whose predictions a language head scores; None: all."""
 
@@ -121,17 +124,21 @@ class MegatronModel:
         if cp.size() > 1:
             packed = packed.take(index_t)
         index_k = None if score_all else _masked_index(packed.mask_T)
+        lengths = [trajectory.num_tokens for trajectory in trajectories]
+        has_experts = self.architecture.experts is not None
         attention = describe_pack(
             packed.cu_seqlens_S,
             cp_rank=cp.rank(),
             cp_size=cp.size(),
             device=platform.device(),
             for_torch=not self._backend.te_layers,
+            router_mask_Bt=router_mask(packed, lengths, self.config, self.groups) if has_experts else None,
         )
         return LocalPack(
             batch=packed.to(platform.device()),
             index_t=index_t.to(platform.device()),
             attention=attention,
+            num_tokens=sum(lengths),
             scored_index_k=None if index_k is None else index_k.to(platform.device()),
         )
 
@@ -161,6 +168,8 @@ class MegatronModel:
         batches = [(packed, loss) for packed in packs]
         if num_padding:
             batches += [(self.pack([]), zero_loss)] * num_padding
+        if ddp_chunks is not None:
+            self._weigh_router_losses(packs, len(batches))
 
         def step(
             data: Iterator[tuple[LocalPack, LossFunction]], module: torch.nn.Module
@@ -190,6 +199,18 @@ class MegatronModel:
             forward_only=ddp_chunks is None,
         )
         return outputs[: len(packs)]
+
+    def _weigh_router_losses(self, packs: Sequence[LocalPack], num_micro_batches: int) -> None:
+        """Give the routers the weight of a token in their auxiliary losses, from the tokens of all replicas."""
+        if not (self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff):
+            return
+        num_tokens = sum(packed.num_tokens for packed in packs)
+        total = torch.full((), num_tokens, dtype=torch.int64, device=platform.device())
+        dist.all_reduce(total, group=self.groups.dp)
+        # megatron-core divides auxiliary losses by the number of micro-batches, and DDP gradients by that of replicas
+        token_weight = num_micro_batches * self.groups.dp.size() / total.clamp(min=1)
+        for router in find_routers(chunk.module for chunk in self.chunks):
+            router.start_update(token_weight)
 
     @torch.no_grad()
     def logprobs(self, packs: Sequence[LocalPack]) -> list[Tensor]:

@@ -73,6 +73,9 @@ class TorchPackedSeqParams(PackedSeqParams):  # type: ignore[misc]
     """int64 [T]: index of each token of the pack in the all-gathered tokens of the context-parallel ranks; None if
     cp = 1."""
 
+    router_mask_Bt: Tensor | None = None
+    """bool [B, t]: what routers know about this rank's tokens (`router.router_mask`); None without experts."""
+
 
 def local_index(cu_seqlens_S: Tensor, cp_rank: int, cp_size: int) -> Tensor:
     """Return the pack indices of the tokens of context-parallel rank `cp_rank`, in its order; int64 [t].
@@ -92,7 +95,13 @@ def local_index(cu_seqlens_S: Tensor, cp_rank: int, cp_size: int) -> Tensor:
 
 
 def describe_pack(
-    cu_seqlens_S: Tensor, *, cp_rank: int = 0, cp_size: int = 1, device: torch.device, for_torch: bool
+    cu_seqlens_S: Tensor,
+    *,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    device: torch.device,
+    for_torch: bool,
+    router_mask_Bt: Tensor | None = None,
 ) -> TorchPackedSeqParams:
     """Build the attention parameters of a pack on `device`.
 
@@ -117,6 +126,7 @@ def describe_pack(
         max_seqlen_kv=table_length,
         groups=_group_by_length(bounds, cp_rank, cp_size, device) if for_torch else (),
         gathered_index_T=gathered_index_T,
+        router_mask_Bt=None if router_mask_Bt is None else router_mask_Bt.to(device),
     )
 
 

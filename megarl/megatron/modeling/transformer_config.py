@@ -20,6 +20,7 @@ from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
 from megarl.megatron.mcore_fields import override_model_fields
 from megarl.megatron.modeling.backend import layer_backend
 from megarl.megatron.modeling.rotary_embedding import attention_factor
+from megarl.megatron.modeling.router import LOAD_BALANCING_TYPES
 
 
 def transformer_config(
@@ -184,13 +185,12 @@ def _latent(architecture: ModelArchitecture, attention: LatentAttention) -> dict
 
 
 def _moe(architecture: ModelArchitecture, experts: MixtureOfExperts, moe: MoeConfig) -> dict[str, object]:
-    balancing = "aux_loss" if moe.aux_loss_scope == "micro_batch" else "global_aux_loss"
     return {
         "num_moe_experts": experts.num_experts,
         "moe_ffn_hidden_size": experts.ffn_size,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
         "moe_layer_freq": [int(architecture.has_routed_experts(i)) for i in range(architecture.num_layers)],
-        "moe_router_load_balancing_type": balancing if moe.aux_loss_coeff else "none",
+        "moe_router_load_balancing_type": LOAD_BALANCING_TYPES[moe.aux_loss_scope] if moe.aux_loss_coeff else "none",
         "moe_aux_loss_coeff": moe.aux_loss_coeff,
         "moe_router_dtype": "fp32",
         **_routing(experts.routing),

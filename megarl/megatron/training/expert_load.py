@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.megatron.modeling.megatron_model import MegatronModel
+from megarl.megatron.modeling.router import PackRouter, find_routers
 from megarl.megatron.runtime import platform
 
 
 class ExpertLoad:
-    """Tokens per expert and layer in the training passes of a step; the padding of packs is counted too.
+    """Tokens per expert and layer in the training passes of a step; padding is not counted.
 
     Counts stay on the device until the end of the step. A recomputed forward pass is counted once.
     """
@@ -27,14 +24,14 @@ class ExpertLoad:
             # on all pipeline stages, also those without such a layer, because they are summed over stages
             shape = model.config.num_layers, model.architecture.num_experts
             self._counts_LE = torch.zeros(shape, dtype=torch.int64, device=platform.device())
-        for router in _routers(model):
+        for router in find_routers(chunk.module for chunk in model.chunks):
             router.register_forward_hook(self._count)
 
-    def _count(self, router: TopKRouter, _: object, output: tuple[Tensor, Tensor]) -> None:
+    def _count(self, router: PackRouter, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
         # the first pass of a recomputed layer and passes for log-probabilities have no gradients
         if torch.is_grad_enabled():
             assert self._counts_LE is not None
-            self._counts_LE[router.layer_number - 1] += output[1].sum(0)
+            self._counts_LE[router.layer_number - 1] += (output[1] & ~inputs[1][:, :1]).sum(0)
 
     def metrics(self) -> dict[str, float]:
         """Return the load of the step, over all ranks, and start the next step; empty without experts. Collective call.
@@ -42,8 +39,6 @@ class ExpertLoad:
         `expert_load/max_over_mean`: tokens of the busiest expert over the mean, averaged over layers;
         `..._max`: in the worst layer; `expert_load/unused`: share of experts without a token.
         """
-        # megatron-core sums auxiliary losses here, of all models of a process, which may have other numbers of layers
-        get_moe_layer_wise_logging_tracker().clear()
         if self._counts_LE is None:
             return {}
         counts_LE, self._counts_LE = self._counts_LE, torch.zeros_like(self._counts_LE)
@@ -69,10 +64,5 @@ def max_over_mean(counts_LE: Tensor) -> tuple[list[float], float]:
 
 def freeze_routers(model: MegatronModel) -> None:
     """Exclude the weights of routers from training; needs to precede the creation of gradient buffers."""
-    for router in _routers(model):
+    for router in find_routers(chunk.module for chunk in model.chunks):
         router.weight.requires_grad_(False)
-
-
-def _routers(model: MegatronModel) -> Iterator[TopKRouter]:
-    for chunk in model.chunks:
-        yield from (module for module in chunk.module.modules() if isinstance(module, TopKRouter))

@@ -119,6 +119,11 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"moe": {"aux_loss_coeff": 0.01, "aux_loss_scope": "global_batch"}},
         {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "global_aux_loss"},
     ),
+    "aux loss of sequences": (
+        "qwen3_moe",
+        {"moe": {"aux_loss_coeff": 0.01, "aux_loss_scope": "sequence"}},
+        {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "seq_aux_loss"},
+    ),
     "block": ("qwen3", {"recompute": {"granularity": "full", "method": "block"}}, {"recompute_method": "block"}),
     "moe_act": ("qwen3_moe", {"recompute": {"granularity": "selective", "modules": ACT}}, {"recompute_modules": ACT}),
 }

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.config.limits import LimitConfig
+from megarl.config.megatron import MegatronConfig, MoeConfig
 from megarl.config.trainer import ParallelConfig
 from megarl.megatron.requests import MISMATCH_METRICS, UpdateGuardSpec
 from tests.megatron.rank_models import make_trainer, model_spec, train_step, trainer_spec
@@ -133,8 +134,11 @@ def test_the_counter_sees_what_it_is_to_see():
         assert len(counter.places) == before
 
 
-def train(path, parallel, max_tokens, stand_ins):
+def train(path, parallel, max_tokens, stand_ins, **fields):
     """Take one training step of two updates, and one of one update that checks the mismatch.
+
+    Args:
+        fields: of the model's spec.
 
     Returns metrics of the first, the number of micro-batches, functions in which passes wait for the device, and where,
     and the functions that wait between the passes and Adam in each of the steps.
@@ -160,7 +164,7 @@ def train(path, parallel, max_tokens, stand_ins):
             name = "fused_apply_rotary_pos_emb_thd"
             patches.enter_context(patch.object(rope_utils, name, rope_on_device, create=True))
             patches.enter_context(patch.object(clip_grads, "l2_norm_impl", norm_on_device))
-        trainer = make_trainer(trainer_spec(model_spec(path, parallel), lr=1e-3))
+        trainer = make_trainer(trainer_spec(model_spec(path, parallel, **fields), lr=1e-3))
         passes, forward_backward, num_packs = WaitCounter(), trainer.model.forward_backward, []
 
         def counted(packs, *args, **kwargs):
@@ -203,3 +207,17 @@ def test_passes_never_wait_for_the_device_with_transformer_engine(sizes, model_f
         assert metrics["loss"] == pytest.approx(plain["loss"], abs=1e-5)
         assert metrics["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
         assert len(places) > packs  # megatron-core's RoPE without the kernel reads the lengths in every layer
+
+
+def train_with_and_without_losses_of_routers(path):
+    """Return where passes wait for the device: with a load-balancing loss of sequences and a z-loss, and without."""
+    losses = {"moe": MoeConfig(aux_loss_coeff=1.0, aux_loss_scope="sequence")}
+    losses |= {"megatron": MegatronConfig(model={"moe_z_loss_coeff": 1.0})}
+    return [{place for _, place in train(path, None, 4096, False, **fields)[2]} for fields in (losses, {})]
+
+
+def test_losses_of_routers_never_wait_for_the_device(model_folder, tmp_path):
+    path = model_folder("qwen3_moe")
+    with_losses, without = run_ranks(train_with_and_without_losses_of_routers, 1, tmp_path, path)
+    assert with_losses
+    assert with_losses == without

@@ -196,16 +196,23 @@ def train_experts_on_rank(model, request, distributed):
     return metrics, full, before, after, set.union(*gather(stored))
 
 
-def count_tokens(path):
+def count_tokens(path, sequences=TOKENS):
     """Return the tokens that transformers routes to each expert of each layer, int64 [LAYERS, EXPERTS]."""
     counts = torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)
     model = _load(path)
-    for tokens in TOKENS:
+    for tokens in sequences:
         with torch.no_grad():
             logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
         for layer, logits_TE in enumerate(logits):
             counts[layer] += logits_TE.topk(TOP_K).indices.flatten().bincount(minlength=EXPERTS)
     return counts
+
+
+def assert_load(metrics, counts):
+    ratios = counts.amax(1) / counts.mean(1)
+    assert metrics["expert_load/max_over_mean"] == pytest.approx(float(ratios.mean()))
+    assert metrics["expert_load/max_over_mean_max"] == pytest.approx(float(ratios.max()))
+    assert metrics["expert_load/unused"] == float((counts == 0).double().mean())
 
 
 def test_load_of_experts_is_counted_and_frozen_routers_stay(model_folder, tmp_path):
@@ -215,15 +222,22 @@ def test_load_of_experts_is_counted_and_frozen_routers_stay(model_folder, tmp_pa
     metrics, _, before, after, stored = run_ranks(train_experts_on_rank, 2, tmp_path, spec, request, True)
     counts = count_tokens(path).double()
     assert int(counts.sum()) == LAYERS * TOP_K * sum(map(len, TOKENS))
-    ratios = counts.amax(1) / counts.mean(1)
-    assert metrics["expert_load/max_over_mean"] == pytest.approx(float(ratios.mean()))
-    assert metrics["expert_load/max_over_mean_max"] == pytest.approx(float(ratios.max()))
-    assert metrics["expert_load/unused"] == float((counts == 0).double().mean())
+    assert_load(metrics, counts)
     unchanged = {name for name, tensor in after.items() if torch.equal(before[name], tensor)}
     assert unchanged == {name for name in after if name.endswith("mlp.router.weight")}
     assert len(unchanged) == LAYERS
     assert any(key.endswith("mlp.router.weight") and not key.startswith("optimizer.") for key in stored)
     assert not any(key.startswith("optimizer.") and "router" in key for key in stored)
+
+
+@pytest.mark.parametrize("layout", sample(LAYOUTS, ["cp2", "pp2 vpp2"]))
+def test_padding_is_no_load_of_experts(layout, model_folder, tmp_path):
+    """Padding aligns the sequence of 81 tokens; the interleaved schedule and idle replicas compute packs of padding."""
+    path, request = model_folder("qwen3_moe"), make_request(range(2, 3))
+    spec = model_spec(path, LAYOUTS[layout])
+    metrics = run_ranks(train_experts_on_rank, 2, tmp_path, spec, request, False)[0]
+    counts = count_tokens(path, TOKENS[2:3]).double()
+    assert_load(metrics, counts)
 
 
 def test_gradient_of_the_load_balancing_loss_is_that_of_transformers(model_folder, tmp_path):
