@@ -50,7 +50,7 @@ from megarl.tracking.rollout_log import write_rollouts
 from megarl.tracking.tracker import Tracker
 from tests.hostile_texts import hostile_texts, sampled_hostile_texts, texts_of_kinds
 from tests.reward.conftest import decode, make_scorer, make_trajectory
-from tests.rollout.environments.chat_templates import APPEND, SORTED_CALLS, STABLE, STRIPS_THOUGHTS, chat_tokenizer
+from tests.rollout.environments.chat_templates import APPEND, DAY, SORTED_CALLS, STABLE, STRIPS_THOUGHTS, chat_tokenizer
 from tests.rollout.environments.scripted import make_task
 from tests.rollout.gateway import test_templates
 from tests.rollout.whole_batches import make_group_job
@@ -319,7 +319,7 @@ def serve_echo(request: httpx.Request) -> httpx.Response:
 
 def run_steps(make: Callable[[], Any], texts: Texts, calls: tuple[str, ...]) -> None:
     """Send replies with the texts to environments, and write the messages that they answer with."""
-    renderer = ChatRenderer(chat_tokenizer(APPEND))
+    renderer = ChatRenderer(chat_tokenizer(APPEND), DAY)
 
     async def work() -> None:
         transport = httpx.MockTransport(serve_echo)
@@ -431,7 +431,7 @@ def render_all(renderer: ChatRenderer, texts: Texts) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_chat_templates_write_or_refuse_hostile_texts(name: str) -> None:
     texts = hostile_texts() if name == "append" else sampled_hostile_texts()
-    render_all(ChatRenderer(chat_tokenizer(TEMPLATES[name])), texts)
+    render_all(ChatRenderer(chat_tokenizer(TEMPLATES[name]), DAY), texts)
 
 
 @pytest.mark.parametrize("texts", [pytest.param(sampled_hostile_texts(20), id="sample"), SIZES[1]])
@@ -439,7 +439,7 @@ def test_published_chat_templates_write_or_refuse_hostile_texts(texts: Texts) ->
     if not test_templates.NAMES:
         pytest.skip("`make test` installs the published templates")
     for name in test_templates.NAMES:
-        renderer = ChatRenderer(test_templates.published_tokenizer(name))
+        renderer = ChatRenderer(test_templates.published_tokenizer(name), DAY)
         if not renderer.omits("user"):  # templates for lists of text and images
             render_all(renderer, texts)
 

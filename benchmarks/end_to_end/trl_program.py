@@ -72,11 +72,11 @@ def main() -> None:
     )
     clock, reward = Clock(), FirstToken()
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32, trust_remote_code=False),
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in spec["prompts"]]),
-        processing_class=AutoTokenizer.from_pretrained(spec["model"], padding_side="left"),
+        processing_class=AutoTokenizer.from_pretrained(spec["model"], padding_side="left", trust_remote_code=False),
         callbacks=[clock],
     )
     trainer.train()

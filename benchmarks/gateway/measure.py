@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ async def measure(load: Load) -> dict[str, Any]:
     tokenizer.chat_template = CHAT_TEMPLATE
     engine, server = WaitingEngine(load), GatewayServer(tokenizer)
     await server.start()
-    renderer, parser = ChatRenderer(tokenizer), PlainTextParser()
+    renderer, parser = ChatRenderer(tokenizer, date(2026, 1, 31)), PlainTextParser()
     await _run(Load(num_sessions=4, num_turns=2, engine_seconds=0.01), engine, server, renderer, parser, tokenizer)
     engine.spent.clear()
     freeze_objects(collect=True)  # as the process does that has the gateway in a run

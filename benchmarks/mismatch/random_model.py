@@ -20,7 +20,8 @@ def build_random_model(config: dict[str, Any], *, values: bool = False) -> PreTr
 
     torch.manual_seed(0)
     kind, labels = (AutoModelForSequenceClassification, {"num_labels": 1}) if values else (AutoModelForCausalLM, {})
-    model: PreTrainedModel = kind.from_config(AutoConfig.for_model(**config, **labels), dtype=torch.float32)
+    described = AutoConfig.for_model(**config, **labels)
+    model: PreTrainedModel = kind.from_config(described, dtype=torch.float32, trust_remote_code=False)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name:

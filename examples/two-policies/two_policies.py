@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 
 from megarl import algorithms as rl
 from megarl.algorithms.grpo import group_estimates, group_outputs
 from megarl.batch.trajectory import Prompt
 from megarl.config.algorithms.group_baseline import GrpoConfig
+from megarl.data.tokenizer import load_tokenizer
 
 PROBLEM = re.compile(r"([1-9])([+-])([1-9])")
 
@@ -40,7 +41,8 @@ class TwoPolicies(rl.Algorithm[TwoPoliciesConfig]):
     Config = TwoPoliciesConfig
 
     def train(self, run: rl.RLRun, config: TwoPoliciesConfig) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(run.config.model.path)
+        model = run.config.model
+        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         loss, outputs = rl.ClippedLoss.of(config), group_outputs(config)
         run.begin()
         for prompts in run.steps():
@@ -73,7 +75,7 @@ class TwoPolicies(rl.Algorithm[TwoPoliciesConfig]):
             run.finish_step(answers, run.train_policy(answers, loss) if config.train_solver else None)
 
 
-def solver_prompt(tokenizer: AutoTokenizer, problem: str) -> Prompt:
+def solver_prompt(tokenizer: PreTrainedTokenizerBase, problem: str) -> Prompt:
     """Return the solver's prompt for a problem, which the term `accuracy` scores."""
     found = PROBLEM.fullmatch(problem)
     assert found is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import date, datetime
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -155,6 +156,35 @@ class DataConfig(PromptFormat):
     difficulty: DifficultyConfig | None = None
     """Which prompts `megarl train` trains on, by their pass rate. null: all."""
 
+    template_date: date | None = None
+    """Date, `YYYY-MM-DD`, that chat templates write into prompts where they ask for the current one with
+    `strftime_now`, in training, environments and evaluation. A run records it here, and keeps it when it is resumed.
+    Default: the day on which the run begins."""
+
+    @field_validator("template_date", mode="before")
+    @classmethod
+    def _check_date(cls, value: object) -> object:
+        if value is None or (isinstance(value, date) and not isinstance(value, datetime)):
+            return value
+        try:
+            return datetime.strptime(str(value), "%Y-%m-%d").date()
+        except ValueError:
+            raise ValueError(f"needs a date, YYYY-MM-DD, got {value}") from None
+
+    @model_validator(mode="after")
+    def _set_date(self) -> DataConfig:
+        """Set `template_date` to today if it is not given; it then is no member of `model_fields_set`."""
+        if self.template_date is None:
+            self.__dict__["template_date"] = date.today()  # frozen
+            self.model_fields_set.discard("template_date")
+        return self
+
+    @property
+    def day(self) -> date:
+        """The date that chat templates write into prompts."""
+        assert self.template_date is not None
+        return self.template_date
+
     @model_validator(mode="after")
     def _check_sources(self) -> DataConfig:
         if (self.path is None) == (not self.sources):
@@ -186,12 +216,13 @@ class DataConfig(PromptFormat):
         shared = {name: getattr(self, name) for name in PromptFormat.model_fields}
         if not self.sources:
             own = {"path": self.file, "ratio": 1.0, "eval_path": self.eval_path, "eval_size": self.eval_size}
-            return (Source(name="", key="data", config=SourceConfig.model_validate({**shared, **own})),)
+            return (Source(name="", key="data", config=SourceConfig.model_validate({**shared, **own}), day=self.day),)
         return tuple(
             Source(
                 name=name,
                 key=f"data.sources.{name}",
                 config=source.model_copy(update={k: v for k, v in shared.items() if k not in source.model_fields_set}),
+                day=self.day,
             )
             for name, source in self.sources.items()
         )
@@ -217,3 +248,5 @@ class Source:
     key: str
     """YAML key of the section with the path."""
     config: SourceConfig
+    day: date
+    """Date that chat templates write into prompts."""

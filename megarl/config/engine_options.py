@@ -53,7 +53,7 @@ ALLOWED_OPTIONS = frozenset(
     priority_scheduling_preemption_threshold schedule_low_priority_values_first
 
     gc_threshold numa_node sleep_on_idle soft_watchdog_timeout watchdog_timeout
-    load_format model_checksum model_config_parser model_impl model_loader_extra_config trust_remote_code
+    load_format model_checksum model_config_parser model_impl model_loader_extra_config
     weight_loader_disable_mmap weight_loader_drop_cache_after_load weight_loader_prefetch_checkpoints
     weight_loader_prefetch_num_threads
 
@@ -109,6 +109,7 @@ OWN_KEYS: Mapping[str, str] = {
     "random_seed": "seed",
     "skip_tokenizer_init": "rollout",
     "tp_size": "rollout.tp",
+    "trust_remote_code": "model.trust_remote_code",
     "weight_version": "weight_sync",
 }
 """Options that megarl sets -> the key or section of the configuration that they follow from."""

@@ -51,6 +51,11 @@ class ModelConfig(Section):
     """Commit hash by hub id, for the ids in `path` and in the paths of other models, as they are written there. A run
     records here what it has downloaded, and uses the same commits when it is resumed. Default: the latest commits."""
 
+    trust_remote_code: bool = False
+    """Run the Python code in model folders that their `auto_map` entries name, in trainer and engines. A model on the
+    hub needs its commit, `Qwen/Qwen3-0.6B@` and 40 hexadecimal digits, or an entry of `hub_revisions`; the code in a
+    local folder is yours. false: such code never runs, and a tokenizer that needs it is refused."""
+
     tiny: TinyModelConfig | None = None
     """If `path` does not exist, write a randomly initialized model of these sizes there, with a tokenizer trained on
     `data.path`. For tests without real weights. Default: `path` needs to exist."""

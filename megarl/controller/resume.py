@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 from megarl.checkpoint.config_diff import diff_configs, require_no_contradictions
@@ -91,17 +92,19 @@ def latest_valid(config: StageConfig, notify: Callable[[str], None]) -> Checkpoi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HubRevisions:
-    """Commit hashes of what a run has downloaded from the hub."""
+class RecordedInputs:
+    """Inputs that a run fixes when it begins, unless its configuration states them."""
 
     models: Mapping[str, str] = field(default_factory=dict)
-    """By hub id."""
+    """Commit hash of each model that was downloaded, by hub id."""
     data: Mapping[str, str] = field(default_factory=dict)
-    """By dataset."""
+    """Commit hash of each dataset that was downloaded, by its name in paths."""
+    template_date: date | None = None
+    """Date that chat templates write into prompts; None: not recorded."""
 
 
-def recorded_hub_revisions(config: StageConfig, which: str) -> HubRevisions:
-    """Return the commit hashes as recorded by the run to resume; none if it has not recorded any.
+def recorded_inputs(config: StageConfig, which: str) -> RecordedInputs:
+    """Return what the run to resume has recorded; empty if it has recorded nothing.
 
     Args:
         which: as in `plan_resume`. The run folder's own record serves for `auto`, steps and names.
@@ -112,8 +115,10 @@ def recorded_hub_revisions(config: StageConfig, which: str) -> HubRevisions:
     for file in (Path(which) / "config.yaml", Path(config.run_dir) / f"{command_of(config)}.yaml"):
         if file.is_file():
             saved = load_resolved(file)
-            return HubRevisions(models=saved.model.hub_revisions, data=saved.data.hub_revisions)
-    return HubRevisions()
+            return RecordedInputs(
+                models=saved.model.hub_revisions, data=saved.data.hub_revisions, template_date=saved.data.template_date
+            )
+    return RecordedInputs()
 
 
 def verifies_checksums(config: StageConfig) -> bool:

@@ -28,10 +28,10 @@ from megarl.controller.ray_session import (
     leave_cluster,
     sigterm_as_interrupt,
 )
-from megarl.controller.resume import HubRevisions, ResumePlan, plan_resume, recorded_hub_revisions
-from megarl.data.hub_datasets import hub_files, with_local_data
+from megarl.controller.resume import AUTO, RecordedInputs, ResumePlan, plan_resume, recorded_inputs
+from megarl.data.hub_datasets import with_local_data
 from megarl.errors import ConfigError
-from megarl.model_files.hub import hub_ids, with_local_models
+from megarl.model_files.hub import with_local_models
 from megarl.placement.pool import start_cluster
 from megarl.preflight.cluster.cluster_check import check_nodes_or_raise, required_paths
 from megarl.preflight.model_checks import find_model_notices
@@ -106,7 +106,7 @@ def run_stage[C: StageConfig](
     startup = startup or Startup(time.time())
     with ExitStack() as closing:
         with startup.phase("checks"):
-            config = resolve_and_check(config, resume=resume)
+            config = resolve_and_check(config, resume=resume if begins_run else AUTO)
             checkpoint = None
             if begins_run:
                 checkpoint = begin_run(config, method.__name__, resume, closing)
@@ -204,13 +204,16 @@ def resolve_and_check[C: StageConfig](config: C, *, resume: str | None = None) -
     were downloaded and the messages of `find_model_notices` and `find_warmup_notices` to stderr.
 
     Args:
-        resume: as in `run_stage`; a resumed run keeps the commits of its models and data.
+        resume: as in `run_stage`; the run keeps the commits of models and data and the date of templates that it has
+            recorded, unless the configuration states others.
 
     Raises:
         MegarlError: a model or data file cannot be downloaded, or the checks found problems.
     """
-    uses_hub = bool(hub_ids(config) or hub_files(config))
-    recorded = recorded_hub_revisions(config, resume) if resume is not None and uses_hub else HubRevisions()
+    recorded = RecordedInputs() if resume is None else recorded_inputs(config, resume)
+    if recorded.template_date is not None and "template_date" not in config.data.model_fields_set:
+        data = config.data.model_copy(update={"template_date": recorded.template_date})
+        config = config.model_copy(update={"data": data})
 
     def notify(line: str) -> None:
         sys.stderr.write(f"{line}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import date, datetime, time
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,16 +25,26 @@ class ChatTemplateError(Exception):
 
 
 def apply_chat_template(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], day: date, **options: Any
 ) -> str:
-    """Return the text of a conversation and the head of the policy's turn; options are those of the template.
+    """Return the text of a conversation and the head of the policy's turn.
+
+    Args:
+        day: what the template takes for the current date; the time of day is midnight.
+        options: variables of the template.
 
     Raises:
         ChatTemplateError: the template's code raised an exception.
     """
-    text, error = outcome_of(
-        partial(tokenizer.apply_chat_template, list(messages), tokenize=False, add_generation_prompt=True, **options)
+    render = partial(
+        tokenizer.apply_chat_template,
+        list(messages),
+        tokenize=False,
+        add_generation_prompt=True,
+        strftime_now=datetime.combine(day, time()).strftime,
+        **options,
     )
+    text, error = outcome_of(render)
     if error is not None:
         raise ChatTemplateError(describe_error(error)) from error
     assert isinstance(text, str)
@@ -69,8 +80,10 @@ class PromptTemplate:
         DataError: the tokenizer lacks the chat template that the configuration requires, or has several and no default.
     """
 
-    def __init__(self, config: PromptFormat, tokenizer: PreTrainedTokenizerBase, *, key: str = "data") -> None:
-        """`key`: YAML key of the section, for messages."""
+    def __init__(
+        self, config: PromptFormat, tokenizer: PreTrainedTokenizerBase, day: date, *, key: str = "data"
+    ) -> None:
+        """`day`: as for `apply_chat_template`; `key`: YAML key of the section, for messages."""
         if PLACEHOLDER not in config.prompt_template:
             raise ConfigError(f"{key}.prompt_template needs {PLACEHOLDER} in it, got {config.prompt_template!r}")
         if config.system_prompt is not None and config.chat_template == "never":
@@ -83,7 +96,7 @@ class PromptTemplate:
         if config.system_prompt is not None and not has_template:
             raise DataError(f"{key}.system_prompt needs a tokenizer with a chat template, {_no_template(tokenizer)}")
         self._config, self._key = config, key
-        self._tokenizer, self._vocab_size = tokenizer, read_vocab_size(tokenizer)
+        self._tokenizer, self._day, self._vocab_size = tokenizer, day, read_vocab_size(tokenizer)
         self._chat = has_template
 
     def render(self, row: Row) -> str:
@@ -98,7 +111,7 @@ class PromptTemplate:
             return self._fill(prompt)
         messages = self.conversation(row)
         try:
-            return apply_chat_template(self._tokenizer, messages)
+            return apply_chat_template(self._tokenizer, messages, self._day)
         except ChatTemplateError as e:
             raise DataError(f"{row.where}: the tokenizer's chat template refuses the prompt: {e}") from e
 

@@ -56,7 +56,7 @@ def tokenize_prompts(
             `data.overlong_prompts` is `error` (the message names file:line); or no prompt is left.
     """
     config, key = source.config, source.key
-    template = PromptTemplate(config, tokenizer, key=key)
+    template = PromptTemplate(config, tokenizer, source.day, key=key)
     limit_key = f"{key}.max_prompt_tokens"
     overlong = OverlongFilter(Path(path), config.overlong_prompts, max_prompt_tokens, "prompt", limit_key)
     terms = None if config.reward_terms is None else tuple(config.reward_terms)

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.data.tiktoken_file import VOCABULARY_FILE, is_known_tokenizer, load_tiktoken
 from megarl.errors import DataError
 from megarl.model_files.companions import TOKENIZER_PATTERNS, find_companions
 from megarl.model_files.json_object import read_json_object
 from megarl.model_files.lfs_pointer import refuse_lfs_pointer
+from megarl.model_files.remote_code import SWITCH, require_own_code, tokenizer_code
 from megarl.text import text_of
+from megarl.user_code import outcome_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "tekken.json",
+    VOCABULARY_FILE,
+)
 """A folder with any of these files has a tokenizer."""
 
 TOKENIZER_CLASSES = {
@@ -32,16 +42,19 @@ TOKENIZER_CLASSES = {
 that AutoTokenizer chooses. AutoTokenizer itself imports torch and most of transformers, which takes seconds."""
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in folder `path`; nothing is downloaded and no code from the folder runs.
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in folder `path`; nothing is downloaded.
 
     A tokenizer of `TOKENIZER_CLASSES` is loaded without torch and without the checks of config.json in transformers.
 
+    Args:
+        trust_remote_code: run the code in the folder that `auto_map` names. False: the tokenizer is that of
+            tokenizer.json, or one that megarl or transformers can load without this code.
+
     Raises:
-        DataError: the folder does not exist or has no tokenizer, a file cannot be read, or the tokenizer has no
-            end-of-sequence token.
+        DataError: the folder does not exist or has no tokenizer, a file cannot be read, the tokenizer needs code that
+            must not run, or it has no end-of-sequence token.
     """
-    import transformers  # here, because the controller requests the processes of a run before it needs tokenizers
 
     path = Path(path)
     if not path.is_dir():
@@ -53,8 +66,12 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         refuse_lfs_pointer(file)
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         _read_object(path / name)
-    chosen = _tokenizer_class(path) or "AutoTokenizer"
-    tokenizer = _call_transformers(getattr(transformers, chosen).from_pretrained, path)
+    tokenizer, error = outcome_of(partial(_load, path, trust_remote_code=trust_remote_code))
+    if isinstance(error, DataError):
+        raise error
+    if error is not None:  # transformers may raise anything for a bad file; the Rust parser raises Exception itself
+        reason = " ".join(f"{type(error).__name__}: {text_of(error, str)}".split())
+        raise DataError(f"{path}: the tokenizer cannot be loaded: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"{path}: the tokenizer needs an end-of-sequence token, got none; set eos_token in "
@@ -66,13 +83,30 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _call_transformers(load: Callable[..., PreTrainedTokenizerBase], path: Path) -> PreTrainedTokenizerBase:
-    """Return `load(path)`, which may raise anything for a bad file; the Rust parser raises Exception itself."""
-    try:
-        return load(str(path), local_files_only=True)
-    except Exception as e:
-        reason = " ".join(f"{type(e).__name__}: {text_of(e, str)}".split())
-        raise DataError(f"{path}: the tokenizer cannot be loaded: {reason}") from e
+
+
+def _load(path: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer without the folder's code where that is possible; raises what transformers raises."""
+    import transformers  # here, because the controller requests the processes of a run before it needs tokenizers
+
+    config, code = _read_object(path / "tokenizer_config.json"), tokenizer_code(path)
+    is_serialized = (path / "tokenizer.json").is_file()
+    if trust_remote_code:
+        require_own_code(path)
+    if is_known_tokenizer(config) and not is_serialized:
+        return load_tiktoken(path, config)
+    if code is not None and not trust_remote_code and not is_serialized:
+        raise DataError(
+            f"{path / 'tokenizer_config.json'}: auto_map.AutoTokenizer names {code}, code in the model folder, which "
+            f"has no tokenizer.json; such code runs only with {SWITCH}"
+        )
+    if code is None:
+        chosen = _tokenizer_class(path) or "AutoTokenizer"
+    else:
+        chosen = "AutoTokenizer" if trust_remote_code else "TokenizersBackend"
+    load: Callable[..., PreTrainedTokenizerBase] = getattr(transformers, chosen).from_pretrained
+    # None would ask on stdin
+    return load(str(path), local_files_only=True, trust_remote_code=trust_remote_code and code is not None)
 
 
 def read_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -136,8 +136,9 @@ def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGrou
     rollout = RolloutGroup(config, engines)
     closing.callback(rollout.shutdown)
     hf_config = read_hf_config(Path(config.model.path))
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     with close_after(GradableRows(config)) as rows:
-        held_out = load_held_out(config, load_tokenizer(config.model.path), hf_config, None, rows.of_source)
+        held_out = load_held_out(config, tokenizer, hf_config, None, rows.of_source)
     engines.wait_started()
     rollout.start()
     return rollout, held_out
@@ -146,5 +147,6 @@ def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGrou
 def read_prompts(config: RunConfig, folder: Path | None) -> RunPrompts:
     """Load the prompts of a run; `folder`: as for `load_run_prompts`."""
     hf_config = read_hf_config(Path(config.model.path))
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     with close_after(GradableRows(config)) as rows:
-        return load_run_prompts(config, load_tokenizer(config.model.path), hf_config, folder, rows.of_source)
+        return load_run_prompts(config, tokenizer, hf_config, folder, rows.of_source)

@@ -41,7 +41,7 @@ class RolloutActor(RolloutWorker):
         """`claim`: the run's claim to its folder, checked before each write; None: the folder is not locked."""
         if claim is not None:
             adopt_claim(claim)
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         refuses_forks = config.algorithm.refuses_forks
         main = _load_main_agent(config, tokenizer)
         self._harness = main.agent if isinstance(main.agent, HarnessAgent) else None
@@ -63,7 +63,7 @@ class RolloutActor(RolloutWorker):
             },
             refuses_forks=refuses_forks,
         )
-        super().__init__(spec, engines, RewardScorer.from_model(config.reward, config.model.path), tokenizer)
+        super().__init__(spec, engines, RewardScorer.from_tokenizer(config.reward, tokenizer), tokenizer)
         self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         self._run_dir, self._folder = config.run_dir, Path(config.run_dir) / "rollouts"
         self._replay = Replay(open_journal(config))

@@ -19,8 +19,13 @@ from megarl.model_files.hub_download import download_snapshot
 HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 """Organization and name, and optionally a branch, tag or commit hash."""
 
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-"""Files of a model that are downloaded: weights, configuration, chat template, tokenizer; never pickles or code."""
+"""Files of a model that are downloaded: weights, configuration, chat template, tokenizer; never pickles."""
+
+CODE_FILES = ("*.py",)
+"""Files that are downloaded as well with `model.trust_remote_code`."""
 
 IGNORED_FILES = ("*/*", "consolidated*")
 """Files that `MODEL_FILES` matches and that are not downloaded: other formats of the same weights."""
@@ -31,6 +36,8 @@ def with_local_models[C: StageConfig | ScoreConfig](
 ) -> C:
     """Return `config` with a local folder in place of every hub id, and the commits in `model.hub_revisions`.
 
+    With `model.trust_remote_code`, the folders have the code of the models, and every hub id needs a commit.
+
     A path with a folder of that name is left as it is, and so is one that is no hub id, whether it exists or not.
 
     Args:
@@ -38,7 +45,7 @@ def with_local_models[C: StageConfig | ScoreConfig](
         notify: receives one line for each hub id.
 
     Raises:
-        ConfigError: a model cannot be downloaded; one line per key.
+        ConfigError: a model cannot be downloaded, or needs a commit; one line per key.
     """
     ids = hub_ids(config)
     if not ids:
@@ -50,7 +57,7 @@ def with_local_models[C: StageConfig | ScoreConfig](
         if hub_id in folders:
             continue
         try:
-            folders[hub_id] = download_model(hub_id, commit=commits.get(hub_id))
+            folders[hub_id] = _download(hub_id, commits.get(hub_id), with_code=config.model.trust_remote_code)
         except ConfigError as e:
             problems.append(f"{key}: {e}")
         else:
@@ -60,6 +67,20 @@ def with_local_models[C: StageConfig | ScoreConfig](
     local = replace_model_paths(config, lambda key, path: str(folders[path]) if key in ids else path)
     revisions = {hub_id: folder.name for hub_id, folder in folders.items()}
     return cast("C", local.model_copy(update={"model": local.model.model_copy(update={"hub_revisions": revisions})}))
+
+
+def _download(hub_id: str, commit: str | None, *, with_code: bool) -> Path:
+    """Download a model, with its code only from a commit that is given in full; raises as `download_model`."""
+    if not with_code:
+        return download_model(hub_id, commit=commit)
+    repo, _, revision = hub_id.partition("@")
+    pinned = commit or revision
+    if COMMIT.fullmatch(pinned) is None:
+        raise ConfigError(
+            f"model.trust_remote_code needs a commit hash of 40 digits, as {repo}@COMMIT or in model.hub_revisions, "
+            f"got {pinned or 'no revision'}"
+        )
+    return download_model(hub_id, commit=commit, files=(*MODEL_FILES, *CODE_FILES))
 
 
 def hub_ids(config: StageConfig | ScoreConfig) -> dict[str, str]:

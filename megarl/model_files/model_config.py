@@ -139,11 +139,12 @@ def read_stop_token_ids(model_path: str | Path) -> tuple[int, ...]:
         if not all(_is_token_id(value, vocab_size) for value in values):
             raise DataError(f"{folder / name}: eos_token_id needs {_describe_ids(vocab_size)}, got {eos!r}")
         ids.update(values)
-    token = _read_optional(folder / "tokenizer_config.json").get("eos_token")
+    config = _read_optional(folder / "tokenizer_config.json")
+    token = config.get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
     if isinstance(token, str):
-        of_tokenizer: list[Any] = _token_ids(_read_optional(folder / "tokenizer.json"), token)
+        of_tokenizer: list[Any] = _token_ids(_read_optional(folder / "tokenizer.json"), config, token)
         if not all(_is_token_id(value, vocab_size) for value in of_tokenizer):
             raise DataError(
                 f"{folder / 'tokenizer.json'}: the end-of-sequence token {token!r} needs {_describe_ids(vocab_size)}, "
@@ -209,7 +210,11 @@ def _describe_ids(vocab_size: object) -> str:
     return f"a token id or a list of them, from 0 to below the model's vocab_size = {vocab_size}"
 
 
-def _token_ids(tokenizer: JsonMapping, token: str) -> list[Any]:
+def _token_ids(tokenizer: JsonMapping, config: JsonMapping, token: str) -> list[Any]:
+    """Return the ids of a token in tokenizer.json; in tokenizer_config.json, if it has no tokenizer.json."""
+    if not tokenizer:
+        decoder = config.get("added_tokens_decoder") or {}
+        return [int(key) for key, entry in decoder.items() if key.isdecimal() and entry.get("content") == token]
     added = [entry.get("id") for entry in tokenizer.get("added_tokens") or () if entry.get("content") == token]
     vocabulary = (tokenizer.get("model") or {}).get("vocab")
     return added or ([vocabulary[token]] if isinstance(vocabulary, dict) and token in vocabulary else [])

@@ -57,7 +57,8 @@ def _find_template_problems(config: RunConfig, section: EnvironmentConfig | Harn
     if not Path(config.model.path).is_dir():
         return  # reported with the model
     try:
-        tokenizer = load_tokenizer(config.model.path)
-        require_chat_template(tokenizer, forks=section.forks, refuses_forks=config.algorithm.refuses_forks, key=key)
+        tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        refuses_forks = config.algorithm.refuses_forks
+        require_chat_template(tokenizer, config.data.day, forks=section.forks, refuses_forks=refuses_forks, key=key)
     except DataError as e:
         yield str(e)

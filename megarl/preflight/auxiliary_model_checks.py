@@ -71,12 +71,13 @@ def _find_vocabulary_problems(config: RunConfig, auxiliary: AuxiliaryModel, mode
     """Find differences of the vocabularies: token ids are passed unchanged; only padding rows may differ."""
     from megarl.data.tokenizer import load_tokenizer  # imports transformers, which most checks do without
 
+    trust = config.model.trust_remote_code
     try:
-        policy_vocab: Mapping[str, int] = load_tokenizer(config.model.path).get_vocab()
+        policy_vocab: Mapping[str, int] = load_tokenizer(config.model.path, trust_remote_code=trust).get_vocab()
     except DataError:
         return  # a problem of model.path
     try:
-        vocab: Mapping[str, int] = load_tokenizer(auxiliary.path).get_vocab()
+        vocab: Mapping[str, int] = load_tokenizer(auxiliary.path, trust_remote_code=trust).get_vocab()
     except DataError as e:
         yield str(e)
         return

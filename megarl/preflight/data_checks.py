@@ -68,7 +68,7 @@ def find_data_problems(config: StageConfig, hf_config: JsonMapping | None) -> li
     tokenizer: PreTrainedTokenizerBase | None = None
     if Path(config.model.path).is_dir():
         try:
-            tokenizer = load_tokenizer(config.model.path)
+            tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         except DataError as e:
             problems.append(f"model.path: {e}")
     for source in config.data.resolved_sources:

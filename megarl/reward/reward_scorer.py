@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from megarl.batch.scored_group import ScoredGroup, TermReport
 from megarl.batch.trajectory import MAX_REWARD, Prompt, Trajectory
@@ -23,7 +24,6 @@ from megarl.config.reward import (
 from megarl.config.reward_code import CodeRewardConfig
 from megarl.config.reward_services import HttpRewardConfig, JudgeRewardConfig
 from megarl.config.reward_term import RuleConfig
-from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import RewardError
 from megarl.reward.python_term import PythonTerm
 from megarl.reward.terms import (
@@ -36,6 +36,9 @@ from megarl.reward.terms import (
     TermError,
     TermValue,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class RewardScorer:
@@ -60,15 +63,9 @@ class RewardScorer:
         self._terms = {name: _make_term(name, term) for name, term in self._rules.items()}
 
     @classmethod
-    def from_model(cls, config: RewardsConfig, model_path: str) -> RewardScorer:
-        """Return a scorer that decodes with the tokenizer in folder `model_path`.
-
-        Raises:
-            ConfigError, RewardError: as the constructor.
-            DataError: the tokenizer cannot be loaded.
-        """
+    def from_tokenizer(cls, config: RewardsConfig, tokenizer: PreTrainedTokenizerBase) -> RewardScorer:
+        """Return a scorer that decodes with the tokenizer; raises as the constructor."""
         # cleaning up spaces would change the text of the policy, and with it the result of a strict rule
-        tokenizer = load_tokenizer(model_path)
         return cls(config, partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     async def score(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> ScoredGroup:

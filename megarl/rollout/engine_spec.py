@@ -34,6 +34,8 @@ class EngineSpec:
     """Parameter dtype by its torch name."""
     fp32_lm_head: bool = False
     """Compute logits in float32, whatever `dtype` is."""
+    trust_remote_code: bool = False
+    """Whether SGLang may run code in the model folder."""
     context_length: int | None = None
     max_total_tokens: int | None = None
     max_running_requests: int | None = None
@@ -109,6 +111,7 @@ def make_engine_spec(config: RunConfig, replica: int, device: str) -> EngineSpec
         device=device,
         dtype=dtype,
         fp32_lm_head=config.model.fp32_lm_head,
+        trust_remote_code=config.model.trust_remote_code,
         max_total_tokens=engine.max_total_tokens or (CPU_MAX_TOTAL_TOKENS if cpu else None),
         max_running_requests=engine.max_running_requests or (CPU_MAX_RUNNING_REQUESTS if cpu else None),
         mem_fraction=engine.mem_fraction,

@@ -44,7 +44,7 @@ class PairwiseRun(SupervisedRun):
         resume: Path | None = None,
     ) -> None:
         """`safety`: also read the safety labels of the answers. Other arguments: as for `SupervisedRun`."""
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         context = int(read_hf_config(Path(config.model.path))["max_position_embeddings"])
 
         def load(path: str) -> list[PreferencePair]:

@@ -35,7 +35,7 @@ class SftRun(SupervisedRun):
     ) -> None:
         """Arguments as for `SupervisedRun`."""
         context = int(read_hf_config(Path(config.model.path))["max_position_embeddings"])
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         self._config = config
         self._rows = load_demonstrations(config.data, tokenizer, max_tokens=context)
         super().__init__(config, events, trainer, num_rows=len(self._rows), checkpoints=checkpoints, resume=resume)

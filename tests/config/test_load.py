@@ -41,6 +41,13 @@ def problems(path: Path, *overrides: str, kind: type[RunConfig] | type[SftConfig
     return [line.removeprefix(f"{path}: ") for line in str(error.value).splitlines()]
 
 
+def test_dates_are_text(write: Write) -> None:
+    config = load_config(SftConfig, write(MINIMAL.replace("runs/x", "2026-11-27")), ["export_dir=2026-13-02"])
+    assert (config.run_dir, config.export_dir) == ("2026-11-27", "2026-13-02")
+    (found,) = problems(write(MINIMAL), "data.template_date=2026-13-02", kind=SftConfig)
+    assert found == "data.template_date: needs a date, YYYY-MM-DD, got 2026-13-02"
+
+
 def at(config: object, key: str) -> Any:
     for name in key.split("."):
         config = config[name] if isinstance(config, dict) else getattr(config, name)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.config import SftConfig, dump_config
-from megarl.controller.resume import recorded_hub_revisions
+from megarl.controller.resume import recorded_inputs
 from megarl.data.hub_datasets import with_local_data
 from megarl.data.rows import read_rows
 from megarl.errors import ConfigError
@@ -82,7 +82,7 @@ def test_resumed_run_keeps_its_commit(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "sft.yaml").write_text(dump_config(first))
     hub.commit("org/sums", {TRAIN: parquet(ROWS[1:])})
-    assert with_local_data(sft(path), recorded_hub_revisions(sft(path), "auto").data) == first
+    assert with_local_data(sft(path), recorded_inputs(sft(path), "auto").data) == first
     assert with_local_data(sft(path, hub_revisions=first.data.hub_revisions)) == first
     assert [dict(row.fields) for row in read_rows(with_local_data(sft(path)).data.file)] == ROWS[1:]
 

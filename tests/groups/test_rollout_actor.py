@@ -54,7 +54,7 @@ class Scorer:
 
 @pytest.fixture
 def make_actor(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout_actor.RewardScorer, "from_model", lambda *_: Scorer())
+    monkeypatch.setattr(rollout_actor.RewardScorer, "from_tokenizer", lambda *_: Scorer())
     monkeypatch.setattr(rollout_actor, "load_tokenizer", lambda *_, **__: SimpleNamespace(decode=str))
 
     def start(engine, claim=None, **changes):

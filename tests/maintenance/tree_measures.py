@@ -45,7 +45,16 @@ WORDS = re.compile(
 ROOT_NAMES = frozenset(
     {
         *(".ci", ".dockerignore", ".gitattributes", ".github", ".gitignore", ".pre-commit-config.yaml"),
-        *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "mkdocs.yml"),
+        *(
+            "CHANGELOG.md",
+            "CITATION.cff",
+            "CONTRIBUTING.md",
+            "LICENSE",
+            "SECURITY.md",
+            "Makefile",
+            "README.md",
+            "mkdocs.yml",
+        ),
         *("benchmarks", "docs", "examples", "kernels", "launch", "megarl", "megarl_kernels", "requirements"),
         *("pyproject.toml", "setup.py", "tests", "yaml"),
     }

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from megarl.cli.main import main
 from megarl.config import RunConfig, ScoreConfig, SftConfig, dump_config, make_score_config
-from megarl.controller.resume import recorded_hub_revisions
+from megarl.controller.resume import recorded_inputs
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import ConfigError
 from megarl.model_files.hub import hub_ids, is_hub_id, local_model, with_local_models
@@ -95,15 +95,15 @@ def test_resumed_run_keeps_its_commit(hub, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "sft.yaml").write_text(dump_config(first))
     assert hub.commit("org/model", {"config.json": b"{ }"}) != first.model.hub_revisions["org/model"]
-    recorded = recorded_hub_revisions(sft("org/model"), "auto").models
+    recorded = recorded_inputs(sft("org/model"), "auto").models
     assert with_local_models(sft("org/model"), recorded) == first
     assert with_local_models(sft("org/model")) != first
     checkpoint = tmp_path / "elsewhere"
     checkpoint.mkdir()
     (checkpoint / "config.yaml").write_text(dump_config(first))
     another = sft("org/model").model_copy(update={"run_dir": "new"})
-    assert recorded_hub_revisions(another, str(checkpoint)).models == first.model.hub_revisions
-    assert recorded_hub_revisions(another, "auto").models == {}
+    assert recorded_inputs(another, str(checkpoint)).models == first.model.hub_revisions
+    assert recorded_inputs(another, "auto").models == {}
 
 
 def test_commit_of_the_configuration_takes_precedence(hub):
@@ -170,3 +170,29 @@ def test_check_resolves_a_hub_id(hub, tmp_path, capsys):
     resolved = yaml.safe_load(capsys.readouterr().out)["model"]
     assert resolved["hub_revisions"] == {"org/tiny": commit}
     assert resolved["path"] == str(tmp_path / "cache/models--org--tiny/snapshots" / commit)
+
+
+def test_code_is_downloaded_from_a_pinned_commit_only(hub):
+    commit = hub.branches["org/model", "main"]
+    for path in ("org/model", "org/model@main", f"org/model@{commit[:12]}"):
+        with pytest.raises(
+            ConfigError, match=r"^model.path: model.trust_remote_code needs a commit hash of 40 digits, as org/model@C"
+        ):
+            with_local_models(sft(path, trust_remote_code=True))
+    assert hub.downloaded == []
+    pinned = (sft(f"org/model@{commit}", trust_remote_code=True),)
+    pinned += (sft("org/model", trust_remote_code=True, hub_revisions={"org/model": commit}),)
+    for config in pinned:
+        folder = Path(with_local_models(config).model.path)
+        assert {file.name for file in folder.iterdir()} == DOWNLOADED | {"modeling_custom.py"}
+    resumed = sft("org/model", trust_remote_code=True)
+    assert Path(with_local_models(resumed, {"org/model": commit}).model.path).name == commit
+
+
+def test_every_hub_model_needs_a_commit_for_its_code(hub):
+    commit = hub.branches["org/model", "main"]
+    hub.commit("org/other", FILES)
+    tree = sft(f"org/model@{commit}", trust_remote_code=True).model_dump(exclude_unset=True)
+    config = RunConfig.model_validate({**tree, "algorithm": {"kl_loss": {}, "reference": {"path": "org/other"}}})
+    with pytest.raises(ConfigError, match=r"^algorithm.reference.path: model.trust_remote_code needs a commit"):
+        with_local_models(config)

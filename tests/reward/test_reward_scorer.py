@@ -310,7 +310,7 @@ def test_scorer_decodes_with_the_models_tokenizer(tmp_path: Path) -> None:
     spaces = {"type": "format", "pattern": r"^8\+3=11 , isn 't"}
     config = RewardsConfig.model_validate({"terms": {"a": {"type": "numeric", "strict": True}, "spaces": spaces}})
     prompt = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="11")
-    rewards, _ = asyncio.run(score_one(RewardScorer.from_model(config, str(tmp_path)), trajectory, prompt))
+    rewards, _ = asyncio.run(score_one(RewardScorer.from_tokenizer(config, tokenizer), trajectory, prompt))
     assert rewards == {"a": 1.0, "spaces": 1.0}
 
 

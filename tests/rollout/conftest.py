@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megarl.model_files.model_config import read_stop_token_ids
 from megarl.rollout.engine_spec import EngineSpec
+from tests.model_files.hostile_code import add_code
 from tests.rollout.clock import ENGINE_LIMITS
 from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
 from tests.rollout.remote import started
@@ -49,8 +50,10 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
+    """Model whose folder also has code, which nothing may run."""
     folder = tmp_path_factory.mktemp("models") / "qwen3"
     tiny_qwen3(folder)
+    add_code(folder)
     return str(folder)
 
 

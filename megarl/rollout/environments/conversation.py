@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -60,9 +60,9 @@ class Extension:
 class ChatRenderer:
     """Renders conversations by a tokenizer's chat template, to tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """`tokenizer`: needs a chat template."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date) -> None:
+        """`tokenizer`: needs a chat template; `day`: what the template takes for the current date."""
+        self._tokenizer, self._day = tokenizer, day
         self._vocab_size = read_vocab_size(tokenizer)
         specials = sorted({str(token) for token in tokenizer.all_special_tokens} | _added_specials(tokenizer), key=len)
         self._specials = specials[::-1]
@@ -84,14 +84,12 @@ class ChatRenderer:
         try:
             text = self.render(messages, tools)
         except AgentError as error:
-            self._refuse(error, messages, tools, None)
+            self._refuse(error, messages, tools)
         return self.encode(text)
 
-    def _refuse(
-        self, error: AgentError, messages: Sequence[Message], tools: Sequence[Message], now: datetime | None
-    ) -> NoReturn:
+    def _refuse(self, error: AgentError, messages: Sequence[Message], tools: Sequence[Message]) -> NoReturn:
         """Raise a RefusedTextError if the texts of the messages caused the error, else the error of other texts."""
-        self.render([*map(_with_plain_text, messages)], tools, now=now)
+        self.render([*map(_with_plain_text, messages)], tools)
         raise RefusedTextError(str(error)) from error
 
     def continuation(self, before: str, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str | None:
@@ -140,13 +138,12 @@ class ChatRenderer:
             AgentError: the template refuses the messages.
         """
         said = {"role": "assistant", "content": reply}
-        now = datetime.now(UTC).astimezone()  # one date in all renderings that are compared
         try:
-            before = self.render(messages, tools, now=now)
-            with_reply = self.render([*messages, shown or said, *following], tools, now=now)
+            before = self.render(messages, tools)
+            with_reply = self.render([*messages, shown or said, *following], tools)
         except AgentError as error:
-            self._refuse(error, [*messages, shown or said, *following], tools, now)
-        stand_in = self.render([*messages, {"role": "assistant", "content": PLACEHOLDER}, *following], tools, now=now)
+            self._refuse(error, [*messages, shown or said, *following], tools)
+        stand_in = self.render([*messages, {"role": "assistant", "content": PLACEHOLDER}, *following], tools)
         head = before + PLACEHOLDER
         tail = stand_in.removeprefix(head)
         if not stand_in.startswith(head) or not _is_extension(with_reply, before, self._escape(reply), tail):
@@ -160,9 +157,9 @@ class ChatRenderer:
             messages: the conversation that was replied to.
             following: messages after the reply.
         """
-        plain, now = [*map(_with_plain_text, messages)], datetime.now(UTC).astimezone()
-        before = self.render(plain, now=now)
-        stand_in = self.render([*plain, {"role": "assistant", "content": PLACEHOLDER}, *following], now=now)
+        plain = [*map(_with_plain_text, messages)]
+        before = self.render(plain)
+        stand_in = self.render([*plain, {"role": "assistant", "content": PLACEHOLDER}, *following])
         return not stand_in.startswith(before + PLACEHOLDER)
 
     def find_rewriting(self, *, role: str = "user") -> str | None:
@@ -207,7 +204,7 @@ class ChatRenderer:
         call = {"id": "c00000000", "type": "function", "function": function}
         asked = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
-            apply_chat_template(self._tokenizer, [PROBED_QUESTION, asked])
+            apply_chat_template(self._tokenizer, [PROBED_QUESTION, asked], self._day)
         except ChatTemplateError as error:
             return isinstance(error.__cause__, TypeError)
         return False
@@ -233,26 +230,21 @@ class ChatRenderer:
         ]
         return {**message, "tool_calls": calls}
 
-    def _apply(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, now: datetime | None = None) -> str:
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
         """Return what the template writes; an `AgentError` names the roles of the messages that it refuses."""
-        options: dict[str, Any] = {} if now is None else {"strftime_now": now.strftime}
         try:
-            if tools:
-                options["tools"] = [map_text(tool, self._escape) for tool in tools]
+            options = {"tools": [map_text(tool, self._escape) for tool in tools]} if tools else {}
             escaped = [map_text(self._with_arguments(message), self._escape) for message in messages]
-            return replace_surrogates(apply_chat_template(self._tokenizer, escaped, **options))
+            return replace_surrogates(apply_chat_template(self._tokenizer, escaped, self._day, **options))
         except (ChatTemplateError, LookupError, TypeError, RecursionError) as e:
             roles = ", ".join(text_of(message.get("role"), str) for message in messages)
             reason = e if isinstance(e, ChatTemplateError) else describe_error(e)  # calls of another form, or too deep
             raise AgentError(f"the tokenizer's chat template refuses messages of the roles {roles}: {reason}") from e
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, now: datetime | None = None) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
         """Return the text of a conversation and the head of the policy's turn.
 
         It has code points for special tokens that messages and tools have as plain text.
-
-        Args:
-            now: what the template takes for the current time.
 
         Raises:
             AgentError: the template refuses the messages, or leaves one out.
@@ -261,7 +253,7 @@ class ChatRenderer:
         if omitted:
             roles = ", ".join(sorted(omitted))
             raise AgentError(f"the tokenizer's chat template leaves out the text of messages of the roles {roles}")
-        return self._apply(messages, tools, now=now)
+        return self._apply(messages, tools)
 
     def _escape(self, text: str) -> str:
         def code(match: re.Match[str]) -> str:
@@ -287,11 +279,12 @@ class ChatRenderer:
 
 
 def require_chat_template(
-    tokenizer: PreTrainedTokenizerBase, *, forks: str, refuses_forks: str | None, key: str = ENV
+    tokenizer: PreTrainedTokenizerBase, day: date, *, forks: str, refuses_forks: str | None, key: str = ENV
 ) -> None:
     """Return if the chat template can be used for environments and harnesses.
 
     Args:
+        day: as for `ChatRenderer`.
         forks: what to do if the template rewrites earlier turns, `forbid` or `allow`.
         refuses_forks: why the algorithm cannot train on forked segments; None: it can.
         key: YAML key of the environment's section.
@@ -303,13 +296,14 @@ def require_chat_template(
     name = tokenizer.name_or_path or "this model"
     if not has_chat_template(tokenizer):
         raise DataError(f"{key} needs a tokenizer with a chat template, that of {name} has none")
-    if ChatRenderer(tokenizer).omits("user"):
+    renderer = ChatRenderer(tokenizer, day)
+    if renderer.omits("user"):
         raise DataError(f"{key} needs a chat template for messages of text, that of {name} leaves it out")
     if forks == "allow" and refuses_forks is None:
         return
     if forks == "allow":
         raise DataError(f"{key}.forks needs to be forbid, got allow: {refuses_forks}")
-    found = ChatRenderer(tokenizer).find_rewriting()
+    found = renderer.find_rewriting()
     if found is not None:
         raise DataError(
             f"{key}.forks: forbid needs a chat template that only appends to a conversation, that of {name} "

@@ -21,7 +21,8 @@ class Tasks:
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """Read the templates of all sources; raises as `PromptTemplate`."""
         self._templates = {
-            source.name: PromptTemplate(source.config, tokenizer, key=source.key) for source in data.resolved_sources
+            source.name: PromptTemplate(source.config, tokenizer, source.day, key=source.key)
+            for source in data.resolved_sources
         }
         self._shared: dict[str, Any] = {}
 

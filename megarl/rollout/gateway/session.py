@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -274,11 +273,10 @@ class Session:
         reply is its content.
         """
         assert parent.exchange is not None
-        now = datetime.now(UTC).astimezone()  # one date in both renderings
         with suppress(AgentError):
             messages = [*flatten(before, as_text=False), *parent.messages]
-            prompt = self._renderer.render(messages, tools, now=now) + parent.text
-            text = self._renderer.render([*messages, parent.exchange.reply, *following], tools, now=now)
+            prompt = self._renderer.render(messages, tools) + parent.text
+            text = self._renderer.render([*messages, parent.exchange.reply, *following], tools)
             if text.startswith(prompt):
                 return text[len(prompt) :]
         with suppress(AgentError):  # some templates need the calls before a tool's result, which the reply has as text

@@ -56,6 +56,7 @@ def make_engine_arguments(spec: EngineSpec) -> dict[str, object]:
         "device": spec.device,
         "dtype": spec.dtype,
         "enable_fp32_lm_head": spec.fp32_lm_head,
+        "trust_remote_code": spec.trust_remote_code,
         "tp_size": spec.tp,
         "nnodes": spec.nnodes,
         "node_rank": spec.node_rank,
@@ -63,6 +64,8 @@ def make_engine_arguments(spec: EngineSpec) -> dict[str, object]:
         "weight_version": str(spec.policy_version),
         "custom_weight_loader": [IMPORT_PATH],
         "skip_tokenizer_init": True,  # prompts and completions are token ids
+        # SGLang would run the code of a model that it does not have, whatever trust_remote_code is
+        **({} if spec.trust_remote_code else {"json_model_override_args": '{"auto_map": {}}'}),
         **{name: value for name, value in optional.items() if value is not None},
     }
     defaults: dict[str, object] = {"log_level": "error"}

@@ -1,8 +1,12 @@
 """Chat templates written for tests, and a tokenizer that has one of them."""
 
+from datetime import date
 from typing import Any
 
 from megarl.data.tiny_checkpoint import train_tokenizer
+
+DAY = date(2026, 1, 31)
+"""What templates take for the current date."""
 
 APPEND = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<eos>\n{% endfor %}"

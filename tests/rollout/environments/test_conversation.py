@@ -9,7 +9,7 @@ from megarl.data.tiny_checkpoint import EOS, PAD
 from megarl.errors import AgentError, DataError
 from megarl.rollout.environments.conversation import ChatRenderer, bounded, require_chat_template
 from megarl.rollout.environments.environment import Message
-from tests.rollout.environments.chat_templates import APPEND, SORTED_CALLS, STABLE, STRIPS_THOUGHTS, chat_tokenizer
+from tests.rollout.environments.chat_templates import APPEND, DAY, SORTED_CALLS, STABLE, STRIPS_THOUGHTS, chat_tokenizer
 
 USER = {"role": "user", "content": "is it?"}
 WHY = {"role": "user", "content": "why?"}
@@ -18,7 +18,7 @@ WHY = {"role": "user", "content": "why?"}
 @pytest.mark.parametrize("name", STABLE)
 def test_prompts_of_stable_templates_are_extended_as_the_template_renders_them(name: str) -> None:
     tokenizer = chat_tokenizer(STABLE[name])
-    renderer = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer, DAY)
     assert renderer.find_rewriting() is None
     messages, text = [USER], None
     for reply in ("yes", "no, 7", " <think>it is</think> yes"):
@@ -35,13 +35,13 @@ def test_prompts_of_stable_templates_are_extended_as_the_template_renders_them(n
 def extend(template: str, reply: str, following: Message = WHY, shown: Message | None = None) -> tuple[bool, str]:
     """Return whether the prompt after a reply to `USER` is a fork, and the text of its new tokens."""
     tokenizer = chat_tokenizer(template)
-    found = ChatRenderer(tokenizer).extension([USER], reply, [following], tokenizer.eos_token_id, shown)
+    found = ChatRenderer(tokenizer, DAY).extension([USER], reply, [following], tokenizer.eos_token_id, shown)
     return found.is_fork, tokenizer.decode(found.token_ids)
 
 
 def test_a_reply_cut_short_gets_the_end_of_its_turn() -> None:
     tokenizer = chat_tokenizer(APPEND)
-    found = ChatRenderer(tokenizer).extension([USER], "ye", [WHY], tokenizer.encode("e")[0], None)
+    found = ChatRenderer(tokenizer, DAY).extension([USER], "ye", [WHY], tokenizer.encode("e")[0], None)
     assert found.token_ids[0] == tokenizer.eos_token_id
     assert tokenizer.decode(found.token_ids) == "<eos>\n<|user|>\nwhy?<eos>\n<|assistant|>\n"
 
@@ -66,7 +66,7 @@ def test_a_reordered_tool_call_forks_and_its_text_does_not() -> None:
 )
 def test_special_tokens_in_messages_are_plain_text(text: str) -> None:
     tokenizer = chat_tokenizer(APPEND)
-    renderer = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer, DAY)
     found = renderer.extension([USER], "yes", [{"role": "tool", "content": text}], tokenizer.eos_token_id, None)
     assert found.token_ids.count(tokenizer.eos_token_id) == 1  # that of the template, after the message
     assert tokenizer.pad_token_id not in found.token_ids
@@ -83,12 +83,12 @@ def test_contents_are_cut_at_a_character() -> None:
 def test_refused_roles_are_named() -> None:
     strict = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + APPEND
     with pytest.raises(AgentError, match=r"refuses messages of the roles user, tool: TemplateError: no tools"):
-        ChatRenderer(chat_tokenizer(strict)).prompt([USER, {"role": "tool", "content": "7"}])
+        ChatRenderer(chat_tokenizer(strict), DAY).prompt([USER, {"role": "tool", "content": "7"}])
 
 
 def test_templates_are_checked_at_the_start() -> None:
     def check(template: Any, forks: str, refuses_forks: str | None = None) -> None:
-        require_chat_template(chat_tokenizer(template), forks=forks, refuses_forks=refuses_forks)
+        require_chat_template(chat_tokenizer(template), DAY, forks=forks, refuses_forks=refuses_forks)
 
     check(APPEND, "forbid", "gspo")
     check(STRIPS_THOUGHTS, "allow")
@@ -109,21 +109,21 @@ def test_arguments_of_calls_are_text_for_templates_that_need_text() -> None:
         "{{ m.content }}",
         "{{ m.content }}{% for c in m.tool_calls or [] %}{{ 'at ' + c.function.arguments }}{% endfor %}",
     )
-    text = ChatRenderer(chat_tokenizer(template)).render([USER, ASKED])
+    text = ChatRenderer(chat_tokenizer(template), DAY).render([USER, ASKED])
     assert 'at {"at": [1]}<eos>' in text
 
 
 def test_messages_that_a_template_leaves_out_are_refused() -> None:
     template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
-    renderer = ChatRenderer(chat_tokenizer(template))
+    renderer = ChatRenderer(chat_tokenizer(template), DAY)
     renderer.render([USER, ASKED])
     with pytest.raises(AgentError, match="chat template leaves out the text of messages of the roles tool"):
         renderer.render([USER, ASKED, {"role": "tool", "content": "7"}])
     parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
     with pytest.raises(DataError, match="needs a chat template for messages of text, that of this model leaves it out"):
-        require_chat_template(chat_tokenizer(parts), forks="allow", refuses_forks=None)
+        require_chat_template(chat_tokenizer(parts), DAY, forks="allow", refuses_forks=None)
 
 
 def test_definitions_of_tools_that_a_template_does_not_write_are_noticed() -> None:
-    assert not ChatRenderer(chat_tokenizer(APPEND)).writes_tools
-    assert ChatRenderer(chat_tokenizer("{{ tools | tojson }}" + APPEND)).writes_tools
+    assert not ChatRenderer(chat_tokenizer(APPEND), DAY).writes_tools
+    assert ChatRenderer(chat_tokenizer("{{ tools | tojson }}" + APPEND), DAY).writes_tools

@@ -18,6 +18,7 @@ from megarl.rollout.gateway.reply_parser import PlainTextParser, ReplyParser
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.rollout_worker import GroupSummary, RolloutWorker, RolloutWorkerSpec
 from tests.rollout.clock import iterate, run_in_event_loop
+from tests.rollout.environments.chat_templates import DAY
 from tests.rollout.environments.scripted import TurnScorer, make_prompt
 from tests.rollout.whole_batches import WholeBatches, make_generation, make_group_job
 from tests.time_limits import UNREACHED_SECONDS
@@ -98,7 +99,7 @@ def make_session(engine: SeededEngine, number: int) -> Session:
     sampling = Sampling(temperature=1.0, max_new_tokens=1000, seed=number)
     episode = Episode(make_prompt(tokenizer), tokenizer, engine, sampling, request_id=f"r-{number}", group_id=0)
     config = HarnessConfig(path="a:b", max_seconds=1e6)
-    return Session(episode, config, ChatRenderer(tokenizer), PlainTextParser(), can_call=False)
+    return Session(episode, config, ChatRenderer(tokenizer, DAY), PlainTextParser(), can_call=False)
 
 
 def sampled_ids(trajectories: Sequence[Trajectory]) -> list[list[int]]:

@@ -24,7 +24,7 @@ from megarl.rollout.gateway.prefix_memory import JsonMemory
 from megarl.rollout.gateway.reply_parser import ParsedReply, PlainTextParser, ReplyParser, ToolCall
 from megarl.rollout.gateway.server import GatewayServer
 from megarl.rollout.gateway.session import Session
-from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
+from tests.rollout.environments.chat_templates import APPEND, DAY, chat_tokenizer
 from tests.rollout.gateway.scripted import make_prompt
 from tests.rollout.whole_batches import WholeBatches, make_generation
 from tests.time_limits import HANG_SECONDS
@@ -105,7 +105,7 @@ async def run_turns(renderer: ChatRenderer, tokenizer: Any, num_turns: int, *, c
 @pytest.mark.parametrize("calls", [False, True])
 def test_what_is_read_hashed_rendered_and_encoded_does_not_grow(calls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = chat_tokenizer(APPEND)
-    renderer = CountingRenderer(tokenizer)
+    renderer = CountingRenderer(tokenizer, DAY)
     hashed: list[Message] = []
     digest = chat_messages.message_digest
     monkeypatch.setattr(session, "message_digest", lambda message: hashed.append(message) or digest(message))
@@ -132,7 +132,7 @@ def test_a_template_that_numbers_messages_gets_the_whole_conversation() -> None:
     tokenizer = chat_tokenizer(NUMBERS_ROUNDS)
 
     async def run() -> list[int]:
-        return [turn async for turn in run_turns(ChatRenderer(tokenizer), tokenizer, 40, calls=False)]
+        return [turn async for turn in run_turns(ChatRenderer(tokenizer, DAY), tokenizer, 40, calls=False)]
 
     assert len(asyncio.run(run())) == 40  # the tokens are those of the whole conversation
 
@@ -167,7 +167,7 @@ def test_the_gateway_takes_at_most_three_times_as_long_for_turn_2000_as_for_turn
     async def main() -> int:
         server = GatewayServer(tokenizer)
         await server.start()
-        ours = make_session(tokenizer, engine, ChatRenderer(tokenizer), PlainTextParser())
+        ours = make_session(tokenizer, engine, ChatRenderer(tokenizer, DAY), PlainTextParser())
         with server.serve(ours) as (base_url, _):
             await asyncio.to_thread(talk, base_url, 2000)
         await server.close()

@@ -34,7 +34,7 @@ from megarl.rollout.gateway.chat_api import chat_response, read_chat_request
 from megarl.rollout.gateway.reply_parser import ParsedReply, ToolCall
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.gateway.turn_request import RefusedRequestError
-from tests.rollout.environments.chat_templates import chat_tokenizer
+from tests.rollout.environments.chat_templates import DAY, chat_tokenizer
 from tests.rollout.gateway.scripted import make_prompt, sampled_ids
 from tests.rollout.whole_batches import WholeBatches, make_generation
 
@@ -158,7 +158,7 @@ async def run_conversation(name: str, *, calls: bool, thoughts: bool) -> str:
     sampling = Sampling(temperature=1.0, max_new_tokens=1 << 20)
     episode = Episode(_prompt(), tokenizer, policy, sampling, request_id="r", group_id=0)
     config = HarnessConfig(path="a:b", max_turns=NUM_TURNS)
-    session = Session(episode, config, ChatRenderer(tokenizer), policy, can_call=True)
+    session = Session(episode, config, ChatRenderer(tokenizer, DAY), policy, can_call=True)
     tools = [TOOL] if calls else []
     question = {"role": "user", "content": "is it?"}
     shown: list[Message] = [question]
@@ -239,7 +239,7 @@ def test_conversations_continue_and_fork_as_direct_rendering_predicts_and_as_doc
         after_thoughts = _name(thoughts)
         if both[1::2] and _name(both[1::2]) != after_thoughts:
             after_thoughts = f"{after_thoughts}; {_name(both[1::2])} after calls"
-        renderer = ChatRenderer(published_tokenizer(name))
+        renderer = ChatRenderer(published_tokenizer(name), DAY)
         found[name] = (
             _name(plain),
             after_thoughts,
@@ -262,7 +262,9 @@ async def prompts_of_mixed_turns(name: str, seed: int, *, whole: bool) -> list[t
     episode = Episode(
         _prompt(), tokenizer, policy, Sampling(temperature=1.0, max_new_tokens=10**6), request_id="r", group_id=0
     )
-    ours = Session(episode, HarnessConfig(path="a:b", max_turns=100), ChatRenderer(tokenizer), policy, can_call=True)
+    ours = Session(
+        episode, HarnessConfig(path="a:b", max_turns=100), ChatRenderer(tokenizer, DAY), policy, can_call=True
+    )
     ours._summaries_hold = not whole
     shown: list[dict[str, Any]] = [{"role": "user", "content": "is it?"}]
     with pytest.MonkeyPatch.context() as patch:

@@ -16,14 +16,14 @@ from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Message, Task
 from megarl.rollout.gateway.reply_parser import ParsedReply, ToolCall
-from tests.rollout.environments.chat_templates import STABLE, STRIPS_THOUGHTS, chat_tokenizer
+from tests.rollout.environments.chat_templates import DAY, STABLE, STRIPS_THOUGHTS, chat_tokenizer
 from tests.rollout.gateway.clients import KINDS, talk
 from tests.rollout.gateway.scripted import SeededEngine, logged_ids, make_agent, make_prompt, run_groups, sampled_ids
 
 
 async def sample_directly(episode: Episode) -> Any:
     """Do what `talk` does, with tokens instead of messages."""
-    renderer, row = ChatRenderer(episode.tokenizer), episode.prompt.row
+    renderer, row = ChatRenderer(episode.tokenizer, DAY), episode.prompt.row
     messages: list[Message] = [{"role": "user", "content": row["prompt"]}]
     for turn in range(row["turns"]):
         generation = await episode.generate(max_new_tokens=row.get("turn_tokens"))

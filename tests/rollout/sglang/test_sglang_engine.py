@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -12,6 +13,7 @@ from megarl.errors import WeightSyncError, WorkerError
 from megarl.rollout import partial_outputs
 from megarl.rollout.continuation import continue_after, tokens_from
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
+from tests.model_files.hostile_code import mark_of
 from tests.rollout import reference
 from tests.rollout.conftest import EOS
 from tests.rollout.remote import begin_requests, let_work, requests, started, sync
@@ -34,6 +36,12 @@ def original_weights(engine, model_dir):
     """Restore the model's original weights, which tests of other modules change."""
     if engine.call("health").policy_version != 0:
         sync(engine, reference.load(model_dir).state_dict(), 0)
+
+
+def test_code_in_the_model_folder_has_not_run(engine, model_dir):
+    assert engine.generate(PROMPTS[:1], temperature=1.0, max_new_tokens=1)
+    assert (Path(model_dir) / "hostile.py").exists()
+    assert not mark_of(Path(model_dir)).exists()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

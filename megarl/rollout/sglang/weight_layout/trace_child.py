@@ -85,15 +85,17 @@ def build_model(spec: EngineSpec, rank: int, device: str = "meta") -> nn.Module:
 
 def checkpoint_tensors(model_path: str, dtype: str) -> dict[str, TensorSpec]:
     """Return the tensors of a published checkpoint of the model, as transformers derives them from config.json."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
-    config = AutoConfig.from_pretrained(model_path)
+    stated = read_json_object(Path(model_path) / "config.json")
+    # by the architecture: the type of model may be one that only code in the folder or SGLang knows
+    kind = getattr(transformers, stated["architectures"][0])
+    config = kind.config_class.from_dict({k: v for k, v in stated.items() if k not in ("auto_map", "model_type")})
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     # transformers stacks experts, published checkpoints store them separately
     state = revert_weight_conversion(model, model.state_dict())
-    stated = read_json_object(Path(model_path) / "config.json")
     tied = set(model.all_tied_weights_keys) if getattr(config, "tie_word_embeddings", False) else set()
     specs = {name: TensorSpec(tuple(t.shape), dtype) for name, t in state.items() if name not in tied}
     return quantize_specs(specs, {name for name in specs if is_quantized(name, stated)})
