@@ -55,7 +55,6 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         DataError: the folder does not exist or has no tokenizer, a file cannot be read, the tokenizer needs code that
             must not run, or it has no end-of-sequence token.
     """
-
     path = Path(path)
     if not path.is_dir():
         raise DataError(f"{path}: needs a model folder in Hugging Face format, there is no such folder")
@@ -81,8 +80,6 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     if unknown is not None:
         raise DataError(f"{path}: the end-of-sequence token of the tokenizer: {unknown}")
     return tokenizer
-
-
 
 
 def _load(path: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -190,7 +190,11 @@ YAML_1_2 = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+|[-+]?(\.[0-9]+|[0-9]
 
 
 @settings(max_examples=1000)
-@given(text=st.text("0123456789_+-.:eExob", min_size=1, max_size=6).filter(lambda text: not {":", "-"} & {text[-1]}))
+@given(
+    text=st.text("0123456789_+-.:eExob", min_size=1, max_size=6).filter(
+        lambda text: text[-1] not in ":-" and text != "..."
+    )
+)
 def test_numbers_are_those_on_which_yaml_1_1_and_1_2_agree(text: str) -> None:
     number, yaml_1_1 = _parse(text, "x"), yaml.safe_load(text)
     if isinstance(number, int | float):

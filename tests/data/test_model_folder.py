@@ -23,6 +23,7 @@ from megarl.data.tokenizer import TOKENIZER_CLASSES, load_tokenizer
 from megarl.errors import DataError
 from megarl.model_files.companions import copy_companions
 from megarl.rollout.environments.conversation import require_chat_template
+from tests.rollout.environments.chat_templates import DAY
 
 
 @pytest.fixture
@@ -182,13 +183,13 @@ def test_several_chat_templates_need_a_default(model: Path, tmp_path: Path) -> N
         "needs a default chat template, got templates named rag, tool_use: save the one to use as chat_template.jinja"
     )
     with pytest.raises(DataError, match=message):
-        PromptTemplate(source.config, load_tokenizer(model))
+        PromptTemplate(source.config, load_tokenizer(model), DAY)
     with pytest.raises(DataError, match=message):
-        require_chat_template(load_tokenizer(model), forks="forbid", refuses_forks=None)
-    PromptTemplate(source.config.model_copy(update={"chat_template": "never"}), load_tokenizer(model))
+        require_chat_template(load_tokenizer(model), DAY, forks="forbid", refuses_forks=None)
+    PromptTemplate(source.config.model_copy(update={"chat_template": "never"}), load_tokenizer(model), DAY)
     save_templates(model, "default", "rag")
     (row,) = read_rows(source.config.path)
-    assert PromptTemplate(source.config, load_tokenizer(model)).render(row) == "[default]1"
+    assert PromptTemplate(source.config, load_tokenizer(model), DAY).render(row) == "[default]1"
 
 
 def test_copied_companions_render_every_chat_template(model: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from megarl.errors import AgentError, ConfigError, DataError
 from megarl.rollout.environments.conversation import ChatRenderer
 from tests.data.conftest import Jsonl, Tokenizer, read_jsonl
 from tests.gsm8k import GSM8K_FOLDERS
+from tests.rollout.environments.chat_templates import DAY
 
 
 def load(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int = 64, **config: object) -> Sequence[Prompt]:
@@ -183,7 +184,7 @@ def test_whatever_a_template_raises_is_reported_by_line(
         load(jsonl({"prompt": "a"}), chat_tokenizer)
     str(e.value).encode()
     with pytest.raises(AgentError, match=f"refuses messages of the roles user: {type(error).__name__}"):
-        ChatRenderer(chat_tokenizer)._apply([{"role": "user", "content": "a"}])
+        ChatRenderer(chat_tokenizer, DAY).render([{"role": "user", "content": "a"}])
 
 
 def test_overlong_prompt_is_an_error_that_shows_the_numbers(jsonl: Jsonl, tokenizer: Tokenizer) -> None:

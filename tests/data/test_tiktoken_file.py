@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import random
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import regex
+import tiktoken
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -165,14 +165,9 @@ def test_texts_have_the_tokens_of_tiktoken(
     assert tokenizer(texts)["input_ids"] == [encode_plainly(ranks, text) for text in texts]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("tiktoken") is None, reason="needs tiktoken, which is in requirements/gpu.txt"
-)
 def test_texts_have_the_tokens_of_the_installed_tiktoken(
     tokenizer: PreTrainedTokenizerBase, folder: Path, tokens: list[bytes], texts: list[str]
 ) -> None:
-    import tiktoken
-
     ranks, specials = read_ranks(folder / "tiktoken.model"), {name: len(tokens) + i for i, name in SPECIALS.items()}
     reference = tiktoken.Encoding("kimi", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=specials)
     for text in [*texts, f"{CHAT_TEMPLATE}[EOS]"]:

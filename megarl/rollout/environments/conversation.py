@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megarl.data.chat_template import ChatTemplateError, apply_chat_template, has_chat_template
 from megarl.data.tokenizer import describe_unknown_token, read_vocab_size

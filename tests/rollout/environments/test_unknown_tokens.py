@@ -13,7 +13,7 @@ from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Step, Task
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
-from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
+from tests.rollout.environments.chat_templates import APPEND, DAY, chat_tokenizer
 from tests.rollout.environments.scripted import Echo, TextEngine, TurnScorer, make_job, make_worker
 from tests.rollout.gateway import test_sessions as sessions
 from tests.virtual_time import run_in_virtual_time
@@ -124,7 +124,7 @@ def test_a_request_to_the_gateway_is_refused(tokenizer: Any) -> None:
 
 def test_a_template_that_fails_on_a_text_refuses_that_text() -> None:
     renderer = ChatRenderer(
-        chat_tokenizer(APPEND.replace("{{ m.content }}", "{{ 1 // 0 if 'zap' in m.content else m.content }}"))
+        chat_tokenizer(APPEND.replace("{{ m.content }}", "{{ 1 // 0 if 'zap' in m.content else m.content }}")), DAY
     )
     with pytest.raises(RefusedTextError, match="refuses messages of the roles user: ZeroDivisionError"):
         renderer.prompt([{"role": "user", "content": "zap"}])
