@@ -51,13 +51,13 @@ async def await_outcome(call: Callable[[], Any]) -> CallOutcome:
 def read_number(value: object) -> float | None:
     """Return a number of any type as a float, infinity if it is beyond all floats; None if it is no real number.
 
-    Booleans, decimals, and arrays and tensors without dimensions are numbers; texts are not.
+    Booleans, decimals and numpy's scalars are numbers; texts, arrays and tensors are not.
     """
     number, error = outcome_of(partial(_to_float, value))
     return math.inf if isinstance(error, OverflowError) else number
 
 
 def _to_float(value: Any) -> float | None:
-    if getattr(value, "ndim", None) == 0:
-        value = value.item()
-    return float(value) if isinstance(value, Real | Decimal) else None
+    import numpy as np  # here, because the command line needs no numpy
+
+    return float(value) if isinstance(value, Real | Decimal | np.bool_) else None

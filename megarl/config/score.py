@@ -20,8 +20,8 @@ class ScoreTrainerConfig(Section):
     """Parallel sizes of the model."""
 
     fused_lm_head: bool | None = None
-    """Compute log-probabilities and entropies with the logits of some columns of the vocabulary at a time. Default: true
-    on CUDA."""
+    """Compute log-probabilities and entropies with the logits of some columns of the vocabulary at a time. Default:
+    true on CUDA."""
 
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Maximum number of tokens of one packed micro-batch. A longer sequence gets a micro-batch of its own."""

@@ -199,8 +199,8 @@ class TrainerConfig(Section):
     """Offloading while engines generate. Only `megarl train` has engines."""
 
     fused_lm_head: bool | None = None
-    """Compute log-probabilities and entropies from hidden states, with the logits of some columns of the vocabulary at a
-    time, in float32. The backward pass computes them once more unless they fit half of the memory that is free then.
+    """Compute log-probabilities and entropies from hidden states, with the logits of some columns of the vocabulary at
+    a time, in float32. The backward pass computes them once more unless they fit half of the memory that is free then.
     Default: true on CUDA."""
 
     profile: ProfileConfig | None = None

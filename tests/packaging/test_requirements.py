@@ -118,7 +118,7 @@ def test_both_extras_name_the_same_engine():
     assert extras["cpu"][0] == extras["gpu"][0] == f"sglang=={read_pins('cpu.txt')['sglang']}"
 
 
-OPTIONAL = {"fastapi", "sglang", "tqdm", "triton", "wandb"}
+OPTIONAL = {"fastapi", "sglang", "tqdm", "transformer_engine", "triton", "wandb"}
 """Modules that megarl imports only where they are installed, or that its extras install, such as SGLang's own."""
 
 

@@ -40,8 +40,7 @@ class LanguageHead(ColumnParallelLinear):  # type: ignore[misc]
 
     Logits of a micro-batch exist only within `score`, and only of the tokens that it is asked for:
 
-        fused    in chunks of columns, in float32, and again in the backward pass, unless all of them fit the free memory;
-                 it adds the weight's gradient to `main_grad`
+        fused    in chunks of columns, in float32; again in the backward pass, unless all fit half of the free memory
         plain    once, in the dtype of the matrix product; the backward pass overwrites them with their gradient
     """
 
