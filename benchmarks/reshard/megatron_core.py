@@ -42,12 +42,14 @@ from benchmarks.reshard.contender import HandOver
 from benchmarks.reshard.content import Shard
 from benchmarks.reshard.megatron_limits import megatron_grids
 from benchmarks.reshard.show import NCCL_M2N
+from megarl.config.megatron import MegatronConfig
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.pipeline_stages import EVEN
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.megatron.hf_weights.local_layout import local_tensors
+from megarl.megatron.modeling.backend import layer_backend
 from megarl.megatron.modeling.gpt_model import build_chunks
 from megarl.megatron.modeling.language_head import HeadOptions
 from megarl.megatron.modeling.transformer_config import transformer_config
@@ -209,8 +211,10 @@ def _build(model: ModelArchitecture, grid: RankGrid, layout: WeightLayout, dtype
     tensor_parallel.model_parallel_cuda_manual_seed(0)  # required by megatron-core, although values are filled in later
     groups = ProcessGroupCollection.use_mpu_process_groups()
     parallel = ParallelConfig(tp=grid.tp, pp=grid.pp)
+    backend = layer_backend(model, MegatronConfig(), torch_dtype(dtype))
     config = transformer_config(model, parallel, torch_dtype(dtype), RecomputeConfig())
-    (chunk,) = build_chunks(model, config, groups, EVEN, head=HeadOptions(temperature=1.0, fused=False, fp32=False))
+    head = HeadOptions(temperature=1.0, fused=False, fp32=False)
+    (chunk,) = build_chunks(model, config, groups, EVEN, backend=backend, head=head)
     chunk.module.pg_collection = groups
     shard = Shard(layout, local_tensors([chunk]))
     parallel_state.destroy_model_parallel()  # the other side creates its own groups

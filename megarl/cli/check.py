@@ -15,6 +15,7 @@ from megarl.config.import_path import recorded_imports
 from megarl.config.limits import describe_auto, describe_healthy
 from megarl.config.run import RunConfig, StageConfig
 from megarl.data.hub_datasets import with_local_data
+from megarl.device_memory.gpus import gpu_type
 from megarl.errors import ConfigError
 from megarl.launch.slurm_time_limit import parse_time_limit
 from megarl.model_files.hub import with_local_models
@@ -22,7 +23,7 @@ from megarl.placement.assign import assign_nodes, resolve_device
 from megarl.placement.nodes import ClusterNode, planned_nodes
 from megarl.preflight.code_reward_checks import report_code_rows
 from megarl.preflight.machine_checks import find_device
-from megarl.preflight.model_checks import describe_trainer, find_model_notices
+from megarl.preflight.model_checks import describe_trainer, find_model_notices, require_attention
 from megarl.preflight.run_checks import check_or_raise, find_warmup_notices
 from megarl.preflight.schedule_checks import find_schedule_notices
 from megarl.preflight.tiny_model import will_write_model
@@ -124,13 +125,14 @@ def _describe_memory(config: StageConfig, gpu: str) -> list[str]:
     """Return the tables of GPU memory.
 
     Raises:
-        ConfigError: a phase does not fit.
+        ConfigError: a phase does not fit, or the policy has no attention kernels on these GPUs.
     """
     # imports the messages of a run, and with them Ray
     from megarl.offline.memory_report import describe_memory, find_memory_problems, report_memory
 
     if will_write_model(config):
         raise ConfigError(f"--gpu: needs the model in model.path, {config.model.path} has not been written yet")
+    require_attention(config, gpu_type(gpu))
     reports = report_memory(config, gpu)
     lines = [line for report in reports for line in describe_memory(report)]
     if problems := [*find_memory_problems(config, reports)]:

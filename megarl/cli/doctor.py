@@ -17,12 +17,19 @@ import psutil
 from megarl import __version__
 from megarl.cli.options import add_overrides, file_path
 from megarl.cli.output import console
+from megarl.config.megatron import MegatronConfig
 from megarl.errors import ConfigError
+from megarl.megatron.attention_kernels import attention_backend, find_flash_attn_problem
+from megarl.placement.gpu_types import GpuType, find_gpu_type
 from megarl.placement.hardware import free_shared_memory, package_version, visible_gpu_names
 from megarl.sandbox.tiers import find_local_tiers
 
 if TYPE_CHECKING:
     from megarl.config import StageConfig
+
+TORCH_LAYERS = "megarl's torch layers"
+ATTENTION_KERNELS = {"flash": "flash-attn", "fused": "cuDNN"}
+"""Package by megatron-core's `attention_backend`."""
 
 STAGE_NAMES = ("train", "sft", "rm", "dpo")
 
@@ -74,7 +81,7 @@ class Diagnosis:
     """Package name -> version; None where it is not installed."""
     choices: tuple[Choice, ...]
     missing: tuple[str, ...]
-    """What a run on this machine's CPU lacks, each with a remedy. Empty where the machine is ready."""
+    """What a run on this machine lacks, each with a remedy. Empty where the machine is ready."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,8 +163,8 @@ def diagnose() -> Diagnosis:
     return Diagnosis(
         machine=_describe_machine(gpus),
         packages=packages,
-        choices=_choose_components(packages, bool(gpus)),
-        missing=_find_missing(packages),
+        choices=_choose_components(packages, gpus),
+        missing=_find_missing(packages, gpus),
     )
 
 
@@ -178,8 +185,11 @@ def _describe_machine(gpus: list[str]) -> dict[str, str]:
     }
 
 
-def _choose_components(packages: dict[str, str | None], gpu: bool) -> tuple[Choice, ...]:
+def _choose_components(packages: dict[str, str | None], gpus: list[str]) -> tuple[Choice, ...]:
+    gpu = bool(gpus)
     te = packages["transformer-engine"]
+    kernels = {attention_backend(MegatronConfig(), gpu.capability) for gpu in _known_types(gpus)}
+    attention = ", ".join(sorted(ATTENTION_KERNELS[kind] for kind in kernels))
     cuda_engine = "SGLang on CUDA"
     if packages["sglang-kernel"] is None:
         cuda_engine += ", but sglang-kernel is missing; placement.device=cpu does not need it"
@@ -187,7 +197,7 @@ def _choose_components(packages: dict[str, str | None], gpu: bool) -> tuple[Choi
     return (
         Choice(
             what="attention and layers",
-            uses="Transformer Engine" if gpu and te else "megarl's torch layers",
+            uses=f"Transformer Engine{attention and f'; attention of {attention}'}" if gpu and te else TORCH_LAYERS,
             otherwise="Transformer Engine, with a GPU and transformer-engine",
         ),
         Choice(
@@ -225,7 +235,11 @@ def _describe_sandboxes() -> Choice:
     )
 
 
-def _find_missing(packages: dict[str, str | None]) -> tuple[str, ...]:
+def _known_types(gpus: list[str]) -> list[GpuType]:
+    return [gpu for gpu in map(find_gpu_type, gpus) if gpu is not None]
+
+
+def _find_missing(packages: dict[str, str | None], gpus: list[str]) -> tuple[str, ...]:
     problems = []
     absent = [name for name in REQUIRED if packages[name] is None]
     if absent:
@@ -241,7 +255,18 @@ def _find_missing(packages: dict[str, str | None]) -> tuple[str, ...]:
             f"{MIN_SHARED_MEMORY / 2**20:.0f} MiB of shared memory in /dev/shm, got {(shared or 0) / 2**20:.0f}: "
             "in a container, start it with --shm-size=2g"
         )
+    if packages["transformer-engine"] is not None:
+        problems += _find_missing_attention(gpus)
     return tuple(problems)
+
+
+def _find_missing_attention(gpus: list[str]) -> list[str]:
+    """Return what Transformer Engine's layers lack for attention on these GPUs, without options of a configuration."""
+    config = MegatronConfig()
+    capabilities = {gpu.capability for gpu in _known_types(gpus)}
+    flash = sorted(each for each in capabilities if attention_backend(config, each) == "flash")
+    problems = [find_flash_attn_problem(config, each, cp=1) for each in flash]
+    return [problem for problem in problems if problem is not None]
 
 
 def _find_compiler() -> str | None:

@@ -25,11 +25,13 @@ class MegatronConfig(Section):
 
     model: Fields = Field(default={})
     """Fields of `TransformerConfig`, such as `fp8`, `cp_comm_type`, `attention_backend` or `moe_token_dispatcher_type`.
-    Those whose names begin with `moe_` have no effect on models without experts."""
+    Those whose names begin with `moe_` have no effect on models without experts. `transformer_impl: local` takes
+    torch's layers instead of Transformer Engine's."""
 
     ddp: Fields = Field(default={})
     """Fields of `DistributedDataParallelConfig`, such as `overlap_grad_reduce`. Default: gradients are accumulated and
-    reduced in float32, without overlap."""
+    reduced in float32; on CUDA with more than one data- or context-parallel rank, they are reduced during the backward
+    pass (`overlap_grad_reduce`) and parameters are gathered during the next forward pass (`overlap_param_gather`)."""
 
     optimizer: Fields = Field(default={})
     """Fields of `OptimizerConfig`, such as `optimizer_cpu_offload`, for all trained models."""
@@ -84,6 +86,11 @@ class MegatronConfig(Section):
             raise ValueError(
                 f"optimizer.decoupled_min_lr needs to be from 0 to decoupled_lr = {lr:g}, got {min_lr or 0.0:g}"
             )
+
+    @property
+    def allows_te_layers(self) -> bool:
+        """Whether layers may be Transformer Engine's; False: they are torch's."""
+        return self.model.get("transformer_impl") != "local"
 
     @property
     def offloads_adam(self) -> bool:

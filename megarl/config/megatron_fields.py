@@ -51,7 +51,8 @@ ALLOWED: Mapping[Part, Mapping[str, str]] = {
             "moe_hybridep_num_sms",
             "float": "activation_offload_fraction",
             "float | null": "moe_z_loss_coeff",
-            "auto | flash | fused | unfused": "attention_backend",
+            "auto | flash | fused": "attention_backend",
+            "local | transformer_engine": "transformer_impl",
             "p2p | a2a | list": "cp_comm_type",
             "e4m3 | hybrid | null": "fp8",
             "tensorwise | blockwise | mxfp8": "fp8_recipe",
@@ -195,7 +196,7 @@ REFUSED: Mapping[Part, tuple[RefusedFields, ...]] = {
                 "persist_layer_norm memory_efficient_layer_norm masked_softmax_fusion attention_softmax_in_fp32"
             ),
             "it decides the names and shapes of parameters, which weight sync relies on": (
-                "moe_grouped_gemm transformer_impl use_transformer_engine_op_fuser use_grouped_gemm_for_* "
+                "moe_grouped_gemm use_transformer_engine_op_fuser use_grouped_gemm_for_* "
                 "moe_single_grouped_* moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size "
                 "mla_down_proj_fusion"
             ),
@@ -279,7 +280,7 @@ REFUSED: Mapping[Part, tuple[RefusedFields, ...]] = {
 NEEDS_TE: Mapping[str, tuple[object, ...]] = {
     "activation_func_fp8_input_store": (True,),
     "apply_rope_fusion": (True,),
-    "attention_backend": ("flash", "fused", "unfused"),
+    "attention_backend": ("flash", "fused"),
     "bias_activation_fusion": (True,),
     "cpu_offloading": (True,),
     "fine_grained_activation_offloading": (True,),
@@ -290,6 +291,7 @@ NEEDS_TE: Mapping[str, tuple[object, ...]] = {
     "moe_permute_fusion": (True,),
     "moe_router_fusion": (True,),
     "moe_token_dispatcher_type": ("flex",),
+    "transformer_impl": ("transformer_engine",),
     "use_te_activation_func": (True,),
 }
 """Fields of `model` -> their values that need Transformer Engine, and so CUDA."""

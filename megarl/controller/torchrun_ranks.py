@@ -80,7 +80,7 @@ def choose_device(placement: PlacementConfig, world: TorchrunWorld) -> str:
 @contextmanager
 def _process_group(world: TorchrunWorld, device: str, store: Store) -> Iterator[None]:
     """Set up this rank's device and torch.distributed's default process group."""
-    os.environ.update(rank_environment(device))
+    os.environ.update(rank_environment(device, visible_gpu_names()))
     if device == "cuda":
         torch.cuda.set_device(world.local_rank)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.errors import ConfigError
-from megarl.placement.gpu_types import GPU_TYPES
+from megarl.placement.gpu_types import GPU_TYPES, GpuType
 
 MIB, GIB = 2**20, 2**30
 
@@ -18,13 +18,22 @@ NCCL_BYTES_PER_GROUP = 656 * MIB
 (https://github.com/NVIDIA/nccl/issues/964). Smaller where NCCL_BUFFSIZE or NVLink SHARP say so."""
 
 
-def gpu_memory(name: str) -> int:
-    """Return the bytes of memory of GPU `name`, such as `h100-80`.
+def gpu_type(name: str) -> GpuType:
+    """Return the type of GPU `name`, such as `h100-80`.
 
     Raises:
         ConfigError: the name is unknown.
     """
-    sizes = {gpu.name: gpu.mebibytes for gpu in GPU_TYPES if gpu.name}
-    if name not in sizes:
-        raise ConfigError(f"--gpu: needs one of {', '.join(sorted(sizes))}, got {name}")
-    return sizes[name] * MIB
+    named = {gpu.name: gpu for gpu in GPU_TYPES if gpu.name}
+    if name not in named:
+        raise ConfigError(f"--gpu: needs one of {', '.join(sorted(named))}, got {name}")
+    return named[name]
+
+
+def gpu_memory(name: str) -> int:
+    """Return the bytes of memory of GPU `name`.
+
+    Raises:
+        ConfigError: as `gpu_type`.
+    """
+    return gpu_type(name).mebibytes * MIB

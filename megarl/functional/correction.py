@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megarl.functional.losses import MAX_LOG_RATIO
+from megarl.functional.losses import clamp_log_ratio
 from megarl.functional.sequences import Sequences
 
 CorrectionKind = Literal["token_tis", "sequence_tis", "icepop", "geometric_mask"]
@@ -66,7 +66,7 @@ def rollout_correction(
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return clamp_log_ratio(log_ratio).exp()
 
 
 def _within(ratio: Tensor, low: float, high: float) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.algorithms.policy import KlKind
-from megarl.functional.losses import MAX_LOG_RATIO
+from megarl.functional.losses import clamp_log_ratio
 
 MAX_ERROR = 0.2
 """Relative distance from the target is clipped to this in each update."""
@@ -26,7 +26,7 @@ def kl_penalty(logprobs_T: Tensor, ref_logprobs_T: Tensor, *, kind: KlKind) -> T
         case "k2":
             return log_ratio_T.square() / 2
         case "k3":
-            log_ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            log_ratio_T = clamp_log_ratio(log_ratio_T)
             return torch.expm1(-log_ratio_T) + log_ratio_T
 
 

@@ -38,10 +38,13 @@ class PolicyLossOutput:
     """Importance ratio before clipping, detached: per token, or per sequence for sequence-level losses."""
 
     clipped_T: Tensor
-    """bool [T] mask of tokens where a clip determined the loss."""
+    """bool [T] mask of tokens where a bound of the ratio determined the loss."""
 
     weight_T: Tensor | None = None
     """Weight of each token by which `loss_T` was multiplied; None for a loss without one."""
+
+    dual_clipped_T: Tensor | None = None
+    """bool [T] mask of tokens where the dual clip determined the loss; None for a loss without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,13 @@ def clipped_policy_loss(
     unclipped_T = -advantages_T * ratio_T
     clipped_T = -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high)
     loss_T = torch.maximum(unclipped_T, clipped_T)
+    dual_clipped_T = None
     if dual_clip is not None:
-        loss_T = torch.where(advantages_T < 0, torch.minimum(loss_T, -dual_clip * advantages_T), loss_T)
-    return PolicyLossOutput(loss_T, ratio_T.detach(), (clipped_T > unclipped_T).detach())
+        bound_T = -dual_clip * advantages_T
+        dual_clipped_T = (advantages_T < 0) & (loss_T.detach() > bound_T)
+        loss_T = torch.where(dual_clipped_T, bound_T, loss_T)
+    is_clipped_T = (clipped_T > unclipped_T).detach()
+    return PolicyLossOutput(loss_T, ratio_T.detach(), is_clipped_T, dual_clipped_T=dual_clipped_T)
 
 
 def gspo_loss(
@@ -131,7 +138,7 @@ def gmpo_loss(
     at least -`clip_low` if A < 0 (paper: 0.4 and 0.4). Aggregated with `seq-mean-token-mean`, it is the objective of
     the paper.
     """
-    log_ratio_T = _zero_outside_mask(logprobs_T - old_logprobs_T, mask_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio_T = clamp_log_ratio(_zero_outside_mask(logprobs_T - old_logprobs_T, mask_T))
     clipped_log_ratio_T = torch.where(
         advantages_T < 0, log_ratio_T.clamp(min=-clip_low), log_ratio_T.clamp(max=clip_high)
     )
@@ -209,8 +216,13 @@ def aggregate(
             return (masked_T / sequence_tokens_T).sum() / denominators.num_sequences
 
 
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Clamp to +-`MAX_LOG_RATIO`, of which `exp` and its square are finite."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 def _ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
-    return (logprobs_T - old_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return clamp_log_ratio(logprobs_T - old_logprobs_T).exp()
 
 
 def _zero_outside_mask(values_T: Tensor, mask_T: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
@@ -33,11 +34,15 @@ from megarl.megatron.requests import (
     TrainStats,
 )
 from megarl.megatron.trainer_worker import ForwardWorker, FrozenWorker, TrainerWorker
+from megarl.placement.gpu_types import BLACKWELL, find_gpu_type
 from megarl.placement.pool import SlotPool
 from megarl.placement.rank_grid import RankGrid
 from megarl.workers.dispatch import BROADCAST, Dispatch, to_all
 from megarl.workers.group import Group, Processes, WorkerFuture, WorkerProcesses
 from megarl.workers.payload import Payload
+
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Environment variable with the number of hardware queues that kernels of a process are put in."""
 
 if TYPE_CHECKING:
     from megarl.megatron.runtime.offload import OffloadStats
@@ -200,7 +205,7 @@ def make_trainer_group(config: StageConfig, processes: Processes) -> TrainerGrou
 
 def make_rank_processes(pool: SlotPool, name: str) -> WorkerProcesses:
     """Create a process for Megatron ranks on each slot of the pool; `name` is used in error messages."""
-    return WorkerProcesses(name, pool, rank_environment(pool.device))
+    return WorkerProcesses(name, pool, rank_environment(pool.device, pool.gpus))
 
 
 def read_gpu_bytes() -> int:
@@ -210,8 +215,19 @@ def read_gpu_bytes() -> int:
     return platform.device_bytes()
 
 
-def rank_environment(device: str) -> dict[str, str]:
-    """Return the environment variables of a Megatron rank's process."""
-    # One thread per rank: more would compete for the cores of other ranks, and results that depend on the number of
-    # threads are not reproducible. On CUDA, sequence parallelism overlaps as intended only with one queue.
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if device == "cuda" else {"OMP_NUM_THREADS": "1"}
+def rank_environment(device: str, gpus: Iterable[str] = ()) -> dict[str, str]:
+    """Return the environment variables of a Megatron rank's process; on CUDA those that are set here win.
+
+    Args:
+        gpus: names of the types of the ranks' GPUs, as far as they are known.
+    """
+    if device == "cpu":
+        # more threads would compete for the cores of other ranks, and change results
+        return {"OMP_NUM_THREADS": "1"}
+    # torch's own allocator settings stay as they are: expandable segments are not turned on, see docs/cluster.md
+    if MAX_CONNECTIONS in os.environ:
+        return {MAX_CONNECTIONS: os.environ[MAX_CONNECTIONS]}
+    # before Blackwell, tensor-parallel communication overlaps as intended only with one queue
+    types = [find_gpu_type(name) for name in gpus]
+    is_blackwell = bool(types) and all(gpu is not None and gpu.capability >= BLACKWELL for gpu in types)
+    return {} if is_blackwell else {MAX_CONNECTIONS: "1"}

@@ -16,22 +16,33 @@ if TYPE_CHECKING:
     from megarl.megatron.families.architecture import ModelArchitecture
 
 
-def needs_torch_layers(architecture: ModelArchitecture) -> bool:
-    """Return whether Transformer Engine lacks a feature: attention softcap, or a norm after row-parallel linears."""
-    return architecture.mlp.post_norm or bool(architecture.window_sizes)
+def needs_torch_layers(architecture: ModelArchitecture, megatron: MegatronConfig, dtype: str) -> bool:
+    """Return whether layers are torch's, also where Transformer Engine is installed.
+
+    It lacks an attention softcap, a norm after row-parallel linears, and attention in float32 that does not store all
+    scores. `trainer.megatron.model.transformer_impl: local` chooses torch's layers.
+
+    Args:
+        dtype: `float32` or `bfloat16`, of parameters and activations.
+    """
+    lacks_feature = architecture.mlp.post_norm or bool(architecture.window_sizes) or dtype == "float32"
+    return lacks_feature or not megatron.allows_te_layers
 
 
-def fusion_fields(architecture: ModelArchitecture, *, has_te: bool, has_wgrad_kernel: bool) -> dict[str, bool]:
+def fusion_fields(
+    architecture: ModelArchitecture, *, has_te: bool, te_layers: bool, has_wgrad_kernel: bool
+) -> dict[str, bool]:
     """Return the fields of fused kernels: all that the model can use, none without Transformer Engine.
 
     SwiGLU has a fused kernel; Gemma's gated GELU, in the form that megarl uses, has none.
 
     Args:
         has_te: Transformer Engine's kernels can be called.
+        te_layers: the layers are Transformer Engine's.
         has_wgrad_kernel: apex's kernel that accumulates weight gradients can be imported. megatron-core's own linears,
             such as the output layer, need it.
     """
-    moe = has_te and architecture.experts is not None and not needs_torch_layers(architecture)
+    moe = te_layers and architecture.experts is not None
     return {
         "apply_rope_fusion": has_te and _has_rope_kernel(architecture),
         "bias_activation_fusion": has_te and architecture.activation == "silu",
@@ -70,21 +81,30 @@ def override_model_fields(fields: Mapping[str, object], megatron: MegatronConfig
     return out
 
 
-def ddp_fields(config: OptimizerConfig, megatron: MegatronConfig) -> dict[str, object]:
-    """Return fields of DistributedDataParallelConfig: gradients in float32, without overlap."""
+def ddp_fields(config: OptimizerConfig, megatron: MegatronConfig, *, overlap: bool) -> dict[str, object]:
+    """Return fields of DistributedDataParallelConfig: gradients in float32, and communication during passes.
+
+    Args:
+        overlap: overlap communication with passes where the configuration does not say; the distributed optimizer is
+            needed to gather parameters, and the overlapped reduction to overlap it.
+    """
+    reduces = megatron.ddp.get("overlap_grad_reduce", overlap)
     return {
         "grad_reduce_in_fp32": True,
-        "overlap_grad_reduce": False,
-        "overlap_param_gather": False,
+        "overlap_grad_reduce": reduces,
+        "overlap_param_gather": overlap and reduces and config.distributed,
         "use_distributed_optimizer": config.distributed,
         **megatron.ddp,
     }
 
 
-def optimizer_fields(config: OptimizerConfig, megatron: MegatronConfig) -> dict[str, object]:
+def optimizer_fields(config: OptimizerConfig, megatron: MegatronConfig, *, overlap: bool) -> dict[str, object]:
     """Return fields of OptimizerConfig, with the names of dtypes: Adam with float32 main parameters and moments.
 
     Adam on the CPU updates all parameters there, and copies gradients and parameters meanwhile.
+
+    Args:
+        overlap: as in `ddp_fields`.
     """
     fields: dict[str, object] = {
         "optimizer": "adam",
@@ -96,7 +116,7 @@ def optimizer_fields(config: OptimizerConfig, megatron: MegatronConfig) -> dict[
         "adam_eps": config.eps,
         "clip_grad": config.clip_grad,
         "use_distributed_optimizer": config.distributed,
-        "overlap_param_gather": bool(megatron.ddp.get("overlap_param_gather")),
+        "overlap_param_gather": ddp_fields(config, megatron, overlap=overlap)["overlap_param_gather"],
         "use_precision_aware_optimizer": megatron.offloads_adam,  # megatron-core copies from and to bfloat16 with it
         "store_param_remainders": False,
         "fp8_recipe": megatron.model.get("fp8_recipe"),

@@ -16,6 +16,10 @@ DOMAIN_LABEL = "megarl.nvlink-domain"
 """Ray node label: NVLink domain of the node's GPUs."""
 
 
+GPU_LABEL = "ray.io/accelerator-type"
+"""Ray node label: type of the node's GPUs, which Ray itself sets, such as `H100`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
     """One node, as Ray reports it."""

@@ -17,7 +17,7 @@ from megarl.errors import ConfigError, WorkerError
 from megarl.placement.assign import assign_nodes, resolve_device
 from megarl.placement.hardware import object_store_bytes
 from megarl.placement.node_start import node_start
-from megarl.placement.nodes import cluster_nodes
+from megarl.placement.nodes import GPU_LABEL, cluster_nodes
 
 SPARE_CPUS = 2
 """CPU slots of a local cluster beyond those of the pools, for the controller and light workers."""
@@ -55,6 +55,8 @@ class SlotPool:
     slots: tuple[Slot, ...]
     device: str
     """Device type of the slots: `cpu` or `cuda`."""
+    gpus: tuple[str, ...] = ()
+    """Names of the types of GPUs of the slots' nodes, as far as Ray knows them."""
 
     def subset(self, slots: Sequence[int]) -> SlotPool:
         """Return a pool of the slots at these indices, in this order; they also remain slots of this pool."""
@@ -143,7 +145,8 @@ def reserve_pools(config: PlacementConfig, pools: Mapping[str, PoolConfig]) -> d
         mine = [slot for slot, (pool, _) in zip(slots, places, strict=True) if pool == name]
         # adjacent ranks get adjacent GPUs
         mine.sort(key=lambda slot: (order[slot.node], -1 if slot.gpu_id is None else slot.gpu_id, slot.bundle))
-        granted[name] = SlotPool(group, tuple(mine), device)
+        types = dict.fromkeys(node.labels[GPU_LABEL] for node in of_pool if GPU_LABEL in node.labels)
+        granted[name] = SlotPool(group, tuple(mine), device, tuple(types))
     return granted
 
 

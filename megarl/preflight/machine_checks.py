@@ -12,7 +12,8 @@ from megarl.config.placement import PlacementConfig, pool_key
 from megarl.config.run import RunConfig, StageConfig
 from megarl.errors import ConfigError
 from megarl.placement.assign import assign_nodes, resolve_device
-from megarl.placement.hardware import visible_gpu_names
+from megarl.placement.gpu_types import GpuType, find_gpu_type
+from megarl.placement.hardware import package_version, visible_gpu_names
 from megarl.placement.nodes import ClusterNode
 from megarl.placement.rank_grid import RankGrid
 from megarl.process.ports import is_port_free
@@ -33,6 +34,17 @@ def find_local_gpu_problems(config: StageConfig) -> Iterator[str]:
                 f"{placement.slots_per_node} = {placement.slots}{pools} GPUs, this machine has {gpus} (RAY_ADDRESS "
                 "joins a cluster)"
             )
+
+
+def find_local_gpu_types(device: str | None) -> list[GpuType]:
+    """Return the types of this node's GPUs whose layers would be Transformer Engine's; empty if workers run elsewhere.
+
+    Args:
+        device: as `find_device` returns it.
+    """
+    if device != "cuda" or "RAY_ADDRESS" in os.environ or package_version("transformer-engine") is None:
+        return []
+    return [gpu for gpu in map(find_gpu_type, visible_gpu_names()) if gpu is not None]
 
 
 def find_device(placement: PlacementConfig, nodes: Sequence[ClusterNode] | None) -> str | None:

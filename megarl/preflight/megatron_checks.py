@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from megarl.config.megatron_fields import NEEDS_TE_LAYERS
 from megarl.config.run import StageConfig
+from megarl.megatron.attention_kernels import find_attention_problem
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
 from megarl.megatron.mcore_fields import (
@@ -15,6 +16,8 @@ from megarl.megatron.mcore_fields import (
     optimizer_fields,
     override_model_fields,
 )
+from megarl.placement.gpu_types import GpuType
+from megarl.placement.hardware import package_version
 
 LINE_WIDTH = 110
 
@@ -41,15 +44,37 @@ def find_megatron_problems(config: StageConfig, model: ModelArchitecture, device
     dtype = config.model.dtype
     if trainer.megatron.offloads_adam and (dtype == "float32" or (dtype == "auto" and device == "cpu")):
         yield "trainer.megatron.optimizer.optimizer_cpu_offload: needs model.dtype: bfloat16, got float32"
-    for name in NEEDS_TE_LAYERS if needs_torch_layers(model) else ():
-        if name in trainer.megatron.model:
+    te_layers = _has_te_layers(config, model)
+    for name in () if te_layers else NEEDS_TE_LAYERS:
+        if name in trainer.megatron.model and dtype == "float32":
+            yield f"{key}.{name}: needs model.dtype: bfloat16, got float32"
+        elif name in trainer.megatron.model:
             yield f"{key}.{name}: has no effect on {model.name}, whose layers are torch's"
-    for name, fits in fusion_fields(model, has_te=True, has_wgrad_kernel=True).items():
+    for name, fits in fusion_fields(model, has_te=True, te_layers=te_layers, has_wgrad_kernel=True).items():
         if trainer.megatron.model.get(name) and not fits and (model.experts or not name.startswith("moe_")):
             yield f"{key}.{name}: no fused kernel fits the layers of {model.name}"
     yield from _find_a2a_problems(config, model)
-    if trainer.megatron.model.get("fp8") is not None and dtype == "float32":
-        yield f"{key}.fp8: needs model.dtype: bfloat16, got float32"
+
+
+def find_attention_problems(config: StageConfig, model: ModelArchitecture, gpus: Iterable[GpuType]) -> Iterator[str]:
+    """Find out whether Transformer Engine's layers lack attention kernels on one of the types of GPUs.
+
+    flash-attn that the configuration names is taken to be installed on the GPUs' nodes if this machine has no
+    Transformer Engine, so that it cannot be one of them.
+    """
+    megatron = config.trainer.megatron
+    if not _has_te_layers(config, model):
+        return
+    is_elsewhere = megatron.model.get("attention_backend") == "flash" and package_version("transformer-engine") is None
+    for capability in () if is_elsewhere else dict.fromkeys(gpu.capability for gpu in gpus):
+        problem = find_attention_problem(model, megatron, capability, cp=config.trainer.parallel.cp)
+        if problem is not None:
+            yield problem
+
+
+def _has_te_layers(config: StageConfig, model: ModelArchitecture) -> bool:
+    """Return whether the policy's layers are Transformer Engine's on GPUs that have it."""
+    return not needs_torch_layers(model, config.trainer.megatron, config.model.resolved_dtype("cuda"))
 
 
 def _find_a2a_problems(config: StageConfig, model: ModelArchitecture) -> Iterator[str]:
@@ -81,14 +106,16 @@ def describe_megatron(config: StageConfig, model: ModelArchitecture, device: str
         device: as in `find_megatron_problems`; Transformer Engine and apex are taken to be on GPUs.
     """
     has_te, megatron, optimizer = device != "cpu", config.trainer.megatron, config.trainer.optimizer
-    fusions = fusion_fields(model, has_te=has_te, has_wgrad_kernel=has_te)
-    layers = "Transformer Engine" if has_te and not needs_torch_layers(model) else "torch"
-    adam = optimizer_fields(optimizer, megatron)
+    te_layers, parallel = has_te and _has_te_layers(config, model), config.trainer.parallel
+    fusions = fusion_fields(model, has_te=has_te, te_layers=te_layers, has_wgrad_kernel=has_te)
+    layers = "Transformer Engine" if te_layers else "torch"
+    overlap = has_te and config.placement.slots > parallel.tp * parallel.pp
+    adam = optimizer_fields(optimizer, megatron, overlap=overlap)
     shown = {name: value for name, value in adam.items() if name not in ("optimizer", "lr", "min_lr", "fp8_recipe")}
     return [
         f"megatron: {layers} layers" + ("" if has_te else ", no fused kernels on the CPU"),
         *_lines("model", override_model_fields(fusions, megatron, moe=model.experts is not None)),
-        *_lines("ddp", ddp_fields(optimizer, megatron)),
+        *_lines("ddp", ddp_fields(optimizer, megatron, overlap=overlap)),
         *_lines("optimizer", shown),
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.config.data import Source
@@ -23,17 +23,21 @@ from megarl.megatron.families.model_folder import (
 from megarl.model_files.block_fp8 import CONFIG_KEY
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.model_files.model_config import read_stop_token_ids
-from megarl.preflight.megatron_checks import describe_megatron, find_megatron_problems
+from megarl.placement.gpu_types import GpuType
+from megarl.preflight.megatron_checks import describe_megatron, find_attention_problems, find_megatron_problems
 from megarl.preflight.tiny_model import will_write_model
 from megarl.rollout.unsupported_options import find_engine_problems
 
 
-def find_model_problems(config: StageConfig, hf_config: JsonObject, device: str | None) -> Iterator[str]:
+def find_model_problems(
+    config: StageConfig, hf_config: JsonObject, device: str | None, gpus: Sequence[GpuType] = ()
+) -> Iterator[str]:
     """Find problems of the model in `model.path`: architecture, weights, parallel sizes, support by the engine.
 
     Args:
         hf_config: content of its config.json.
         device: device of the engines; None: unknown, support by the engine is not checked.
+        gpus: types of the GPUs that the run will have, as far as they are known.
     """
     folder = Path(config.model.path)
     try:
@@ -57,6 +61,7 @@ def find_model_problems(config: StageConfig, hf_config: JsonObject, device: str 
     yield from parallel_problems(model, config.trainer.parallel, config.placement.slots)
     yield from recompute_problems(model, config.trainer.parallel, config.trainer.recompute)
     yield from find_megatron_problems(config, model, device)
+    yield from find_attention_problems(config, model, gpus)
     if isinstance(config, RunConfig):
         yield from _find_engine_tp_problems(model, config.rollout.tp)
         if hf_config.get(CONFIG_KEY) and config.weight_sync.strategy == "gather_hf":
@@ -99,6 +104,17 @@ def describe_trainer(config: StageConfig, device: str | None) -> list[str]:
         return []
     model = load_architecture_from_folder(Path(config.model.path), head=model_head(config), family=config.model.family)
     return describe_megatron(config, model, device)
+
+
+def require_attention(config: StageConfig, gpu: GpuType) -> None:
+    """Return if the policy, whose folder needs to have passed, has attention kernels on GPUs of type `gpu`.
+
+    Raises:
+        ConfigError: it has none; names the remedies.
+    """
+    model = load_architecture_from_folder(Path(config.model.path), head=model_head(config), family=config.model.family)
+    for problem in find_attention_problems(config, model, [gpu]):
+        raise ConfigError(problem)
 
 
 def find_reference_problems(config: DpoConfig) -> Iterator[str]:

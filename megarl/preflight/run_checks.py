@@ -27,6 +27,7 @@ from megarl.preflight.machine_checks import (
     find_engine_variable_problems,
     find_folder_problems,
     find_local_gpu_problems,
+    find_local_gpu_types,
     find_package_problems,
     find_port_problems,
     find_profile_problems,
@@ -92,7 +93,8 @@ def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -
     else:
         if has_family:
             device = find_device(config.placement, nodes)
-            problems += find_model_problems(config, hf_config, device)
+            gpus = find_local_gpu_types(device) if nodes is None else []
+            problems += find_model_problems(config, hf_config, device, gpus)
             if isinstance(config, RunConfig):
                 problems += find_delta_problems(config, device)
             if isinstance(config, RunConfig) and not problems:

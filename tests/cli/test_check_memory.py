@@ -10,6 +10,7 @@ import pytest
 from benchmarks.reshard.published import QWEN3_8B
 from megarl.config import RunConfig, load_config
 from megarl.device_memory.gpus import GIB, gpu_memory
+from megarl.megatron import attention_kernels
 from megarl.megatron.families.load_architecture import load_architecture
 from megarl.offline.memory_report import find_memory_problems, report_memory
 from tests.cli.tiny_run import ROWS, write_config, write_rows, write_tiny_run
@@ -91,6 +92,23 @@ def test_refuses_what_cannot_fit_with_the_arithmetic(run, output, recipe):
 
 def test_an_unknown_gpu_is_refused(refusal, recipe):
     assert "--gpu: needs one of a10-24, " in refusal("check", recipe, *JOB, "--gpu", "h100")
+
+
+ATTENTION = "trainer.megatron.model.attention_backend"
+TORCH_LAYERS = "trainer.megatron.model.transformer_impl=local"
+
+
+def test_names_both_remedies_where_a_gpu_lacks_attention(refusal, output, recipe, monkeypatch):
+    """Transformer Engine would fall back to attention that stores all scores."""
+    wide = ["--set", FULL, "trainer.parallel.tp=8"]
+    problem = refusal("check", recipe, *JOB, "--gpu", "a100-80", *wide)
+    assert f"{ATTENTION}: on compute capability 8.0 flash needs flash-attn 2 (2.1.1 or later, before 2.8.4)" in problem
+    assert "install it, or set trainer.megatron.model.transformer_impl: local" in problem
+    assert "# megatron: torch layers" in output("check", recipe, *JOB, "--gpu", "a100-80", *wide, TORCH_LAYERS)
+    # on a machine without Transformer Engine, flash-attn that is asked for is that of the GPUs' nodes
+    assert output("check", recipe, *JOB, "--gpu", "a100-80", *wide, f"{ATTENTION}=flash")
+    monkeypatch.setattr(attention_kernels, "package_version", {"flash-attn": "2.8.3"}.get)
+    assert output("check", recipe, *JOB, "--gpu", "a100-80", *wide)
 
 
 def test_refuses_a_cache_that_holds_no_sequence(recipe):

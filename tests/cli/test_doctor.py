@@ -7,6 +7,7 @@ import pytest
 
 from megarl.cli import doctor
 from megarl.cli.doctor import OPTIONAL, REQUIRED, diagnose
+from megarl.megatron import attention_kernels
 
 
 @pytest.fixture
@@ -101,6 +102,35 @@ def test_choices_follow_gpus_and_packages(machine, gpus, packages, chosen):
     found = {choice.what: choice.uses for choice in diagnose().choices}
     assert {what: found[what].partition(";")[0] for what in chosen} == chosen
     assert found.keys() == ON_CPU.keys()
+
+
+A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "packages", "attention", "lacks"),
+    [
+        ((H100,), {}, "Transformer Engine; attention of cuDNN", False),
+        ((A100, A100), {"flash_attn": "2.8.3"}, "Transformer Engine; attention of flash-attn", False),
+        (
+            (A100, A100),
+            {"flash_attn": None, "flash_attn_4": "4.0"},
+            "Transformer Engine; attention of flash-attn",
+            True,
+        ),
+        ((A100,), {"flash_attn": None, "transformer_engine": None}, "megarl's torch layers", False),
+        (("NVIDIA GeForce RTX 4090",), {}, "Transformer Engine", False),
+    ],
+)
+def test_attention_of_a_gpu(machine, gpus, packages, attention, lacks, run, monkeypatch):
+    """GPUs before Hopper need flash-attn 2 for packed sequences, or torch's layers by choice."""
+    machine(gpus=gpus, **(GPU_PACKAGES | packages))
+    monkeypatch.setattr(attention_kernels, "package_version", lambda name: packages.get(name.replace("-", "_")))
+    found = {choice.what: choice.uses for choice in diagnose().choices}
+    assert found["attention and layers"] == attention
+    code, out, _ = run("doctor")
+    assert code == int(lacks)
+    assert ("install it, or set trainer.megatron.model.transformer_impl: local" in " ".join(out.split())) == lacks
 
 
 @pytest.mark.parametrize(

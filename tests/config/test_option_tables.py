@@ -34,7 +34,7 @@ ANNOTATIONS = {
     "int | null": {"Optional[int]", "Optional[Literal[2, 3, 4]]"},
     "float": {"float"},
     "float | null": {"Optional[float]"},
-    "auto | flash | fused | unfused": {"AttnBackend"},
+    "auto | flash | fused": {"AttnBackend"},
     "p2p | a2a | list": {"Optional[Union[str, List[str]]]"},
     "list": {"Optional[list[str]]"},
     "float32 | bfloat16": {"torch.dtype"},
@@ -220,3 +220,18 @@ def test_fields_reach_the_configuration() -> None:
     ]
     message = error_message(trainer={"moe": {"freeze_router": True, "aux_loss_coeff": 0.01}})
     assert message == "trainer.moe: aux_loss_coeff trains the routers, which are frozen, got 0.01"
+
+
+SILENT_BUGS = {
+    "model": ("calculate_per_token_loss", "mtp_num_layers", "softmax_type", "experimental_attention_variant"),
+    "ddp": ("use_megatron_fsdp", "use_custom_fsdp", "fsdp_double_buffer"),
+}
+"""Fields without which silent bugs of megatron-core cannot be reached (docs/models.md)."""
+
+
+@pytest.mark.parametrize(("part", "name"), [(part, name) for part, names in SILENT_BUGS.items() for name in names])
+def test_fields_of_silent_bugs_are_refused(part: Any, name: str) -> None:
+    assert name in read_fields(part)
+    (problem,) = find_field_problems(part, {name: 1})
+    assert problem.startswith(f"{name}: ")
+    assert "no such field" not in problem

@@ -64,7 +64,7 @@ class SharedRanks(WorkerProcesses):
 
     def __init__(self) -> None:
         pool = reserve(PlacementConfig(slots_per_node=2))
-        super().__init__("trainer", pool, rank_environment(pool.device))
+        super().__init__("trainer", pool, rank_environment(pool.device, pool.gpus))
         self._numbers = itertools.count()
 
     def group(self, name: str, grid: RankGrid) -> WorkerGroup[Any]:

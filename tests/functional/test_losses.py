@@ -91,6 +91,23 @@ def test_every_policy_loss_matches_a_loop(name: str) -> None:
     assert kept > 5
 
 
+@pytest.mark.parametrize("name", ["dual-clipped", "decoupled", "clipped"])
+def test_tokens_of_the_dual_clip_are_told_apart(name: str) -> None:
+    """They are those with a negative advantage whose ratio is above the dual clip; the ratio's bounds spare them."""
+    found = 0
+    for seed in range(5):
+        pack = make_pack(seed)
+        got = POLICY_LOSSES[name](pack)
+        if name == "clipped":
+            assert got.dual_clipped_T is None
+            continue
+        want_T = (pack.advantages_T < 0) & ((pack.logprobs_T - pack.old_logprobs_T).exp() > 1.5)
+        assert torch.equal(got.dual_clipped_T, want_T)
+        assert not (got.dual_clipped_T & got.clipped_T).any()
+        found += int((want_T & pack.mask_T).sum())
+    assert found > 5 or name == "clipped"
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_extreme_ratios_are_finite(name: str) -> None:
     pack = make_pack()

@@ -48,7 +48,7 @@ def cosine(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FAMILIES)
 def test_float32_matches_transformers(name, model_folder, tmp_path, monkeypatch):
-    """With matrix products in float32: torch's are by default, Transformer Engine's are in TF32."""
+    """With torch's layers, as Transformer Engine has no attention in float32, and its kernels between them."""
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     folder, sequences = model_folder(name), draw(SHORT, CONFIGS[name]["vocab_size"])
     got, want = measure(folder, sequences, tmp_path, device="cuda"), differentiate(folder, sequences)

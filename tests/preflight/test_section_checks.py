@@ -239,6 +239,12 @@ WHOLE = "the routers of Qwen3MoeForCausalLM need whole micro-batches"
     [
         (QWEN3, FP8, []),
         (QWEN3, FP8 | {"dtype": "float32"}, [f"{MODEL}.fp8: needs model.dtype: bfloat16, got float32"]),
+        (QWEN3, model(transformer_impl="local"), []),
+        (
+            QWEN3,
+            model(transformer_impl="local", attention_backend="fused"),
+            [f"{MODEL}.attention_backend: has no effect on Qwen3ForCausalLM, whose layers are torch's"],
+        ),
         (GEMMA2, FP8, [f"{MODEL}.fp8: has no effect on Gemma2ForCausalLM, whose layers are torch's"]),
         (QWEN3, {"moe": {"freeze_router": True}}, ["trainer.moe: Qwen3ForCausalLM has no experts"]),
         (QWEN3_MOE, {"moe": {"freeze_router": True}}, []),

@@ -123,6 +123,22 @@ def test_stub_folder_comes_first_and_once(monkeypatch):
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in variables
 
 
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ("expandable_segments:True", ""),
+        ("expandable_segments:True,max_split_size_mb:64", "max_split_size_mb:64"),
+        ("roundup_power2_divisions:[256:1,512:2], expandable_segments:True", "roundup_power2_divisions:[256:1,512:2]"),
+        ("max_split_size_mb:64", None),
+    ],
+)
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_engines_have_no_expandable_segments(name, given, want, monkeypatch):
+    """The memory saver cannot release them; what else the user sets stays."""
+    monkeypatch.setenv(name, given)
+    assert make_engine_environment("cuda", 1) == ({} if want is None else {name: want})
+
+
 def test_every_rank_is_bound_to_a_core(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5})
     assert make_engine_environment("cpu", 3)["SGLANG_CPU_OMP_THREADS_BIND"] == "4|5|4"

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Literal, Self, TypeAlias
+from typing import ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from megarl.errors import ConfigError
@@ -52,6 +60,10 @@ class HfConfig(BaseModel):
     attention_bias: Literal[False] = False
     mlp_bias: Literal[False] = False
     use_sliding_window: Literal[False] = False
+    layer_types: tuple[str, ...] | None = None
+
+    attention_kinds: ClassVar[tuple[str, ...]] = ("full_attention",)
+    """Supported entries of `layer_types`."""
 
     @classmethod
     def read(cls, config: JsonMapping, *, origin: str) -> Self:
@@ -73,6 +85,24 @@ class HfConfig(BaseModel):
                 f"num_key_value_heads needs to divide num_attention_heads, got {heads} % {kv_heads} = "
                 f"{heads % kv_heads}"
             )
+        return self
+
+    @field_validator("layer_types")
+    @classmethod
+    def _check_layer_types(cls, kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for kind in dict.fromkeys(kinds or ()):
+            if kind not in cls.attention_kinds:
+                raise ValueError(
+                    f"layer_types {kind} is not supported; supported is {' or '.join(cls.attention_kinds)}"
+                )
+        return kinds
+
+    @model_validator(mode="after")
+    def _check_rope_scaling(self) -> Self:
+        # transformers takes rope_scaling then, others rope_parameters
+        scaling, parameters = self.rope_scaling, self.rope_parameters
+        if scaling and parameters and _scaling_of(scaling) != _scaling_of(parameters):
+            raise ValueError("rope_scaling and rope_parameters differ; remove one of them")
         return self
 
     @property
@@ -118,6 +148,12 @@ class HfConfig(BaseModel):
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
         )
+
+
+def _scaling_of(parameters: JsonObject) -> JsonObject:
+    """Return RoPE parameters without the base of the frequencies, with the type under one name."""
+    rest = {name: value for name, value in parameters.items() if name not in ("type", "rope_type", "rope_theta")}
+    return rest | {"rope_type": parameters.get("rope_type") or parameters.get("type") or "default"}
 
 
 def _error_message(error: ErrorDetails) -> str:

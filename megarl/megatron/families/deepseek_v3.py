@@ -35,6 +35,7 @@ class _Config(HfConfig):
     topk_group: PositiveInt = 4
     routed_scaling_factor: PositiveFloat = 2.5
     scoring_func: Literal["sigmoid"] = "sigmoid"
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
     norm_topk_prob: Literal[True] = True
     first_k_dense_replace: NonNegativeInt = 3
     moe_layer_freq: Literal[1] = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -21,7 +21,7 @@ class _Config(HfConfig):
     head_dim: PositiveInt | None = 256
     query_pre_attn_scalar: PositiveFloat = 256
     sliding_window: PositiveInt | None = 4096
-    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
+    attention_kinds: ClassVar[tuple[str, ...]] = ("sliding_attention", "full_attention")
     attn_logit_softcapping: PositiveFloat | None = 50.0
     final_logit_softcapping: PositiveFloat | None = 30.0
     use_bidirectional_attention: Literal[False] | None = None

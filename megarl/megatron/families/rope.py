@@ -56,12 +56,14 @@ class Rope:
             raise ConfigError(
                 f"{origin}: rope type {rope_type} is not supported; supported are {', '.join(REQUIRED_PARAMETERS)}"
             )
-        if parameters.get("partial_rotary_factor") not in (None, 1.0):
-            raise ConfigError(f"{origin}: partial_rotary_factor is not supported")
+        partial = parameters.get("partial_rotary_factor")
+        if partial not in (None, 1.0):
+            raise ConfigError(f"{origin}: partial_rotary_factor {partial} is not supported; supported is 1")
         missing = [name for name in REQUIRED_PARAMETERS[rope_type] if parameters.get(name) is None]
         if missing:
             raise ConfigError(f"{origin}: rope type {rope_type} needs {', '.join(missing)}")
-        stated = {k: v for k, v in parameters.items() if k not in ("type", "rope_type", "rope_theta") and v is not None}
+        read = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+        stated = {k: v for k, v in parameters.items() if k not in read and v is not None}
         if rope_type in ("yarn", "llama3"):
             stated.setdefault("original_max_position_embeddings", max_positions)
         return cls(

@@ -200,6 +200,8 @@ def _policy_metrics(policy: PolicyLossOutput, logprobs_T: Tensor, batch: LossBat
         "policy/clip_fraction": batch.token_mean(policy.clipped_T.float()),
         "policy/ratio": batch.token_mean(policy.ratio_T),
     }
+    if policy.dual_clipped_T is not None:
+        metrics["policy/dual_clip_fraction"] = batch.token_mean(policy.dual_clipped_T.float())
     if policy.weight_T is not None:
         metrics["correction/weight"] = batch.token_mean(policy.weight_T)
     # k1 estimate of KL(old || new): positive means that sampled tokens became less likely

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import torch
+
+from megarl.config.megatron import MegatronConfig
 from megarl.megatron.mcore_fields import fusion_fields, needs_torch_layers
 from megarl.megatron.runtime import platform
 
@@ -40,10 +43,10 @@ class LayerBackend:
     def fusions(self, architecture: ModelArchitecture) -> dict[str, bool]:
         """Return megatron-core's fields of fused kernels."""
         has_kernel = find_spec("fused_weight_gradient_mlp_cuda") is not None
-        return fusion_fields(architecture, has_te=self.has_te, has_wgrad_kernel=has_kernel)
+        return fusion_fields(architecture, has_te=self.has_te, te_layers=self.te_layers, has_wgrad_kernel=has_kernel)
 
 
-def layer_backend(architecture: ModelArchitecture) -> LayerBackend:
-    """Return the backend of a model on this machine."""
-    has_te = platform.uses_transformer_engine()
-    return LayerBackend(has_te=has_te, te_layers=has_te and not needs_torch_layers(architecture))
+def layer_backend(architecture: ModelArchitecture, megatron: MegatronConfig, dtype: torch.dtype) -> LayerBackend:
+    """Return the backend of a model on this machine, with parameters of `dtype`."""
+    has_te, name = platform.uses_transformer_engine(), str(dtype).removeprefix("torch.")
+    return LayerBackend(has_te=has_te, te_layers=has_te and not needs_torch_layers(architecture, megatron, name))

@@ -17,7 +17,7 @@ from megarl.megatron.families.attention import GroupedQueryAttention
 from megarl.megatron.families.parameter_names import global_name
 from megarl.megatron.families.pipeline_stages import PipelineSplit, stage_layers
 from megarl.megatron.families.trainer_layouts import padded_vocab
-from megarl.megatron.modeling.backend import layer_backend
+from megarl.megatron.modeling.backend import LayerBackend
 from megarl.megatron.modeling.language_head import HeadOptions, LanguageHead
 from megarl.megatron.modeling.rotary_embedding import inverse_frequencies
 from megarl.megatron.modeling.torch_layers import ValueHead
@@ -45,12 +45,13 @@ def build_chunks(
     groups: ProcessGroupCollection,
     split: PipelineSplit,
     *,
+    backend: LayerBackend,
     head: HeadOptions,
 ) -> list[ModelChunk]:
     """Build this rank's chunks with uninitialized weights; `head` applies to language models."""
     pp, pp_rank = groups.pp.size(), groups.pp.rank()
     first_expert = groups.ep.rank() * architecture.num_experts // groups.ep.size()
-    backend, chunks = layer_backend(architecture), []
+    chunks = []
     for number, layers in enumerate(stage_layers(architecture.num_layers, pp, split)[pp_rank]):
         first, last = pp_rank == 0 and number == 0, pp_rank == pp - 1 and number == split.num_chunks - 1
         vp_stage = number if split.num_chunks > 1 else None
@@ -59,6 +60,7 @@ def build_chunks(
         _apply_architecture(module, architecture, groups, head)
         chunk = ModelChunk(module=module.to(platform.device()), layers=layers, first_expert=first_expert)
         _mark_experts(chunk, architecture)
+        _check_shard_marks(chunk, architecture, groups)
         chunks.append(chunk)
     return chunks
 
@@ -112,10 +114,25 @@ def _apply_architecture(
 
 
 def _mark_experts(chunk: ModelChunk, architecture: ModelArchitecture) -> None:
-    # megatron-core marks experts only if ep > 1; with tp > 1 and ep = 1 their gradients would stay unreduced.
+    """Mark routed experts: reduced over expert-data-parallel ranks, and counted in the gradient norm on every rank.
+
+    megatron-core marks them for the reduction only if ep > 1; with tp > 1 and ep = 1 their gradients would stay
+    unreduced. It leaves the mark for the norm to the linear layer, of which some versions lack it.
+    """
     for name, parameter in chunk.module.named_parameters():
         if architecture.parameter_map(chunk.global_name(name)).expert is not None:
             parameter.allreduce = False
+            parameter.tensor_model_parallel = True
+
+
+def _check_shard_marks(chunk: ModelChunk, architecture: ModelArchitecture, groups: ProcessGroupCollection) -> None:
+    """Assert that the gradient norm counts every parameter once: shards on all ranks, copies on the first rank."""
+    for name, parameter in chunk.module.named_parameters():
+        mapping = architecture.parameter_map(chunk.global_name(name))
+        is_split, is_marked = mapping.shard_dim is not None, getattr(parameter, "tensor_model_parallel", False)
+        size = (groups.tp if mapping.expert is None else groups.expt_tp).size()
+        assert mapping.expert is None or (is_marked and not parameter.allreduce), f"expert weight {name} is not marked"
+        assert size == 1 or is_split == is_marked, f"{name}: split over {size} ranks {is_split}, marked {is_marked}"
 
 
 def _scale_embedding(module: LanguageModule, scale: float) -> None:

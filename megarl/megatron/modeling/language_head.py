@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.layers import (
 from torch import Tensor
 
 from megarl.megatron.losses.loss import TokenScores
+from megarl.megatron.modeling.torch_layers import float32_weight
 from megarl_kernels import linear_logprob_entropy, logprob_entropy_
 
 
@@ -112,7 +113,7 @@ class LanguageHead(ColumnParallelLinear):  # type: ignore[misc]
                 hidden_kh = copy_to_tensor_model_parallel_region(hidden_kh, group=self.tp_group)
             return linear_logprob_entropy(hidden_kh, weight, target_ids_k, **self._softmax)
         if self.options.fp32:
-            hidden_kh, weight = hidden_kh.float(), weight.float()
+            hidden_kh, weight = hidden_kh.float(), float32_weight(weight)
         logits_kv = linear_with_grad_accumulation_and_async_allreduce(
             hidden_kh,
             weight,

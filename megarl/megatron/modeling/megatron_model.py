@@ -73,15 +73,17 @@ class MegatronModel:
         )
         self.groups = self._parallel.groups
         self.architecture, _ = load_architecture_and_dtype(spec.model_path, head=spec.head, family=spec.family)
-        self._backend = layer_backend(self.architecture)
         self.dtype = _compute_dtype(spec.dtype)
+        self._backend = layer_backend(self.architecture, spec.megatron, self.dtype)
         self.config = transformer_config(self.architecture, p, self.dtype, spec.recompute, spec.megatron, spec.moe)
         head = HeadOptions(
             temperature=spec.temperature,
             fused=platform.is_cuda() if spec.fused_lm_head is None else spec.fused_lm_head,
             fp32=spec.fp32_lm_head,
         )
-        self.chunks = build_chunks(self.architecture, self.config, self.groups, pipeline_split(p), head=head)
+        self.chunks = build_chunks(
+            self.architecture, self.config, self.groups, pipeline_split(p), backend=self._backend, head=head
+        )
         self._mtp_tensors = local_layout.mtp_tensors(self.architecture, self.groups, self.dtype)
         tensors = self.tensors()
         self.layout = local_layout.make_layout(self.architecture, tensors, self.groups, self.dtype)

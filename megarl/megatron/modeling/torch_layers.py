@@ -108,4 +108,31 @@ class ValueHead(torch.nn.Module):
             hidden_t1h = gather_from_sequence_parallel_region(
                 hidden_t1h, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        return F.linear(hidden_t1h.float(), self.weight.float()), None
+        return F.linear(hidden_t1h.float(), float32_weight(self.weight)), None
+
+
+def float32_weight(weight: Tensor) -> Tensor:
+    """Return a weight in float32; its gradient is added to `main_grad` without rounding it to the weight's dtype."""
+    if weight.dtype == torch.float32:
+        return weight
+    result: Tensor = _Float32Weight.apply(weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Float32Weight(torch.autograd.Function):
+    """A conversion to float32 whose backward pass adds to `main_grad`, with megatron-core's conventions."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: ANN001
+        ctx.weight = weight
+        return weight.float()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: ANN001
+        weight = ctx.weight
+        if getattr(weight, "main_grad", None) is None:
+            return gradient.to(weight.dtype)
+        weight.main_grad.add_(gradient)
+        # DDP reduces the gradient once autograd has stored one, and ignores its content if the flag is set
+        weight.grad_added_to_main_grad = True
+        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

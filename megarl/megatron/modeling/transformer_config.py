@@ -14,6 +14,7 @@ from torch import Tensor
 from megarl.config.megatron import MegatronConfig, MoeConfig
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
+from megarl.megatron.attention_kernels import attention_backend, find_attention_problem
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
@@ -21,6 +22,7 @@ from megarl.megatron.mcore_fields import override_model_fields
 from megarl.megatron.modeling.backend import layer_backend
 from megarl.megatron.modeling.rotary_embedding import attention_factor
 from megarl.megatron.modeling.router import LOAD_BALANCING_TYPES
+from megarl.megatron.runtime import platform
 
 
 def transformer_config(
@@ -34,9 +36,11 @@ def transformer_config(
     """Return the TransformerConfig of a model on this machine.
 
     Raises:
-        ConfigError: `megatron` or `recompute` has fields that need Transformer Engine, which is missing.
+        ConfigError: `megatron` or `recompute` has fields that need Transformer Engine, which is missing, or it has no
+            attention for this machine's GPU.
     """
-    megatron, moe, backend = megatron or MegatronConfig(), moe or MoeConfig(), layer_backend(architecture)
+    megatron, moe = megatron or MegatronConfig(), moe or MoeConfig()
+    backend = layer_backend(architecture, megatron, dtype)
     if not backend.has_te:
         problems = [*megatron.find_te_problems(), *recompute.find_te_problems()]
         if problems:
@@ -71,8 +75,15 @@ def transformer_config(
     options |= _parallelism(parallel) | _recomputation(recompute) | backend.fusions(architecture)
     options |= _moe(architecture, architecture.experts, moe) if architecture.experts else {}
     options = override_model_fields(options, megatron, moe=architecture.experts is not None)
-    if "attention_backend" in options:
-        options["attention_backend"] = AttnBackend[str(options["attention_backend"])]
+    if backend.has_te:
+        capability = platform.compute_capability()
+        problem = find_attention_problem(architecture, megatron, capability, cp=parallel.cp)
+        if problem is not None and backend.te_layers:
+            raise ConfigError(problem)
+        # also for torch's layers: megatron-core writes it to the environment, where all models of a process need the
+        # same value
+        options["attention_backend"] = attention_backend(megatron, capability)
+    options["attention_backend"] = AttnBackend[str(options.get("attention_backend", "auto"))]
     if options.get("deterministic_mode"):
         # Transformer Engine's own switch, without which megatron-core refuses its attention
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"

@@ -51,6 +51,11 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda() else torch.device("cpu")
 
 
+def compute_capability() -> tuple[int, int]:
+    """Return the compute capability of this rank's GPU."""
+    return torch.cuda.get_device_capability(device())
+
+
 def device_bytes() -> int:
     """Return the memory of this rank's GPU, in bytes."""
     return torch.cuda.get_device_properties(device()).total_memory

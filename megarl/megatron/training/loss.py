@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megarl.batch.pack import PackedBatch
 from megarl.functional import Denominators, Sequences
+from megarl.functional.losses import clamp_log_ratio
 from megarl.megatron.losses.loss import AnyLoss, LossBatch, ModelOutput, ValueHeadLoss, token_scores, token_values
 from megarl.megatron.requests import RATIO_MEAN, RATIO_SQUARE_MEAN, MiniBatch, TrainRequest
 from megarl.megatron.training.metric_sums import MetricSums
@@ -77,7 +78,7 @@ def add_mismatch_metrics(pack: PackedBatch, batch: MiniBatch, request: TrainRequ
     older_T = torch.where(current_T, 0.0, difference_T)
     metrics.add("drift/logprob_abs_mean", older_T.abs().sum() / num_tokens)
     metrics.add("drift/kl", _k3(older_T).sum() / num_tokens)
-    ratio_T = torch.where(pack.mask_T, difference_T.exp(), 0.0)
+    ratio_T = torch.where(pack.mask_T, clamp_log_ratio(difference_T).exp(), 0.0)
     metrics.add(RATIO_MEAN, ratio_T.sum() / num_tokens)
     metrics.add(RATIO_SQUARE_MEAN, ratio_T.square().sum() / num_tokens)
 
@@ -91,7 +92,8 @@ def _add_differences(difference_T: Tensor, mask_T: Tensor, num_tokens: float, me
 
 
 def _k3(difference_T: Tensor) -> Tensor:
-    """Return the k3 estimate of KL(rollout || trainer), Schulman 2020: e^x - 1 - x >= 0."""
+    """Return the k3 estimate of KL(rollout || trainer), Schulman 2020: e^x - 1 - x >= 0, finite for any finite x."""
+    difference_T = clamp_log_ratio(difference_T)
     return difference_T.exp() - 1 - difference_T
 
 

@@ -26,11 +26,12 @@ def wrap_in_ddp(
     model: MegatronModel, config: OptimizerConfig, megatron: MegatronConfig
 ) -> list[DistributedDataParallel]:
     """Wrap the model's chunks with gradient buffers; with `overlap_grad_reduce` they are reduced during backward."""
+    fields = ddp_fields(config, megatron, overlap=_overlaps(model))
     # megatron-core changes the configuration that it is given
     chunks = [
         DistributedDataParallel(
             model.config,
-            DistributedDataParallelConfig(**ddp_fields(config, megatron)),
+            DistributedDataParallelConfig(**fields),
             chunk.module,
             # as in Megatron-LM: only the first chunk's gradients are reduced while others are computed
             disable_bucketing=number > 0,
@@ -45,15 +46,25 @@ def wrap_in_ddp(
     return chunks
 
 
-def optimizer_config(config: OptimizerConfig, megatron: MegatronConfig, dtype: torch.dtype) -> McoreOptimizerConfig:
+def _overlaps(model: MegatronModel) -> bool:
+    """Return whether communication with other replicas overlaps with passes by default: on CUDA, if there are any."""
+    return platform.is_cuda() and model.groups.dp_cp.size() > 1
+
+
+def optimizer_config(
+    config: OptimizerConfig, megatron: MegatronConfig, dtype: torch.dtype, *, overlap: bool
+) -> McoreOptimizerConfig:
     """Return megatron-core's configuration of Adam for parameters of `dtype`.
+
+    Args:
+        overlap: as in `ddp_fields`.
 
     Raises:
         ConfigError: Adam is to run on the CPU, for which megatron-core needs 16-bit parameters.
     """
     if megatron.offloads_adam and dtype != torch.bfloat16:
         raise ConfigError("trainer.megatron.optimizer.optimizer_cpu_offload: needs model.dtype: bfloat16, got float32")
-    fields = optimizer_fields(config, megatron)
+    fields = optimizer_fields(config, megatron, overlap=overlap)
     fields |= {name: getattr(torch, str(value)) for name, value in fields.items() if name.endswith("_dtype")}
     return McoreOptimizerConfig(**fields, bf16=dtype == torch.bfloat16, params_dtype=dtype)
 
@@ -63,7 +74,7 @@ def make_optimizer(
 ) -> ChainedOptimizer:
     """Build Adam over the chunks' parameters."""
     optimizer = get_megatron_optimizer(
-        optimizer_config(config, megatron, model.dtype),
+        optimizer_config(config, megatron, model.dtype, overlap=_overlaps(model)),
         list(chunks),
         use_gloo_process_groups=False,
         pg_collection=model.groups,

@@ -13,7 +13,8 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -175,7 +176,8 @@ class DeviceBuffer:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
-        self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        with _outside_expandable_segments():
+            self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         storage = _export(self.bytes)
         release = torch.UntypedStorage._release_ipc_counter
         release(*storage[IPC_COUNTER], device=device)  # type: ignore[no-untyped-call]
@@ -196,6 +198,24 @@ class DeviceBuffer:
         """Free the memory, also if there are still views of it in this process; no process may read it any more."""
         if _OWN.pop(self.path, None) is not None:
             self.bytes.untyped_storage().resize_(0)
+
+
+@contextmanager
+def _outside_expandable_segments() -> Iterator[None]:
+    """Have torch allocate GPU memory in plain segments, if its own setting is `expandable_segments:True`.
+
+    Processes map expandable segments of each other through `pidfd_getfd`, for which they need to be allowed to trace
+    each other; containers and Yama's ptrace_scope forbid it.
+    """
+    settings = torch._C._accelerator_getAllocatorSettings()
+    if "expandable_segments:True" not in settings.replace(" ", ""):
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def _export(tensor: Tensor) -> list[Any]:

@@ -19,15 +19,19 @@ EXPECTED_WARNINGS = (
 """Prefixes of warnings that are expected on a node without CUDA and are ignored there."""
 
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with the settings of torch's allocator of GPU memory."""
+
+
 def make_engine_environment(device: str, tp: int) -> dict[str, str]:
-    """Return the variables that must be set before an engine's process starts; empty on CUDA.
+    """Return the variables that must be set before an engine's process starts.
 
     Args:
         device: `cpu` or `cuda`.
         tp: tensor-parallel size of the engine.
     """
     if device == "cuda":
-        return {}
+        return _without_expandable_segments()
     folders = [folder for folder in _split_variable("PYTHONPATH", os.pathsep) if folder != str(STUBS_FOLDER)]
     ignored = [f"ignore:{message}" for message in EXPECTED_WARNINGS]
     variables = {
@@ -43,6 +47,13 @@ def make_engine_environment(device: str, tp: int) -> dict[str, str]:
         cores = sorted(os.sched_getaffinity(0))
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
     return variables
+
+
+def _without_expandable_segments() -> dict[str, str]:
+    """Return settings of the allocator without expandable segments, which SGLang's memory saver cannot release."""
+    found = {name: _split_variable(name, ",") for name in ALLOCATOR_VARIABLES}
+    kept = {name: [part for part in parts if "expandable_segments" not in part] for name, parts in found.items()}
+    return {name: ",".join(parts) for name, parts in kept.items() if parts != found[name]}
 
 
 def _split_variable(name: str, separator: str) -> list[str]:

@@ -131,7 +131,7 @@ def test_both_config_keys_for_the_number_of_experts_are_accepted() -> None:
             {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
             "RoPE parameters by layer type are not supported, got some under full_attention",
         ),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"rope_theta": "10000.0"}, "rope_theta: .*, got '10000.0'"),
         ({"rope_scaling": "linear"}, "rope_scaling: .*, got 'linear'"),
         ({"hidden_size": "48"}, "hidden_size: .*, got '48'"),

@@ -57,6 +57,7 @@ def measure(
     recompute: dict[str, Any] | None = None,
     device: str = "cpu",
     fused_lm_head: bool | None = None,
+    fp32_lm_head: bool = False,
     megatron: MegatronConfig | None = None,
     **parallel: Any,
 ) -> Measured:
@@ -64,7 +65,7 @@ def measure(
 
     Its loss is the mean negative log-likelihood of `sequences`, or that of `differentiate_values` for a value model.
     """
-    fields = {"dtype": dtype, "head": head, "fused_lm_head": fused_lm_head}
+    fields = {"dtype": dtype, "head": head, "fused_lm_head": fused_lm_head, "fp32_lm_head": fp32_lm_head}
     fields |= {"recompute": RecomputeConfig(**(recompute or {})), "megatron": megatron or MegatronConfig()}
     spec = model_spec(folder, parallel, **fields)
     optimizer = OptimizerConfig(lr=1e-3, clip_grad=1.0, distributed=False)

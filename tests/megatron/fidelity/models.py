@@ -1,8 +1,9 @@
 """Tiny random models of every family, saved by transformers, on which Megatron and the engines are compared.
 
 Sizes do not divide each other by accident: six heads, vocabularies of 331 and 509, a head_dim that is not
-hidden / heads. All models support tp 2, ep 4 and four pipeline chunks. Positions go up to 4,096, so that long sequences
-fit; RoPE scaling starts at 128, so that it affects short sequences.
+hidden / heads. Sizes of heads are multiples of 8, as attention kernels of GPUs need. All models support tp 2, ep 4 and
+four pipeline chunks. Positions go up to 4,096, so that long sequences fit; RoPE scaling starts at 128, so that it
+affects short sequences.
 """
 
 from pathlib import Path
@@ -27,7 +28,7 @@ _QWEN2 = _SIZES | {"model_type": "qwen2", "rope_parameters": _PLAIN | {"rope_the
 _QWEN3 = _QWEN2 | {"model_type": "qwen3", "head_dim": 16}
 _QWEN3_MOE = _QWEN3 | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 _QWEN3_MOE |= {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
-_LATENT = {"q_lora_rank": 20, "kv_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+_LATENT = {"q_lora_rank": 20, "kv_lora_rank": 28, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}
 # megatron-core scores an expert group by its topk / topk_group best experts, transformers by its two best
 _ROUTING = {
     "num_experts_per_tok": 4,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.config.megatron import MegatronConfig
 from tests.megatron.conftest import save_model
 from tests.megatron.fidelity.measure import TOLERANCE, Measured, assert_same, assert_same_gradients, measure
 from tests.megatron.fidelity.models import CONFIGS
@@ -47,6 +48,7 @@ DEFAULT = [
     ("qwen2", "dp2"),
     ("qwen2 linear", "tp2"),
     ("qwen3", "pp2"),
+    ("qwen3", "tp2 without sequence parallel"),
     ("qwen3 yarn", "pp2 vpp2"),
     ("llama3", "pp3 with uneven stages"),
     ("gemma2", "tp2 cp2"),
@@ -147,3 +149,9 @@ def test_tensor_parallel_ranks_may_share_key_value_heads(num_key_value_heads, tm
     sizes = {"num_attention_heads": 8, "num_key_value_heads": num_key_value_heads}
     folder, sequences = save_model(tmp_path / "model", **sizes), draw(SHORT, 331)
     assert_same(measure(folder, sequences, tmp_path, world=4, tp=4), on_one_rank(folder, sequences))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
+def test_torch_layers_by_choice_change_nothing_where_there_are_no_others(name, model_folder, tmp_path):
+    local = MegatronConfig(model={"transformer_impl": "local"})
+    check_layout(name, {"megatron": local}, model_folder, tmp_path)

@@ -119,6 +119,29 @@ def test_values_of_bfloat16_models_are_float32(value_folder, tmp_path):
     assert 1e-5 < (values - exact).abs().mean() < 0.03 * exact.std()
 
 
+def rounding(gradient):
+    """Return the largest change by rounding a gradient to bfloat16, relative to its largest entry."""
+    return float((gradient - gradient.bfloat16().float()).abs().max() / gradient.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("head", "options", "tensor"),
+    [
+        ("value", {}, "score.weight"),
+        ("lm", {"fp32_lm_head": True}, "lm_head.weight"),
+        ("lm", {"fp32_lm_head": True}, "model.embed_tokens.weight"),
+        ("lm", {"fused_lm_head": True}, "lm_head.weight"),
+    ],
+)
+def test_gradients_of_float32_heads_are_not_rounded(head, options, tensor, value_folder, model_folder, tmp_path):
+    """Of one micro-batch: a sum of rounded gradients would hide that each of them is rounded."""
+    name = "qwen3" if tensor == "model.embed_tokens.weight" else "qwen3 yarn"  # tied or not
+    folder = (value_folder if head == "value" else model_folder)(name)
+    measured = measure(folder, SEQUENCES, tmp_path, max_tokens=4096, dtype="bfloat16", head=head, **options)
+    assert rounding(measured.gradients[tensor]) > 1e-4
+    assert rounding(measured.gradients["model.layers.0.mlp.down_proj.weight"]) == 0
+
+
 def test_gradients_are_accumulated_and_reduced_in_float32(model_folder, tmp_path):
     measured = measure(model_folder("qwen3"), SEQUENCES, tmp_path, max_tokens=64, dtype="bfloat16", world=2)
     gradients = torch.cat([gradient.flatten() for gradient in measured.gradients.values()])

@@ -5,6 +5,7 @@ of Transformer Engine's functions, because megatron-core refuses a fusion whose 
 """
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,8 @@ import torch
 from megarl.config.megatron import MegatronConfig, MoeConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
+from megarl.megatron import attention_kernels
+from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.mcore_fields import fusion_fields
 from tests.megatron.rank_models import make_model, model_spec
@@ -31,13 +34,18 @@ def describe(name: str, path: str, on_gpu: bool, options: dict[str, Any]) -> dic
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
+    from megarl.megatron import attention_kernels
     from megarl.megatron.modeling import backend
     from megarl.megatron.modeling.transformer_config import token_multiple, transformer_config
 
     kernels = ("fused_permute", "fused_permute_with_probs", "fused_unpermute", "fused_sort_chunks_by_index")
     kernels += ("fused_sort_chunks_by_index_with_probs",)
     architecture, _ = load_architecture_and_dtype(path)
+    dtype = getattr(torch, options.get("dtype", "bfloat16"))
+    megatron = MegatronConfig(model=options.get("model", {}))
     with (
+        patch.object(platform, "compute_capability", lambda: options.get("capability", (9, 0))),
+        patch.object(attention_kernels, "package_version", options.get("packages", {}).get),
         patch.multiple(moe_utils, create=True, **dict.fromkeys(kernels, SimpleNamespace())),
         patch.multiple(rope_utils, create=True, fused_apply_rotary_pos_emb_thd=SimpleNamespace()),
         patch.object(platform, "uses_transformer_engine", lambda: on_gpu),
@@ -47,12 +55,12 @@ def describe(name: str, path: str, on_gpu: bool, options: dict[str, Any]) -> dic
         config = transformer_config(
             architecture,
             ParallelConfig(**options.get("parallel", {})),
-            torch.bfloat16,
+            dtype,
             RecomputeConfig(**options.get("recompute", {})),
-            MegatronConfig(model=options.get("model", {})),
+            megatron,
             MoeConfig(**options.get("moe", {})),
         )
-        te_layers = backend.layer_backend(architecture).te_layers
+        te_layers = backend.layer_backend(architecture, megatron, dtype).te_layers
     plain = {name: value for name, value in vars(config).items() if isinstance(value, PLAIN)}
     return plain | {"te_layers": te_layers, "attention": config.attention_backend.name, "rows": token_multiple(config)}
 
@@ -85,6 +93,7 @@ ON = {
     "gradient_accumulation_fusion": True,
     "te_layers": True,
 }
+TORCH = {"te_layers": False, "moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_router_fusion": False}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": ON | DENSE,
     "qwen3": ON | DENSE,
@@ -100,6 +109,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 ACT = ["moe_act", "layernorm"]
 FLEX = {"moe_token_dispatcher_type": "flex"}
 FP8 = {"fp8": "hybrid", "fp8_recipe": "blockwise"}
+A100, H100, B200 = (8, 0), (9, 0), (10, 0)
+FLASH_2 = {"flash-attn": "2.8.3.post1"}
 OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # a matrix product in FP8 needs a multiple of 16 rows, on each rank
     "fp8": ("qwen3", {"model": FP8}, {"fp8": "hybrid", "rows": 16, "moe_router_padding_for_quantization": False}),
@@ -111,7 +122,23 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "a2a": ("qwen3", {"model": {"cp_comm_type": "a2a"}, "parallel": {"cp": 2}}, {"cp_comm_type": "a2a"}),
     "flex": ("qwen3_moe", {"model": FLEX, "parallel": {"ep": 2}}, FLEX),
     "no experts": ("qwen3", {"model": FLEX}, {"moe_token_dispatcher_type": "alltoall"}),
+    # cuDNN has attention for packs from Hopper on; none of the backends is one that stores all scores
+    "attention": ("qwen3", {}, {"attention": "fused", "te_layers": True}),
+    "attention of MLA": ("deepseek_v3", {"capability": B200, "parallel": {"cp": 2}}, {"attention": "fused"}),
+    "attention, auto": ("qwen3", {"model": {"attention_backend": "auto"}}, {"attention": "fused"}),
     "fused attention": ("qwen3", {"model": {"attention_backend": "fused"}}, {"attention": "fused"}),
+    "A100": ("qwen3", {"capability": A100, "packages": FLASH_2}, {"attention": "flash", "te_layers": True}),
+    "A100 with cp": ("qwen3", {"capability": A100, "packages": FLASH_2, "parallel": {"cp": 2}}, {"attention": "flash"}),
+    "A100, torch": ("qwen3_moe", {"capability": A100, "model": {"transformer_impl": "local"}}, TORCH),
+    "flash-attn 4": (
+        "qwen3",
+        {"model": {"attention_backend": "flash"}, "packages": {"flash-attn-4": "4.0.0b36"}},
+        {"attention": "flash"},
+    ),
+    # megatron-core writes it to the environment of the process, which has models with layers of both kinds
+    "attention of torch": ("gemma2", {}, {"attention": "fused", "te_layers": False}),
+    # Transformer Engine's attention in float32 stores all scores
+    "float32": ("qwen3_moe", {"dtype": "float32"}, TORCH),
     "fusion off": ("qwen3", {"model": {"apply_rope_fusion": False}}, {"apply_rope_fusion": False}),
     "fp64 router": ("qwen3_moe", {"model": {"moe_router_dtype": "fp64"}}, {"moe_router_fusion": False}),
     "aux loss": (
@@ -127,6 +154,37 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "block": ("qwen3", {"recompute": {"granularity": "full", "method": "block"}}, {"recompute_method": "block"}),
     "moe_act": ("qwen3_moe", {"recompute": {"granularity": "selective", "modules": ACT}}, {"recompute_modules": ACT}),
 }
+LOCAL = "set trainer.megatron.model.transformer_impl: local, for torch's layers"
+ATTENTION = "trainer.megatron.model.attention_backend: "
+FLASH = {"model": {"attention_backend": "flash"}}
+ON_A100 = f"{ATTENTION}on compute capability 8.0 flash needs flash-attn 2 (2.1.1 or later, before 2.8.4), "
+NO_ATTENTION: dict[str, tuple[dict[str, Any], str]] = {
+    "no flash-attn": ({"capability": A100}, f"{ON_A100}which is not installed; install it, or {LOCAL}"),
+    "flash-attn 4 only": (
+        {"capability": A100, "packages": {"flash-attn-4": "4.0.0b36", "flash-attn-3": "3.0.0"}},
+        f"{ON_A100}which is not installed; install it, or {LOCAL}",
+    ),
+    "too new": (
+        {"capability": A100, "packages": {"flash-attn": "2.9.0"}},
+        f"{ON_A100}got 2.9.0; install it, or {LOCAL}",
+    ),
+    "fused": (
+        {"capability": A100, "model": {"attention_backend": "fused"}, "packages": FLASH_2},
+        f"{ATTENTION}fused needs compute capability 9.0 for packed sequences, got 8.0; set flash, which needs "
+        f"flash-attn 2, or {LOCAL}",
+    ),
+    "flash with cp": (
+        {**FLASH, "capability": B200, "packages": {"flash-attn-4": "4.0.0b36"}, "parallel": {"cp": 2}},
+        f"{ATTENTION}on compute capability 10.0 with context parallelism of 2 flash needs flash-attn 2 (2.7.3 or "
+        f"later, before 2.8.4), which is not installed; install it, or {LOCAL}",
+    ),
+    "another generation": (
+        {"model": {"attention_backend": "flash", "flash_attention_version": 3}, "capability": B200},
+        "trainer.megatron.model.flash_attention_version: 3 has no kernels on compute capability 10.0, which has 2 and "
+        "4",
+    ),
+}
+"""Of qwen3 on a GPU: what attention lacks, with the two remedies."""
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp8": ({"model": FP8}, "trainer.megatron.model.fp8: hybrid needs CUDA and Transformer Engine"),
     "recompute": (
@@ -146,6 +204,9 @@ def described(model_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> De
     cases = {("gpu", name): (name, model_folder(names.get(name, name)), True, {}) for name in FAMILIES}
     cases |= {("cpu", name): (name, model_folder(names.get(name, name)), False, {}) for name in FAMILIES}
     cases |= {("option", case): (name, model_folder(name), True, of) for case, (name, of, _) in OPTIONS.items()}
+    cases |= {
+        ("no attention", case): ("qwen3", model_folder("qwen3"), True, of) for case, (of, _) in NO_ATTENTION.items()
+    }
     cases |= {("refused", case): ("qwen3", model_folder("qwen3"), False, of) for case, (of, _) in REFUSED.items()}
     found = run_ranks(describe_all, 1, tmp_path_factory.mktemp("configs"), list(cases.values()))
     return dict(zip(cases, found, strict=True))
@@ -174,6 +235,52 @@ def test_fields_that_need_transformer_engine_are_refused_without_it(case: str, d
     assert described["refused", case] == REFUSED[case][1]
 
 
+@pytest.mark.parametrize("case", NO_ATTENTION)
+def test_a_gpu_without_attention_kernels_is_refused_before_the_model_is_built(case: str, described: Described) -> None:
+    assert described["no attention", case] == NO_ATTENTION[case][1]
+
+
+def heads(keys: int, values: int) -> Any:
+    """Return what of an architecture decides about attention kernels: the sizes of the heads of keys and values."""
+    sizes = {"qk_nope_head_dim": keys // 2, "qk_rope_head_dim": keys - keys // 2, "v_head_dim": values}
+    latent = LatentAttention(hidden_size=64, num_heads=2, q_lora_rank=None, kv_lora_rank=8, **sizes)
+    grouped = GroupedQueryAttention(hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=keys)
+    return SimpleNamespace(attention=grouped if keys == values else latent)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "on_hopper", "on_blackwell", "flash_on_a100", "flash_on_l40s"),
+    [
+        (64, 64, True, True, True, True),
+        (128, 128, True, True, True, True),
+        (24, 16, True, True, True, True),
+        (192, 128, True, True, True, True),  # MLA
+        (256, 256, True, False, True, False),
+        (192, 160, False, False, True, True),
+        (576, 512, False, False, False, False),
+        (20, 20, False, False, False, False),
+    ],
+)
+def test_kernels_by_size_of_heads(
+    keys: int,
+    values: int,
+    on_hopper: bool,
+    on_blackwell: bool,
+    flash_on_a100: bool,
+    flash_on_l40s: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Transformer Engine's sources have it for training on packed sequences."""
+    monkeypatch.setattr(attention_kernels, "package_version", FLASH_2.get)
+    want = {H100: on_hopper, B200: on_blackwell, A100: flash_on_a100, (8, 9): flash_on_l40s}
+    find = partial(attention_kernels.find_attention_problem, heads(keys, values), MegatronConfig(), cp=1)
+    problems = {capability: find(capability) for capability in want}
+    assert {capability: problem is None for capability, problem in problems.items()} == want
+    for problem in filter(None, problems.values()):
+        assert problem.startswith(ATTENTION)
+        assert problem.endswith(LOCAL)
+
+
 @pytest.mark.parametrize(
     ("sizes", "fused"),
     [
@@ -190,8 +297,9 @@ def test_latent_attention_has_a_rope_kernel_for_powers_of_two(
     """Triton has no ranges of other lengths; megatron-core's kernel takes one of each size, and of half of RoPE's."""
     architecture, _ = load_architecture_and_dtype(model_folder("deepseek_v3"))
     rope, other, values = sizes
-    heads = replace(architecture.attention, qk_rope_head_dim=rope, qk_nope_head_dim=other, v_head_dim=values)
-    fields = fusion_fields(replace(architecture, attention=heads), has_te=True, has_wgrad_kernel=True)
+    attention = replace(architecture.attention, qk_rope_head_dim=rope, qk_nope_head_dim=other, v_head_dim=values)
+    architecture = replace(architecture, attention=attention)
+    fields = fusion_fields(architecture, has_te=True, te_layers=True, has_wgrad_kernel=True)
     assert fields["apply_rope_fusion"] == fused
 
 
@@ -205,15 +313,18 @@ def describe_training() -> list[Any]:
     from megarl.megatron.mcore_fields import ddp_fields
     from megarl.megatron.training.optimizer import optimizer_config
 
-    default = MegatronConfig()
+    default, waits = MegatronConfig(), MegatronConfig(ddp={"overlap_grad_reduce": False})
+    gathers_late = MegatronConfig(ddp={"overlap_param_gather": False})
     offloaded = MegatronConfig(
         model=FP8,
         ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000},
         optimizer={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "decoupled_lr": 2e-6},
     )
-    adam = OptimizerConfig(lr=1e-6)
-    ddp = [vars(DistributedDataParallelConfig(**ddp_fields(adam, each))) for each in (default, offloaded)]
-    return ddp + [vars(optimizer_config(adam, each, torch.bfloat16)) for each in (default, offloaded)]
+    adam, replicated = OptimizerConfig(lr=1e-6), OptimizerConfig(lr=1e-6, distributed=False)
+    cases = [(adam, default, False), (adam, offloaded, False), (adam, default, True), (replicated, default, True)]
+    cases += [(adam, waits, True), (adam, gathers_late, True)]
+    ddp = [vars(DistributedDataParallelConfig(**ddp_fields(a, m, overlap=o))) for a, m, o in cases]
+    return ddp + [vars(optimizer_config(a, m, torch.bfloat16, overlap=o)) for a, m, o in cases[:3]]
 
 
 TRAINING = (
@@ -227,6 +338,12 @@ TRAINING = (
         "num_distributed_optimizer_instances": 1,
     },
     {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000},
+    # with other replicas on GPUs; the second without the distributed optimizer
+    {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    {"overlap_grad_reduce": True, "overlap_param_gather": False},
+    # as configured
+    {"overlap_grad_reduce": False, "overlap_param_gather": False},
+    {"overlap_grad_reduce": True, "overlap_param_gather": False},
     {
         "optimizer": "adam",
         "bf16": True,
@@ -249,6 +366,7 @@ TRAINING = (
         "decoupled_lr": 2e-6,
         "fp8_recipe": "blockwise",
     },
+    {"overlap_param_gather": True},
 )
 
 

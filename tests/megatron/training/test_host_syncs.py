@@ -159,6 +159,8 @@ def train(path, parallel, max_tokens, stand_ins, **fields):
     with ExitStack() as patches:
         if stand_ins:
             patches.enter_context(patch.object(platform, "uses_transformer_engine", lambda: True))
+            patches.enter_context(patch.object(platform, "compute_capability", lambda: (9, 0)))
+            patches.enter_context(patch.object(backend, "needs_torch_layers", lambda *_: False))  # in float32
             patches.enter_context(patch.object(backend.LayerBackend, "block_spec", block_spec))
             patches.enter_context(patch.object(layer_spec, "TorchAttention", make_attention_class()))
             name = "fused_apply_rotary_pos_emb_thd"

@@ -14,7 +14,7 @@ from megarl.config.algorithms.group_baseline import GrpoConfig
 from megarl.config.megatron import MoeConfig
 from megarl.functional.losses import Denominators
 from megarl.megatron.losses.policy import ClippedLoss, PolicyLoss
-from megarl.megatron.requests import MiniBatch, TrainRequest
+from megarl.megatron.requests import MiniBatch, TrainRequest, VersionRange
 from megarl.megatron.trainer_worker import TrainerWorker
 from megarl.workers.payload import LocalPayload
 from tests.megatron import rank_models
@@ -149,6 +149,43 @@ def test_mismatch_metrics_compare_with_the_engine_logprobs(train, path):
         assert metrics[name] == pytest.approx(value, rel=1e-5), name
     quantile = np.quantile(torch.cat(differences).abs().numpy(), 0.99, method="inverted_cdf")
     assert quantile <= metrics["train_infer_mismatch/logprob_abs_p99"] <= 1.1 * quantile
+
+
+def measure_mismatch(gap, is_current):
+    """Return the metrics of a trajectory of five sampled tokens, one of whose log-probabilities differs by `gap`."""
+    from megarl.megatron.runtime import platform
+
+    platform.prepare()
+    from megarl.batch.pack import pack
+    from megarl.megatron.training.loss import add_mismatch_metrics
+    from megarl.megatron.training.metric_sums import MetricSums, read_metrics
+
+    trajectory = as_trajectory(range(2, 8), logprob=-1.0)
+    old, version = np.full(6, -1.0, np.float32), np.full(6, 3.0 if is_current else 2.0, np.float32)
+    old[2] += gap
+    batch = mini_batch(range(1), ADVANTAGES)
+    batch = replace(batch, denominators=Denominators(num_tokens=5, num_sequences=1))
+    versions = VersionRange(current=3, oldest=0, num_current_tokens=5 if is_current else 0)
+    request, metrics = replace(make_request(range(1)), versions=versions), MetricSums()
+    columns = {"old_logprobs": [old], "policy_versions": [version]}
+    add_mismatch_metrics(pack([trajectory], columns), batch, request, metrics)
+    torch.distributed.init_process_group("gloo")
+    return read_metrics(metrics.reduce(torch.distributed.group.WORLD))
+
+
+@pytest.mark.parametrize("is_current", [True, False])
+@pytest.mark.parametrize("gap", [-1e4, 100.0, 1e4])
+def test_mismatch_of_a_broken_token_is_finite(gap, is_current, tmp_path):
+    """The exponential of one log-ratio would make means of all tokens infinite; losses clamp it."""
+    metrics = run_ranks(measure_mismatch, 1, tmp_path, gap, is_current)
+    metrics.pop("train_infer_mismatch/logprob_abs_p99", None)  # of a histogram, infinite above its last edge
+    assert np.isfinite(list(metrics.values())).all(), metrics
+    ratio = np.exp(np.clip(gap, -20, 20))
+    assert metrics["drift/ratio_mean"] == pytest.approx((4 + ratio) / 5, rel=1e-5)
+    assert metrics["drift/ratio_square_mean"] == pytest.approx((4 + ratio**2) / 5, rel=1e-5)
+    kind = "train_infer_mismatch" if is_current else "drift"
+    assert metrics[f"{kind}/kl"] == pytest.approx((ratio - 1 - np.clip(gap, -20, 20)) / 5, rel=1e-5)
+    assert metrics[f"{kind}/logprob_abs_mean"] == pytest.approx(abs(gap) / 5)
 
 
 @pytest.fixture(scope="module")

@@ -214,6 +214,28 @@ def test_device_memory_is_identified_by_its_handle(fake_cuda, monkeypatch):
         map_bucket(bucket)
 
 
+@pytest.mark.parametrize(
+    ("settings", "within"),
+    [
+        ("expandable_segments:True,max_split_size_mb:64", "expandable_segments:False"),
+        ("max_split_size_mb:64", "max_split_size_mb:64"),
+        ("", ""),
+    ],
+)
+def test_device_memory_is_not_in_expandable_segments(settings, within, fake_cuda, monkeypatch):
+    """Other processes may not be allowed to map those; all other memory stays in them."""
+    get, set_ = torch._C._accelerator_getAllocatorSettings, torch._C._accelerator_setAllocatorSettings
+    before, seen, empty = get(), [], torch.empty
+    try:
+        set_(settings)
+        monkeypatch.setattr(torch, "empty", lambda *a, **k: (seen.append(get()), empty(*a, **k))[1])
+        DeviceBuffer(10, torch.device("cpu"))
+        assert seen[0] == within
+        assert get() == settings
+    finally:
+        set_(before)
+
+
 @pytest.mark.parametrize("num_readers", [0, 1, 2, 7])
 def test_torch_waits_for_no_reader_of_closed_device_memory(num_readers, fake_cuda, monkeypatch):
     """It frees a storage only while the count of its readers is 0."""
