@@ -156,7 +156,7 @@ class DataConfig(PromptFormat):
     difficulty: DifficultyConfig | None = None
     """Which prompts `megarl train` trains on, by their pass rate. null: all."""
 
-    template_date: date | None = None
+    template_date: date = Field(default_factory=lambda: date.today())
     """Date, `YYYY-MM-DD`, that chat templates write into prompts where they ask for the current one with
     `strftime_now`, in training, environments and evaluation. A run records it here, and keeps it when it is resumed.
     Default: the day on which the run begins."""
@@ -164,26 +164,12 @@ class DataConfig(PromptFormat):
     @field_validator("template_date", mode="before")
     @classmethod
     def _check_date(cls, value: object) -> object:
-        if value is None or (isinstance(value, date) and not isinstance(value, datetime)):
+        if isinstance(value, date) and not isinstance(value, datetime):
             return value
         try:
             return datetime.strptime(str(value), "%Y-%m-%d").date()
         except ValueError:
             raise ValueError(f"needs a date, YYYY-MM-DD, got {value}") from None
-
-    @model_validator(mode="after")
-    def _set_date(self) -> DataConfig:
-        """Set `template_date` to today if it is not given; it then is no member of `model_fields_set`."""
-        if self.template_date is None:
-            self.__dict__["template_date"] = date.today()  # frozen
-            self.model_fields_set.discard("template_date")
-        return self
-
-    @property
-    def day(self) -> date:
-        """The date that chat templates write into prompts."""
-        assert self.template_date is not None
-        return self.template_date
 
     @model_validator(mode="after")
     def _check_sources(self) -> DataConfig:
@@ -216,13 +202,17 @@ class DataConfig(PromptFormat):
         shared = {name: getattr(self, name) for name in PromptFormat.model_fields}
         if not self.sources:
             own = {"path": self.file, "ratio": 1.0, "eval_path": self.eval_path, "eval_size": self.eval_size}
-            return (Source(name="", key="data", config=SourceConfig.model_validate({**shared, **own}), day=self.day),)
+            return (
+                Source(
+                    name="", key="data", config=SourceConfig.model_validate({**shared, **own}), day=self.template_date
+                ),
+            )
         return tuple(
             Source(
                 name=name,
                 key=f"data.sources.{name}",
                 config=source.model_copy(update={k: v for k, v in shared.items() if k not in source.model_fields_set}),
-                day=self.day,
+                day=self.template_date,
             )
             for name, source in self.sources.items()
         )

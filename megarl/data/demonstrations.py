@@ -30,7 +30,7 @@ def load_demonstrations(
             `data.overlong_prompts` is `error` (the message names file:line); or no row is left.
     """
     file = Path(path or config.file)
-    template = PromptTemplate(config, tokenizer, config.day)
+    template = PromptTemplate(config, tokenizer, config.template_date)
     overlong = OverlongFilter(file, config.overlong_prompts, max_tokens, "demonstration", "the context length")
     demonstrations: list[Trajectory] = []
     for rows in track(batch_rows(read_rows(file)), f"tokenizing {file.name}"):

@@ -53,7 +53,7 @@ def load_preferences(
             (the message names file:line); or no row is left.
     """
     file = Path(path or config.file)
-    template = PromptTemplate(config, tokenizer, config.day)
+    template = PromptTemplate(config, tokenizer, config.template_date)
     overlong = OverlongFilter(file, config.overlong_prompts, max_tokens, "longer sequence", "the context length")
     fields = config.fields
     pairs: list[PreferencePair] = []

@@ -59,6 +59,8 @@ def _find_template_problems(config: RunConfig, section: EnvironmentConfig | Harn
     try:
         tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         refuses_forks = config.algorithm.refuses_forks
-        require_chat_template(tokenizer, config.data.day, forks=section.forks, refuses_forks=refuses_forks, key=key)
+        require_chat_template(
+            tokenizer, config.data.template_date, forks=section.forks, refuses_forks=refuses_forks, key=key
+        )
     except DataError as e:
         yield str(e)

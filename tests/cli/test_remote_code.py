@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 import megarl
@@ -181,6 +183,15 @@ def test_the_engine_has_the_switch_of_the_model(tree: dict[str, Any], model: Pat
         assert make_engine_arguments(make_engine_spec(config, 0, "cpu"))["trust_remote_code"] is trust
     with pytest.raises(ConfigError, match=r"trust_remote_code: megarl sets this argument itself, from model.trust_rem"):
         make_engine_arguments(EngineSpec(model_path="m", extra_args={"trust_remote_code": True}))
+
+
+def test_engines_of_a_corrected_config_run_no_code_either(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    tensors = {"model.embed_tokens.weight": torch.zeros(4, 2), "lm_head.weight": torch.ones(4, 2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for trust, rest in ((False, {"auto_map": {}}), (True, {})):
+        arguments = make_engine_arguments(EngineSpec(model_path=str(tmp_path), trust_remote_code=trust))
+        assert json.loads(str(arguments["json_model_override_args"])) == {"tie_word_embeddings": False} | rest
 
 
 def test_engines_run_no_code_of_models_that_sglang_does_not_have(model: Path, tiny_run: Path) -> None:

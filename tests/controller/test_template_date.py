@@ -138,19 +138,19 @@ def test_an_evaluation_has_the_date_of_the_run_in_its_folder(
     set_day(LATER)
     run_stage(make(RunConfig, world, tmp_path / "run"), Controller.evaluate, begins_run=False)
     run_stage(make(RunConfig, world, tmp_path / "other"), Controller.evaluate, begins_run=False)
-    assert [config.data.day for config in found] == [FIRST, FIRST, LATER]
+    assert [config.data.template_date for config in found] == [FIRST, FIRST, LATER]
 
 
 def test_a_date_in_the_configuration_takes_precedence(world: Tree, tmp_path: Path, set_day: SetDay) -> None:
     set_day(FIRST)
     config = resolve_and_check(make(SftConfig, world, tmp_path / "run", "data.template_date=2024-12-06"))
     prepare_folder(config, "sft", ())
-    assert load_resolved(tmp_path / "run" / "sft.yaml").data.day == datetime.date(2024, 12, 6)
+    assert load_resolved(tmp_path / "run" / "sft.yaml").data.template_date == datetime.date(2024, 12, 6)
     same, other = (
         make(SftConfig, world, tmp_path / "run", *given) for given in ([], ["data.template_date=2024-12-07"])
     )
-    assert resolve_and_check(same, resume="auto").data.day == datetime.date(2024, 12, 6)
-    assert resolve_and_check(other, resume="auto").data.day == datetime.date(2024, 12, 7)
+    assert resolve_and_check(same, resume="auto").data.template_date == datetime.date(2024, 12, 6)
+    assert resolve_and_check(other, resume="auto").data.template_date == datetime.date(2024, 12, 7)
 
 
 def test_environments_have_the_date_of_their_prompts(world: Tree, tmp_path: Path, set_day: SetDay) -> None:
@@ -158,7 +158,7 @@ def test_environments_have_the_date_of_their_prompts(world: Tree, tmp_path: Path
     config = make(RunConfig, world, tmp_path / "run")
     tokenizer = load_tokenizer(config.model.path)
     set_day(LATER)
-    renderer = ChatRenderer(tokenizer, config.data.day)
+    renderer = ChatRenderer(tokenizer, config.data.template_date)
     assert renderer.render([{"role": "user", "content": "a"}]).startswith("26 Jul 2026\n")
     assert isinstance(config, RunConfig)
     assert read(config)[0].text.startswith("26 Jul 2026\n")

@@ -60,9 +60,9 @@ class EnvironmentAgent:
             ConfigError: as `check_environment`.
             DataError: as `require_chat_template`.
         """
-        require_chat_template(tokenizer, data.day, forks=config.forks, refuses_forks=refuses_forks, key=key)
+        require_chat_template(tokenizer, data.template_date, forks=config.forks, refuses_forks=refuses_forks, key=key)
         self._config, self._key, self._factory = config, key, EnvironmentFactory(config, key)
-        self._renderer = ChatRenderer(tokenizer, data.day)
+        self._renderer = ChatRenderer(tokenizer, data.template_date)
         self._tasks = Tasks(data, tokenizer)
 
     async def __call__(self, episode: Episode) -> list[Trajectory]:

@@ -52,10 +52,12 @@ class HarnessAgent:
             ConfigError: as `check_harness`.
             DataError: as `require_chat_template`.
         """
-        require_chat_template(tokenizer, data.day, forks=config.forks, refuses_forks=refuses_forks, key=HARNESS)
+        require_chat_template(
+            tokenizer, data.template_date, forks=config.forks, refuses_forks=refuses_forks, key=HARNESS
+        )
         self._config, self._function, self._needs_reward = config, check_harness(config), needs_reward
         self._answer_field = None if config.include_answer else data.fields.answer
-        self._renderer, self._tasks = ChatRenderer(tokenizer, data.day), Tasks(data, tokenizer)
+        self._renderer, self._tasks = ChatRenderer(tokenizer, data.template_date), Tasks(data, tokenizer)
         if config.tool_parser is not None and not self._renderer.writes_tools:
             logger.warning(
                 "%s.tool_parser: the chat template of %s does not write definitions of tools, so that the policy does "

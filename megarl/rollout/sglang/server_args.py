@@ -40,9 +40,10 @@ def make_engine_arguments(spec: EngineSpec) -> dict[str, object]:
         ConfigError: `extra_args` or the environment has an option that engines cannot have.
     """
     _check_options(spec)
-    corrections = find_corrections(Path(spec.model_path))
+    # without auto_map: SGLang would run the code of a model that it does not have, whatever trust_remote_code is
+    overrides = find_corrections(Path(spec.model_path)) | ({} if spec.trust_remote_code else {"auto_map": {}})
     optional = {
-        "json_model_override_args": json.dumps(corrections) if corrections else None,
+        "json_model_override_args": json.dumps(overrides) if overrides else None,
         "context_length": spec.context_length,
         "max_total_tokens": spec.max_total_tokens,
         "max_running_requests": spec.max_running_requests,
@@ -64,8 +65,6 @@ def make_engine_arguments(spec: EngineSpec) -> dict[str, object]:
         "weight_version": str(spec.policy_version),
         "custom_weight_loader": [IMPORT_PATH],
         "skip_tokenizer_init": True,  # prompts and completions are token ids
-        # SGLang would run the code of a model that it does not have, whatever trust_remote_code is
-        **({} if spec.trust_remote_code else {"json_model_override_args": '{"auto_map": {}}'}),
         **{name: value for name, value in optional.items() if value is not None},
     }
     defaults: dict[str, object] = {"log_level": "error"}
