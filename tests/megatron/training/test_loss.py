@@ -126,7 +126,7 @@ CASES = {
     "sft": Case(loss=SftLoss()),
     "ppo_clip": policy_case(grpo(clip_ratio_high=0.28, dual_clip=1.5)),
     "ppo_clip of token advantages": policy_case(grpo(), "advantages"),
-    "on policy": policy_case(grpo(), old=False),
+    "on policy": policy_case(grpo(clip_ratio_high=0.28, dual_clip=1.5), old=False),
     **{
         f"kl {kind}": policy_case(grpo(kl_loss=KlLossConfig(kind=kind, coefficient=0.3)), "ref_logprobs")
         for kind in ("k2", "k3")
