@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.data.tiktoken_file import VOCABULARY_FILE, is_known_tokenizer, load_tiktoken
 from megarl.errors import DataError
 from megarl.model_files.companions import TOKENIZER_PATTERNS, find_companions
-from megarl.model_files.json_object import read_json_object
+from megarl.model_files.json_object import read_json_object, read_optional_json_object
 from megarl.model_files.lfs_pointer import refuse_lfs_pointer
 from megarl.model_files.remote_code import SWITCH, require_own_code, tokenizer_code
 from megarl.text import text_of
@@ -64,7 +64,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     for file in find_companions(path, TOKENIZER_PATTERNS):
         refuse_lfs_pointer(file)
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        _read_object(path / name)
+        read_optional_json_object(path / name)
     tokenizer, error = outcome_of(partial(_load, path, trust_remote_code=trust_remote_code))
     if isinstance(error, DataError):
         raise error
@@ -86,7 +86,7 @@ def _load(path: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load the tokenizer without the folder's code where that is possible; raises what transformers raises."""
     import transformers  # here, because the controller requests the processes of a run before it needs tokenizers
 
-    config, code = _read_object(path / "tokenizer_config.json"), tokenizer_code(path)
+    config, code = read_optional_json_object(path / "tokenizer_config.json"), tokenizer_code(path)
     is_serialized = (path / "tokenizer.json").is_file()
     if trust_remote_code:
         require_own_code(path)
@@ -147,13 +147,8 @@ def describe_unknown_token(
 
 def _tokenizer_class(path: Path) -> str | None:
     """Return the name of the tokenizer's class in transformers; None if only AutoTokenizer knows it."""
-    config = _read_object(path / "tokenizer_config.json")
-    family, written = _read_object(path / "config.json").get("model_type"), config.get("tokenizer_class")
+    config = read_optional_json_object(path / "tokenizer_config.json")
+    family, written = read_optional_json_object(path / "config.json").get("model_type"), config.get("tokenizer_class")
     if "auto_map" in config or not (path / "tokenizer.json").is_file():
         return None
     return TOKENIZER_CLASSES.get((str(family), str(written).removesuffix("Fast")))
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in `file`; empty if the file does not exist."""
-    return read_json_object(file) if file.is_file() else {}

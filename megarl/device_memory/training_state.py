@@ -9,7 +9,7 @@ Per parameter, in bfloat16 with gradients and optimizer state in float32 (s: ran
     Adam's moments    8                  8 / s
                       18                 6 + 12 / s
 
-Beside it, libraries hold between passes what `CacheBytes` counts.
+Libraries also keep what `CacheBytes` counts between passes.
 
 s is dp * cp, for routed experts the number of ranks that hold the same shard of the same experts. All ranks of a
 pipeline stage hold equally much; stages differ. In float32 there are no separate main parameters.

@@ -33,3 +33,8 @@ def read_json_object(file: Path) -> JsonObject:
     if not isinstance(tree, dict):
         raise DataError(f"{file} needs a JSON object, got {type(tree).__name__}")
     return tree
+
+
+def read_optional_json_object(file: Path) -> JsonObject:
+    """Read a JSON file as `read_json_object` does; return an empty object if there is no such file."""
+    return read_json_object(file) if file.exists() else {}

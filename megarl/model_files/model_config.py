@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megarl.errors import DataError
 from megarl.model_files.header import StoredTensor
-from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object
+from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object, read_optional_json_object
 from megarl.model_files.weight_index import EMBEDDING_TENSOR, HEAD_TENSOR, INDEX, copied_tensor_patterns, read_headers
 
 ARCHITECTURES: Mapping[str, str] = {
@@ -131,20 +131,20 @@ def read_stop_token_ids(model_path: str | Path) -> tuple[int, ...]:
         DataError: a file is not a JSON object, one has an id that is no token of the model, or none has a stop token.
     """
     folder = Path(model_path)
-    vocab_size = _read_optional(folder / "config.json").get("vocab_size")
+    vocab_size = read_optional_json_object(folder / "config.json").get("vocab_size")
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        eos = _read_optional(folder / name).get("eos_token_id")
+        eos = read_optional_json_object(folder / name).get("eos_token_id")
         values = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(_is_token_id(value, vocab_size) for value in values):
             raise DataError(f"{folder / name}: eos_token_id needs {_describe_ids(vocab_size)}, got {eos!r}")
         ids.update(values)
-    config = _read_optional(folder / "tokenizer_config.json")
+    config = read_optional_json_object(folder / "tokenizer_config.json")
     token = config.get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
     if isinstance(token, str):
-        of_tokenizer: list[Any] = _token_ids(_read_optional(folder / "tokenizer.json"), config, token)
+        of_tokenizer: list[Any] = _token_ids(read_optional_json_object(folder / "tokenizer.json"), config, token)
         if not all(_is_token_id(value, vocab_size) for value in of_tokenizer):
             raise DataError(
                 f"{folder / 'tokenizer.json'}: the end-of-sequence token {token!r} needs {_describe_ids(vocab_size)}, "
@@ -218,8 +218,3 @@ def _token_ids(tokenizer: JsonMapping, config: JsonMapping, token: str) -> list[
     added = [entry.get("id") for entry in tokenizer.get("added_tokens") or () if entry.get("content") == token]
     vocabulary = (tokenizer.get("model") or {}).get("vocab")
     return added or ([vocabulary[token]] if isinstance(vocabulary, dict) and token in vocabulary else [])
-
-
-def _read_optional(file: Path) -> JsonObject:
-    """Return the JSON object in `file`; empty if the file does not exist."""
-    return read_json_object(file) if file.exists() else {}

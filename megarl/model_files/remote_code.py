@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.errors import DataError
-from megarl.model_files.json_object import read_json_object
+from megarl.model_files.json_object import read_optional_json_object
 
 SWITCH = "model.trust_remote_code: true"
 
@@ -37,7 +37,7 @@ def require_own_code(folder: Path) -> None:
 def _named_classes(folder: Path) -> Iterator[tuple[str, str, str]]:
     """Yield (file, key, class) for each class that an `auto_map` names."""
     for file in CONFIG_FILES:
-        auto_map = read_json_object(folder / file).get("auto_map") if (folder / file).is_file() else None
+        auto_map = read_optional_json_object(folder / file).get("auto_map")
         entries = auto_map if isinstance(auto_map, dict) else {"AutoTokenizer": auto_map}  # a list: an older form
         for key, named in entries.items():
             for name in named if isinstance(named, list) else [named]:
