@@ -23,7 +23,7 @@ from megarl.reshard.transfer.heartbeat import HeartbeatSpec, HeartbeatTracker, S
 from megarl.reshard.transfer.process_groups import TransferGroup
 from megarl.reshard.transfer.sink import Parameters
 from megarl.reshard.transfer.sync_store import open_store
-from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
+from tests.time_limits import END_SECONDS, HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 ABORT = 0.4
 """Seconds without a sign of life, of the clock of `PacedTracker`."""
@@ -285,9 +285,16 @@ def _serve(end, make_member, rank, arguments):
             result = getattr(member, method)(*arguments)
         except WeightSyncError as e:
             error = str(e)
+        if error is not None:  # a gloo thread holds a message until its connection has ended
+            wait_until(partial(_has_no_other_byte_tensor, before), END_SECONDS)
         gc.collect()
         left = sum(id(tensor) not in before for tensor in _byte_tensors())
         end.send(Outcome(result, error, left))
+
+
+def _has_no_other_byte_tensor(known):
+    gc.collect()
+    return all(id(tensor) in known for tensor in _byte_tensors())
 
 
 def _byte_tensors():
