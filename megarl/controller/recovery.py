@@ -11,10 +11,14 @@ lost contact with. Any other error, such as an exception in a rank or in a rewar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.checkpoint.run_lock import require_lock
+from megarl.checkpoint.store import CheckpointStore
 from megarl.config import RunConfig
 from megarl.controller.assembly import RunAssembly
 from megarl.controller.resume import latest_valid
@@ -29,7 +33,7 @@ from megarl.errors import (
     WorkerError,
 )
 from megarl.run.events import EventLog, MessageEvent
-from megarl.supervision.restart_budget import RestartBudget
+from megarl.supervision.restart_budget import RESTARTS_FILE, RestartBudget, RestartLog
 from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.startup import Startup
 from megarl.workers.failures import pause
@@ -59,9 +63,7 @@ def train_with_recovery(
         saved = latest_valid(config, notify)
         return saved.folder if saved is not None else resume
 
-    restart_budget = RestartBudget(config.recovery, notify)
-    if restarted:
-        notify("the controller was lost; restarting all processes")
+    restart_budget = _open_restart_budget(config, notify, restarted=restarted)
     monitor = RunMonitor(config, notify)
     closing.push(monitor.close)
     assembly = RunAssembly(config, events, closing, startup, restart_budget=restart_budget, monitor=monitor)
@@ -92,6 +94,23 @@ def train_with_recovery(
         pause(seconds)
         assembly.replace_nodes()
         checkpoint, restarted = newest_checkpoint(), True
+
+
+def _open_restart_budget(config: RunConfig, notify: Callable[[str], None], *, restarted: bool) -> RestartBudget:
+    """Return the budget of the command, of which a restarted controller spends one restart for itself.
+
+    Raises:
+        RestartLimitError: the controller was lost too often.
+    """
+    log = RestartLog(Path(config.run_dir) / RESTARTS_FILE, partial(require_lock, config.run_dir))
+    if not restarted:
+        log.begin()
+        return RestartBudget(config.recovery, notify, log)
+    # the steps after the newest checkpoint are repeated: only another checkpoint is progress
+    saved = [entry.step for entry in CheckpointStore(config.run_dir).entries()]
+    restart_budget = RestartBudget(config.recovery, notify, log, last_step=max(saved, default=0))
+    pause(restart_budget.spend("controller", LostWorkerError("its process has ended"), restart_budget.step))
+    return restart_budget
 
 
 def _find_loss(error: MegarlError, assembly: RunAssembly, *, is_first_start: bool) -> MegarlError | None:

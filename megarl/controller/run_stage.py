@@ -51,6 +51,7 @@ RUN_ARTIFACTS = (
     "tensorboard",
     "wandb-id",
     "rollouts",
+    "restarts.jsonl",
     "startup.json",
     "summary.json",
     "checkpoints",
@@ -146,10 +147,11 @@ def _run_on_cluster[C: StageConfig](
         with startup.phase("node checks"):
             checked = check_nodes_or_raise(config.placement, required_paths(config))
         if detach:
+            options = detached_options(config)
             return detach_run(
-                config, _start_controller(config, startup, **detached_options(config), autostart=arguments)
+                config, _start_controller(config, startup, counts_restarts=True, autostart=arguments, **options)
             )
-        actor = _start_controller(config, startup)
+        actor = _start_controller(config, startup, counts_restarts=method is Controller.train)
         result = getattr(actor, method.__name__).remote(*arguments)
 
         def has_ended() -> bool:
@@ -172,11 +174,17 @@ def _run_on_cluster[C: StageConfig](
 
 
 def _start_controller(
-    config: StageConfig, startup: Startup, *, autostart: tuple[object, ...] | None = None, **options: object
+    config: StageConfig,
+    startup: Startup,
+    *,
+    counts_restarts: bool = False,
+    autostart: tuple[object, ...] | None = None,
+    **options: object,
 ) -> ray.actor.ActorHandle:
     """Create the controller actor on this node. Ray restarts it on failure and re-invokes the running method.
 
     Args:
+        counts_restarts: the method ends the run itself once its restarts are used up; else Ray counts them.
         autostart: arguments of `Controller.train` for a detached run; None: the driver calls the stage's method.
         options: further options of the Ray actor.
     """
@@ -184,6 +192,8 @@ def _start_controller(
     # soft: a detached run outlives this node
     here = NodeAffinitySchedulingStrategy(node, soft=autostart is not None)
     restarts = config.recovery.max_restarts if isinstance(config, RunConfig) else 0
+    if counts_restarts and restarts:
+        restarts = -1
     hosted = ray.remote(Controller).options(
         num_cpus=0,
         max_concurrency=3,

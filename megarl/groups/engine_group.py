@@ -11,10 +11,10 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config import RunConfig
-from megarl.errors import MegarlError, WeightSyncError, WorkerError
+from megarl.errors import MegarlError, WeightSyncError
 from megarl.groups.remote_engine import EngineSink, RemoteEngine
 from megarl.groups.remote_node import RemoteNode
-from megarl.placement.nodes import cluster_nodes
+from megarl.placement.nodes import RecentNodes
 from megarl.placement.pool import Slot, SlotPool
 from megarl.process.ports import find_unused_port, join_address
 from megarl.process.startup_trace import StartupTiming, record_imports
@@ -25,7 +25,7 @@ from megarl.rollout.sglang.engine_environment import make_engine_environment
 from megarl.rollout.sglang.start_gate import open_process_gate
 from megarl.supervision.engine_supervisor import EngineSupervisor
 from megarl.supervision.restart_budget import RestartBudget
-from megarl.workers.failures import wait_all
+from megarl.workers.failures import results_in_time, wait_all
 from megarl.workers.group import RemoteCall
 from megarl.workers.worker_host import AsyncWorkerHost
 
@@ -127,6 +127,8 @@ class EngineGroup(EngineHandles):
         self.waits_for_memory = waits_for_memory
         """Whether engines that start now wait for `resume` before they allocate device memory."""
         self._mem_fraction = config.rollout.engine.mem_fraction
+        self._nodes = RecentNodes()
+        self._remote_engines: list[RemoteEngine] = []
         self._processes: dict[int, list[ray.actor.ActorHandle]] = {}
         """By replica, processes that were requested for its first start and are not used yet."""
         self.requested_at = time.time()
@@ -169,21 +171,15 @@ class EngineGroup(EngineHandles):
 
     def first_completion_time(self) -> float:
         """Return the Unix time of the first completion on any engine; now if no live engine has had one."""
-        times = []
-        for number in self.supervisor.serving:
-            try:
-                times += self.select([number]).call("first_completion_time")
-            except WorkerError:
-                continue  # the engine is lost; the supervisor restarts it
+        serving = [self.engines[number] for number in self.supervisor.serving]
+        names = {engine.handle.invoke.remote("first_completion_time"): engine.name for engine in serving}
+        times = results_in_time(names, self._timeout).values()  # the supervisor restarts those that are lost
         return min((when for when in times if when is not None), default=time.time())
 
     def remote_engines(self) -> list[RemoteEngine | None]:
-        """Return a handle of each engine for rollout workers; None for an engine that does not serve."""
-        serving = self.supervisor.serving
-        return [
-            RemoteEngine(engine.handle, engine.name) if number in serving else None
-            for number, engine in enumerate(self.engines)
-        ]
+        """Return a handle of each engine for rollout workers, the same until it is lost; None if it does not serve."""
+        serving = set(self.supervisor.serving)
+        return [engine if number in serving else None for number, engine in enumerate(self._remote_engines)]
 
     def select(self, replicas: Sequence[int]) -> EngineHandles:
         """Return handles of the current processes of these replicas."""
@@ -200,7 +196,7 @@ class EngineGroup(EngineHandles):
 
     def has_live_node(self, replica: int) -> bool:
         """Return whether all nodes of the engine's slots are alive."""
-        alive = {node.id for node in cluster_nodes()}
+        alive = self._nodes.by_id()
         return all(self.pool.slots[slot].node in alive for slot in self.engine_slots[replica])
 
     def may_allocate(self) -> bool:
@@ -210,7 +206,9 @@ class EngineGroup(EngineHandles):
     def start(self, replica: int) -> ray.ObjectRef:
         """Start new processes for the engine; return a Ray reference that resolves when it has started or failed."""
         started, ref = self._launch(replica)
-        self.engines[replica : replica + 1] = [started]  # appends at the first start, replaces at a restart
+        # both append at the first start, and replace at a restart
+        self.engines[replica : replica + 1] = [started]
+        self._remote_engines[replica : replica + 1] = [RemoteEngine(started.handle, started.name)]
         return ref
 
     def release(self, memory: Sequence[EngineMemory]) -> None:
@@ -254,7 +252,7 @@ class EngineGroup(EngineHandles):
         handles = self._processes.pop(replica, None) or self._create_actors(by_node)
         others: tuple[RemoteNode, ...] = ()
         if spec.nnodes > 1:
-            nodes = {node.id: (node.name, node.address) for node in cluster_nodes()}
+            nodes = {node.id: (node.name, node.address) for node in self._nodes.by_id().values()}
             lost = ("a lost node", "")
             specs = [spec.on_node(rank, *nodes.get(here[0].node, lost)) for rank, here in enumerate(by_node)]
             spec, others = specs[0], tuple(map(RemoteNode, handles[1:], specs[1:], environments[1:]))

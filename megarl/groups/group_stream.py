@@ -20,7 +20,7 @@ from megarl.errors import MegarlError, WorkerError
 from megarl.groups.rollout_workers import WORKER_DEATHS, RolloutWorkers
 from megarl.placement.rank_grid import RankGrid
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary
-from megarl.supervision.liveness_probe import POLL_INTERVAL_SECONDS
+from megarl.supervision.liveness_probe import GATHER_SECONDS, POLL_INTERVAL_SECONDS
 from megarl.workers.completions import Completions
 from megarl.workers.failures import to_megarl_error
 from megarl.workers.payload import StoredItem
@@ -218,7 +218,7 @@ class GroupStream:
         try:
             collected: CollectedCalls = ended.result()
         except WORKER_DEATHS:
-            self._replace(batch, ref)
+            self._restart_dead(ref)
             return []
         except RayError as error:
             raise to_megarl_error(error, what="rollout", name=f"rollout worker {batch.worker}") from error
@@ -237,14 +237,24 @@ class GroupStream:
             self._call(batch, "collect_calls", (), num_expected=num_expected)
         return finished
 
-    def _replace(self, failed: _JobBatch, call: ray.ObjectRef) -> None:
-        """Restart a worker whose death `call` has reported, unless it was restarted; submit its jobs to the new one."""
-        if self._workers[failed.worker] is failed.actor:
-            self._workers.restart(failed.worker, call)
-        lost = {ref: call.batch for ref, call in self._calls.items() if call.batch.actor is failed.actor}
-        for ref in lost:
+    def _restart_dead(self, reported: ray.ObjectRef) -> None:
+        """Restart the worker whose death a call has reported, and those that died with it; submit their jobs again."""
+        deadline = time.monotonic() + GATHER_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            self._ended += self._completions.wait(left)
+        deaths = [reported, *(ref for ref, ended in self._ended if isinstance(ended.exception(), WORKER_DEATHS))]
+        batches = {ref: self._calls[ref].batch for ref in deaths if ref in self._calls}
+        self._workers.restart(
+            {batch.worker: ref for ref, batch in batches.items() if self._workers[batch.worker] is batch.actor}
+        )
+        actors = {batch.actor for batch in batches.values()}
+        lost = {ref: call.batch for ref, call in self._calls.items() if call.batch.actor in actors}
+        jobs: dict[int, list[GroupJob]] = {}
+        for ref, batch in lost.items():
             del self._calls[ref]
-        self._send([job for batch in lost.values() for job in batch.jobs.values()], failed.worker)
+            jobs.setdefault(batch.worker, []).extend(batch.jobs.values())
+        for worker, own in jobs.items():
+            self._send(own, worker)
         self._last_progress = time.monotonic()
 
     def _supervise(self) -> None:

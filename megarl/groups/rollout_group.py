@@ -211,13 +211,13 @@ class RolloutGroup:
         while self._records:
             ref, recording = next(iter(self._records.items()))
             index, name = recording.index, f"rollout worker {recording.index}"
-            self._workers.wait_for(ref, index)
+            self._workers.wait_for({ref: index})
             del self._records[ref]
             if not self._workers.is_dead(ref):
                 raise_failure(ref, what="record rollouts", name=name)
                 continue
             if self._workers[index] is recording.worker:
-                self._workers.restart(index, ref)
+                self._workers.restart({index: ref})
             self._record(index, recording.arguments)
 
     def _record(self, index: int, arguments: tuple[object, ...]) -> None:

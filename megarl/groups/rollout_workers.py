@@ -15,14 +15,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.checkpoint.run_lock import find_claim
 from megarl.config import RunConfig
-from megarl.errors import LostEngineError, WorkerError
+from megarl.errors import LostEngineError, MegarlError, WorkerError
 from megarl.groups.engine_group import EngineGroup
 from megarl.groups.remote_engine import RemoteEngine
 from megarl.groups.rollout_actor import RolloutActor
 from megarl.placement.nodes import nodes_for_light_workers
 from megarl.process.startup_trace import StartupTiming
 from megarl.supervision.liveness_probe import LIVENESS_GROUP, POLL_INTERVAL_SECONDS, WorkerLivenessProbe
-from megarl.workers.failures import pause, run_abort_check, to_megarl_error, wait_all, wait_any
+from megarl.supervision.restart_budget import name_some
+from megarl.workers.failures import pause, raise_failure, run_abort_check, to_megarl_error, wait_all, wait_any
 from megarl.workers.worker_host import AsyncWorkerHost
 
 WORKER_DEATHS = (RayActorError, ActorUnschedulableError)
@@ -48,6 +49,7 @@ class RolloutWorkers:
         self._engines, self.supervisor = engines, engines.supervisor
         self.requested_at = time.time()
         """Unix time at which the processes were requested from Ray."""
+        self._nodes = nodes_for_light_workers()
         self._actors = [self._launch(index) for index in range(config.rollout.workers)]
         self._probes = [self._make_probe(actor) for actor in self._actors]
         self._known_engines: list[RemoteEngine | None] = []
@@ -62,8 +64,7 @@ class RolloutWorkers:
     def start(self) -> None:
         """Build the workers; the engines must have started. Raises as `restart` does."""
         self._known_engines = self._engines.remote_engines()
-        for index, building in enumerate([self._build(actor) for actor in self._actors]):
-            self.restart(index, building)
+        self.restart({index: self._build(actor) for index, actor in enumerate(self._actors)})
 
     def startup_timing(self) -> list[StartupTiming]:
         """Return the startup timing of each worker's process."""
@@ -109,12 +110,13 @@ class RolloutWorkers:
             return refs if num_returns > 1 else [refs]
 
         calls = {index: send(index) for index in arguments}
-        for index in calls:
-            self.wait_for(calls[index][0], index)
-            while self.is_dead(calls[index][0]):
-                self.restart(index, calls[index][0])
-                calls[index] = send(index)
-                self.wait_for(calls[index][0], index)
+        waiting = list(calls)
+        while waiting:
+            self.wait_for({calls[index][0]: index for index in waiting})
+            dead = {index: calls[index][0] for index in waiting if self.is_dead(calls[index][0])}
+            self.restart(dead)
+            calls |= {index: send(index) for index in dead}
+            waiting = list(dead)
         names = {refs[0]: f"rollout worker {index}" for index, refs in calls.items()}
         values = wait_all(list(names), what=method, names=names)
         return {index: (value, refs[1:]) for (index, refs), value in zip(calls.items(), values, strict=True)}
@@ -123,23 +125,29 @@ class RolloutWorkers:
         """Return the workers' names in messages, by one call to each."""
         return {ref: f"rollout worker {i}" for i, ref in enumerate(refs)}
 
-    def wait_for(self, ref: ray.ObjectRef, index: int) -> None:
-        """Block until this call to a worker has returned or failed."""
-        while not ray.wait([ref], timeout=POLL_INTERVAL_SECONDS)[0]:
-            self.kill_hung({index})
+    def wait_for(self, calls: Mapping[ray.ObjectRef, int]) -> None:
+        """Block until these calls have returned or failed; `calls`: the workers' indices by Ray reference."""
+        waiting = list(calls)
+        while waiting:
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_INTERVAL_SECONDS)
+            if waiting:
+                self.kill_hung({calls[ref] for ref in waiting})
 
     def kill_hung(self, indices: Iterable[int]) -> None:
         """Kill those of the workers that hang, so that their calls end; raises as `run_abort_check` does."""
         run_abort_check(sorted(f"rollout worker {index}" for index in indices))
-        for index in indices:
-            if self._probes[index].is_hung():
-                seconds = self._config.recovery.engine_stall_seconds
-                self.supervisor.restart_budget.notify(
-                    f"rollout worker {index} has not answered a ping for {seconds:g} s "
-                    "(recovery.engine_stall_seconds); killing it"
-                )
-                ray.kill(self._actors[index])
-                self._probes[index] = self._make_probe(self._actors[index])  # its death is reported with a delay
+        hung = WorkerLivenessProbe.find_hung({index: self._probes[index] for index in indices})
+        if hung:
+            seconds = self._config.recovery.engine_stall_seconds
+            what, them = f"rollout worker {hung[0]} has", "it"
+            if len(hung) > 1:
+                what, them = f"rollout workers {name_some(list(map(str, hung)))} have", "them"
+            self.supervisor.restart_budget.notify(
+                f"{what} not answered a ping for {seconds:g} s (recovery.engine_stall_seconds); killing {them}"
+            )
+        for index in hung:
+            ray.kill(self._actors[index])
+            self._probes[index] = self._make_probe(self._actors[index])  # its death is reported with a delay
 
     def poll_engines(self) -> bool:
         """Poll the engines and notify the workers of those that were lost or restarted.
@@ -147,62 +155,71 @@ class RolloutWorkers:
         Returns whether an engine was lost or restarted, or none serves. Raises as `EngineSupervisor.poll` does.
         """
         self.supervisor.poll()
-        changed = False
-        for number, engine in enumerate(self._engines.remote_engines()):
-            if engine == self._known_engines[number]:
-                continue
-            self._known_engines[number] = engine
-            changed = True
-            lost = LostEngineError(f"{self._engines.name(number)} was lost")
+        engines = self._engines.remote_engines()
+        changes = {
+            number: LostEngineError(f"{self._engines.name(number)} was lost") if engine is None else engine
+            for number, (engine, known) in enumerate(zip(engines, self._known_engines, strict=True))
+            if engine is not known
+        }
+        self._known_engines = engines
+        if changes:
             for actor in self._actors:
-                if engine is None:
-                    actor.invoke.remote("mark_engine_lost", number, lost)
-                else:
-                    actor.invoke.remote("replace_engine", number, engine)
-        return changed or not self.supervisor.serving
+                actor.invoke.remote("update_engines", changes)
+        return bool(changes) or not self.supervisor.serving
 
     def is_dead(self, ref: ray.ObjectRef) -> bool:
         """Return whether the finished call `ref` failed because its worker's process died."""
-        try:
-            ray.get(ref)
-        except WORKER_DEATHS:
-            return True
-        except RayError:
-            return False
-        return False
+        return _find_death(ref) is not None
 
-    def restart(self, index: int, call: ray.ObjectRef) -> None:
-        """Wait for `call`, and restart the worker as long as calls fail because of its death.
+    def restart(self, calls: Mapping[int, ray.ObjectRef]) -> None:
+        """Wait for the call to each of these workers, and restart those whose calls fail because they died.
+
+        All start at the same time, and again as long as they die.
+
+        Args:
+            calls: by the worker's index.
 
         Raises:
-            MegarlError: `call` failed for another reason.
-            WorkerError: the worker must not be restarted, or did not start in time.
+            MegarlError: a call failed for another reason.
+            WorkerError: a worker must not be restarted, or did not start in time.
         """
-        name, restart_budget = f"rollout worker {index}", self.supervisor.restart_budget
-        while True:
+        waiting = {call: index for index, call in calls.items()}
+        while waiting:
+            names = {call: f"rollout worker {index}" for call, index in waiting.items()}
             try:
-                wait_any([call], what="rollout worker start", names={call: name}, timeout=self._start_seconds)
+                wait_any(list(waiting), what="rollout worker start", names=names, timeout=self._start_seconds)
             except WorkerError:
-                ray.kill(self._actors[index])  # otherwise it would later pass as built
+                for index in waiting.values():
+                    ray.kill(self._actors[index])  # otherwise it would later pass as built
                 raise
-            try:
-                ray.get(call)
-            except WORKER_DEATHS as error:
-                cause = to_megarl_error(error, what="rollout", name=name)
-                pause(restart_budget.spend("rollout worker", cause, restart_budget.step, worker=name))
-            except RayError as error:
-                raise to_megarl_error(error, what="rollout worker start", name=name) from error
-            else:
-                return
+            ended, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
+            deaths = {}
+            for call in ended:
+                name, index = names[call], waiting.pop(call)
+                if (error := _find_death(call)) is not None:
+                    deaths[index] = to_megarl_error(error, what="rollout", name=name)
+                else:
+                    raise_failure(call, what="rollout worker start", name=name)
+            if deaths:
+                waiting |= self._replace(deaths)
+
+    def _replace(self, deaths: Mapping[int, MegarlError]) -> dict[ray.ObjectRef, int]:
+        """Start other processes for workers that died; return the calls that build them, with their indices."""
+        causes = {f"rollout worker {index}": error for index, error in deaths.items()}
+        budget = self.supervisor.restart_budget
+        waits = budget.spend_each("rollout worker", causes, budget.step, num_processes=len(self._actors))
+        pause(max(waits))
+        self._nodes = nodes_for_light_workers()
+        for index in deaths:
             ray.kill(self._actors[index])  # Ray may only have lost contact with it
             self._actors[index] = self._launch(index)
             self._probes[index] = self._make_probe(self._actors[index])
-            call = self._build(self._actors[index])
+        return {self._build(self._actors[index]): index for index in deaths}
 
     def _launch(self, index: int) -> ray.actor.ActorHandle:
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-        nodes = nodes_for_light_workers()
-        here = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)].id, soft=False)
+        node = self._nodes[index % len(self._nodes)]
+        here = NodeAffinitySchedulingStrategy(node.id, soft=False)
         actor = ray.remote(concurrency_groups={LIVENESS_GROUP: 1})(AsyncWorkerHost)
         options = actor.options(num_cpus=0, max_restarts=0, max_concurrency=10_000, scheduling_strategy=here)
         worker = options.remote(environment)
@@ -216,3 +233,14 @@ class RolloutWorkers:
     def _build(self, actor: ray.actor.ActorHandle) -> ray.ObjectRef:
         arguments = self._config, self._known_engines, find_claim(self._config.run_dir)
         return actor.build.remote(self._worker_class, arguments, {}, time.time())
+
+
+def _find_death(ref: ray.ObjectRef) -> RayError | None:
+    """Return the error of a finished call if it failed because its worker's process died."""
+    try:
+        ray.get(ref)
+    except WORKER_DEATHS as error:
+        return error
+    except RayError:
+        return None
+    return None

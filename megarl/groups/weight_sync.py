@@ -29,6 +29,7 @@ from megarl.groups.trainer_group import TrainerGroup
 from megarl.megatron.requests import PushRequest
 from megarl.placement.pool import SlotPool
 from megarl.reshard.planning.strategy import DeltaUpdate
+from megarl.supervision.restart_budget import name_some
 
 T = TypeVar("T")
 
@@ -67,24 +68,26 @@ class WeightSync:
         self._engines.supervisor.resync = self.resync
         return report
 
-    def resync(self, replica: int) -> None:
-        """Push the current version to a restarted engine, while the others continue to serve.
+    def resync(self, *replicas: int) -> None:
+        """Push the current version to restarted engines, while the others continue to serve.
 
-        If that engine is lost meanwhile, returns without an error: it will be restarted. Raises as `push` does.
+        If one of them is lost meanwhile, returns without an error: it will be restarted. Raises as `push` does.
 
         Raises:
             OutdatedEngineError: the trainer does not have this version any more.
         """
         if self.policy_version < 0:
-            return  # the first push will include this engine
+            return  # the first push will include these engines
         if self.is_outdated:
-            raise OutdatedEngineError(f"{self._engines.name(replica)} was restarted and needs the next weights")
+            names = name_some([self._engines.name(replica) for replica in replicas])
+            was, needs = ("was", "needs") if len(replicas) == 1 else ("were", "need")
+            raise OutdatedEngineError(f"{names} {was} restarted and {needs} the next weights")
         supervisor = self._engines.supervisor
-        while replica in supervisor.ready:  # retry if another engine caused the failure
+        while receivers := sorted(set(replicas).intersection(supervisor.ready)):
             try:
-                self._push([replica], self.policy_version)
+                self._push(receivers, self.policy_version)
                 break
-            except MegarlError as error:
+            except MegarlError as error:  # retry if a lost engine caused the failure
                 if not supervisor.attribute_failure(error):
                     raise
         if self._trainer.offload_config.is_enabled:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +17,8 @@ HET_GROUP_LABEL = "megarl.het-group"
 DOMAIN_LABEL = "megarl.nvlink-domain"
 """Ray node label: NVLink domain of the node's GPUs."""
 
+MAX_AGE_SECONDS = 0.2
+"""How old the answer of `RecentNodes` may be: short, because a process that starts on a lost node waits in vain."""
 
 GPU_LABEL = "ray.io/accelerator-type"
 """Ray node label: type of the node's GPUs, which Ray itself sets, such as `H100`."""
@@ -53,6 +57,21 @@ def cluster_nodes() -> list[ClusterNode]:
 
     nodes = [_node(entry) for entry in ray.nodes() if entry["Alive"]]
     return sorted(nodes, key=_order)
+
+
+class RecentNodes:
+    """The nodes that are alive, asked for once for all processes that start or are lost together."""
+
+    def __init__(self) -> None:
+        """Ask at the first use."""
+        self._by_id: Mapping[str, ClusterNode] = {}
+        self._asked_at = -math.inf
+
+    def by_id(self) -> Mapping[str, ClusterNode]:
+        """Return the nodes as of at most `MAX_AGE_SECONDS` ago."""
+        if time.monotonic() - self._asked_at > MAX_AGE_SECONDS:
+            self._by_id, self._asked_at = {node.id: node for node in cluster_nodes()}, time.monotonic()
+        return self._by_id
 
 
 def planned_nodes(nodes: Sequence[int], *, gpus: Sequence[int], cpus: Sequence[int]) -> list[ClusterNode]:

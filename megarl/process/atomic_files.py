@@ -1,4 +1,4 @@
-"""Atomic file writes: readers see the old file or the complete new one."""
+"""Atomic file writes, and fsync of files and folders."""
 
 from __future__ import annotations
 
@@ -24,3 +24,20 @@ def atomic_write(path: Path, *, make_folder: bool = True) -> Iterator[Path]:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def sync_path(path: Path) -> None:
+    """Fsync a file, or the directory entries of a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_durable_folder(folder: Path) -> None:
+    """Create the folder and those above it that are missing; fsync the entry of each."""
+    if not folder.is_dir():
+        make_durable_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_path(folder.parent)

@@ -219,6 +219,14 @@ class RolloutWorker:
         """Use `engine` as engine `index`, which was lost or had not started yet."""
         self._pool.replace(index, engine)
 
+    async def update_engines(self, changes: Mapping[int, GenerationEngine | LostEngineError]) -> None:
+        """Stop using the engines that were lost, and use those that have started, by their indices."""
+        for index, change in changes.items():
+            if isinstance(change, LostEngineError):
+                await self.mark_engine_lost(index, change)
+            else:
+                await self.replace_engine(index, change)
+
     async def pause_clock(self) -> None:
         """Stop the timeouts of requests: the engines are paused for new weights."""
         self._clock.pause()

@@ -10,18 +10,14 @@ its line; a change takes effect in the first step without one.
 
 from __future__ import annotations
 
-import json
-import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.config import RunConfig
 from megarl.errors import ConfigError
+from megarl.process.line_file import append_line, read_lines
 from megarl.rollout.journal.journal_folder import journal_folder
-
-logger = logging.getLogger(__name__)
 
 FILE = "reward-weights.jsonl"
 
@@ -53,24 +49,13 @@ class RewardWeights:
         before, recorded = self._current, self._by_step.get(step)
         self._current = {**before, **(self._requested if recorded is None else recorded)}
         if recorded is None and self._writes:
-            _append(self._path, {"step": step, "weights": self._current})
+            append_line(self._path, {"step": step, "weights": self._current})
         return {name: weight for name, weight in self._current.items() if weight != before[name]}
 
     def _read(self) -> None:
         """Read the lines that were appended since the last call."""
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._num_read)
-            new = file.read()
-        complete = new[: new.rfind(b"\n") + 1]
-        self._num_read += len(complete)
-        for line in filter(None, complete.split(b"\n")):
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                logger.warning("%s: a line of a killed run is incomplete and ignored: %r", self._path, line)
-                continue
+        entries, self._num_read = read_lines(self._path, self._num_read)
+        for entry in entries:
             if "step" in entry:
                 self._by_step[entry["step"]] = entry["weights"]
                 self._requested.clear()
@@ -86,7 +71,7 @@ def configured_weights(config: RunConfig) -> dict[str, float]:
 
 def request_weights(run_dir: str | Path, weights: Mapping[str, float]) -> None:
     """Change weights from the next step on that has not begun; also after a restart of the controller."""
-    _append(_path(run_dir), {"requested": dict(weights)})
+    append_line(_path(run_dir), {"requested": dict(weights)})
 
 
 def parse_weights(config: RunConfig, settings: Sequence[str]) -> dict[str, float]:
@@ -118,15 +103,3 @@ def parse_weights(config: RunConfig, settings: Sequence[str]) -> dict[str, float
 
 def _path(run_dir: str | Path) -> Path:
     return journal_folder(run_dir) / FILE
-
-
-def _append(path: Path, entry: Mapping[str, object]) -> None:
-    """Append a line in one write, after what a killed run may have left of another one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, b"\n" * is_torn + json.dumps(entry).encode() + b"\n")
-    finally:
-        os.close(descriptor)

@@ -6,23 +6,24 @@
        | weights loaded                                                      v
        '------------------------- ready <-------------------------------- starting
 
-The supervisor has no thread of its own: whoever waits for engines calls `poll` meanwhile.
+The supervisor has no thread of its own: whoever waits for engines calls `poll` meanwhile. All engines are checked with
+one `ray.wait`, however many there are, and those that are lost together are restarted and reported together.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
 from megarl.config import RunConfig
 from megarl.errors import HungWorkerError, LostEngineError, MegarlError, RestartLimitError, WeightSyncError
-from megarl.supervision.liveness_probe import POLL_INTERVAL_SECONDS, PingTimer
-from megarl.supervision.restart_budget import RestartBudget
+from megarl.supervision.liveness_probe import GATHER_SECONDS, POLL_INTERVAL_SECONDS, PingTimer
+from megarl.supervision.restart_budget import RestartBudget, first_line, name_some
 from megarl.workers.failures import run_abort_check, to_megarl_error
 
 GRACE_SECONDS = 2.0
@@ -35,7 +36,7 @@ KILL_WAIT_SECONDS = 6.0
 """How long Ray takes to kill a process that does not answer, plus a margin of one second."""
 
 State = Literal["serving", "backoff", "starting", "ready", "gone"]
-"""State of a replica. `ready`: started, but without the current weights. `gone`: its node is lost."""
+"""State of a replica. `ready`: started, but without the current weights. `gone`: the run continues without it."""
 
 
 class EngineProcesses(Protocol):
@@ -74,11 +75,12 @@ class EngineLivenessProbe:
         """Return the Ray references that become ready when the engine ends or answers a ping."""
         return [self.watch] if self.timer.pending is None else [self.watch, self.timer.pending]
 
-    def find_failure(self, grace_seconds: float = 0.0) -> MegarlError | None:
-        """Return why the engine is lost, or None if it is alive as far as is known."""
-        ended, _ = ray.wait(self.refs(), num_returns=1, timeout=grace_seconds)
-        for ref in ended:
-            if (error := _get_error(ref, self._name)) is not None:
+    def find_failure(self, results: Mapping[ray.ObjectRef, Any]) -> MegarlError | None:
+        """Return why the engine is lost, or None if it is alive as far as is known; `results`: as `_ended_calls`."""
+        for ref in self.refs():
+            if ref not in results:
+                continue
+            if (error := _to_loss(results[ref], self._name)) is not None:
                 return error
             self.timer.mark_answered()
         if not self.timer.is_overdue():
@@ -91,16 +93,17 @@ class EngineLivenessProbe:
 class EngineReplica:
     """State machine of one engine, across the processes that it has had."""
 
-    def __init__(self, index: int, engines: EngineProcesses, config: RunConfig, restart_budget: RestartBudget) -> None:
+    def __init__(self, index: int, engines: EngineProcesses, config: RunConfig) -> None:
         self.index, self._engines = index, engines
         self._stall_seconds = config.recovery.engine_stall_seconds
         self._start_seconds = config.rollout.engine.start_timeout_seconds
-        self.restart_budget = restart_budget
         self.state: State = "backoff"
         self.probe: EngineLivenessProbe | None = None
         self._start_ref: ray.ObjectRef | None = None
         self._deadline = self._lost_at = time.monotonic()
-        self._has_served = self._waits_for_memory = False
+        self.has_served = self._waits_for_memory = False
+        self.is_left_out = False
+        """Whether the engine is not started again, although its node may be alive."""
         self._stopping: list[ray.ObjectRef] = []
         """Calls that shut down the processes of a lost engine and have not answered."""
         self._stop_deadline = 0.0
@@ -110,13 +113,16 @@ class EngineReplica:
         """Name of the engine in messages."""
         return self._engines.name(self.index)
 
-    def mark_serving(self) -> None:
-        """Move from `ready` to `serving`: the engine has the weights that it is to serve."""
-        if self.state == "ready" and self._has_served:
-            seconds = time.monotonic() - self._lost_at
-            self.restart_budget.notify(f"{self.name} is serving again, {seconds:.1f} s after its loss was detected")
-        if self.state == "ready":
-            self.state, self._has_served = "serving", True
+    def mark_serving(self) -> float | None:
+        """Move from `ready` to `serving`: the engine has the weights that it is to serve.
+
+        Returns:
+            Seconds since its loss was detected; None if it was not lost.
+        """
+        if self.state != "ready":
+            return None
+        was_lost, self.state, self.has_served = self.has_served, "serving", True
+        return time.monotonic() - self._lost_at if was_lost else None
 
     def refs(self) -> list[ray.ObjectRef]:
         """Return the Ray references that become ready when the engine ends, has started, or has shut down."""
@@ -124,70 +130,66 @@ class EngineReplica:
             return [self.probe.watch]
         return self._stopping if self._start_ref is None else [self._start_ref]
 
-    def poll(self, grace_seconds: float = 0.0) -> None:
-        """Check the engine and make the state transition that is due.
+    def polled_refs(self) -> list[ray.ObjectRef]:
+        """Return the Ray references whose results `poll` looks for: those of `refs`, and of the ping in flight."""
+        return self.refs() if self.probe is None else self.probe.refs()
 
-        Raises:
-            MegarlError: the engine is lost and must not be restarted, or its first start failed for a reason other
-                than the death of a process.
+    def poll(self, results: Mapping[ray.ObjectRef, Any]) -> MegarlError | None:
+        """Make the state transition that is due; return why the engine is lost if it is, for `begin_restart`.
+
+        Args:
+            results: as `_ended_calls`, of `polled_refs` and perhaps others.
         """
         match self.state:
             case "serving" | "ready":
                 assert self.probe is not None
-                if (error := self.probe.find_failure(grace_seconds)) is not None:
-                    self._handle_loss(error)
+                return self.probe.find_failure(results)
             case "backoff":
-                self._start_if_due()
+                self._start_if_due(results)
             case "starting":
-                self._check_start()
+                return self._check_start(results)
+        return None
 
-    def _start_if_due(self) -> None:
-        if not self._has_stopped() or time.monotonic() < self._deadline:
+    def begin_restart(self, seconds: float) -> None:
+        """Stop what is left of the lost engine; a later `poll` starts it again, after `seconds` at the earliest."""
+        now = time.monotonic()
+        if self.state in ("serving", "ready"):
+            self._lost_at = now
+        self.probe = self._start_ref = None
+        self.state, self._deadline = "backoff", now + seconds
+        self._stopping = [handle.stop.remote() for handle in self._engines.handles(self.index)]
+        self._stop_deadline = now + STOP_TIMEOUT_SECONDS
+
+    def _start_if_due(self, results: Collection[ray.ObjectRef]) -> None:
+        if not self._has_stopped(results) or time.monotonic() < self._deadline:
             return
-        if not self._engines.has_live_node(self.index):
+        if self.is_left_out or not self._engines.has_live_node(self.index):
             self.state = "gone"
-            self.restart_budget.notify(f"a node of {self.name} is lost; the run continues without this engine")
             return
         self._waits_for_memory = not self._engines.may_allocate()
         self._start_ref = self._engines.start(self.index)
         self._deadline = time.monotonic() + self._start_seconds
         self.state = "starting"
 
-    def _check_start(self) -> None:
-        done, _ = ray.wait([self._start_ref], timeout=0)
-        if done and (error := _get_error(self._start_ref, self.name)) is not None:
-            self._handle_loss(error)
-        elif done:
-            self._attach_probe()
-            self.state = "ready"
+    def _check_start(self, results: Mapping[ray.ObjectRef, Any]) -> MegarlError | None:
+        if self._start_ref in results:
+            if (error := _to_loss(results[self._start_ref], self.name)) is not None:
+                return error
+            self.probe = EngineLivenessProbe(self._engines.handles(self.index)[0], self.name, self._stall_seconds)
+            self.state, self._start_ref = "ready", None
         elif self._waits_for_memory:
             self._waits_for_memory = not self._engines.may_allocate()
             self._deadline = time.monotonic() + self._start_seconds
         elif time.monotonic() > self._deadline:
             seconds = f"{self._start_seconds:g} s (rollout.engine.start_timeout_seconds)"
-            self._handle_loss(HungWorkerError(f"{self.name} did not start within {seconds}"))
+            return HungWorkerError(f"{self.name} did not start within {seconds}")
+        return None
 
-    def _attach_probe(self) -> None:
-        self.probe = EngineLivenessProbe(self._engines.handles(self.index)[0], self.name, self._stall_seconds)
-        self._start_ref = None
-
-    def _handle_loss(self, error: MegarlError) -> None:
-        if not self._has_served and not isinstance(error, LostEngineError):
-            raise error
-        if self.state in ("serving", "ready"):
-            self._lost_at = time.monotonic()
-        seconds = self.restart_budget.spend("engine", error, self.restart_budget.step, worker=self.name)
-        self.probe = self._start_ref = None
-        self.state, self._deadline = "backoff", time.monotonic() + seconds
-        self._stopping = [handle.stop.remote() for handle in self._engines.handles(self.index)]
-        self._stop_deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
-        self._start_if_due()
-
-    def _has_stopped(self) -> bool:
+    def _has_stopped(self, results: Collection[ray.ObjectRef]) -> bool:
         """Kill what is left of the lost engine on all its nodes, once it has shut down or had the time to; no wait."""
         if not self._stopping:
             return True
-        _, self._stopping = ray.wait(self._stopping, num_returns=len(self._stopping), timeout=0)
+        self._stopping = [ref for ref in self._stopping if ref not in results]
         now = time.monotonic()
         if self._stopping and now < self._stop_deadline:
             return False
@@ -202,20 +204,11 @@ class EngineSupervisor:
     """Monitors all engines of a run and restarts the lost ones within the restart budget."""
 
     def __init__(self, engines: EngineProcesses, count: int, config: RunConfig, restart_budget: RestartBudget) -> None:
-        self.replicas = [EngineReplica(index, engines, config, restart_budget) for index in range(count)]
-        self.resync: Callable[[int], None] | None = None
-        """Loads the current weights into a restarted engine; None: engines serve the weights of the model folder."""
+        self.replicas = [EngineReplica(index, engines, config) for index in range(count)]
+        self.restart_budget = restart_budget
+        self.resync: Callable[[*tuple[int, ...]], None] | None = None
+        """Loads the current weights into restarted engines; None: engines serve the weights of the model folder."""
         self._is_closed = False
-
-    @property
-    def restart_budget(self) -> RestartBudget:
-        """The restart budget that all replicas share."""
-        return self.replicas[0].restart_budget
-
-    @restart_budget.setter
-    def restart_budget(self, restart_budget: RestartBudget) -> None:
-        for replica in self.replicas:
-            replica.restart_budget = restart_budget
 
     @property
     def serving(self) -> list[int]:
@@ -234,8 +227,7 @@ class EngineSupervisor:
 
     def start(self) -> None:
         """Begin to start all engines; returns at once."""
-        for replica in self.replicas:
-            replica.poll()
+        self._poll(self.replicas)
 
     def close(self) -> None:
         """Disable restarts; from now on `poll` raises."""
@@ -252,8 +244,14 @@ class EngineSupervisor:
 
     def mark_serving(self, replicas: Sequence[int]) -> None:
         """Record that these replicas have the weights that they are to serve."""
-        for index in replicas:
-            self.replicas[index].mark_serving()
+        seconds = {index: self.replicas[index].mark_serving() for index in replicas}
+        back = {index: since for index, since in seconds.items() if since is not None}
+        if back:
+            since = "its loss" if len(back) == 1 else "the first of these losses"
+            what, verb = self._name(list(back)), "is" if len(back) == 1 else "are"
+            self.restart_budget.notify(
+                f"{what} {verb} serving again, {max(back.values()):.1f} s after {since} was detected"
+            )
 
     def refs(self) -> list[ray.ObjectRef]:
         """Return the Ray references to wait for between two calls of `poll`, at most `POLL_INTERVAL_SECONDS` apart."""
@@ -267,11 +265,10 @@ class EngineSupervisor:
             RestartLimitError: `close` has been called.
         """
         self._check()
-        for replica in self.replicas:
-            if replica.state == "ready":
-                if self.resync is not None:
-                    self.resync(replica.index)
-                replica.mark_serving()
+        restarted = [replica.index for replica in self.replicas if replica.state == "ready"]
+        if restarted and self.resync is not None:
+            self.resync(*restarted)
+        self.mark_serving(restarted)
 
     def wait_ready(self) -> list[int]:
         """Block until at least one engine is ready; return `ready`. Raises as `poll` does."""
@@ -282,10 +279,76 @@ class EngineSupervisor:
     def _check(self) -> None:
         if self._is_closed:
             raise RestartLimitError("the engines were shut down")
-        for replica in self.replicas:
-            replica.poll()
+        self._poll(self.replicas)
         if all(replica.state == "gone" for replica in self.replicas):
             raise LostEngineError("the nodes of all engines are lost")
+
+    def _poll(self, replicas: Sequence[EngineReplica]) -> None:
+        """Check these engines together and make the transitions that are due.
+
+        Raises:
+            MegarlError: an engine is lost and must not be restarted, or its first start failed for a reason other
+                than the death of a process.
+        """
+        were_gone = {replica.index for replica in replicas if replica.state == "gone"}
+        losses = self._find_losses(replicas)
+        if losses:
+            self._restart(losses | self._gather_losses([replica for replica in replicas if replica not in losses]))
+        now_gone = [replica for replica in replicas if replica.state == "gone" and replica.index not in were_gone]
+        gone = [replica.index for replica in now_gone if not replica.is_left_out]
+        if gone:
+            them = "this engine" if len(gone) == 1 else "them"
+            self.restart_budget.notify(f"a node of {self._name(gone)} is lost; the run continues without {them}")
+
+    def _find_losses(self, replicas: Sequence[EngineReplica]) -> dict[EngineReplica, MegarlError]:
+        """Make all transitions of these engines but restarts; return why those that are lost are."""
+        results = _ended_calls([ref for replica in replicas for ref in replica.polled_refs()])
+        errors = {replica: replica.poll(results) for replica in replicas}
+        return {replica: error for replica, error in errors.items() if error is not None}
+
+    def _gather_losses(self, replicas: Sequence[EngineReplica]) -> dict[EngineReplica, MegarlError]:
+        """Return which of these engines are lost within `GATHER_SECONDS`, and why."""
+        deadline, losses = time.monotonic() + GATHER_SECONDS, dict[EngineReplica, MegarlError]()
+        left = [replica for replica in replicas if replica.probe is not None]
+        while left and (seconds := deadline - time.monotonic()) > 0:
+            ray.wait([ref for replica in left for ref in replica.refs()], num_returns=1, timeout=seconds)
+            losses |= self._find_losses(left)
+            left = [replica for replica in left if replica not in losses]
+        return losses
+
+    def _restart(self, losses: Mapping[EngineReplica, MegarlError]) -> None:
+        """Stop the engines that are lost, and start those again that have stopped at once; raises as `_poll`."""
+        for replica, error in losses.items():
+            if not replica.has_served and not isinstance(error, LostEngineError):
+                raise error
+        budget, hopeless = self.restart_budget, self._find_hopeless(losses)
+        for replica, error in hopeless.items():
+            replica.is_left_out = True
+            replica.begin_restart(0.0)
+            budget.notify(
+                f"{replica.name} was lost too often for the same reason (recovery.max_identical_failures); the run "
+                f"continues without this engine: {first_line(error)}"
+            )
+        causes = {replica.name: error for replica, error in losses.items() if replica not in hopeless}
+        if causes:
+            waits = budget.spend_each("engine", causes, budget.step, num_processes=len(self.replicas))
+            restarting = [replica for replica in losses if replica not in hopeless]
+            for replica, seconds in zip(restarting, waits, strict=True):
+                replica.begin_restart(seconds)
+        results = _ended_calls([ref for replica in losses for ref in replica.polled_refs()])
+        for replica in losses:
+            replica.poll(results)
+
+    def _find_hopeless(self, losses: Mapping[EngineReplica, MegarlError]) -> dict[EngineReplica, MegarlError]:
+        """Return the lost engines that another restart would not help, while others serve: a GPU may have failed."""
+        if not any(replica.state == "serving" for replica in self.replicas if replica not in losses):
+            return {}
+        budget = self.restart_budget
+        return {replica: error for replica, error in losses.items() if budget.is_hopeless(replica.name, error)}
+
+    def _name(self, indices: Sequence[int]) -> str:
+        names = [self.replicas[index].name for index in indices]
+        return names[0] if len(names) == 1 else f"{len(names)} engines ({name_some(names)})"
 
     def _wait_and_check(self) -> None:
         """Wait until the state of an engine may have changed, then check all engines."""
@@ -300,40 +363,64 @@ class EngineSupervisor:
     def attribute_failure(self, error: MegarlError) -> bool:
         """Return whether a lost engine explains `error`, which a call to or with the engines raised.
 
-        The lost engine is restarted.
+        The lost engines are restarted. Blocks for `GRACE_SECONDS` if none is lost, after a weight sync also until all
+        have answered a ping, however many engines there are.
 
         Raises:
-            MegarlError: the lost engine must not be restarted.
+            MegarlError: a lost engine must not be restarted.
         """
-        before = self.ready
+        before = [self.replicas[index] for index in self.ready]
         deadline = time.monotonic() + GRACE_SECONDS
-        while self.ready == before and time.monotonic() < deadline:
-            for index in before:
-                self.replicas[index].poll(grace_seconds=0.1)
-        if self.ready != before:
-            return True
+        self._poll(before)
+        while before and not _any_lost(before) and (left := deadline - time.monotonic()) > 0:
+            watches = [ref for replica in before for ref in replica.refs()]
+            ray.wait(watches, num_returns=1, timeout=min(left, POLL_INTERVAL_SECONDS))
+            self._poll(before)
         # only a weight sync times out because of an engine that hangs
-        return isinstance(error, WeightSyncError) and self._is_any_hung(before)
+        return _any_lost(before) or (isinstance(error, WeightSyncError) and self._is_any_hung(before))
 
-    def _is_any_hung(self, before: Sequence[int]) -> bool:
-        """Ping these replicas and return whether one of them is lost before all have answered."""
-        probes = [probe for index in before if (probe := self.replicas[index].probe) is not None]
+    def _is_any_hung(self, replicas: Sequence[EngineReplica]) -> bool:
+        """Ping these replicas, which are ready, and return whether one of them is lost before all have answered."""
+        probes = [replica.probe for replica in replicas if replica.probe is not None]
         for probe in probes:
             probe.timer.ping()
-        while self.ready == before and probes:
-            for index in before:
-                self.replicas[index].poll(grace_seconds=0.1)
-            # one answer per probe is enough: `poll` pings again meanwhile
-            probes = [probe for probe in probes if probe.timer.pending is not None]
-        return self.ready != before
+        # one answer per probe is enough: `poll` pings again meanwhile
+        waiting = [probe.timer.pending for probe in probes]
+        while waiting and not _any_lost(replicas):
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_INTERVAL_SECONDS)
+            self._poll(replicas)
+        return _any_lost(replicas)
 
 
-def _get_error(ref: ray.ObjectRef, name: str) -> MegarlError | None:
-    """Return the error that the finished call `ref` has returned or raised, or None."""
+def _any_lost(replicas: Sequence[EngineReplica]) -> bool:
+    """Return whether one of these replicas, which were ready, is not any more."""
+    return any(replica.probe is None for replica in replicas)
+
+
+def _ended_calls(refs: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:
+    """Return the value, or the `RayError`, of each of these calls that has ended; no wait."""
+    ended, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
+    if not ended:
+        return {}
     try:
-        found: MegarlError | None = ray.get(ref)
-    except RayActorError as error:
-        return LostEngineError(str(to_megarl_error(error, what="engine", name=name)))
+        return dict(zip(ended, ray.get(ended), strict=True))
+    except RayError:
+        return {ref: _value_or_error(ref) for ref in ended}
+
+
+def _value_or_error(ref: ray.ObjectRef) -> Any:
+    try:
+        return ray.get(ref)
     except RayError as error:
-        return to_megarl_error(error, what="engine", name=name)
-    return found
+        return error
+
+
+def _to_loss(result: Any, name: str) -> MegarlError | None:
+    """Return the error that a call of `_ended_calls` has returned or raised, or None."""
+    match result:
+        case RayActorError():
+            return LostEngineError(str(to_megarl_error(result, what="engine", name=name)))
+        case RayError():
+            return to_megarl_error(result, what="engine", name=name)
+    error: MegarlError | None = result
+    return error

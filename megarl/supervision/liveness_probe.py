@@ -7,12 +7,15 @@ limited elsewhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import ray
 
 POLL_INTERVAL_SECONDS = 1.0
 """Longest time between two checks for processes that do not answer."""
+
+GATHER_SECONDS = 0.2
+"""After a loss, how long to wait for the reports of processes that were lost with it, as those of one node are."""
 
 LIVENESS_GROUP = "liveness"
 """Concurrency group of a rollout worker's actor in which pings are answered."""
@@ -24,7 +27,7 @@ class PingTimer:
     def __init__(self, send: Callable[[], ray.ObjectRef], timeout_seconds: float) -> None:
         """`send`: sends a ping and returns the reference to its answer."""
         self._send, self._timeout = send, timeout_seconds
-        self._interval = min(timeout_seconds / 4, 5.0)
+        self._interval = timeout_seconds / 4  # pings of a thousand engines are most of what their supervision costs
         self._last_poll = self._last_answer = time.monotonic()
         self._silent_seconds = 0.0
         self.pending: ray.ObjectRef | None = None
@@ -62,8 +65,12 @@ class WorkerLivenessProbe:
         ping = worker.process_info.options(concurrency_group=LIVENESS_GROUP)
         self._timer = PingTimer(ping.remote, timeout_seconds)
 
-    def is_hung(self) -> bool:
-        """Return whether the worker has not answered for `timeout_seconds`; a worker that has died is not hung."""
-        if self._timer.pending is not None and ray.wait([self._timer.pending], timeout=0)[0]:
-            self._timer.mark_answered()
-        return self._timer.is_overdue()
+    @staticmethod
+    def find_hung(probes: Mapping[int, WorkerLivenessProbe]) -> list[int]:
+        """Return the workers that have not answered for `timeout_seconds`; one that has died is not hung."""
+        pending = [timer.pending for probe in probes.values() if (timer := probe._timer).pending is not None]
+        answered = set(ray.wait(pending, num_returns=len(pending), timeout=0)[0]) if pending else set()
+        for probe in probes.values():
+            if probe._timer.pending in answered:
+                probe._timer.mark_answered()
+        return [worker for worker, probe in probes.items() if probe._timer.is_overdue()]

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.checkpoint.run_lock import require_lock
 from megarl.config import RunConfig
-from megarl.errors import WorkerError
 from megarl.process.stack_dump import ProcessInfo
 from megarl.supervision.phase_watchdog import PhaseWatchdog
 from megarl.tracking.heartbeat import HEARTBEAT_FILE, Heartbeat
 from megarl.workers.group import WorkerProcesses
-from megarl.workers.stack_collector import collect_stacks, query_processes
+from megarl.workers.stack_collector import collect_stacks, find_processes
 from megarl.workers.stragglers import StragglerMonitor
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 LOCATE_TIMEOUT_SECONDS = 10.0
-"""Time allowed for a process to report its host and pid."""
+"""Time allowed for all processes to report their hosts and pids."""
 
 
 class RunMonitor:
@@ -73,15 +72,14 @@ class RunMonitor:
         self._locate_actors()
 
     def _locate_actors(self) -> None:
-        """Query the host and pid of the actors that are new or have been replaced since the last call."""
-        for name, actor in self._actors().items():
-            if self._located.get(name) is actor:
-                continue
+        """Query the host and pid of the actors that are new or have been replaced since the last call, all at once."""
+        new = {name: actor for name, actor in self._actors().items() if self._located.get(name) is not actor}
+        for name in new:
             self._processes.pop(name, None)
-            # an actor that is lost at this moment is replaced when it is needed next
-            with suppress(WorkerError):
-                self._processes |= query_processes({name: actor}, timeout=LOCATE_TIMEOUT_SECONDS)
-                self._located[name] = actor
+        # an actor that is lost at this moment is replaced when it is needed next
+        found = find_processes(new, LOCATE_TIMEOUT_SECONDS)
+        self._processes |= found
+        self._located |= {name: new[name] for name in found}
 
     @contextmanager
     def phase(self, step: int, name: str, *, waiting: bool) -> Iterator[None]:

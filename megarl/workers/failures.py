@@ -141,6 +141,25 @@ def wait_any(
     return _wait(refs, 1, what=what, names=names, timeout=timeout)
 
 
+def results_in_time(names: Mapping[Any, str], timeout: float) -> dict[Any, Any]:
+    """Wait for all these calls together, for at most `timeout` seconds; return the results of those that succeeded.
+
+    Args:
+        names: the workers by their calls.
+
+    Raises:
+        MegarlError: as the `abort_check` raised it.
+        KeyboardInterrupt: the enclosing `interruptible` block is interrupted.
+    """
+    waiting, deadline, results = list(names), time.monotonic() + timeout, dict[Any, Any]()
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(left, POLL_SECONDS))
+        run_abort_check([names[ref] for ref in waiting])
+        failed = _failures(done)
+        results.update((ref, ray.get(ref)) for ref in done if ref not in failed)
+    return results
+
+
 def _wait(
     refs: Sequence[Any], num_returns: int, *, what: str, names: Mapping[Any, str], timeout: float | None
 ) -> tuple[list[Any], list[Any]]:

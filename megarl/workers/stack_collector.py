@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.process.stack_dump import ProcessInfo, Stacks, read_stacks
-from megarl.workers.failures import wait_all
+from megarl.workers.failures import results_in_time, wait_all
 
 COLLECT_TIMEOUT_SECONDS = 30.0
 
@@ -24,6 +24,12 @@ def query_processes(hosts: Mapping[str, Any], timeout: float | None = None) -> d
     refs = {name: worker_host.process_info.remote() for name, worker_host in hosts.items()}
     names = {ref: name for name, ref in refs.items()}
     return dict(zip(refs, wait_all(list(names), what="start", names=names, timeout=timeout), strict=True))
+
+
+def find_processes(hosts: Mapping[str, Any], timeout: float) -> dict[str, ProcessInfo]:
+    """Return host and pid of those of these worker hosts that answer within `timeout` seconds, by name."""
+    names = {worker_host.process_info.remote(): name for name, worker_host in hosts.items()}
+    return {names[ref]: info for ref, info in results_in_time(names, timeout).items()}
 
 
 def collect_stacks(processes: Mapping[str, ProcessInfo], timeout: float = COLLECT_TIMEOUT_SECONDS) -> str:

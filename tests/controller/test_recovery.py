@@ -1,5 +1,6 @@
 """Which failures restart a run, from which checkpoint, which lost nodes it waits for, what ends it; all simulated."""
 
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -105,6 +106,38 @@ def test_a_restarted_controller_resumes_from_the_newest_checkpoint(make_world):
     world.saved, world.log = None, []
     world.run(Path("of-another-run"), restarted=True)
     assert world.log == [("of-another-run", True)]
+
+
+def test_a_controller_that_dies_without_another_checkpoint_ends_the_run(make_world, tmp_path):
+    world = make_world({})
+    world.run()
+    texts = [text for _ in range(2) for text in world.run(restarted=True)]
+    assert texts == [
+        "the controller was lost (its process has ended); restarting it (restart 1 of 5)",
+        "the controller was lost (its process has ended); restarting it (restart 2 of 5)",
+    ]
+    with pytest.raises(errors.RestartLimitError, match=r"^step 1: the controller was lost 3 times for the same reason"):
+        world.run(restarted=True)
+    (tmp_path / "checkpoints/step-000020").mkdir(parents=True)
+    assert len(world.run(restarted=True)) == 1
+    world.run()  # the user resumes the run
+    assert world.run(restarted=True) == texts[:1]
+
+
+def test_the_controller_is_restarted_at_a_rate(make_world, tmp_path):
+    world = make_world({})
+    world.run()
+    for step in range(1, 6):
+        (tmp_path / f"checkpoints/step-{step:06d}").mkdir(parents=True)
+        world.run(restarted=True)
+    (tmp_path / "checkpoints/step-000006").mkdir()
+    with pytest.raises(
+        errors.RestartLimitError, match=r"lost after 5 restarts of this kind \(recovery.max_restarts: 5"
+    ):
+        world.run(restarted=True)
+    log = tmp_path / "restarts.jsonl"
+    log.write_text(re.sub(r'"time": [\d.]+', '"time": 1.0', log.read_text()))
+    world.run(restarted=True)
 
 
 def test_processes_that_die_during_startup_are_restarted(make_world):

@@ -12,11 +12,14 @@ from megarl.errors import LostEngineError, WeightSyncError, WorkerError
 from megarl.groups import engine_group, remote_engine
 from megarl.groups.engine_group import EngineGroup, EngineHandles, StartedEngine
 from megarl.groups.remote_engine import EngineSink, RemoteEngine
+from megarl.placement import nodes
 from megarl.placement.pool import Slot, SlotPool
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, WeightNeeds
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.server_args import make_engine_arguments
 from megarl.rollout.sglang.start_gate import open_process_gate
+from megarl.workers import failures
+from tests import fake_ray
 from tests.run.finished_groups import run_config
 from tests.time_limits import HANG_SECONDS
 
@@ -74,6 +77,64 @@ def test_engines_with_devices_of_their_own_start_at_once(calls):
     ((name, spec),) = calls
     assert (name, spec.waits_for_memory, spec.mem_fraction) == ("build", False, None)
     assert "mem_fraction_static" not in make_engine_arguments(spec)
+
+
+def test_nodes_are_asked_for_once_for_all_engines_that_start_or_are_lost_together(calls, monkeypatch):
+    monkeypatch.undo()  # of `has_live_node`
+    monkeypatch.setattr(EngineGroup, "_create_actors", lambda self, by_node: [FakeProcess(calls)])
+    monkeypatch.setattr(engine_group, "make_engine_spec", lambda config, replica, device: SPEC)
+    asked, alive, clock = [], {"a", "b"}, SimpleNamespace(monotonic=lambda: len(asked) and clock.now, now=0.0)
+
+    def cluster_nodes():
+        asked.append(clock.now)
+        return [SimpleNamespace(id=node) for node in alive]
+
+    monkeypatch.setattr(nodes, "cluster_nodes", cluster_nodes)
+    monkeypatch.setattr(nodes, "time", clock)
+    slots = tuple(Slot(i, 1.0, 1.0, "ab"[i % 2], i) for i in range(400))
+    group = EngineGroup(CONFIG, SlotPool(None, slots, "cuda"), [(i,) for i in range(400)])
+    assert len(calls) == 400
+    assert len(asked) == 1
+    alive.discard("b")
+    clock.now += 1.0
+    assert [group.has_live_node(replica) for replica in range(400)] == [True, False] * 200
+    assert len(asked) == 2
+
+
+def test_handles_for_workers_stay_the_same_objects_until_an_engine_restarts(calls):
+    group = EngineGroup(CONFIG, POOL, [(0,), (1,)])
+    for replica in group.supervisor.replicas:
+        replica.state = "serving"
+    before = group.remote_engines()
+    assert [engine.name for engine in before] == ["engine 0", "engine 1"]
+    assert all(a is b for a, b in zip(before, group.remote_engines(), strict=True))
+    group.start(1)
+    group.supervisor.replicas[0].state = "starting"
+    lost, restarted = group.remote_engines()
+    assert lost is None
+    assert restarted is not before[1]
+    assert restarted.handle is group.engines[1].handle
+
+
+def test_engines_are_asked_together_for_their_first_completion(calls, monkeypatch):
+    group = EngineGroup(CONFIG, POOL, [(0,), (1,)])
+    ray = fake_ray.FakeRay()
+    for module in (failures, engine_group):
+        monkeypatch.setattr(module, "time", ray)
+    monkeypatch.setattr(failures, "ray", ray)
+    answers = [fake_ray.Ref() for _ in range(4)]
+    answers[1].end(ActorDiedError())
+    answers[2].end(90.0)
+    answers[3].end(None)
+    group.engines = [
+        StartedEngine(SimpleNamespace(invoke=SimpleNamespace(remote=lambda _, ref=ref: ref)), "engine")
+        for ref in answers
+    ]
+    group.supervisor = SimpleNamespace(serving=range(4))
+    assert group.first_completion_time() == 90.0
+    assert ray.now == fake_ray.FakeRay().now + CONFIG.weight_sync.timeout_seconds  # one silent engine, one time limit
+    group.supervisor.serving = [1, 3]
+    assert group.first_completion_time() == ray.now
 
 
 SPECS = {"w": TensorSpec((8,), "float32")}

@@ -78,7 +78,8 @@ class FakeWorker:
         self.cancel_calls = method(self._cancel_calls)
         self.batches = {}
         self.preimport = method(lambda *_: Ref())
-        self.build = method(lambda *_: Ref(is_done=ray.builds))
+        self.building = []
+        self.build = method(self._build)
         self.stop = method(lambda: Ref(is_done=self.is_responsive))
 
     def _invoke(self, name, *arguments):
@@ -87,6 +88,10 @@ class FakeWorker:
             return self.calls[name]
         num_returns = self.invoke.options_given["num_returns"]
         return [self.calls[name], *(f"column {n} of {id(self)}" for n in range(1, num_returns))]
+
+    def _build(self, *_):
+        self.building.append(Ref(is_done=self.ray.builds))
+        return self.building[-1]
 
     def _begin_calls(self, batch_id, name, jobs, *limits):
         assert name == "rollout_group"
@@ -361,6 +366,77 @@ def test_hung_worker_is_replaced_and_its_groups_are_resubmitted(ray):
     hung = "rollout worker 1 has not answered a ping for 20 s (recovery.engine_stall_seconds); killing it"
     assert run.messages[0] == hung
     assert run.messages[1].startswith("rollout worker 1 was lost (")
+
+
+def test_workers_that_hang_together_are_killed_and_replaced_together(ray, monkeypatch):
+    """Each costs no time limit of its own, nor the time in which another one starts."""
+    run = start_group(ray, workers=8, engine_stall_seconds=20)
+    hung, started_at, nodes = ray.workers[2:6], ray.now, []
+    for worker in hung:
+        worker.is_responsive = False
+    find_nodes = rollout_workers.nodes_for_light_workers
+    monkeypatch.setattr(rollout_workers, "nodes_for_light_workers", lambda: nodes.append(ray.now) or find_nodes())
+    ray.builds = False
+
+    def advance():
+        if len(ray.workers) == 12:
+            for worker in ray.workers[8:]:
+                for ref in worker.building:
+                    ref.end()
+            ray.finish_all()
+
+    ray.before_waiting = advance
+    jobs = make_jobs(16)
+    stream = run.group.open_stream()
+    stream.submit(*jobs)
+    found = []
+    while stream:
+        found += [job.request_id for job, _ in stream.wait("step-3")]
+    assert sorted(found) == sorted(job.request_id for job in jobs)
+    assert 20 < ray.now - started_at < 35
+    assert set(ray.killed) == set(hung)
+    assert len(nodes) == 1
+    assert run.messages == [
+        "rollout workers 2, 3, 4 and 1 other have not answered a ping for 20 s (recovery.engine_stall_seconds); "
+        "killing them",
+        run.messages[1],
+    ]
+    assert run.messages[1].startswith(
+        "4 rollout workers (rollout worker 2, rollout worker 3, rollout worker 4 and 1 other) were lost ("
+    )
+    assert run.messages[1].endswith("; restarting them (restarts 1 to 4 of 160)")
+
+
+def test_a_check_of_many_workers_is_one_call(ray):
+    run = start_group(ray, workers=256)
+    workers = run.group._workers
+    ray.now += 15.0
+    workers.kill_hung(range(256))
+    calls, wait = [], ray.wait
+    ray.wait = lambda refs, **given: calls.append(len(refs)) or wait(refs, **given)
+    workers.kill_hung(range(256))
+    assert calls == [256]
+    assert [len(worker.pings) for worker in ray.workers] == [1] * 256
+
+
+def test_workers_learn_of_engines_lost_together_in_one_call_each(ray):
+    run = start_group(ray, workers=4)
+    workers, changes = run.group._workers, []
+    for worker in ray.workers:
+        worker.invoke = method(lambda name, *arguments: changes.append((name, arguments)))
+    engines = [f"engine {n}" for n in range(1000)]
+    workers._known_engines = list(engines)
+    workers._engines = SimpleNamespace(name=lambda n: f"engine {n}", remote_engines=lambda: list(engines))
+    assert not workers.poll_engines()
+    for number in range(40):
+        engines[number] = None
+    engines[40] = "engine 40 again"
+    assert workers.poll_engines()
+    assert [name for name, _ in changes] == ["update_engines"] * 4
+    (found,) = changes[0][1]
+    assert [str(found[number]) for number in range(40)] == [f"engine {number} was lost" for number in range(40)]
+    assert (found[40], len(found)) == ("engine 40 again", 41)
+    assert not workers.poll_engines()
 
 
 def test_busy_worker_is_not_killed(ray):

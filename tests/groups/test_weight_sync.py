@@ -365,6 +365,22 @@ def test_resync_is_retried_if_another_engine_was_lost(make):
     assert take(cluster) == []
 
 
+def test_engines_that_restarted_together_receive_one_push(make):
+    cluster, sync = make()
+    sync.push(4)
+    take(cluster)
+    for replica in (0, 1):
+        cluster.restart(replica)
+    cluster.supervisor.ready = [0, 1]
+    sync.resync(0, 1)
+    calls = take(cluster)
+    assert [call for call in calls if call[0] == "serves"] == [("serves", 0, 4), ("serves", 1, 4)]
+    assert len([call for call in calls if isinstance(call, str) and call.startswith("push")]) == 1
+    sync.is_outdated = True
+    with pytest.raises(OutdatedEngineError, match="were restarted and need the next weights"):
+        sync.resync(0, 1)
+
+
 def last_delta(cluster, replicas=(0, 1)):
     """Return number and base of the last push, which trainer ranks and engines have to agree about."""
     delta = cluster.deltas[-1]

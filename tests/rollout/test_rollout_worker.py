@@ -175,6 +175,18 @@ async def test_stale_reply_of_a_lost_engine_is_dropped_and_counted():
 
 
 @in_virtual_time
+async def test_engines_that_are_lost_and_restarted_together_are_changed_by_one_call():
+    gate = asyncio.Event()
+    first, second, restarted = FakeEngine(gate=gate), FakeEngine(gate=gate), FakeEngine()
+    w = worker(first, second)
+    groups = [asyncio.create_task(w.rollout_group(job(group_id=i))) for i in (1, 2)]
+    await asyncio.sleep(0.01)
+    await w.update_engines({0: LostEngineError("a node was lost"), 1: restarted})
+    await asyncio.gather(*groups)
+    assert sorted(r for call in restarted.calls for r in call) == ["1-1-0", "1-1-1", "1-2-0", "1-2-1"]
+
+
+@in_virtual_time
 async def test_request_timeout_starts_once_an_engine_is_live():
     restarted = FakeEngine(seconds=0.05)
     w = worker(FakeEngine(error=LostEngineError("SIGKILL")), seconds=0.2)

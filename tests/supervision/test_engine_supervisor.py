@@ -8,7 +8,13 @@ import pytest
 from megarl.config.recovery import RecoveryConfig
 from megarl.errors import LostEngineError, RestartLimitError, WeightSyncError, WorkerError
 from megarl.supervision import engine_supervisor, liveness_probe
-from megarl.supervision.engine_supervisor import KILL_WAIT_SECONDS, STOP_TIMEOUT_SECONDS, EngineSupervisor
+from megarl.supervision.engine_supervisor import (
+    GRACE_SECONDS,
+    KILL_WAIT_SECONDS,
+    STOP_TIMEOUT_SECONDS,
+    EngineSupervisor,
+)
+from megarl.supervision.liveness_probe import GATHER_SECONDS
 from megarl.supervision.restart_budget import RestartBudget
 from tests.fake_ray import FakeRay, Ref
 
@@ -59,9 +65,26 @@ class FakeEngines:
         return self.starting[-1]
 
 
+class CountingRay(FakeRay):
+    """Counts its calls, and the seconds that they have waited."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls = 0
+
+    def wait(self, refs, *, num_returns=1, timeout=None):
+        self.num_calls += 1
+        return super().wait(refs, num_returns=num_returns, timeout=timeout)
+
+    def get(self, ref):
+        self.num_calls += 1
+        get = super().get
+        return [get(each) for each in ref] if isinstance(ref, list) else get(ref)
+
+
 @dataclass
 class World:
-    ray: FakeRay
+    ray: "CountingRay"
     engines: FakeEngines
     supervisor: EngineSupervisor
     messages: list[str]
@@ -76,7 +99,7 @@ class World:
 @pytest.fixture
 def make_world(monkeypatch):
     def make_world(count=2, is_up=True, **recovery):
-        ray, messages, resynced = FakeRay(), [], []
+        ray, messages, resynced = CountingRay(), [], []
         for module in (engine_supervisor, liveness_probe):
             monkeypatch.setattr(module, "time", ray)
         monkeypatch.setattr(engine_supervisor, "ray", ray)
@@ -84,7 +107,7 @@ def make_world(monkeypatch):
         config = SimpleNamespace(recovery=RecoveryConfig(**recovery), rollout=SimpleNamespace(engine=engine))
         engines = FakeEngines(count)
         supervisor = EngineSupervisor(engines, count, config, RestartBudget(config.recovery, messages.append))
-        supervisor.resync = resynced.append
+        supervisor.resync = lambda *replicas: resynced.extend(replicas)
         supervisor.start()
         if is_up:
             for ref in engines.starting:
@@ -124,7 +147,7 @@ def test_dead_engine_is_restarted_and_receives_weights_before_it_serves(make_wor
     assert (world.supervisor.serving, world.resynced) == ([0, 1], [1])
     assert world.messages == [
         "engine 1 was lost (the engine's scheduler process of TP rank 0 was ended by SIGKILL); "
-        "restarting it (restart 1 of 20)",
+        "restarting it (restart 1 of 40)",
         "engine 1 is serving again, 20.0 s after its loss was detected",
     ]
 
@@ -140,7 +163,7 @@ def test_engine_killed_during_start_is_restarted(make_world):
     world.supervisor.wait_started()
     assert world.supervisor.serving == [0, 1]
     assert world.messages == [
-        "engine 0 was lost (the engine did not start: scheduler died); restarting it (restart 1 of 20)"
+        "engine 0 was lost (the engine did not start: scheduler died); restarting it (restart 1 of 40)"
     ]
 
 
@@ -235,6 +258,48 @@ def test_failed_restarts_back_off_and_finally_abort(make_world):
         world.supervisor.poll()
 
 
+def test_an_engine_that_cannot_start_is_left_out_while_others_serve(make_world):
+    """Its GPU has failed, and no step has been completed meanwhile; the last engine ends the run."""
+    world = make_world(3, max_identical_failures=3, backoff_seconds=0)
+    failure = WorkerError("the engine did not start: CUDA error 999")
+    for index in (1, 2):
+        kill(world.engines.actors[index])
+        world.supervisor.poll()
+        for _ in range(3):
+            world.engines.starting[-1].end(failure)
+            world.supervisor.poll()
+            assert 0 in world.supervisor.serving
+        world.pass_time(10)
+        assert world.supervisor.replicas[index].state == "gone"
+        assert world.supervisor.starting == []
+        assert world.messages[-1] == (
+            f"engine {index} was lost too often for the same reason (recovery.max_identical_failures); the run continues "
+            "without this engine: the engine did not start: CUDA error 999"
+        )
+    world.pass_time(100)
+    kill(world.engines.actors[0])
+    world.supervisor.poll()
+    for _ in range(2):
+        world.engines.starting[-1].end(failure)
+        world.supervisor.poll()
+    world.engines.starting[-1].end(failure)
+    with pytest.raises(RestartLimitError, match="engine 0 was lost 3 times for the same reason"):
+        world.supervisor.poll()
+
+
+def test_engines_that_all_fail_alike_end_the_run(make_world):
+    world = make_world(8, max_identical_failures=3, backoff_seconds=0)
+    for handle in world.engines.actors:
+        kill(handle)
+    for num_starts in (8, 16):
+        world.supervisor.poll()
+        assert len(world.engines.starting) == num_starts
+        for ref in world.engines.starting[-8:]:
+            ref.end(DIED)
+    with pytest.raises(RestartLimitError, match="engine 0 was lost 3 times for the same reason"):
+        world.supervisor.poll()
+
+
 def test_failed_push_is_attributed_to_an_engine_only_if_one_is_dead_or_hung(make_world):
     world = make_world(count=3, engine_stall_seconds=20)
     assert not world.supervisor.attribute_failure(WeightSyncError("trainer rank 1 is late"))
@@ -323,3 +388,99 @@ def test_processes_of_an_engine_on_all_its_nodes_are_stopped_before_it_is_restar
     while not world.engines.starting:
         world.pass_time(1)
     assert (world.ray.now - lost_at >= KILL_WAIT_SECONDS) != is_responsive
+
+
+NUM_MANY = 1000
+
+
+def count_calls(world, act):
+    """Return the number of calls of Ray that `act` makes, and the seconds that it waits."""
+    calls, begun = world.ray.num_calls, world.ray.now
+    act()
+    return world.ray.num_calls - calls, world.ray.now - begun
+
+
+def test_a_poll_of_many_engines_is_one_call(make_world):
+    world = make_world(NUM_MANY)
+    assert count_calls(world, world.supervisor.poll) == (1, 0.0)
+    world.pass_time(15)  # all have been pinged, and answer
+    assert all(handle.pings for handle in world.engines.actors)
+    assert count_calls(world, world.supervisor.poll) == (2, 0.0)
+
+
+def test_a_failed_push_blocks_for_the_same_time_with_any_number_of_engines(make_world):
+    for count in (1, 8, NUM_MANY):
+        world = make_world(count)
+        num_calls, seconds = count_calls(
+            world, lambda world=world: world.supervisor.attribute_failure(WorkerError("trainer rank 1 died"))
+        )
+        assert num_calls < 20
+        assert seconds <= GRACE_SECONDS
+
+
+def test_pings_of_many_engines_are_waited_for_together(make_world):
+    world = make_world(NUM_MANY, engine_stall_seconds=20)
+    late = WeightSyncError("nothing from rank 2 within 8 s")
+    assert not world.supervisor.attribute_failure(late)
+    assert {len(handle.pings) for handle in world.engines.actors} == {1}
+    for handle in world.engines.actors:
+        handle.is_responsive = False
+    num_calls, seconds = count_calls(world, lambda: world.supervisor.attribute_failure(late))
+    assert num_calls < 200
+    assert 20 < seconds < 20 + GRACE_SECONDS + GATHER_SECONDS + 5
+    assert (world.supervisor.ready, world.supervisor.starting) == ([], [])
+    assert len(world.messages) == 1
+    assert world.messages[0].startswith(
+        "1000 engines (engine 0, engine 1, engine 2 and 997 others) were lost "
+        "(engine 0 has not answered a ping for 20 s (recovery.engine_stall_seconds)); restarting them (restarts 1 to"
+    )
+
+
+def test_engines_lost_together_are_restarted_and_resynced_together(make_world):
+    world = make_world(NUM_MANY)
+    lost = range(100, 140)
+    left = list(lost)
+
+    def die():
+        """The deaths are reported one after the other, as a node's are."""
+        if left:
+            kill(world.engines.actors[left.pop(0)])
+
+    die()
+    world.ray.before_waiting = die
+    wait = world.ray.wait
+
+    def wait_shortly(refs, *, num_returns=1, timeout=None):
+        return wait(refs, num_returns=num_returns, timeout=timeout and min(timeout, 0.01))
+
+    world.ray.wait = wait_shortly
+    assert world.supervisor.attribute_failure(WorkerError("begin_weights: ..."))
+    assert world.supervisor.ready == [index for index in range(NUM_MANY) if index not in lost]
+    assert world.supervisor.starting == list(lost)
+    assert len(world.engines.starting) == 40
+    resyncs = []
+    world.supervisor.resync = lambda *replicas: resyncs.append(replicas)
+    for ref in world.engines.starting:
+        ref.end()
+    world.messages.clear()
+    world.supervisor.poll()
+    assert resyncs == [tuple(lost)]
+    assert len(world.supervisor.serving) == NUM_MANY
+    (message,) = world.messages
+    assert message.startswith("40 engines (engine 100, engine 101, engine 102 and 37 others) are serving again, ")
+
+
+def test_losses_of_one_round_are_reported_in_one_line(make_world):
+    world = make_world(NUM_MANY)
+    world.engines.lost_nodes = set(range(8, 16))
+    for index in range(40):
+        kill(world.engines.actors[index], LostEngineError("another reason") if index == 20 else DIED)
+    num_calls, seconds = count_calls(world, world.supervisor.poll)
+    assert num_calls < 120
+    assert seconds == pytest.approx(GATHER_SECONDS)
+    assert world.supervisor.starting == [*range(8), *range(16, 40)]
+    assert world.messages == [
+        "40 engines (engine 0, engine 1, engine 2 and 37 others) were lost (the engine's scheduler process of TP rank "
+        "0 was ended by SIGKILL; 1 for other reasons); restarting them (restarts 1 to 40 of 20000)",
+        "a node of 8 engines (engine 8, engine 9, engine 10 and 5 others) is lost; the run continues without them",
+    ]

@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from megarl.errors import HungWorkerError, WorkerError
 from megarl.supervision import run_monitor
@@ -12,6 +13,7 @@ from megarl.supervision.phase_watchdog import STACKS_FOLDER, PhaseWatchdog
 from megarl.supervision.run_monitor import RunMonitor
 from megarl.workers import failures
 from megarl.workers.failures import run_abort_check
+from tests import fake_ray
 from tests.run.finished_groups import run_config
 from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
@@ -128,13 +130,11 @@ def monitor(tmp_path):
 def test_stacks_are_collected_from_replaced_processes(monitor, monkeypatch):
     queried = []
 
-    def query(actors, timeout):
-        queried.extend(actors.values())
-        if "starts" in actors.values():
-            raise WorkerError("no answer")
-        return {name: f"info of {actor}" for name, actor in actors.items()}
+    def find(actors, timeout):
+        queried.append(list(actors.values()))
+        return {name: f"info of {actor}" for name, actor in actors.items() if actor != "starts"}
 
-    monkeypatch.setattr(run_monitor, "query_processes", query)
+    monkeypatch.setattr(run_monitor, "find_processes", find)
     monkeypatch.setattr(run_monitor, "collect_stacks", lambda processes: str(sorted(processes.items())))
     engines = {"engine 0": "first", "engine 1": "second"}
     trainer = SimpleNamespace(processes=lambda: {"trainer rank 0": SimpleNamespace(host="n")})
@@ -143,7 +143,23 @@ def test_stacks_are_collected_from_replaced_processes(monitor, monkeypatch):
     assert monitor._stacks() == f"[('engine 0', 'info of first'), ('engine 1', 'info of second'), {trainer_info}]"
     engines |= {"engine 0": "starts", "engine 1": "third"}
     assert monitor._stacks() == monitor._stacks() == f"[('engine 1', 'info of third'), {trainer_info}]"
-    assert queried == ["first", "second", "starts", "third", "starts"]
+    assert queried == [["first", "second"], [], ["starts", "third"], ["starts"]]
+
+
+def test_silent_processes_are_located_within_one_time_limit(monitor, monkeypatch):
+    ray = fake_ray.FakeRay()
+    monkeypatch.setattr(failures, "ray", ray)
+    monkeypatch.setattr(failures, "time", ray)
+    lost = fake_ray.Ref(is_done=True)
+    lost.value = ActorDiedError()
+    answers = {f"engine {n}": fake_ray.Ref() for n in range(100)} | {"engine 0": lost}
+    answers["engine 7"].end(SimpleNamespace(host="n"))
+    actors = {
+        name: SimpleNamespace(process_info=SimpleNamespace(remote=lambda ref=ref: ref)) for name, ref in answers.items()
+    }
+    monitor.watch(SimpleNamespace(processes=dict), lambda: actors)
+    assert ray.now - fake_ray.FakeRay().now == pytest.approx(run_monitor.LOCATE_TIMEOUT_SECONDS)
+    assert list(monitor._processes) == ["engine 7"]
 
 
 def test_hung_start_fails_after_start_timeouts_plus_phase_timeout(monitor, tmp_path):
