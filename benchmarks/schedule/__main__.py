@@ -17,10 +17,10 @@ from typing import Any
 from benchmarks.results_file import write_results
 from benchmarks.schedule.accounts import Report
 from benchmarks.schedule.cases import CASES
-from benchmarks.schedule.event_cost import event_microseconds
 from benchmarks.schedule.show import markdown, print_table
 from benchmarks.schedule.simulate import simulate
 from benchmarks.schedule.workload import TAILS, Workload
+from benchmarks.text_table import markdown_rows
 from megarl.errors import ConfigError, MegarlError
 
 INTRODUCTION = """\
@@ -50,6 +50,20 @@ SIMULATED = "Simulated: the state machine of `megarl/schedule` drives engines an
 SCRIPTED = """\
 Ray processes: the state machine of `megarl/schedule` drives an engine and a trainer, which sleep {seconds:g} s a step
 with all slots busy. The same groups are also simulated. The driver used at most {cpu:.1%} of a CPU core."""
+EVENTS = """\
+# CPU time of the events of a schedule
+
+```
+{command}
+```
+
+{cores} cores. Microseconds of the controller's thread, mean of ten steps.
+
+- `by_deadline_event_us`, `in_order_event_us`: an event of the state machine and the look for a batch after it.
+- `group_us`: all that a run does for a group that a stream returns at once: it is admitted, received, judged by a
+  filter, leased and pushed, and its events are written to the log.
+
+"""
 NUM_OPEN = 10_000
 """Open groups of the measurement of an event's cost."""
 
@@ -61,7 +75,7 @@ def main() -> int:
         args.steps = 2000 if args.lengths else 200
     try:
         if args.events:
-            return _print_event_cost(args.json)
+            return _print_event_cost(args)
         workload = _workload(args)
         method = SIMULATED
         if args.processes:
@@ -136,15 +150,21 @@ def _processes(args: argparse.Namespace, workload: Workload) -> tuple[list[Repor
     return reports, max(cpu_fractions)
 
 
-def _print_event_cost(as_json: bool) -> int:
+def _print_event_cost(args: argparse.Namespace) -> int:
+    from benchmarks.schedule.event_cost import event_microseconds, group_microseconds
+
     cost = {
         f"{order}_event_us": round(event_microseconds(NUM_OPEN, num_steps=10, in_order=order == "in_order"), 2)
         for order in ("by_deadline", "in_order")
     }
-    if as_json:
+    cost["group_us"] = round(group_microseconds(NUM_OPEN, num_steps=10), 2)
+    if args.json:
         print(json.dumps({"open_groups": NUM_OPEN, **cost}))
     else:
         print("\n".join(f"{name} with {NUM_OPEN} open groups: {value} us" for name, value in cost.items()))
+    if args.write:
+        table = markdown_rows(("open groups", *cost), [[str(NUM_OPEN), *map(str, cost.values())]], 0)
+        write_results(args.write, EVENTS, table, module="benchmarks.schedule")
     return 0
 
 
@@ -159,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     mode.add_argument("--simulate", action="store_true", help="simulate engines and trainer; the default")
     mode.add_argument("--lengths", action="store_true", help="simulate ten times as many steps, for exact mean lengths")
     mode.add_argument("--processes", action="store_true", help="run Ray processes that sleep, and the same simulated")
-    mode.add_argument("--events", action="store_true", help="measure the CPU time of one event")
+    mode.add_argument("--events", action="store_true", help="measure the CPU time of an event and of a group")
     parser.add_argument("--tails", nargs="+", default=list(TAILS), choices=list(TAILS), metavar="TAIL")
     parser.add_argument("--schedules", nargs="+", default=list(CASES), choices=list(CASES), metavar="SCHEDULE")
     parser.add_argument("--steps", type=int, help="number of steps; default: 200, with --lengths 2000")

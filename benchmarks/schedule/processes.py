@@ -110,6 +110,8 @@ class ScriptedRun:
                 seconds = {ordinal: self.seconds.pop(ordinal) for ordinal in batch}
                 accounts.lease(schedule.step, seconds, schedule.group_staleness())
                 training = trainer.train.remote(workload.train_seconds * self.step_seconds)
+            elif schedule.leased is None:
+                schedule.mark_waiting()
             if is_trained and schedule.can_push:
                 ray.get(engine.push.remote(schedule.step, workload.pause_seconds * self.step_seconds))
                 schedule.push()

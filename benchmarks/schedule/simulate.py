@@ -112,11 +112,14 @@ class _Simulation:
         schedule, trained_at = self.schedule, float("inf")
         self.admit()
         while schedule.version < self.workload.num_steps:
-            if trained_at == float("inf") and (batch := schedule.pick()) is not None:
-                schedule.lease(batch)
-                seconds = {ordinal: self.groups.pop(ordinal).seconds for ordinal in batch}
-                self.accounts.lease(schedule.step, seconds, schedule.group_staleness())
-                trained_at = self.now + self.workload.train_seconds
+            if trained_at == float("inf"):
+                if (batch := schedule.pick()) is None:
+                    schedule.mark_waiting()
+                else:
+                    schedule.lease(batch)
+                    seconds = {ordinal: self.groups.pop(ordinal).seconds for ordinal in batch}
+                    self.accounts.lease(schedule.step, seconds, schedule.group_staleness())
+                    trained_at = self.now + self.workload.train_seconds
             if trained_at <= max(self.now, self.engines.next_end()) and schedule.can_push:
                 self.now = max(self.now, trained_at)
                 self.push()

@@ -79,7 +79,7 @@ def run_demo(
         settings = [f"run_dir={run_dir}", f"export_dir={run_dir}/model", *overrides]
         if max_staleness:
             staleness = [f"schedule.{key}={max_staleness}" for key in ("lookahead", "max_staleness")]
-            settings += ["schedule.type=async", *staleness]
+            settings += ["schedule.type=async", "schedule.adapt_lookahead=false", *staleness]
         if not corrected:
             settings.append("algorithm.rollout_is=null")
         command = [str(Path(sys.executable).with_name("megarl")), "train", str(RECIPE), "--set", *settings]

@@ -30,7 +30,8 @@ Measured on a node with {cores} CPU cores:
 {command}
 ```
 
-`yaml/demo.yaml` with `schedule.type: async` and `lookahead` and `max_staleness` of the staleness; `sync` for 0.
+`yaml/demo.yaml` with `schedule.type: async`, `adapt_lookahead: false`, and `lookahead` and `max_staleness` of the
+staleness; `sync` for 0.
 "accuracy" is that of the held-out problems after 40 steps, "mean staleness" that of the tokens trained on, as a mean
 over the steps, and "ess" the smallest `drift/ess` of a step. Without training the accuracy is 0.33.
 

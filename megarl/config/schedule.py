@@ -16,7 +16,7 @@ ScheduleType = Literal["sync", "one_step_off", "async"]
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "sync": {"lookahead": 0, "max_staleness": 0, "late": "wait", "update": "drain", "adapt_lookahead": False},
     "one_step_off": {"lookahead": 1, "max_staleness": 1, "late": "wait", "update": "drain", "adapt_lookahead": False},
-    "async": {"lookahead": 3, "max_staleness": 8, "late": "wait", "update": "retract", "adapt_lookahead": False},
+    "async": {"lookahead": 3, "max_staleness": 8, "late": "wait", "update": "retract", "adapt_lookahead": True},
 }
 """Settings by type; only `async` accepts others."""
 
@@ -48,8 +48,9 @@ class ScheduleConfig(Section):
     Default: 3, at most max_staleness. With `sync` 0, with `one_step_off` 1."""
 
     adapt_lookahead: bool | None = None
-    """Whether fewer groups are admitted while finished ones wait: as many fewer as wait beyond the next batch. Samples
-    are then younger where training is slower than generation. `lookahead` stays the upper bound. Default: false."""
+    """Whether fewer groups are admitted while finished ones wait and steps do not: as many fewer as wait beyond the
+    next batch. Samples are then younger where training is slower than generation. `lookahead` stays the upper bound.
+    Default: true. With `sync` and `one_step_off`, false."""
 
     max_staleness: int | None = Field(default=None, ge=0)
     """No token is trained on that is older than so many versions. At least `lookahead`. Default: 8, at least

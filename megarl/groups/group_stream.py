@@ -166,11 +166,13 @@ class GroupStream:
         The error of a group is raised by the next `wait`.
 
         Args:
-            seconds: how long to wait for the next ones.
+            seconds: how long to wait for the next ones; four times as long for all.
         """
         finished: list[tuple[GroupJob, FinishedGroup]] = []
+        end = time.monotonic() + 4 * seconds
         while self._calls and self._error is None:
-            self._ended += self._completions.wait(0.0 if self._ended else seconds)
+            left = max(0.0, end - time.monotonic())
+            self._ended += self._completions.wait(0.0 if self._ended else min(seconds, left))
             if not self._ended or self._ended[0][1].exception():
                 break
             finished += self._take(*self._ended.popleft())

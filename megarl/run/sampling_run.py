@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megarl.batch.trajectory import Prompt
@@ -168,6 +169,7 @@ class SamplingRun(StageRun):
             make_job=jobs.job,
             resumed=resumed,
             policy_version=self._sync.policy_version,
+            phase=partial(self.timer.phase, waiting=True),
         )
 
     @property
@@ -304,7 +306,7 @@ class SamplingRun(StageRun):
         tokens = Counter[int]()
         for summary in batch.summaries:
             tokens.update(dict(summary.tokens_by_version))
-        self._step_metrics |= scheduled.staleness(tokens).metrics() | scheduled.schedule.metrics()
+        self._step_metrics |= scheduled.staleness(tokens).metrics() | scheduled.metrics()
         if in_place:
             self._step_metrics["policy/mixed_kv"] = batch.mixed_kv_share
         removed = self._make_batch(taken.removed, min_completions=self._min_completions)

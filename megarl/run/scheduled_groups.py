@@ -11,9 +11,11 @@ rollout journal and trained again, finished groups are read from it, and unfinis
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from megarl.batch.trajectory import Prompt
 from megarl.groups.group_stream import FinishedGroup
@@ -35,6 +37,9 @@ A worker returns a group at most `LINGER_SECONDS` after it has finished.
 
 READ_AHEAD = 2
 """Number of logged batches that are read from the journal before they are needed."""
+
+WAIT_GENERATION, WAIT_DEADLINE = "wait_generation", "wait_deadline"
+"""Phases in which a step waits for more finished groups, and for those that must be trained before enough others."""
 
 
 class Stream(Protocol):
@@ -85,6 +90,7 @@ class ScheduledGroups:
         make_job: Callable[[OpenGroup], GroupJob],
         resumed: bool,
         policy_version: int,
+        phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Begin, or resume: read again what the schedule has kept of the run before.
 
@@ -92,20 +98,23 @@ class ScheduledGroups:
             schedule: before its first event since the run began or was resumed.
             make_job: returns the job of an open group, whose request id is in the journal if the group is finished.
             policy_version: version of the last push, as the engines label their tokens.
+            phase: times the phases in which a step waits, given their names.
         """
         self.schedule, self._stream, self._log, self._make_job = schedule, stream, log, make_job
+        self._phase = phase
         self._ordinals: dict[str, int] = {}
         """By request id, the ordinals of the groups in flight."""
         self._arrived: dict[int, FinishedGroup] = {}
         """By ordinal, the finished groups that were not taken."""
-        self._kept: set[int] = set()
-        """Finished groups that are usable, and kept by the filter of the algorithm."""
+        self._new: set[int] = set()
+        """Ordinals of the arrived groups that the filter of the algorithm has not seen."""
         self._admitted: list[Prompt] = []
         """Prompts of the groups that were admitted since the last batch."""
-        self._version_by_label = {policy_version: schedule.version}
-        """Version of the schedule that tokens with a label count as, if it is another one: after skipped updates."""
+        self._overdue_step: int | None = None
+        """Deadline that the current step has waited for, the first one."""
         self._unread = deque(schedule.state().leases)
         """Logged batches whose groups are not being read from the journal yet."""
+        schedule.set_label(policy_version)
         if resumed:
             log.write(schedule.resume())
             self._submit(schedule.finished())
@@ -132,13 +141,19 @@ class ScheduledGroups:
         Raises:
             RewardError, WorkerError: as the stream raises them.
         """
-        schedule, removed = self.schedule, list[FinishedGroup]()
-        while (ordinals := self._pick(is_usable, keep, removed, max_removed)) is None or not self._has_arrived(
-            ordinals
-        ):
-            self._receive()
-        self._log.write(schedule.lease(ordinals))
-        self._kept.difference_update(ordinals)
+        removed: list[FinishedGroup] = []
+        self._overdue_step = None
+        while True:
+            ordinals = self._pick(is_usable, keep, removed, max_removed)
+            if ordinals is None:
+                self._wait_for_groups()
+                continue
+            missing = set(ordinals).difference(self._arrived)  # being read from the journal
+            if not missing:
+                break
+            while missing:
+                missing.difference_update(self._receive())
+        self._log.write(self.schedule.lease(ordinals))
         self._read_logged_batch()
         groups = [self._arrived.pop(ordinal) for ordinal in ordinals]
         return ScheduledBatch(groups=groups, removed=removed, ordinals=ordinals)
@@ -160,11 +175,10 @@ class ScheduledGroups:
                 skipped, and the weights of the step are those of this version.
             drained: False if `prepare_push` has failed.
         """
-        event = self.schedule.push(drained=drained)
+        event = self.schedule.push(drained=drained, skipped=policy_version < self.schedule.step)
         self._log.write(event)
-        self._version_by_label[policy_version] = event.version
-        dropped = {ordinal: self._arrived.pop(ordinal, None) for ordinal in event.dropped}
-        self._stream.cancel([id_ for id_, ordinal in self._ordinals.items() if ordinal in dropped])
+        if event.dropped:
+            self._cancel(set(event.dropped))
         self._step_begin = self.schedule.state()
         if self.schedule.policy.adapt_lookahead and not self.schedule.is_replaying:
             self._mark_finished(self._stream.take_finished(ARRIVAL_SECONDS))  # they arrived during training
@@ -172,7 +186,7 @@ class ScheduledGroups:
 
     def forget_kept(self) -> None:
         """Look again at the finished groups that the filter of the algorithm has kept: rewards have changed."""
-        self._kept.clear()
+        self._new.update(self._arrived)
 
     def log_retreat(self) -> None:
         """Log that a run which resumes repeats the current step, and samples all groups that are not leased again."""
@@ -192,20 +206,20 @@ class ScheduledGroups:
 
     def oldest_label(self) -> int:
         """Return the oldest policy version whose tokens the current step may train on."""
-        oldest = self.schedule.policy.oldest_version(self.schedule.step)
-        return min([oldest, *(label for label, version in self._version_by_label.items() if version >= oldest)])
+        return self.schedule.oldest_label
 
     def staleness(self, tokens_by_label: Mapping[int, int]) -> TokenStaleness:
         """Return the staleness of the tokens of the current step, given their number by policy version."""
         by_version: dict[int, int] = {}
         for label, num in tokens_by_label.items():
-            version = self._version(label)
+            version = self.schedule.version_of(label)
             by_version[version] = by_version.get(version, 0) + num
         return token_staleness(self.schedule.step, by_version, self.schedule.policy.max_staleness)
 
-    def _version(self, label: int) -> int:
-        """Return the version of the schedule of tokens that the engines have labelled `label`."""
-        return self._version_by_label.get(label, label)
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the leased batch, the open groups, the lookahead, and the deadline that was waited for."""
+        overdue = {} if self._overdue_step is None else {"schedule/overdue_step": self._overdue_step}
+        return self.schedule.metrics() | {"schedule/lookahead": self.schedule.lookahead} | overdue
 
     def _admit(self, num: int) -> None:
         if not num:
@@ -226,21 +240,53 @@ class ScheduledGroups:
         self._stream.submit(*jobs.values())
         return list(jobs.values())
 
-    def _receive(self) -> None:
-        """Wait for at least one group, and mark those that have finished."""
-        assert self._ordinals, f"step {self.schedule.step} waits for a group, but none is in flight"
-        self._mark_finished(self._stream.wait(f"step-{self.schedule.step}"))
+    def _cancel(self, dropped: AbstractSet[int]) -> None:
+        """Forget groups that were dropped, and cancel those in flight."""
+        for ordinal in dropped:
+            self._arrived.pop(ordinal, None)
+        self._new -= dropped
+        request_ids = [id_ for id_, ordinal in self._ordinals.items() if ordinal in dropped]
+        for request_id in request_ids:
+            del self._ordinals[request_id]
+        self._stream.cancel(request_ids)
 
-    def _mark_finished(self, groups: Iterable[tuple[GroupJob, FinishedGroup]]) -> None:
+    def _wait_for_groups(self) -> None:
+        """Wait for groups as the step cannot take its batch yet; measure for how long and why."""
+        self.schedule.mark_waiting()
+        name = WAIT_GENERATION
+        if self.schedule.num_finished >= self.schedule.groups_per_step:
+            name = WAIT_DEADLINE
+            self._overdue_step = self._overdue_step or self.schedule.overdue_step
+        with self._phase(name):
+            self._receive()
+
+    def _receive(self) -> list[int]:
+        """Wait for at least one group, and mark those that have finished; return their ordinals."""
+        assert self._ordinals, f"step {self.schedule.step} waits for a group, but none is in flight"
+        return self._mark_finished(self._stream.wait(f"step-{self.schedule.step}"))
+
+    def _mark_finished(self, groups: Iterable[tuple[GroupJob, FinishedGroup]]) -> list[int]:
+        ordinals: list[int] = []
         for job, group in groups:
-            ordinal = self._ordinals.pop(job.request_id)
-            if self.schedule.is_unfinished(ordinal):
-                versions = [self._version(v) for t in group.summary.trajectories for v, _ in t.tokens_by_version]
-                oldest, newest = (min(versions), max(versions)) if versions else (None, None)
-                self._log.write(self.schedule.finish(ordinal, oldest=oldest, newest=newest))
-            elif not group.summary.replayed:
+            ordinal = self._ordinals.pop(job.request_id, None)
+            if ordinal is None:
                 continue  # it was dropped
+            if self.schedule.is_unfinished(ordinal):
+                oldest, newest = self._versions(group)
+                self._log.write(self.schedule.finish(ordinal, oldest=oldest, newest=newest))
+            else:
+                assert group.summary.replayed, f"the journal does not have the finished group {job.request_id}"
             self._arrived[ordinal] = group
+            ordinals.append(ordinal)
+        self._new.update(ordinals)
+        return ordinals
+
+    def _versions(self, group: FinishedGroup) -> tuple[int | None, int | None]:
+        """Return the versions of the oldest and the newest token of a group; None if it has none."""
+        labels = {label for each in group.summary.trajectories for label, _ in each.tokens_by_version}
+        if not labels:
+            return None, None
+        return self.schedule.version_of(min(labels)), self.schedule.version_of(max(labels))
 
     def _pick(
         self, is_usable: Keep, keep: Keep | None, removed: list[FinishedGroup], max_removed: int | None
@@ -255,17 +301,11 @@ class ScheduledGroups:
         return ordinals
 
     def _remove_others(self, is_usable: Keep, keep: Keep | None, removed: list[FinishedGroup]) -> None:
-        """Remove the finished groups that are not usable, and those for which `keep` returns False."""
-        for ordinal in [group.ordinal for group in self.schedule.finished() if group.ordinal not in self._kept]:
-            group = self._arrived.get(ordinal)
-            if group is None:
-                continue  # it is being read from the journal
+        """Remove the groups that have arrived since the last call, unless they are usable and `keep` returns True."""
+        for ordinal in sorted(ordinal for ordinal in self._new if ordinal in self._arrived):  # others were leased
+            group = self._arrived[ordinal]
             has_failed = not is_usable(group)
-            if not has_failed and (keep is None or keep(group)):
-                self._kept.add(ordinal)
-            else:
+            if has_failed or not (keep is None or keep(group)):
                 self._log.write(self.schedule.remove(ordinal, Outcome.FAILED if has_failed else Outcome.FILTERED))
                 removed.append(self._arrived.pop(ordinal))
-
-    def _has_arrived(self, ordinals: Sequence[int]) -> bool:
-        return all(ordinal in self._arrived for ordinal in ordinals)
+        self._new.clear()

@@ -5,19 +5,27 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 
 @dataclass(slots=True)
 class _Bucket:
     """Groups with the same deadline."""
 
-    unfinished: dict[int, None] = field(default_factory=dict)
-    """Ordinals, ascending."""
+    unfinished: set[int] = field(default_factory=set)
+    """Ordinals."""
+    heap: list[int] = field(default_factory=list)
+    """Heap of the unfinished ordinals, and of others that were unfinished."""
     finished: list[int] = field(default_factory=list)
     """Ordinals, ascending."""
 
     def __len__(self) -> int:
         return len(self.unfinished) + len(self.finished)
+
+    def first_unfinished(self) -> int | None:
+        while self.heap and self.heap[0] not in self.unfinished:
+            heappop(self.heap)
+        return self.heap[0] if self.heap else None
 
 
 class DeadlineQueue:
@@ -55,16 +63,14 @@ class DeadlineQueue:
             bucket = self._buckets[deadline] = _Bucket()
             if not is_last:
                 self._buckets = dict(sorted(self._buckets.items()))
-        is_sorted = not bucket.unfinished or ordinal > next(reversed(bucket.unfinished))
-        bucket.unfinished[ordinal] = None
-        if not is_sorted:  # a group that is sampled again
-            bucket.unfinished = dict.fromkeys(sorted(bucket.unfinished))
+        bucket.unfinished.add(ordinal)
+        heappush(bucket.heap, ordinal)
         self.num_unfinished += 1
 
     def finish(self, ordinal: int, deadline: int) -> None:
         """Mark an unfinished group as finished."""
         bucket = self._buckets[deadline]
-        del bucket.unfinished[ordinal]
+        bucket.unfinished.remove(ordinal)
         insort(bucket.finished, ordinal)
         self.num_unfinished -= 1
         self.num_finished += 1
@@ -73,7 +79,7 @@ class DeadlineQueue:
         """Remove a group, finished or not."""
         bucket = self._buckets[deadline]
         if ordinal in bucket.unfinished:
-            del bucket.unfinished[ordinal]
+            bucket.unfinished.remove(ordinal)
             self.num_unfinished -= 1
         else:
             del bucket.finished[bisect_left(bucket.finished, ordinal)]
@@ -127,7 +133,7 @@ class DeadlineQueue:
         """Return whether the first `num` groups of the queue are finished."""
         for bucket in self._buckets.values():
             if num < len(bucket):
-                first_unfinished = next(iter(bucket.unfinished), None)
+                first_unfinished = bucket.first_unfinished()
                 return num == 0 or (
                     num <= len(bucket.finished)
                     and (first_unfinished is None or bucket.finished[num - 1] < first_unfinished)

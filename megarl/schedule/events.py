@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -70,6 +70,8 @@ class Pushed:
     version: int
     dropped: tuple[int, ...] = ()
     """Groups that are now above the staleness cap (`late: drop`); the engines abort those that are unfinished."""
+    skipped: bool = False
+    """Whether the step skipped its update: the engines keep the weights and the label of the version before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,8 @@ class ScheduleState:
     leases: tuple[Lease, ...] = ()
     """Batches of the steps after `version`: the current one, or those that a resumed run trains on as logged."""
     counts: ScheduleCounts = field(default_factory=ScheduleCounts)
+    skipped: tuple[int, ...] = ()
+    """Ascending versions without an update of their own, as far as tokens to be trained on may have their weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +170,8 @@ def encode_event(event: ScheduleEvent) -> dict[str, Any]:
 def decode_event(content: Mapping[str, Any]) -> ScheduleEvent:
     """Return the event that `encode_event` has encoded.
 
+    A missing field has its default: other versions of megarl may have written the event.
+
     Raises:
         DataError: the object is not an event.
     """
@@ -174,10 +180,10 @@ def decode_event(content: Mapping[str, Any]) -> ScheduleEvent:
     event_type = _TYPES.get(name) if isinstance(name, str) else None
     if event_type is None:
         raise DataError(f"a schedule event needs one of the types {', '.join(_TYPES)}, got {name!r}")
-    expected = {f.name for f in fields(event_type)}
-    if values.keys() != expected:
+    required = {f.name for f in fields(event_type) if f.default is MISSING}
+    if not required <= values.keys() <= {f.name for f in fields(event_type)}:
         raise DataError(
-            f"a schedule event {name!r} needs the fields {', '.join(sorted(expected))}, got "
+            f"a schedule event {name!r} needs the fields {', '.join(sorted(required))}, got "
             f"{', '.join(sorted(values)) or 'none'}"
         )
     for key, value in values.items():
@@ -201,5 +207,6 @@ def _decode_state(content: Mapping[str, Any]) -> ScheduleState:
             "groups": tuple(OpenGroup(**group) for group in content["groups"]),
             "leases": tuple(leases),
             "counts": ScheduleCounts(**content["counts"]),
+            "skipped": tuple(content.get("skipped", ())),
         }
     )

@@ -19,11 +19,12 @@ from megarl.schedule.events import (
     ScheduleState,
 )
 from megarl.schedule.policy import Late, SchedulePolicy
+from megarl.schedule.staleness import version_of
 
 
 @dataclass(frozen=True, slots=True)
 class TokenVersions:
-    """Versions of the tokens of a finished group."""
+    """Versions of the tokens of a finished group, as the engines label them."""
 
     oldest: int
     newest: int
@@ -40,9 +41,10 @@ def recover(
     Args:
         state: of the checkpoint.
         log: events in the order in which they were written; those before `state` are ignored. Its end may be missing.
-        finished: versions of the groups whose trajectories can be read; None: of all that the log calls finished. A
-            batch with a group that cannot be read is void, and so is what came after it: its groups are open again, and
-            groups with tokens of voided versions are sampled again.
+        finished: versions of the groups whose trajectories can be read; None: of all that the log calls finished. They
+            count for groups that the log does not call finished. A batch with a group that cannot be read is void, and
+            so is what came after it: its groups are open again, and groups with tokens of voided versions are sampled
+            again.
 
     Raises:
         DataError: the log does not continue `state`.
@@ -89,6 +91,7 @@ class _Replay:
         self._leases = {lease.step: lease for lease in state.leases}
         self._next_ordinal, self._num_events = state.next_ordinal, state.num_events
         self._counts = state.counts
+        self._skipped = set(state.skipped)
 
     def apply(self, event: ScheduleEvent) -> None:
         self._num_events = event.number
@@ -107,6 +110,8 @@ class _Replay:
             case Leased():
                 self._lease(event)
             case Pushed():
+                if event.skipped:
+                    self._skipped.add(event.version)
                 for ordinal in event.dropped:
                     self._remove(ordinal, "dropped", event)
             case Resumed():
@@ -119,11 +124,14 @@ class _Replay:
                 self._void(step)
                 break
         for ordinal, group in self._groups.items():
-            versions = finished.get(ordinal)
-            if versions is None or versions.oldest < group.version:  # the latter: from before it was sampled again
+            labels = finished.get(ordinal)
+            if labels is None:
                 self._groups[ordinal] = group.unfinished()
-            elif not group.is_finished and versions.newest <= self._last_step:
-                self._groups[ordinal] = replace(group, oldest=versions.oldest, newest=versions.newest)
+            elif not group.is_finished:
+                oldest, newest = (version_of(label, self._skipped) for label in (labels.oldest, labels.newest))
+                # otherwise, a lost part of the log had its admission or its last version
+                if group.version <= oldest and newest <= self._last_step:
+                    self._groups[ordinal] = replace(group, oldest=oldest, newest=newest)
 
     def state(self) -> ScheduleState:
         return replace(
@@ -158,6 +166,7 @@ class _Replay:
         self._leases = {lease.step: lease for lease in (*trained, *state.leases)}
         self._groups = {group.ordinal: group for group in state.groups}
         self._next_ordinal = state.next_ordinal
+        self._skipped = set(state.skipped)
         self._counts = replace(state.counts, trained=self._start.counts.trained)
 
     def _void(self, first_step: int) -> None:

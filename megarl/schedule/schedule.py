@@ -15,7 +15,8 @@ continues once its groups finish.
 
 With `adapt_lookahead`, finished groups count twice in the gate, but for B of them, those of a leased batch first: fewer
 groups are admitted while training is slower than generation. A batch is then finished already, and the groups that it
-may have to wait for are admitted.
+may have to wait for are admitted. This ends for some steps when a step had to wait: finished groups then pile up
+because of slow ones that must be trained first, and the engines have no time to lose.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import chain, islice
 
 from megarl.schedule.deadline_queue import DeadlineQueue
 from megarl.schedule.events import (
@@ -39,15 +41,23 @@ from megarl.schedule.events import (
 )
 from megarl.schedule.policy import Late, SchedulePolicy, Update
 from megarl.schedule.recovery import split_open_groups
+from megarl.schedule.staleness import label_of, version_of
 
 _EMPTY = ScheduleState()
+
+WAIT_FREE_STEPS = 8
+"""With `adapt_lookahead`, number of steps without a wait after which finished groups take up places.
+
+With fewer, engines run dry between the waits for the slowest groups; with more, the lookahead adapts later.
+"""
 
 
 class Schedule:
     """A schedule in progress. Its methods are its events: each returns the entry of the log, to be written at once.
 
     Versions and steps share their numbers: step t trains with the weights of version t - 1 and pushes version t, also
-    if it skips the update. Ordinals number the groups in the order of the prompts.
+    if it skips the update; tokens that the engines label with the version before then count as of version t, too.
+    Ordinals number the groups in the order of the prompts.
 
     >>> schedule = Schedule(SchedulePolicy(lookahead=1, max_staleness=1), groups_per_step=2)
     >>> schedule.admit(schedule.capacity).ordinals
@@ -95,12 +105,21 @@ class Schedule:
         self._queue = DeadlineQueue(groups_per_step)
         self._again: dict[int, OpenGroup] = {}
         """Groups to admit again, by ascending ordinal."""
+        self._again_later: dict[int, OpenGroup] = {}
+        """Groups to admit again once a logged batch of the version that sampled them first is trained."""
+        self._first_step = max((lease.step for lease in state.leases), default=state.version) + 1
+        """First step whose batch is not logged: it has to wait with any lookahead."""
+        self._last_wait = self._first_step - 1 - WAIT_FREE_STEPS
+        """Last step that had to wait for its batch, apart from the first one."""
+        self._skipped = set(state.skipped)
+        """Versions whose update was skipped, down to the oldest of tokens that may be trained on."""
         kept, again = split_open_groups(policy, groups_per_step, state)
         for group in kept:
             self._add(group.unfinished())
             self._groups[group.ordinal] = group
             self._queue.finish(group.ordinal, policy.deadline(group.version))
-        self._again.update((group.ordinal, group) for group in again)
+        self._again_later.update((group.ordinal, group) for group in again)
+        self._release_again()
 
     @property
     def version(self) -> int:
@@ -136,35 +155,33 @@ class Schedule:
     def capacity(self) -> int:
         """Number of groups that may be admitted now."""
         if self._logged:
-            num_again = sum(group.version <= self._version for group in self._again.values())
             if self.policy.late is not Late.WAIT:
-                return num_again
-            return min(num_again, self._queue.slack(self.policy.deadline(self._version), self._logged[-1].step))
+                return len(self._again)
+            return min(len(self._again), self._queue.slack(self.policy.deadline(self._version), self._logged[-1].step))
         num_batches = self.policy.lookahead + 1
         if self.num_steps is not None:
             num_batches = max(0, min(num_batches, self.num_steps - self._version))
         num_leased = 0 if self._lease is None else self.groups_per_step
-        num_waiting = 0
-        if self.policy.adapt_lookahead:
-            num_waiting = max(0, self._queue.num_finished + num_leased - self.groups_per_step)
-        return max(0, num_batches * self.groups_per_step - len(self._queue) - num_leased - num_waiting)
+        return max(0, num_batches * self.groups_per_step - len(self._queue) - num_leased - self._num_waiting)
 
     @property
-    def num_to_prime(self) -> int:
-        """Number of groups to admit before the first step, which admits up to `groups_per_step` more."""
-        return max(0, self.capacity - self.groups_per_step)
+    def _num_waiting(self) -> int:
+        """Number of finished groups beyond a batch that take up places, with `adapt_lookahead`."""
+        has_waited = self._last_wait > self._version - WAIT_FREE_STEPS
+        if not self.policy.adapt_lookahead or has_waited:
+            return 0
+        num_leased = 0 if self._lease is None else self.groups_per_step
+        return max(0, self._queue.num_finished + num_leased - self.groups_per_step)
+
+    @property
+    def lookahead(self) -> float:
+        """Number of batches that may be open besides the current one: `policy.lookahead`, or less if it adapts."""
+        return max(0.0, self.policy.lookahead - self._num_waiting / self.groups_per_step)
 
     def upcoming(self, num: int) -> list[int]:
         """Return the ordinals of the next `num` groups: those to be sampled again, then new ones."""
-        again = [g.ordinal for g in self._again.values() if not self._logged or g.version <= self._version][:num]
+        again = list(islice(self._again, num))
         return again + list(range(self._next_ordinal, self._next_ordinal + num - len(again)))
-
-    def place(self, ordinal: int) -> tuple[int, int]:
-        """Return the (step, index) that names a group in request ids, seeds and the journal.
-
-        In `sync` without removed groups, these are the step that trains on it and its index in the batch.
-        """
-        return place(ordinal, self.groups_per_step)
 
     def is_unfinished(self, ordinal: int) -> bool:
         """Return whether a result of this group is expected; if not, it is late or a duplicate."""
@@ -188,6 +205,11 @@ class Schedule:
         if self._queue.num_finished < self.groups_per_step or self._is_blocked():
             return None
         return tuple(sorted(self._queue.earliest_finished(self.groups_per_step)))
+
+    def mark_waiting(self) -> None:
+        """Note that the current step has to wait for its batch: `pick` has returned None."""
+        if self.step > self._first_step:
+            self._last_wait = self.step
 
     def pick_fewer(self) -> tuple[int, ...] | None:
         """Return at most a batch of the finished groups once none is unfinished, else None; there may be no group.
@@ -243,9 +265,10 @@ class Schedule:
             version=self._version,
             next_ordinal=self._next_ordinal,
             num_events=self._num_events,
-            groups=(*self._groups.values(), *self._again.values()),
+            groups=(*self._groups.values(), *self._again.values(), *self._again_later.values()),
             leases=tuple(leases),
             counts=replace(_EMPTY.counts, trained=self._num_trained, **counts),
+            skipped=tuple(sorted(self._skipped)),
         )
 
     def admit(self, num: int) -> Admitted:
@@ -312,6 +335,7 @@ class Schedule:
             if ordinals != self._logged[0].ordinals:
                 raise ValueError(f"step {self.step} trained on groups {self._logged[0].ordinals}, now on {ordinals}")
             self._lease = self._logged.popleft()
+            self._release_again()
             return Leased(number=self._count_event(), step=self.step, ordinals=ordinals)
         groups = [group for ordinal in ordinals if (group := self._groups.get(ordinal)) and group.is_finished]
         if len(groups) < len(ordinals):
@@ -329,10 +353,11 @@ class Schedule:
         self._lease = Lease(step=self.step, groups=tuple(groups))
         return Leased(number=self._count_event(), step=self.step, ordinals=ordinals)
 
-    def push(self, *, drained: bool = True) -> Pushed:
+    def push(self, *, drained: bool = True, skipped: bool = False) -> Pushed:
         """End the current step: its batch is trained, and the engines have its weights.
 
         Args:
+            skipped: the update was skipped, so that the engines' weights and labels stay those of the version before.
             drained: False: an engine was lost, so that unfinished groups continue with the new weights, whatever
                 `update` says.
 
@@ -343,14 +368,40 @@ class Schedule:
             raise ValueError(f"step {self.step} cannot be pushed: {self._why_not()}")
         self._num_trained += len(self._lease.groups)
         self._version, self._lease = self._lease.step, None
+        self._release_again()
+        self._count_skipped([self._version] if skipped else [])
         dropped = self._expired() if self.policy.late is Late.DROP and not self._logged else ()
         for ordinal in dropped:
             self._discard(ordinal, Outcome.DROPPED)
-        return Pushed(number=self._count_event(), version=self._version, dropped=dropped)
+        return Pushed(number=self._count_event(), version=self._version, dropped=dropped, skipped=skipped)
 
     def resume(self) -> Resumed:
         """Return the entry that a resumed run writes to the log before any other."""
         return Resumed(number=self._count_event(), state=self.state())
+
+    def set_label(self, label: int) -> None:
+        """Set what the engines label tokens with, where the state does not have the updates skipped before it."""
+        self._count_skipped(range(label + 1, self._version + 1))
+
+    def version_of(self, label: int) -> int:
+        """Return the version that tokens count as which the engines have labelled `label`."""
+        return version_of(label, self._skipped)
+
+    @property
+    def oldest_label(self) -> int:
+        """The oldest label of tokens that the current step may train on."""
+        return label_of(self.policy.oldest_version(self.step), self._skipped)
+
+    def _count_skipped(self, versions: Iterable[int]) -> None:
+        """Add skipped versions, and forget those before the open groups and the cap."""
+        self._skipped.update(versions)
+        if not self._skipped:
+            return
+        leased = (group for lease in self._logged for group in lease.groups)
+        groups = chain(self._groups.values(), self._again.values(), self._again_later.values(), leased)
+        oldest = min([self.policy.oldest_version(self.step), *(group.version for group in groups)])
+        oldest_label = label_of(oldest, self._skipped)
+        self._skipped = {version for version in self._skipped if version > oldest_label}
 
     def _why_not(self) -> str:
         return "no batch is leased" if self._lease is None else f"{self.num_unfinished} groups are unfinished"
@@ -363,6 +414,13 @@ class Schedule:
         self._groups[group.ordinal] = group
         self._queue.add(group.ordinal, self.policy.deadline(group.version))
 
+    def _release_again(self) -> None:
+        """Let those groups be admitted again whose turn has come."""
+        due = [o for o, group in self._again_later.items() if not self._logged or group.version <= self._version]
+        if due:
+            self._again |= {ordinal: self._again_later.pop(ordinal) for ordinal in due}
+            self._again = dict(sorted(self._again.items()))
+
     def _discard(self, ordinal: int, outcome: Outcome) -> None:
         group = self._groups.pop(ordinal)
         self._queue.remove(ordinal, self.policy.deadline(group.version))
@@ -373,7 +431,10 @@ class Schedule:
 
 
 def place(ordinal: int, groups_per_step: int) -> tuple[int, int]:
-    """Return `Schedule.place(ordinal)`."""
+    """Return the (step, index) that names a group in request ids, seeds and the journal.
+
+    In `sync` without removed groups, these are the step that trains on it and its index in the batch.
+    """
     step, index = divmod(ordinal, groups_per_step)
     return step + 1, index
 

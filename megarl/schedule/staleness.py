@@ -1,9 +1,31 @@
-"""Staleness of the tokens of a step: how many versions older than the weights that train on them."""
+"""Versions of tokens, and the staleness of those of a step: how many versions older than the weights that train."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+
+
+def version_of(label: int, skipped: AbstractSet[int]) -> int:
+    """Return the newest version with the weights that the engines label `label`.
+
+    Args:
+        skipped: versions without an update of their own: their weights and label are those of the version before.
+
+    >>> version_of(2, {3, 4}), label_of(4, {3, 4})
+    (4, 2)
+    """
+    while label + 1 in skipped:
+        label += 1
+    return label
+
+
+def label_of(version: int, skipped: AbstractSet[int]) -> int:
+    """Return the label of the tokens that engines sample with a version; the inverse of `version_of`."""
+    while version in skipped:
+        version -= 1
+    return version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

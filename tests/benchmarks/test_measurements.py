@@ -29,7 +29,6 @@ from benchmarks.packing.lengths import PackingWorkload
 from benchmarks.packing.measure import PackingReport, measure
 from benchmarks.packing.schemes import OURS
 from benchmarks.schedule.cases import Case
-from benchmarks.schedule.event_cost import event_microseconds
 from benchmarks.schedule.simulate import simulate
 from benchmarks.schedule.workload import TAILS, Tail, Workload
 from benchmarks.staleness.demo import read_run
@@ -146,10 +145,15 @@ def test_lengths_have_mean_1_and_are_cut(tail):
     assert np.log(lengths[lengths < lengths.max()]).std() == pytest.approx(tail.sigma, rel=0.05)
 
 
-@pytest.mark.parametrize("in_order", [False, True])
-def test_an_event_takes_little_longer_with_many_open_groups(in_order):
-    few, many = (min(event_microseconds(n, 2, in_order=in_order) for _ in range(3)) for n in (250, 10_000))
-    assert many < 8 * few  # 40 times if it took linear time
+@pytest.mark.parametrize("train_seconds", [0.75, 1.5])
+def test_an_adapted_lookahead_changes_samples_only_where_training_is_slower(train_seconds):
+    policy = SchedulePolicy(lookahead=3, max_staleness=8)
+    workload = Workload(tail=TAILS["heavy"], num_steps=60, train_seconds=train_seconds)
+    fixed = simulate(Case(policy=policy), workload).report("", "")
+    adapted = simulate(Case(policy=replace(policy, adapt_lookahead=True)), workload).report("", "")
+    assert adapted.step_over_bound <= 1.02 * fixed.step_over_bound
+    fresher = fixed.mean_staleness - adapted.mean_staleness
+    assert fresher == 0 if train_seconds < 1 else fresher > 0.4
 
 
 def test_chaos_counts_kills_and_recoveries():

@@ -254,8 +254,9 @@ def test_defaults_by_type() -> None:
     assert policy() == policy(type="sync") == SchedulePolicy(update=Update.DRAIN, in_order=True)
     one_step_off = SchedulePolicy(lookahead=1, max_staleness=1, update=Update.DRAIN, in_order=True)
     assert policy(type="one_step_off") == policy(type="one_step_off", lookahead=1) == one_step_off
-    assert policy(type="async") == SchedulePolicy(lookahead=3, max_staleness=8, update=Update.RETRACT)
-    assert policy(type="async", adapt_lookahead=True).adapt_lookahead
+    asynchronous = SchedulePolicy(lookahead=3, max_staleness=8, update=Update.RETRACT, adapt_lookahead=True)
+    assert policy(type="async") == asynchronous
+    assert not policy(type="async", adapt_lookahead=False).adapt_lookahead
 
 
 @pytest.mark.parametrize(

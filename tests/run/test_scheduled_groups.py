@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
+from megarl.config.schedule import ScheduleConfig
 from megarl.data.mixture import MixtureOrder
 from megarl.errors import OutdatedEngineError
 from megarl.groups.group_stream import FinishedGroup
@@ -24,7 +31,10 @@ from megarl.run.schedule_log import ScheduleLog, log_folder, read_log, remove_ev
 from megarl.run.schedule_recovery import continues_log, first_needed_step, open_schedule
 from megarl.run.scheduled_groups import Keep, ScheduledGroups
 from megarl.schedule.events import OpenGroup, Outcome, Removed, ScheduleState
-from megarl.schedule.schedule import place
+from megarl.schedule.policy import Late, SchedulePolicy
+from megarl.schedule.schedule import Schedule, place
+from megarl.schedule.staleness import TokenStaleness, token_staleness
+from megarl.tracking.phases import PhaseTimer
 from tests.run.finished_groups import completion, finished_group, run_config
 
 B, STEPS = 3, 12
@@ -34,6 +44,15 @@ ALL = [f"p{ordinal}" for ordinal in range(B * STEPS)]
 
 NUM_TOKENS = 12
 """Sampled tokens of a completion."""
+
+JOB = GroupJob(
+    prompt=Prompt(prompt_id="p0", text="", token_ids=(1,), row={}),
+    group_id=0,
+    num_samples=2,
+    sampling=Sampling(temperature=1.0, max_new_tokens=20),
+    request_id="step-1-0",
+    seed=(0, 1),
+)
 
 
 @dataclass
@@ -58,6 +77,10 @@ class ScriptedStream:
     """Number of groups that finish while the trainer works."""
     num_sampled: int = 0
     """Number of groups that were generated."""
+    skipped: frozenset[int] = frozenset()
+    """Versions without an update of their own, which label no token."""
+    clock: list[float] = field(default_factory=lambda: [0.0])
+    """Seconds; each `wait` takes 1."""
 
     def __post_init__(self) -> None:
         self.journal = open_journal(self.config)
@@ -74,6 +97,8 @@ class ScriptedStream:
                 self.replayed.append((job, replace(group, summary=replace(entry.summary, replayed=True))))
 
     def wait(self, label: str) -> list[tuple[GroupJob, FinishedGroup]]:
+        assert self.in_flight or self.replayed
+        self.clock[0] += 1
         finished, self.replayed = self.replayed, []
         for _ in range(self.random.randint(0 if finished else 1, max(1, len(self.in_flight) // 3))):
             if self.in_flight:
@@ -95,7 +120,10 @@ class ScriptedStream:
         job, first = self.in_flight.pop(request_id)
         step, self.num_sampled = parse_step(request_id), self.num_sampled + 1
         assert step is not None
-        versions = np.sort(np.linspace(first, self.current_version(), NUM_TOKENS).round().astype(np.int32))
+        last_updates = [max(set(range(version + 1)) - self.skipped) for version in range(self.current_version() + 1)]
+        versions = np.array(last_updates, np.int32)[
+            np.linspace(first, self.current_version(), NUM_TOKENS).round().astype(int)
+        ]
         sampled = completion([0, *[1] * NUM_TOKENS])
         sampled = replace(sampled, policy_versions=np.concatenate([np.array([-1], np.int32), versions]))
         group = finished_group([sampled] * job.num_samples, job.group_id)
@@ -123,13 +151,16 @@ class Trainer:
     def __init__(self, folder: Path, seed: int, *, skipped: frozenset[int] = frozenset(), **schedule: object) -> None:
         sections = {"run_dir": str(folder), "trainer": {"steps": STEPS}, "schedule": {"type": "async", **schedule}}
         self.config = run_config({"prompts_per_step": B, "group_size": 2}, **sections)
-        self.random, self.skipped = Random(seed), skipped
+        self.random, self.skipped, self.clock = Random(seed), skipped, [0.0]
         self.label, self.state = 0, ScheduleState()
         self.batches: dict[int, list[str]] = {}
         """Step -> prompts of its batch."""
         self.tokens: dict[int, dict[int, int]] = {}
         """Step -> version -> number of tokens."""
+        self.staleness: dict[int, TokenStaleness] = {}
+        """By step."""
         self.num_sampled = 0
+        self.timer = PhaseTimer(lambda: self.clock[0])
         self.start()
 
     def make_job(self, group: OpenGroup) -> GroupJob:
@@ -145,7 +176,9 @@ class Trainer:
         )
 
     def start(self) -> None:
-        self.stream = ScriptedStream(self.config, self.random, lambda: self.label)
+        self.stream = ScriptedStream(
+            self.config, self.random, lambda: self.label, skipped=self.skipped, clock=self.clock
+        )
         schedule, resumed = open_schedule(self.config, self.state, self.make_job)
         self.groups = ScheduledGroups(
             schedule,
@@ -154,12 +187,14 @@ class Trainer:
             make_job=self.make_job,
             resumed=resumed,
             policy_version=self.label,
+            phase=self.timer.phase,
         )
 
     def kill(self, checkpoint: tuple[ScheduleState, int]) -> None:
         """Lose everything that is not on disk, and resume from the checkpoint: its state and policy version."""
         self.num_sampled += self.stream.num_sampled
-        self.state, self.label = checkpoint
+        state, self.label = checkpoint
+        self.state = TypeAdapter(ScheduleState).validate_json(json.dumps(asdict(state)))
         self.start()
 
     def take(self, keep: Keep | None = None) -> list[FinishedGroup]:
@@ -175,6 +210,8 @@ class Trainer:
         for group in batch.groups:
             for version, num in num_tokens(group).items():
                 self.tokens[step][version] = self.tokens[step].get(version, 0) + num
+        staleness = self.groups.staleness(self.tokens[step])
+        assert self.staleness.setdefault(step, staleness) == staleness
         return batch.groups
 
     def push(self) -> None:
@@ -290,6 +327,255 @@ def test_a_step_settles_for_fewer_groups(tmp_path: Path) -> None:
     assert len(trainer.stream.in_flight) == 2 * B
 
 
+def newest_version(label: int, step: int, skipped: frozenset[int]) -> int:
+    """Return the newest version before `step` with the weights of a label."""
+    return max(v for v in range(label, step) if all(s in skipped for s in range(label + 1, v + 1)))
+
+
+def check_versions(trainer: Trainer, cap: int) -> None:
+    """Check staleness and oldest label of the batch that was taken."""
+    step, skipped = trainer.groups.schedule.step, trainer.skipped
+    versions = {newest_version(label, step, skipped): num for label, num in trainer.tokens[step].items()}
+    assert trainer.staleness[step] == token_staleness(step, versions, cap)
+    for label in trainer.tokens[step]:
+        is_trained = newest_version(label, step, skipped) >= step - 1 - cap
+        assert is_trained == (label >= trainer.groups.oldest_label())
+
+
+def truncate_log(folder: Path, random: Random) -> None:
+    """Lose up to three `finished` events at the end of the log, whose groups are in the journal."""
+    (*_, path) = sorted(log_folder(journal_folder(folder)).glob("*.jsonl"))
+    lines = path.read_bytes().splitlines(keepends=True)
+    for _ in range(random.randint(0, 3)):
+        if lines and json.loads(lines[-1])["event"] == "finished":
+            lines.pop()
+    path.write_bytes(b"".join(lines))
+
+
+def random_skips(random: Random) -> frozenset[int]:
+    """Return steps that skip their updates, up to three in a row."""
+    starts = [step for step in range(1, STEPS + 1) if random.random() < 0.3]
+    return frozenset(start + i for start in starts for i in range(random.randint(1, 3)))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_skipped_updates_and_kills_lose_no_finished_group_and_no_version(tmp_path: Path, seed: int) -> None:
+    """Skips in a row, before a checkpoint, between a kill and a push; logs with and without their last events."""
+    random = Random(seed)
+    cap = random.randint(1, 4)
+    schedule = {"lookahead": random.randint(1, cap), "max_staleness": cap}
+    trainer = Trainer(tmp_path, seed, skipped=random_skips(random), **schedule)
+    checkpoint, num_kills = (trainer.groups.state(), 0), 0
+
+    def kill() -> None:
+        truncate_log(tmp_path, random)
+        trainer.kill(checkpoint)
+
+    while trainer.groups.schedule.version < STEPS:
+        trainer.take()
+        check_versions(trainer, cap)
+        assert trainer.staleness[trainer.groups.schedule.step].num_masked == 0
+        if num_kills < 6 and random.random() < 0.25:
+            num_kills += 1
+            kill()
+            continue
+        trainer.push()
+        if num_kills < 6 and random.random() < 0.15:
+            num_kills += 1
+            kill()
+        elif random.random() < 0.4:
+            checkpoint = trainer.groups.state(), trainer.label
+    assert sorted(prompts(trainer)) == sorted(ALL)
+    assert trainer.num_sampled + trainer.stream.num_sampled == B * STEPS
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_step_off_with_skips_and_kills_is_as_undisturbed(tmp_path: Path, seed: int) -> None:
+    skipped = random_skips(Random(seed))
+    runs = [Trainer(tmp_path / name, seed, skipped=skipped, type="one_step_off") for name in ("killed", "undisturbed")]
+    assert runs[0].run_with_kills(seed, p_kill=0.4, max_kills=6, check=lambda: None) >= 1
+    runs[1].run()
+    assert (runs[0].batches, runs[0].tokens, runs[0].staleness) == (runs[1].batches, runs[1].tokens, runs[1].staleness)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_resumed_run_with_another_cap_and_skipped_updates(tmp_path: Path, seed: int) -> None:
+    """Batches that are not replayed keep to the cap of the settings that they were taken with."""
+    random = Random(seed)
+    trainer = Trainer(tmp_path, seed, skipped=random_skips(random), lookahead=2, max_staleness=3)
+    cap, checkpoint = 3, (trainer.groups.state(), 0)
+    while trainer.groups.schedule.version < STEPS:
+        is_new = not trainer.groups.schedule.is_replaying
+        trainer.staleness.clear()  # a smaller cap masks more of a logged batch
+        trainer.take()
+        check_versions(trainer, cap)
+        (staleness,) = trainer.staleness.values()
+        assert not (is_new and staleness.num_masked)
+        trainer.push()
+        if random.random() < 0.3:
+            cap = random.randint(0, 4)
+            settings = {"type": "async", "lookahead": random.randint(0, cap), "max_staleness": cap}
+            trainer.config = trainer.config.model_copy(update={"schedule": ScheduleConfig(**settings)})
+            trainer.kill(checkpoint)
+        elif random.random() < 0.5:
+            checkpoint = trainer.groups.state(), trainer.label
+    assert sorted(prompts(trainer)) == sorted(ALL)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_of_a_version_that_did_not_write_skipped_updates_is_resumed(tmp_path: Path, seed: int) -> None:
+    trainer = Trainer(tmp_path, seed, skipped=frozenset({3, 4, 7}), lookahead=2, max_staleness=3)
+    while trainer.groups.schedule.version < 4:
+        trainer.take()
+        trainer.push()
+    checkpoint = replace(trainer.groups.state(), skipped=()), trainer.label
+    while trainer.groups.schedule.version < 8:
+        trainer.take()
+        trainer.push()
+    for path in log_folder(journal_folder(tmp_path)).glob("*.jsonl"):
+        path.write_text(re.sub(r',"skipped":(true|false|\[[0-9,]*\])', "", path.read_text()))
+    trainer.kill(checkpoint)
+    trainer.run()
+    assert sorted(prompts(trainer)) == sorted(ALL)
+    assert trainer.num_sampled + trainer.stream.num_sampled == B * STEPS
+
+
+def test_the_filter_looks_once_at_each_group_unless_rewards_change(tmp_path: Path) -> None:
+    trainer, seen = Trainer(tmp_path, 1, lookahead=2, max_staleness=3), Counter[str]()
+
+    def keep(group: FinishedGroup) -> bool:
+        seen[group.summary.prompt_id] += 1
+        return ordinal_of(group.summary.prompt_id) % 4 > 0
+
+    while trainer.groups.schedule.version < STEPS - 2:
+        trainer.take(keep)
+        trainer.push()
+    assert set(seen.values()) == {1}
+    waiting = {f"p{group.ordinal}" for group in trainer.groups.schedule.finished()}
+    assert waiting
+    trainer.groups.forget_kept()
+    trainer.run(keep)
+    assert {name for name, num in seen.items() if num > 1} == waiting
+    assert max(seen.values()) == 2
+
+
+class ManyGroups:
+    """A stream that finishes one of many groups at a time, in the order of their submission."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[GroupJob] = deque()
+        self.group = finished_group([completion([0, 1])])
+
+    def submit(self, *jobs: GroupJob) -> None:
+        self.jobs.extend(jobs)
+
+    def wait(self, label: str) -> list[tuple[GroupJob, FinishedGroup]]:
+        return [(self.jobs.popleft(), self.group)]
+
+    def take_finished(self, seconds: float) -> list[tuple[GroupJob, FinishedGroup]]:
+        return []
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        assert not list(request_ids)
+
+    def close(self) -> None:
+        self.jobs.clear()
+
+
+@pytest.mark.parametrize("settings", [{}, {"adapt_lookahead": True}, {"late": Late.DROP}, {"in_order": True}], ids=str)
+def test_a_group_costs_as_much_with_many_open_ones(settings: dict[str, Any]) -> None:
+    """Counts the lines that run, from the admission to the push."""
+
+    def num_lines(groups_per_step: int) -> float:
+        policy = SchedulePolicy(lookahead=3, max_staleness=3, **settings)
+        groups = ScheduledGroups(
+            Schedule(policy, groups_per_step),
+            ManyGroups(),
+            ScheduleLog(None),
+            make_job=lambda group: replace(JOB, request_id=f"step-{group.ordinal}-0"),
+            resumed=False,
+            policy_version=0,
+        )
+        count = 0
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        sys.settrace(trace)
+        try:
+            for version in (1, 2):
+                groups.next_batch(lambda _: True, lambda _: True)
+                groups.finish_push(version)
+        finally:
+            sys.settrace(None)
+        return count / groups_per_step
+
+    few, many = num_lines(8), num_lines(256)
+    assert many < 1.2 * few
+
+
+def test_dropped_groups_leave_nothing_behind(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 5, skipped=frozenset({4, 5, 9}), lookahead=1, max_staleness=1, late="drop")
+    while trainer.groups.schedule.version < STEPS:
+        trainer.take()
+        trainer.push()
+        assert set(trainer.groups._ordinals) == set(trainer.stream.in_flight)
+        assert set(trainer.groups._arrived) == {group.ordinal for group in trainer.groups.schedule.finished()}
+        assert len(trainer.groups.schedule.state().skipped) <= 3
+    assert trainer.groups.schedule.state().counts.dropped > 0
+    assert trainer.groups.schedule.state().skipped == ()
+    trainer.stream.in_flight.clear()
+    with pytest.raises(AssertionError, match="step 13 waits for a group, but none is in flight"):
+        trainer.take()
+
+
+def test_a_late_result_of_a_dropped_group_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(tmp_path, 5, lookahead=1, max_staleness=1, late="drop")
+    monkeypatch.setattr(trainer.stream, "cancel", lambda request_ids: list(request_ids))  # too late
+    trainer.run()
+    assert trainer.groups.schedule.state().counts.dropped > 0
+    assert len(prompts(trainer)) == len(set(prompts(trainer))) == B * STEPS
+
+
+def test_waiting_for_generation_and_for_a_deadline_are_measured(tmp_path: Path) -> None:
+    """L = eta = 1: one group of version 0 finishes last, and must be trained in step 2."""
+    trainer = Trainer(tmp_path, 0, lookahead=1, max_staleness=1)
+    order = ["step-1-1", "step-1-2", "step-2-0", "step-2-1", "step-2-2", "step-3-0", "step-3-1", "step-3-2", "step-1-0"]
+
+    def wait(label: str) -> list[tuple[GroupJob, FinishedGroup]]:
+        trainer.clock[0] += 1
+        return [trainer.stream.finish(order.pop(0))]
+
+    trainer.stream.wait = wait  # type: ignore[method-assign]
+    times = []
+    for _ in range(2):
+        trainer.timer.start_step()
+        trainer.take()
+        times.append({name: value for name, value in trainer.timer.take().items() if name.startswith("time/wait")})
+        assert trainer.groups.metrics().get("schedule/overdue_step") == (None if len(times) == 1 else 2)
+        trainer.push()
+    first, second = times
+    assert first == {"time/wait_generation_seconds": 3.0}
+    assert second == {"time/wait_generation_seconds": 3.0, "time/wait_deadline_seconds": 3.0}
+
+
+def test_one_step_off_waits_for_the_groups_of_its_batch(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 0, type="one_step_off")
+    order = ["step-1-0", "step-1-2", "step-2-0", "step-2-1", "step-1-1"]
+
+    def wait(label: str) -> list[tuple[GroupJob, FinishedGroup]]:
+        trainer.clock[0] += 1
+        return [trainer.stream.finish(order.pop(0))]
+
+    trainer.stream.wait = wait  # type: ignore[method-assign]
+    trainer.timer.start_step()
+    trainer.take()
+    times = trainer.timer.take()
+    assert (times["time/wait_generation_seconds"], times["time/wait_deadline_seconds"]) == (3.0, 2.0)
+
+
 def test_weights_of_a_skipped_update_count_as_those_of_its_step(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, 2, skipped=frozenset({3, 4, 5}), lookahead=1, max_staleness=1)
     trainer.run()
@@ -338,6 +624,19 @@ def test_groups_that_finish_during_training_count_before_others_are_admitted(tmp
     trainer.stream.num_during_training = 0
     trainer.run()
     assert sorted(prompts(trainer), key=ordinal_of) == ALL
+
+
+@pytest.mark.parametrize("is_training_slower", [True, False])
+def test_the_lookahead_in_effect_is_a_metric(tmp_path: Path, is_training_slower: bool) -> None:
+    """The last steps admit nothing, so that fewer groups are open."""
+    trainer, lookaheads = Trainer(tmp_path, 6), []
+    trainer.stream.num_during_training = 100 if is_training_slower else 0
+    trainer.stream.wait = lambda label: [trainer.stream.finish(min(trainer.stream.in_flight))]  # type: ignore[method-assign]
+    for _ in range(STEPS - 4):
+        trainer.take()
+        lookaheads.append(trainer.groups.metrics()["schedule/lookahead"])
+        trainer.push()
+    assert (max(lookaheads[1:]), min(lookaheads)) == ((2, 1) if is_training_slower else (3, 3))
 
 
 def test_a_lost_engine_ends_the_wait_for_unfinished_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

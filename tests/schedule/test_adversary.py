@@ -27,7 +27,7 @@ class Case:
     p_removed: float  # share of groups that are filtered or fail
     p_kill: float  # probability of a kill before an action; each loses the end of the log and some finished groups
     trainer_weight: float  # how often the trainer acts when the engines could, too
-    newest_first: bool
+    newest_first: bool  # and an adapted lookahead takes waits into account
     checkpoint_every: int
     changes_policy: bool  # resumed runs may have another lookahead and cap
 
@@ -59,6 +59,8 @@ class Run:
     def act(self):
         """Take one action of those that are possible; slow groups finish last."""
         schedule, random = self.schedule, self.random
+        if self.case.newest_first and schedule.leased is None and schedule.pick() is None:
+            schedule.mark_waiting()
         if self.in_flight and random.random() >= self.case.trainer_weight:
             self.finish_group(self.in_flight)
         elif schedule.capacity and random.random() < 0.7:

@@ -65,7 +65,7 @@ def test_leased_batches_are_trained_as_logged_and_finished_groups_are_kept():
 def test_a_checkpoint_alone_samples_open_groups_again():
     checkpoint, _ = killed_run()
     schedule = Schedule(ASYNC, 2, state=recover(checkpoint, []))
-    assert (schedule.version, schedule.capacity, schedule.num_to_prime) == (1, 4, 2)
+    assert (schedule.version, schedule.capacity) == (1, 4)
     assert Schedule(ASYNC, 2, num_steps=1, state=checkpoint).capacity == 0, "the run has fewer steps than the state"
     admitted = schedule.admit(4)
     assert (admitted.ordinals, admitted.version) == ((2, 3, 4, 5), 1)
@@ -91,6 +91,20 @@ def test_a_batch_that_cannot_be_read_is_void():
     schedule = Schedule(ASYNC, 2, state=recover(checkpoint, log, versions))
     assert not schedule.state().leases
     assert [group.ordinal for group in schedule.finished()] == [4]  # 5 and 6 have tokens of the voided version 2
+
+
+def test_labels_count_for_groups_that_the_log_does_not_call_finished():
+    """Step 2 skips its update: groups 6 and 7, admitted at version 2, have label 1."""
+    schedule = Schedule(ASYNC, 2)
+    log = [schedule.admit(4), *(schedule.finish(ordinal) for ordinal in range(4))]
+    log += [schedule.lease((0, 1)), schedule.push()]
+    checkpoint = schedule.state()
+    log += [schedule.lease((2, 3)), schedule.push(skipped=True), schedule.admit(4), schedule.finish(4)]
+    finished = dict.fromkeys(range(4), TokenVersions(0, 0)) | dict.fromkeys((4, 5), TokenVersions(1, 1))
+    state = recover(checkpoint, log, finished | {6: TokenVersions(0, 1), 7: TokenVersions(1, 3)})
+    found = {group.ordinal: (group.oldest, group.newest) for group in state.groups}
+    assert found == {4: (2, 2), 5: (2, 2), 6: (None, None), 7: (None, None)}  # 6 and 7: not of this admission
+    assert state.skipped == ()  # step 2 is trained again
 
 
 def test_another_policy_samples_groups_again_that_it_cannot_train_in_time():
@@ -161,10 +175,14 @@ def test_a_log_that_does_not_continue_the_checkpoint(event, reason):
 
 def test_encoded_events():
     _, log = killed_run()
-    dropped = Pushed(number=1, version=2, dropped=(3, 4))
+    dropped = Pushed(number=1, version=2, dropped=(3, 4), skipped=True)
     assert [decode_event(encode_event(event)) for event in [*log, dropped]] == [*log, dropped]
     admitted = encode_event(Admitted(number=1, version=0, ordinals=(0,)))
     assert admitted == {"event": "admitted", "number": 1, "version": 0, "ordinals": (0,)}
+    old = {"event": "pushed", "number": 1, "version": 2}
+    assert decode_event(old) == Pushed(number=1, version=2)
+    with pytest.raises(DataError, match="'pushed' needs the fields number, version, got color, number, version"):
+        decode_event({"event": "pushed", "color": 1} | old)
     with pytest.raises(DataError, match=r"a schedule event needs one of the types admitted, .*, got 'retired'"):
         decode_event(admitted | {"event": "retired"})
     with pytest.raises(DataError, match="'admitted' needs the fields number, ordinals, version, got number, version"):

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.schedule.events import Outcome
 from megarl.schedule.policy import Late, SchedulePolicy, Update
-from megarl.schedule.schedule import Schedule
+from megarl.schedule.schedule import WAIT_FREE_STEPS, Schedule, place
 
 MODULES = ("policy", "deadline_queue", "schedule", "staleness", "tail")
 
@@ -41,8 +41,7 @@ def test_examples_in_docstrings(module):
 def test_one_step_off_trains_in_order_and_drains():
     policy = SchedulePolicy(lookahead=1, max_staleness=1, update=Update.DRAIN, in_order=True)
     schedule = Schedule(policy, 2, num_steps=3)
-    assert schedule.num_to_prime == 2
-    assert schedule.place(5) == (3, 1)
+    assert place(5, groups_per_step=2) == (3, 1)
     schedule.admit(4)
     for ordinal in (2, 3, 1):
         schedule.finish(ordinal)
@@ -93,6 +92,24 @@ def test_finished_groups_that_wait_take_up_places_of_an_adapted_lookahead():
     assert (schedule.num_finished, schedule.num_unfinished, schedule.capacity) == (1, 3, 0)
     schedule.push()
     assert schedule.capacity == 2
+
+
+def test_a_lookahead_adapts_once_no_step_has_waited_for_some_time():
+    schedule = Schedule(SchedulePolicy(lookahead=2, max_staleness=2, adapt_lookahead=True), 1)
+    schedule.mark_waiting()  # the first step has to
+    lookaheads = []
+    for step in range(1, 2 * WAIT_FREE_STEPS + 2):
+        schedule.admit(schedule.capacity)
+        finish_all(schedule)
+        if step == WAIT_FREE_STEPS:
+            schedule.mark_waiting()
+        schedule.lease(schedule.pick() or ())
+        lookaheads.append(schedule.lookahead)
+        schedule.push()
+    before, after = lookaheads[: WAIT_FREE_STEPS - 1], lookaheads[WAIT_FREE_STEPS - 1 : -1]
+    assert before[0] == min(before) == 0
+    assert set(after) == {2}
+    assert lookaheads[-1] < 2
 
 
 def test_a_step_waits_for_a_group_before_it_is_due():
