@@ -31,26 +31,28 @@ Measured on a node with {cores} CPU cores:
 {command}
 ```
 
-Steps of GRPO with two mini-batches, as `megarl train` runs them: the loop, the groups, the splitting over replicas and
-Ray are the product's. Trainer ranks, rollout workers and engines are fake: a few processes stand in for all of them and
-return groups of 8 completions of 1,100 to 2,100 tokens without generating any. CPU seconds are those of all threads of
-the controller's process, medians over the steps after the first one.
+Steps of GRPO with two mini-batches, as `megarl train` runs them on slots that trainer and engines share: the loop, the
+groups, the splitting over replicas, the supervision, the checkpoints' bookkeeping and Ray are the product's. Trainer
+ranks, rollout workers and engines are fake: a few processes stand in for all of them, answer every call that those of a
+run get, and return groups of 8 completions without generating any; lengths are even between half of the longest
+response and all of it. Every second step evaluates and saves. CPU seconds are those of all threads of the controller's
+process, medians over the steps after the first one, and include the calls of all ranks.
 
-- `train call`: training request, micro-batch plan, one stored request per replica, collection of the results. `step`:
-  all of a step, the train call included. Both without what one call of each rank costs, which is `rank calls`.
+- `train call`: training request, micro-batch plan, one stored request per replica, the call of each rank. `step`: all
+  of a step, the train call included.
+- `calibration`: a fixed program of Python objects, pickles and small arrays in the same process. `step / calibration`
+  compares machines.
+- `calls a rank`: of each rank in a step, in the mean over all steps.
 - `memory`: growth of the controller's anonymous memory over its first step. `prompt`: that of loading prompts of 500
   tokens, per prompt.
 - `fetched / used`: tokens of the objects that the replicas fetch over those that they train on. An object has the
   groups that a worker returned together, up to a quarter of a replica's mini-batch: fake groups finish at once, those
   of engines mostly one by one.
-- `dispatch`: wall time of a training request, its plan included, from samples that lie where they were sampled until
-  each rank holds its own. `verl`: the same tokens, log-probabilities, masks and versions, 13 bytes a token, as
-  DataProto without padding, collected by the controller and dispatched to as many ranks; also without the time to
-  collect. megarl stores masks and versions as runs, in all 8 bytes a token. `ratio`: `verl` over `dispatch`.
-- `of the controller`, `of verl's controller`: CPU time of the controller's process within `dispatch` and `verl`. It is
-  the same on a cluster; the rest is not, because here {processes} processes do the work of all ranks.
-- `rank calls wall`: time of one call of each rank that fetches a stored kilobyte and does nothing. Both dispatches call
-  each rank, so that neither can take less, and no ratio can be above `verl` over it.
+- `rank calls`: one call of each rank that fetches a stored kilobyte and does nothing.
+- `samples`: token ids, log-probabilities, masks and versions of a step, 13 bytes a token. `through`: what of them
+  passes through the controller: summaries and requests with references in megarl, all samples in verl, which collects
+  and dispatches them as DataProto. `per MB`: CPU of the controller, from samples that lie where they were sampled until
+  each rank holds its own, over `samples`; in megarl with the micro-batch plan, of which verl makes none.
 - Ranks that share a process share references as well: what Ray spends on the references of each process is counted for
   {processes} processes only. With several ranks in a replica, only the first one gets references to groups.
 
@@ -59,35 +61,47 @@ the controller's process, medians over the steps after the first one.
 COLUMNS = (
     "ranks",
     "trajectories",
+    "longest response",
     "replicas",
     "train call s",
     "step s",
-    "rank calls s",
+    "calibration s",
+    "step / calibration",
+    "calls a rank",
     "memory MB",
     "prompt bytes",
     "fetched / used",
-    "rank calls wall s",
-    "dispatch s",
-    "of the controller s",
-    "verl s",
-    "verl without collecting s",
-    "of verl's controller s",
-    "ratio",
+    "rank calls s",
+    "samples MB",
+    "through MB",
+    "per MB ms",
+    "verl through MB",
+    "verl per MB ms",
 )
 
 
 def main() -> int:
     """Print one report per size to stdout."""
     args = _parser().parse_args()
-    if len(args.ranks) != len(args.trajectories):
-        raise SystemExit("error: --ranks and --trajectories need equally many numbers")
+    sizes = list(zip(args.ranks, args.trajectories, args.response_tokens * len(args.ranks), strict=False))
+    if len(args.response_tokens) > 1:
+        sizes = list(zip(args.ranks, args.trajectories, args.response_tokens, strict=False))
+    if not len(args.ranks) == len(args.trajectories) == len(sizes):
+        raise SystemExit("error: --ranks, --trajectories and --response-tokens need equally many numbers")
     python = None
     if args.peer == "verl":
         python = make_peer_environment(args.environment.absolute(), REQUIREMENTS, "verl", _notify, "--no-deps")
     bytes_per_prompt = prompt_bytes(args.prompts)
     reports = []
-    for ranks, trajectories in zip(args.ranks, args.trajectories, strict=True):
-        work = Workload(ranks=ranks, trajectories=trajectories, replicas=args.replicas or ranks // 8, steps=args.steps)
+    for ranks, trajectories, response_tokens in sizes:
+        work = Workload(
+            ranks=ranks,
+            trajectories=trajectories,
+            replicas=args.replicas or ranks // 8,
+            response_tokens=response_tokens,
+            steps=args.steps,
+            slow_rank_seconds=args.slow_rank_seconds,
+        )
         report = _measure_in_new_cluster(work, bytes_per_prompt, args.store_gb)
         if python is not None:
             report = add_verl(report, work, python, args.store_gb * 2**30)
@@ -115,20 +129,22 @@ def markdown(reports: Sequence[ControllerReport]) -> str:
         (
             f"{r.ranks:,}",
             f"{r.trajectories:,}",
+            f"{r.response_tokens:,}",
             f"{r.replicas:,}",
             f"{r.train_call_cpu_seconds:.2f}",
             f"{r.step_cpu_seconds:.2f}",
-            f"{r.rank_calls_cpu_seconds:.2f}",
+            f"{r.calibration_cpu_seconds:.2f}",
+            f"{r.step_calibrated:.2f}",
+            f"{sum(r.calls_per_rank.values()):.1f}",
             f"{r.rss_mb:.0f}",
             f"{r.prompt_bytes:,.0f}",
             f"{r.fetched_per_used:.2f}",
-            f"{r.rank_calls_seconds:.2f}",
-            f"{r.dispatch_seconds:.2f}",
-            f"{r.dispatch_cpu_seconds:.2f}",
-            _show(r.peer_dispatch_seconds),
-            _show(r.peer_send_seconds),
-            _show(r.peer_dispatch_cpu_seconds),
-            _show(r.ratio_dispatch),
+            f"{r.rank_calls_cpu_seconds:.2f}",
+            f"{r.sample_mb:,.0f}",
+            f"{r.dispatch_mb:,.1f}",
+            f"{r.dispatch_cpu_ms_per_mb:.2f}",
+            _show(r.peer_dispatch_mb),
+            _show(r.peer_dispatch_cpu_ms_per_mb),
         )
         for r in reports
     ]
@@ -144,10 +160,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, nargs="+", default=[512])
     parser.add_argument("--trajectories", type=int, nargs="+", default=[16384], help="one number for each of --ranks")
     parser.add_argument("--replicas", type=int, help="data-parallel replicas; default: one for each 8 ranks")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--response-tokens", type=int, nargs="+", default=[2000], help="longest response")
+    parser.add_argument("--steps", type=int, default=6, help="the first one is not measured")
+    parser.add_argument("--slow-rank-seconds", type=float, default=0.0, help="how long one rank trains in each step")
     parser.add_argument("--prompts", type=int, default=40_000, help="prompts whose memory is measured")
     parser.add_argument("--store-gb", type=int, default=8, help="size of Ray's object store in GiB")
-    parser.add_argument("--peer", choices=["verl"], help="also time verl's dispatch of as many bytes")
+    parser.add_argument("--peer", choices=["verl"], help="also measure verl's dispatch of as many bytes")
     default = Path("runs/verl-environment")
     parser.add_argument("--environment", type=Path, default=default, metavar="DIR", help="Python environment of verl")
     parser.add_argument("--json", action="store_true")

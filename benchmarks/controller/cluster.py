@@ -1,17 +1,18 @@
 """Fake trainer ranks, rollout workers and engines in a few Ray actors, to which the product's groups send their calls.
 
 Thousands of ranks share `NUM_PROCESSES` processes: a controller calls each rank as it calls one with a process of its
-own. What a rank receives, and what it returns, has the sizes of a run; nothing is generated or trained.
+own. What a rank receives, and what it returns, has the sizes of a run; nothing is generated, trained or written.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,29 +24,46 @@ from megarl.batch.sample_table import SampleTable
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
 from megarl.config.trainer import OffloadConfig
+from megarl.groups.engine_group import EngineHandles, StartedEngine
+from megarl.groups.remote_engine import RemoteEngine
 from megarl.groups.rollout_actor import RolloutActor
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.groups.rollout_workers import RolloutWorkers
 from megarl.groups.sync_update import PushReport
 from megarl.groups.trainer_group import TrainerGroup
 from megarl.megatron.request_split import plan_replicas, split_by_dp, train_dispatch
-from megarl.megatron.requests import TrainRequest, TrainStats
+from megarl.megatron.requests import (
+    OffloadStats,
+    PushRequest,
+    PushResult,
+    SavedShard,
+    SaveRequest,
+    SaveStats,
+    TrainRequest,
+    TrainStats,
+)
 from megarl.megatron.trainer_worker import TrainerWorker
 from megarl.megatron.training.samples import StepSamples, payloads_by_index
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.planning.strategy import SyncStats
+from megarl.reshard.transfer.commit_decision import CommitSpec
+from megarl.rollout.engine import EngineUpdate, UpdateReport
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
+from megarl.supervision.engine_supervisor import EngineSupervisor
 from megarl.supervision.liveness_probe import LIVENESS_GROUP
 from megarl.supervision.restart_budget import RestartBudget
 from megarl.workers.failures import wait_all
-from megarl.workers.group import WorkerGroup
-from megarl.workers.worker_host import AsyncWorkerHost, WorkerHost
+from megarl.workers.group import RemoteCall, WorkerGroup, WorkerProcesses
+from megarl.workers.stragglers import CallLog
+from megarl.workers.worker_host import AsyncWorkerHost, WorkerHost, pack_call
 
 NUM_PROCESSES = 2
-"""Ray actors that stand in for all trainer ranks, and as many for all rollout workers."""
+"""Ray actors that stand in for all trainer ranks, and as many each for all rollout workers and all engines."""
 
 PROMPT_TOKENS = 100
-MAX_RESPONSE_TOKENS = 2000
+
+CALL_SECONDS = 600.0
+"""How long a call may take."""
 
 
 class Cost(NamedTuple):
@@ -74,9 +92,46 @@ class Stopwatch:
 class FakeTrainer:
     """Stands in for the Megatron ranks of a process: receives their requests."""
 
+    def __init__(self, num_ranks: int = 1, slow_rank_seconds: float = 0.0) -> None:
+        """Args:
+        num_ranks: of the process.
+        slow_rank_seconds: how long one of them, which the others wait for, trains in a step.
+        """
+        self._num_ranks, self._slow_rank_seconds = num_ranks, slow_rank_seconds
+        self._num_trained = 0
+        self._ends_save = 0
+
     def train_step(self, request: TrainRequest) -> TrainStats:
         """Return metrics as a rank does."""
-        return TrainStats(metrics={f"metric_{i}": 0.0 for i in range(16)}, num_tokens=1)
+        if self._num_trained % self._num_ranks == 0:
+            time.sleep(self._slow_rank_seconds)
+        self._num_trained += 1
+        metrics = {f"metric_{i}": 0.0 for i in range(16)}
+        return TrainStats(metrics=metrics, num_tokens=1, is_save_written=self.is_save_written(None))
+
+    def offload(self, kinds: OffloadConfig) -> OffloadStats:
+        """Return that one byte was moved."""
+        return OffloadStats(device_bytes=1, host_bytes=1)
+
+    def push_weights(self, request: PushRequest | None) -> PushResult:
+        """Return the result of a rank that has sent one byte."""
+        return PushResult(stats=ONE_BYTE)
+
+    def begin_save(self, request: SaveRequest) -> SaveStats:
+        """Begin a save that is written after the next training step."""
+        self._ends_save = (self._num_trained // self._num_ranks + 1) * self._num_ranks
+        return SaveStats(staging_bytes=1, bytes=1, seconds=0.0)
+
+    def is_save_written(self, _: None) -> bool:
+        """Return whether the save was long enough ago."""
+        return self._num_trained >= self._ends_save
+
+    def wait_save_written(self, _: None) -> None:
+        """Return at once."""
+
+    def finish_save(self, _: None) -> SavedShard:
+        """Return that no file was written."""
+        return SavedShard(files=(), write_seconds=0.0)
 
     def hold(self, request: TrainRequest) -> int:
         """Return the number of samples in the payloads of the request, which this rank then holds."""
@@ -92,7 +147,8 @@ class FakeRolloutWorker:
     async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, PackedTrajectories]:
         """Return a group whose arrays have the sizes of a run, so that they go to the object store."""
         rng = np.random.default_rng([*job.seed, job.group_id])
-        lengths = rng.integers(MAX_RESPONSE_TOKENS // 2, MAX_RESPONSE_TOKENS, job.num_samples)
+        longest = job.sampling.max_new_tokens
+        lengths = rng.integers(longest // 2, longest, job.num_samples)
         trajectories = [
             _fake_trajectory(job, int(n), float(reward))
             for n, reward in zip(lengths, rng.integers(0, 2, job.num_samples), strict=True)
@@ -131,47 +187,124 @@ def _fake_trajectory(job: GroupJob, response: int, reward: float) -> Trajectory:
     )
 
 
-@dataclass
-class FakeProcesses:
-    """Stands in for `WorkerProcesses` with one process per rank."""
-
-    actors: list[ray.actor.ActorHandle]
-    name: str = "trainer"
+ONE_BYTE = SyncStats(bytes_sent=1, bytes_received=1, bytes_delivered=0, buckets=1, peak_extra_bytes=0)
 
 
-class FakeSupervisor:
-    """Stands in for the supervision of engines that never fail."""
+class FakeEngine:
+    """Stands in for the engines of a process, in an `AsyncWorkerHost`."""
 
-    def __init__(self, config: RunConfig, replicas: int) -> None:
-        self.restart_budget = RestartBudget(config.recovery, lambda text: None)
-        self.serving = list(range(replicas))
+    async def watch(self) -> None:
+        """Return when an engine ends, which is never."""
+        await asyncio.Event().wait()
 
-    def poll(self) -> None:
-        """Check the fake engines, which are never lost."""
+    async def ping(self) -> None:
+        """Return that the engine is alive."""
 
-    def refs(self) -> list[Any]:
-        """Return nothing to wait for."""
-        return []
+    async def release(self, memory: Sequence[str]) -> None:
+        """Accept the call that frees memory."""
+
+    async def resume(self, memory: Sequence[str]) -> None:
+        """Accept the call that allocates memory."""
+
+    async def update_weights(self, update: EngineUpdate) -> UpdateReport:
+        """Return that the weights were received."""
+        return UpdateReport(stats=(), open_seconds=0.0, commit_seconds=0.0)
+
+    async def shutdown(self) -> None:
+        """Close the engine, which holds nothing."""
 
 
-class FakeEngines:
-    """Stands in for `EngineGroup`."""
+class CountedCalls:
+    """A handle of a rank's actor that counts the calls of its methods."""
+
+    def __init__(self, actor: ray.actor.ActorHandle, counts: Counter[str]) -> None:
+        self._actor, self._counts = actor, counts
+
+    def __getattr__(self, name: str) -> Any:
+        return _CountedMethod(getattr(self._actor, name), name, self._counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _CountedMethod:
+    method: Any
+    name: str
+    counts: Counter[str]
+
+    def options(self, **options: Any) -> _CountedMethod:
+        return _CountedMethod(self.method.options(**options), self.name, self.counts)
+
+    def remote(self, *arguments: Any) -> Any:
+        is_worker_call = self.name in ("invoke", "invoke_remote")
+        self.counts[json.loads(arguments[0])[1] if is_worker_call else self.name] += 1
+        return self.method.remote(*arguments)
+
+
+class FakeProcesses(WorkerProcesses):
+    """Stands in for one process per rank."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self.name, self.actors, self.call_log = "trainer", list(actors), CallLog()
+
+
+class FakeEngines(EngineHandles):
+    """Stands in for `EngineGroup`: engines in a few processes, with the supervisor of the product."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.supervisor = FakeSupervisor(config, config.rollout.replicas)
-        self._engines = [SimpleNamespace(name=f"engine {i}") for i in range(config.rollout.replicas)]
+        actor = ray.remote(AsyncWorkerHost).options(num_cpus=0, max_concurrency=10_000)
+        self._hosts = [actor.remote({}) for _ in range(NUM_PROCESSES)]
+        building = [host.build.remote(FakeEngine, (), {}, time.time()) for host in self._hosts]
+        wait_all(building, what="start", names=dict.fromkeys(building, "engines"))
+        numbers = range(config.rollout.replicas)
+        started = [StartedEngine(self._hosts[i % NUM_PROCESSES], self.name(i), ()) for i in numbers]
+        no_pool: Any = None
+        super().__init__(started, [()] * len(started), no_pool, CALL_SECONDS)
+        self._remote_engines = [RemoteEngine(engine.handle, engine.name) for engine in started]
+        self.supervisor = EngineSupervisor(
+            self, len(started), config, RestartBudget(config.recovery, lambda text: None)
+        )
+        self.supervisor.start()
+        self.supervisor.wait_started()
 
-    def remote_engines(self) -> list[Any]:
+    def remote_engines(self) -> list[RemoteEngine]:
         """Return the same handles at each call."""
-        return self._engines
+        return self._remote_engines
 
     def name(self, replica: int) -> str:
         """Return the engine's name."""
         return f"engine {replica}"
 
+    def handles(self, replica: int) -> list[ray.actor.ActorHandle]:
+        """Return the process of the engine."""
+        return [self.engines[replica].handle]
+
+    def has_live_node(self, replica: int) -> bool:
+        """Return that no node is lost."""
+        return True
+
+    def may_allocate(self) -> bool:
+        """Return that there is memory."""
+        return True
+
+    def start(self, replica: int) -> ray.ObjectRef:
+        """Return the reference of a call that ends once the engine's process has started."""
+        return self.engines[replica].handle.invoke.remote("ping")
+
+    def release(self, memory: Sequence[str]) -> None:
+        """Call each engine, as before an update."""
+        self.call("release", tuple(memory))
+
+    def resume(self, memory: Sequence[str]) -> None:
+        """Call each engine, as before a push."""
+        self.call("resume", tuple(memory))
+
     def first_completion_time(self) -> float:
         """Return the time now."""
         return time.time()
+
+    def shutdown(self) -> None:
+        """End the processes."""
+        for host in self._hosts:
+            ray.kill(host)
 
 
 class FakeRolloutWorkers(RolloutWorkers):
@@ -190,8 +323,10 @@ class FakeRolloutWorkers(RolloutWorkers):
 
 @dataclass
 class FakeWeightSync:
-    """Stands in for the weights on the engines, whose cost `benchmarks.reshard.scale` measures."""
+    """Makes the calls of a push, one of each rank and engine; `benchmarks.reshard.scale` measures what they carry."""
 
+    trainer: TrainerGroup
+    engines: FakeEngines
     policy_version: int = -1
 
     def select(self, model: str | None) -> bool:
@@ -203,10 +338,15 @@ class FakeWeightSync:
         """Do nothing: each step pushes."""
 
     def push(self, policy_version: int) -> PushReport:
-        """Return the report of a push that moved one byte."""
+        """Call ranks and engines at the same time, wait for both, and return the report of a push of one byte."""
+        update = EngineUpdate(policy_version=policy_version, commit=CommitSpec("host", 1, "update", 1))
+        updating = self.engines.begin("update_weights", update)
+        pushing = self.trainer.begin_push(None)
+        assert isinstance(pushing, RemoteCall)
+        pushing.result_with(updating, CALL_SECONDS)
+        updating.result(CALL_SECONDS)
         self.policy_version = policy_version
-        stats = SyncStats(bytes_sent=1, bytes_received=1, bytes_delivered=0, buckets=1, peak_extra_bytes=0)
-        return PushReport(stats=stats, seconds={}, bytes_moved=1)
+        return PushReport(stats=ONE_BYTE, seconds={}, bytes_moved=1)
 
 
 class RecordingTrainerGroup(TrainerGroup):
@@ -224,34 +364,47 @@ class RecordingTrainerGroup(TrainerGroup):
 class FakeCluster:
     """The groups of a run on fake processes."""
 
+    processes: FakeProcesses
     trainer: RecordingTrainerGroup
     rollout: RolloutGroup
-    actors: list[ray.actor.ActorHandle]
-    """The actor of each rank."""
-    weights: FakeWeightSync = field(default_factory=FakeWeightSync)
+    engines: FakeEngines
+    counts: Counter[str]
+    """Number of calls of the ranks' actors, by method."""
 
     @classmethod
-    def start(cls, config: RunConfig, grid: RankGrid, cost: Any) -> FakeCluster:
+    def start(cls, config: RunConfig, grid: RankGrid, cost: Any, *, slow_rank_seconds: float = 0.0) -> FakeCluster:
         """Start the fake processes and the groups on them."""
         hosts = [ray.remote(WorkerHost).options(num_cpus=0).remote({}) for _ in range(NUM_PROCESSES)]
-        building = [host.build.remote("trainer", FakeTrainer, (), {}, time.time()) for host in hosts]
-        wait_all(building, what="start", names=dict.fromkeys(building, "trainer"))
         # consecutive ranks share a process, as they share a node: the first ranks of replicas are in all processes
-        processes: Any = FakeProcesses([hosts[rank * NUM_PROCESSES // grid.size] for rank in range(grid.size)])
-        offload = OffloadConfig(optimizer=False, gradients=False, weights=False)
+        of_rank = [rank * NUM_PROCESSES // grid.size for rank in range(grid.size)]
+        arguments = [(of_rank.count(i), slow_rank_seconds if i == 0 else 0.0) for i in range(NUM_PROCESSES)]
+        building = [
+            host.build.remote("trainer", FakeTrainer, own, {}, time.time())
+            for host, own in zip(hosts, arguments, strict=True)
+        ]
+        wait_all(building, what="start", names=dict.fromkeys(building, "trainer"))
+        counts = Counter[str]()
+        processes = FakeProcesses([CountedCalls(hosts[i], counts) for i in of_rank])
+        offload = OffloadConfig(optimizer=True, gradients=True, weights=True)
         engines: Any = FakeEngines(config)
         rollout = RolloutGroup(config, engines, FakeRolloutWorkers(config, engines))
         rollout.start()
         group: WorkerGroup[TrainerWorker] = WorkerGroup("trainer", processes, grid)
-        return cls(RecordingTrainerGroup(group, cost=cost, offload_config=offload), rollout, processes.actors)
+        trainer = RecordingTrainerGroup(group, cost=cost, offload_config=offload)
+        return cls(processes=processes, trainer=trainer, rollout=rollout, engines=engines, counts=counts)
+
+    def shutdown(self) -> None:
+        """End the processes of rollout workers and engines."""
+        self.rollout.shutdown()
+        self.engines.shutdown()
 
     def call_ranks(self, dp: int) -> Cost:
         """Return the cost of a call of each rank with a reference to a stored value, of which each replica has one."""
         watch = Stopwatch()
         stored = [ray.put(bytes(1024)) for _ in range(dp)]
-        actors = self.actors
+        actors, call = self.processes.actors, pack_call("trainer", "answer", is_timed=False)
         per_replica = len(actors) // dp
-        refs = [actor.invoke.remote("trainer", "answer", stored[i // per_replica], 0) for i, actor in enumerate(actors)]
+        refs = [actor.invoke.remote(call, stored[i // per_replica]) for i, actor in enumerate(actors)]
         wait_all(refs, what="answer", names={ref: f"rank {i}" for i, ref in enumerate(refs)})
         return watch.read()
 
@@ -280,3 +433,10 @@ def fetched_per_used(request: TrainRequest, grid: RankGrid) -> float:
     by_replica = split_by_dp(request, grid)[:: grid.size // grid.dp]
     objects = [{payload.refs for payload in payloads_by_index(replica).values()} for replica in by_replica]
     return sum(tokens_by_object[refs] for of_replica in objects for refs in of_replica) / tokens_by_object.total()
+
+
+def request_bytes(request: TrainRequest, grid: RankGrid) -> int:
+    """Return the size of what the controller stores for the replicas: their requests, with references to groups."""
+    context = ray._private.worker.global_worker.get_serialization_context()
+    by_replica = split_by_dp(request, grid)[:: grid.size // grid.dp]
+    return sum(context.serialize(own).total_bytes for own in by_replica)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
-from benchmarks.controller.cluster import Cost, FakeCluster, fetched_per_used
+import numpy as np
+
+from benchmarks.controller.cluster import (
+    PROMPT_TOKENS,
+    Cost,
+    FakeCluster,
+    FakeWeightSync,
+    fetched_per_used,
+    request_bytes,
+)
 from megarl.algorithms.registry import train
 from megarl.batch.balance import QWEN2_5_7B
 from megarl.batch.sample_table import SampleTable
@@ -18,16 +29,31 @@ from megarl.config import RunConfig
 from megarl.data.run_prompts import RunPrompts
 from megarl.data.sampler import PromptOrder
 from megarl.groups.auxiliary_models import AuxiliaryModels
+from megarl.megatron.requests import TrainStats
 from megarl.placement.rank_grid import RankGrid
+from megarl.process.frozen_objects import freeze_objects
+from megarl.run.checkpointer import POLICY, Checkpointer
 from megarl.run.events import EventLog
 from megarl.run.rl_run import RLRun
+from megarl.run.rollout_batch import RolloutBatch
+from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
 
 GROUP_SIZE = 8
 
+PROMPT_BYTES = 400
+
+HELD_OUT_PROMPTS = 64
+
+EVERY = 2
+"""Number of steps between evaluations, and between checkpoints."""
+
 DISPATCHES = 3
 """Measured dispatches, of which the median counts."""
+
+BYTES_PER_TOKEN = 13
+"""Token id, log-probability, mask and version of a token, uncompressed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +66,16 @@ class Workload:
     """Number of data-parallel replicas."""
     rollout_workers: int = 64
     mini_batches: int = 2
-    max_tokens: int = 16384
-    """Largest number of tokens in a micro-batch."""
-    steps: int = 3
+    response_tokens: int = 2000
+    """Largest number of tokens of a response; the shortest one has half of them."""
+    steps: int = 6
+    slow_rank_seconds: float = 0.0
+    """How long one rank trains in each step while the others wait."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Largest number of tokens in a micro-batch."""
+        return max(16384, PROMPT_TOKENS + self.response_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +85,19 @@ class ControllerReport:
     ranks: int
     trajectories: int
     replicas: int
+    response_tokens: int
     train_call_cpu_seconds: float
-    """CPU of `train_policy` without the calls of the ranks: request, micro-batch plan, one stored value per replica."""
+    """CPU of `train_policy`: request, micro-batch plan, one stored value per replica, the call of each rank."""
     step_cpu_seconds: float
-    """CPU of a step from its prompts to its metrics, without the calls of the ranks."""
+    """CPU of a step from its prompts to its metrics, all calls included."""
+    calibration_cpu_seconds: float
+    """CPU of `calibrate` in this process: the same program takes as long on machines that are equally fast."""
+    train_call_calibrated: float
+    """`train_call_cpu_seconds` over `calibration_cpu_seconds`."""
+    step_calibrated: float
+    """`step_cpu_seconds` over `calibration_cpu_seconds`."""
+    calls_per_rank: dict[str, float]
+    """Calls of each rank in a step, by method: means over all steps."""
     rank_calls_cpu_seconds: float
     """CPU of one call of each rank with a reference as argument, and of waiting for the answers."""
     rank_calls_seconds: float
@@ -74,15 +116,17 @@ class ControllerReport:
     """Tokens of the groups that a replica fetches, over tokens that it trains on; mean over the replicas."""
     tokens_per_trajectory: int
     """Mean number of tokens."""
+    sample_mb: float
+    """Size of the samples of a step, in units of 1e6 bytes, at `BYTES_PER_TOKEN`."""
+    dispatch_mb: float
+    """What passes through the controller for them: summaries, and requests with references."""
+    dispatch_cpu_ms_per_mb: float
+    """CPU of the controller in a dispatch over `sample_mb`."""
     cpu_seconds_by_phase: dict[str, float]
-    peer_dispatch_seconds: float | None = None
-    """verl's time for the same: its controller collects the samples and dispatches them."""
-    peer_send_seconds: float | None = None
-    """The part after the controller has collected them."""
-    peer_dispatch_cpu_seconds: float | None = None
-    """CPU of verl's controller in `peer_dispatch_seconds`."""
-    ratio_dispatch: float | None = None
-    """`peer_dispatch_seconds` over `dispatch_seconds`."""
+    peer_dispatch_mb: float | None = None
+    """What passes through verl's controller, which collects the samples and dispatches them."""
+    peer_dispatch_cpu_ms_per_mb: float | None = None
+    """CPU of verl's controller in that time over `sample_mb`."""
 
 
 class MeasuredRun(RLRun):
@@ -94,6 +138,8 @@ class MeasuredRun(RLRun):
         """By step, method -> seconds."""
         self.step_seconds: list[float] = []
         self.rss_after_first_step = 0
+        self.summary_bytes = 0
+        """Size of the summaries of the last step's groups, as they were received."""
 
     def steps(self) -> Iterator[list[Prompt]]:
         """Yield the prompts of each step, and measure it."""
@@ -108,6 +154,13 @@ class MeasuredRun(RLRun):
             self.cpu_seconds[-1]["step"] = time.process_time() - cpu
             self.step_seconds.append(time.perf_counter() - began)
             self.rss_after_first_step = self.rss_after_first_step or anonymous_bytes()
+
+    @override
+    def finish_step(self, batch: RolloutBatch, stats: TrainStats | None) -> None:
+        """Finish the step, and measure the size of the summaries in the last one."""
+        self._measured("finish_step", batch, stats)
+        if self.step == self.config.trainer.steps:
+            self.summary_bytes = sum(len(pickle.dumps(group.summary, 5)) for group in batch.all_groups)
 
     def _measured(self, name: str, *arguments: Any, **options: Any) -> Any:
         began = time.process_time()
@@ -125,7 +178,7 @@ def _measured_method(name: str) -> Any:
     return method
 
 
-MEASURED_METHODS = ("sample", "estimate", "train_policy", "finish_step")
+MEASURED_METHODS = ("sample", "estimate", "train_policy")
 for _name in MEASURED_METHODS:
     setattr(MeasuredRun, _name, _measured_method(_name))
 
@@ -138,64 +191,57 @@ def anonymous_bytes() -> int:
     raise AssertionError("/proc/self/status has no RssAnon")
 
 
+def calibrate() -> float:
+    """Return the CPU seconds of a fixed program of Python objects, pickles and small arrays, as a controller's."""
+    began = time.process_time()
+    for _ in range(20):
+        rows = [(i, float(i % 7), {"match": float(i % 2)}, "stop") for i in range(5000)]
+        rows = pickle.loads(pickle.dumps(rows, 5))
+        lengths = np.array([i % 1999 for i, *_ in rows], np.int64)
+        for part in np.array_split(np.argsort(lengths, kind="stable"), 200):
+            lengths[part].sum()
+        sorted(sum(terms.values()) * value for _, value, terms, _ in rows)
+    return time.process_time() - began
+
+
 def measure(work: Workload, folder: Path, prompt_bytes: float) -> ControllerReport:
     """Run some steps in this process, which is connected to Ray, and return their costs."""
-    prompts_per_step = work.trajectories // GROUP_SIZE
-    config = RunConfig.model_validate(
-        {
-            "run_dir": str(folder / "run"),
-            "model": {"path": str(folder / "model")},
-            "data": {"path": str(folder / "prompts.jsonl")},
-            "reward": {"terms": {"match": {"type": "numeric"}}},
-            "algorithm": {
-                "type": "grpo",
-                "prompts_per_step": prompts_per_step,
-                "group_size": GROUP_SIZE,
-                "num_mini_batches": work.mini_batches,
-                "kl_loss": None,
-            },
-            "trainer": {
-                "steps": work.steps,
-                "max_tokens_per_micro_batch": work.max_tokens,
-                "parallel": {"tp": work.ranks // work.replicas},
-                "offload": {"optimizer": False, "gradients": False, "weights": False},
-            },
-            "placement": {"device": "cpu", "slots_per_node": 8, "nodes": max(8, work.ranks // 8)},
-            "rollout": {"workers": work.rollout_workers, "max_new_tokens": 2000, "replicas": 64},
-            "tracking": {"tensorboard": False},
-        }
-    )
+    config = make_config(work, folder)
     grid = RankGrid(tp=work.ranks // work.replicas, dp=work.replicas)
-    cluster = FakeCluster.start(config, grid, QWEN2_5_7B)
-    prompts = [
-        Prompt(prompt_id=f"p{i}", text="x" * 400, token_ids=(1,) * 100, row={"question": "x" * 400})
-        for i in range(prompts_per_step)
-    ]
-    nothing: Any = AuxiliaryModels(trained={}, frozen={}, dedicated=frozenset())
-    fakes: dict[str, Any] = {"trainer": cluster.trainer, "rollout": cluster.rollout, "weights": cluster.weights}
-    order = PromptOrder(len(prompts), config.seed, config.data.shuffle)
-    run_prompts = RunPrompts(training=prompts, order=order)
-    run = MeasuredRun(
-        config, EventLog(), PhaseTimer(), Startup(time.time()), models=nothing, prompts=run_prompts, **fakes
-    )
+    cluster = FakeCluster.start(config, grid, QWEN2_5_7B, slow_rank_seconds=work.slow_rank_seconds)
+    run = make_run(config, cluster)
     cluster.call_ranks(work.replicas)
     rank_calls = [cluster.call_ranks(work.replicas) for _ in range(3)]
+    cluster.counts.clear()
+    freeze_objects(collect=True)  # as a run does before its first step
+    calibrations = [calibrate() for _ in range(3)]
     rss_before = anonymous_bytes()
     train(run)
+    counts = dict(cluster.counts)
+    calibrations += [calibrate() for _ in range(3)]
     rank_calls += [cluster.call_ranks(work.replicas) for _ in range(2)]
     request = cluster.trainer.last_request
     dispatch = Cost.median([cluster.dispatch(request) for _ in range(DISPATCHES)])
+    run.save()
     run.finish()
-    cluster.rollout.shutdown()
-    calls = Cost.median(rank_calls)
+    num_tokens = sum(SampleTable.of(batch.samples).num_tokens for batch in request.mini_batches)
+    sample_mb = BYTES_PER_TOKEN * num_tokens / 1e6
+    dispatch_mb = (run.summary_bytes + request_bytes(request, grid)) / 1e6
+    cluster.shutdown()
+    calls, calibration = Cost.median(rank_calls), statistics.median(calibrations)
     later = run.cpu_seconds[1:]
     median = {name: statistics.median(step[name] for step in later) for name in later[0]}
     return ControllerReport(
         ranks=work.ranks,
         trajectories=work.trajectories,
         replicas=work.replicas,
-        train_call_cpu_seconds=max(0.0, median["train_policy"] - calls.cpu_seconds),
-        step_cpu_seconds=max(0.0, median["step"] - calls.cpu_seconds),
+        response_tokens=work.response_tokens,
+        train_call_cpu_seconds=median["train_policy"],
+        step_cpu_seconds=median["step"],
+        calibration_cpu_seconds=calibration,
+        train_call_calibrated=median["train_policy"] / calibration,
+        step_calibrated=median["step"] / calibration,
+        calls_per_rank={name: num / work.ranks / work.steps for name, num in counts.items()},
         rank_calls_cpu_seconds=calls.cpu_seconds,
         rank_calls_seconds=calls.seconds,
         rss_mb=(run.rss_after_first_step - rss_before) / 1e6,
@@ -204,8 +250,74 @@ def measure(work: Workload, folder: Path, prompt_bytes: float) -> ControllerRepo
         dispatch_seconds=dispatch.seconds,
         dispatch_cpu_seconds=dispatch.cpu_seconds,
         fetched_per_used=fetched_per_used(request, grid),
-        tokens_per_trajectory=round(
-            sum(SampleTable.of(batch.samples).num_tokens for batch in request.mini_batches) / work.trajectories
-        ),
+        tokens_per_trajectory=round(num_tokens / work.trajectories),
+        sample_mb=sample_mb,
+        dispatch_mb=dispatch_mb,
+        dispatch_cpu_ms_per_mb=1000 * dispatch.cpu_seconds / sample_mb,
         cpu_seconds_by_phase=median,
+    )
+
+
+def make_config(work: Workload, folder: Path) -> RunConfig:
+    """Return the configuration of the run, whose model in `folder` has a config.json only."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text(json.dumps({"architectures": ["Fake"]}))
+    for name in ("prompts", "held-out"):
+        (folder / f"{name}.jsonl").touch()
+    return RunConfig.model_validate(
+        {
+            "run_dir": str(folder / "run"),
+            "model": {"path": str(folder / "model")},
+            "data": {"path": str(folder / "prompts.jsonl")},
+            "reward": {"terms": {"match": {"type": "numeric"}}},
+            "algorithm": {
+                "type": "grpo",
+                "prompts_per_step": work.trajectories // GROUP_SIZE,
+                "group_size": GROUP_SIZE,
+                "num_mini_batches": work.mini_batches,
+                "kl_loss": None,
+            },
+            "trainer": {
+                "steps": work.steps,
+                "eval_every": EVERY,
+                "max_tokens_per_micro_batch": work.max_tokens,
+                "parallel": {"tp": work.ranks // work.replicas},
+            },
+            "checkpoint": {"every": EVERY},
+            "placement": {"device": "cpu", "slots_per_node": 8, "nodes": max(8, work.ranks // 8)},
+            "rollout": {"workers": work.rollout_workers, "max_new_tokens": work.response_tokens, "replicas": 64},
+            "tracking": {"tensorboard": False},
+        }
+    )
+
+
+def make_run(config: RunConfig, cluster: FakeCluster) -> MeasuredRun:
+    """Return the run, put together as the product does it, with its monitor and checkpoints."""
+    prompts = [
+        Prompt(
+            prompt_id=f"p{i}",
+            text="x" * PROMPT_BYTES,
+            token_ids=(1,) * PROMPT_TOKENS,
+            row={"question": "x" * PROMPT_BYTES},
+        )
+        for i in range(config.algorithm.prompts_per_step)
+    ]
+    order = PromptOrder(len(prompts), config.seed, config.data.shuffle)
+    monitor = RunMonitor(config, lambda text: None)
+    monitor.watch(cluster.processes, cluster.rollout.actors)
+    engines: Any = cluster.engines
+    weights: Any = FakeWeightSync(cluster.trainer, cluster.engines)
+    return MeasuredRun(
+        config,
+        EventLog(),
+        PhaseTimer(),
+        Startup(time.time()),
+        trainer=cluster.trainer,
+        models=AuxiliaryModels(trained={}, frozen={}, dedicated=frozenset()),
+        rollout=cluster.rollout,
+        weights=weights,
+        prompts=RunPrompts(training=prompts, order=order, held_out=prompts[:HELD_OUT_PROMPTS]),
+        engines=engines,
+        checkpoints=Checkpointer(config, {POLICY: cluster.trainer}, lambda text: None),
+        monitor=monitor,
     )

@@ -52,10 +52,9 @@ def make_batch(trajectories: int, tokens: int) -> DataProto:
 
 
 def main() -> None:
-    """Print by repetition three numbers of seconds.
+    """Print by repetition the CPU seconds of the controller, and the bytes of token data that it receives and sends.
 
-    They are the time in which the controller collects the samples, that until every rank holds its own, and the CPU
-    time of the controller in both.
+    It collects the samples, and dispatches them until every rank holds its own.
     """
     spec = json.loads(sys.argv[1])
     ray.init(
@@ -69,20 +68,20 @@ def main() -> None:
     ranks, replicas, per_replica = spec["ranks"], spec["replicas"], spec["trajectories_per_replica"]
     group = SharedProcesses([processes[rank * len(processes) // ranks] for rank in range(ranks)])
     dp_ranks = [rank * replicas // ranks for rank in range(ranks)]
-    seconds = []
+    found = []
     for _ in range(spec["repetitions"] + 1):  # the first one starts threads and imports
         sampled = [
             processes[part % len(processes)].sample.remote(per_replica, spec["tokens"]) for part in range(replicas)
         ]
         ray.wait(sampled, num_returns=replicas, fetch_local=False)
-        began, cpu = time.perf_counter(), time.process_time()
+        cpu = time.process_time()
         batch = DataProto.concat(ray.get(sampled))
-        collected = time.perf_counter()
         arguments, _ = dispatch_nd_compute_dataproto(dp_ranks, replicas, group, batch)
         held = ray.get(group.execute_all_async("hold", *arguments))
-        seconds.append((collected - began, time.perf_counter() - collected, time.process_time() - cpu))
-        assert sum(held) == 13 * len(batch) * spec["tokens"] * (ranks // replicas), held
-    print(json.dumps(seconds[1:]))
+        num_bytes = 13 * len(batch) * spec["tokens"]
+        found.append({"cpu_seconds": time.process_time() - cpu, "bytes": 2 * num_bytes})
+        assert sum(held) == num_bytes * (ranks // replicas), held
+    print(json.dumps(found[1:]))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ REQUIREMENTS = Path(__file__).with_name("verl.txt")
 
 
 def add_verl(report: ControllerReport, work: Workload, python: Path, store_bytes: int) -> ControllerReport:
-    """Return the report with verl's time to bring as many bytes of samples to as many ranks.
+    """Return the report with verl's cost to bring as many bytes of samples to as many ranks.
 
     verl's samples are all of the mean length and need no padding, which they otherwise would.
 
@@ -43,12 +43,10 @@ def add_verl(report: ControllerReport, work: Workload, python: Path, store_bytes
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise WorkerError(f"verl failed with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
-    seconds = json.loads(done.stdout.splitlines()[-1])
-    total = statistics.median(collect + send for collect, send, _ in seconds)
+    found = json.loads(done.stdout.splitlines()[-1])
+    cpu_seconds = statistics.median(each["cpu_seconds"] for each in found)
     return replace(
         report,
-        peer_dispatch_seconds=total,
-        peer_send_seconds=statistics.median(send for _, send, _ in seconds),
-        peer_dispatch_cpu_seconds=statistics.median(cpu for _, _, cpu in seconds),
-        ratio_dispatch=total / report.dispatch_seconds,
+        peer_dispatch_mb=statistics.median(each["bytes"] for each in found) / 1e6,
+        peer_dispatch_cpu_ms_per_mb=1000 * cpu_seconds / report.sample_mb,
     )

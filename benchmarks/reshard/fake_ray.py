@@ -1,12 +1,13 @@
 """Ray's calls, answered in this process: values are serialized as Ray does, and bytes and calls are counted.
 
 with FakeRay(answer).installed() as fake:
-ref = fake.actor("rank 0").invoke.remote("push_weights", None)   # as a handle of a Ray actor
-ray.get(ref)                                                     # what `answer` has returned, deserialized
+ref = fake.actor("rank 0").invoke.remote(call, None)  # as a handle of a Ray actor
+ray.get(ref)                                        # what `answer` has returned, deserialized
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -138,7 +139,7 @@ class _Method:
         return _unusable, (self.actor, b"-" * HANDLE_BYTES)
 
     def remote(self, *arguments: Any) -> FakeRef:
-        """Call the worker's method; a trainer rank's actor also takes the name of the role first."""
-        has_role = self.actor.startswith("rank")
-        method = arguments[1] if has_role else arguments[0]
+        """Call the worker's method, of an engine by its name, of a trainer rank by what `pack_call` returns."""
+        is_rank = self.actor.startswith("rank")
+        method = json.loads(arguments[0])[1] if is_rank else arguments[0]
         return self.ray.call(self.actor, method, arguments)

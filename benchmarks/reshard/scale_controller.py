@@ -194,7 +194,7 @@ class FakeController:
         return self._stores[commit.port]
 
     def _setup(self, arguments: Sequence[Any]) -> SyncSetup:
-        setup: SyncSetup = arguments[2].fetch()
+        setup: SyncSetup = arguments[1].fetch()
         return setup
 
     def _exchange(self, rank: int) -> list[WeightLayout]:
@@ -203,7 +203,7 @@ class FakeController:
     def rank_request(self, rank: int) -> tuple[Serialized, int]:
         """Return the serialized arguments of `prepare_sync` of a trainer rank, and the bytes sent to it."""
         arguments = self.ray.sent[f"rank {rank}", "prepare_sync"]
-        setup: Any = arguments[2]
+        setup: Any = arguments[1]
         stored = self.ray.stored_bytes(setup.ref)
         return Serialized.of(arguments), self.ray.sent_bytes[f"rank {rank}", "prepare_sync"] + stored
 

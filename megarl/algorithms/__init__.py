@@ -5,7 +5,7 @@ from megarl.config.algorithms.group_baseline import GroupPolicyConfig
 from megarl.config.algorithms.model_sections import CriticConfig, FrozenModelConfig, ModelUse, TrainedModelConfig
 from megarl.config.algorithms.policy import ClippedPolicyConfig, PolicyConfig
 from megarl.functional import PolicyLossOutput
-from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
+from megarl.groups.estimation.estimators import CompletionBatch, EstimatorOutput, TokenBatch, by_completions, by_groups
 from megarl.megatron.losses.loss import Loss, LossBatch, LossOutput, TokenLoss, TokenScores, ValueHeadLoss
 from megarl.megatron.losses.policy import ClippedLoss
 from megarl.run.rl_run import RLRun
@@ -15,6 +15,7 @@ __all__ = [
     "Algorithm",
     "ClippedLoss",
     "ClippedPolicyConfig",
+    "CompletionBatch",
     "CriticConfig",
     "EstimatorOutput",
     "FrozenModelConfig",
@@ -32,5 +33,6 @@ __all__ = [
     "TokenScores",
     "TrainedModelConfig",
     "ValueHeadLoss",
+    "by_completions",
     "by_groups",
 ]

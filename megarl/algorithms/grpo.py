@@ -20,7 +20,14 @@ from megarl.config.algorithms.group_baseline import (
     RlooConfig,
 )
 from megarl.functional import group_advantages
-from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
+from megarl.groups.estimation.estimators import (
+    CompletionBatch,
+    EstimatorOutput,
+    TokenBatch,
+    by_completions,
+    by_groups,
+)
+from megarl.groups.estimation.grouped_metrics import Metric
 from megarl.megatron.losses.loss import TokenLoss
 from megarl.megatron.losses.policy import CispoLoss, ClippedLoss, GmpoLoss, GspoLoss
 from megarl.run.kl_penalty import reward_kl_penalty
@@ -112,15 +119,17 @@ def group_outputs(algorithm: GroupPolicyConfig) -> tuple[str, ...]:
 
 
 @by_groups
-def group_estimates(tokens: TokenBatch, algorithm: GroupPolicyConfig, kl_coefficient: float) -> EstimatorOutput:
+@by_completions
+def group_estimates(batch: CompletionBatch, algorithm: GroupPolicyConfig, kl_coefficient: float) -> EstimatorOutput:
     """Return one advantage per completion, or per turn, computed from its reward and the rewards of its group.
 
     With `kl_reward`, the KL penalty against the reference policy is first subtracted from the reward.
     """
-    penalty_T, metrics = reward_kl_penalty(tokens, algorithm, kl_coefficient)
-    if tokens.turn_rewards_T is not None:
-        return tokens.with_advantages(tokens.turn_advantages(algorithm.group_baseline, penalty_T), metrics)
-    advantages_N = group_advantages(
-        tokens.sequence_rewards(penalty_T), tokens.group_ids_N, kind=algorithm.group_baseline
-    )
+    rewards_N, metrics = batch.rewards_N, dict[str, Metric]()
+    if isinstance(batch, TokenBatch):
+        penalty_T, metrics = reward_kl_penalty(batch, algorithm, kl_coefficient)
+        if batch.turn_rewards_T is not None:
+            return batch.with_advantages(batch.turn_advantages(algorithm.group_baseline, penalty_T), metrics)
+        rewards_N = batch.sequence_rewards(penalty_T)
+    advantages_N = group_advantages(rewards_N, batch.group_ids_N, kind=algorithm.group_baseline)
     return EstimatorOutput(scalars={"advantages": advantages_N}, metrics=metrics)

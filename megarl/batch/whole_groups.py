@@ -153,11 +153,12 @@ def _find_swap(
 ) -> tuple[_Sequence, _Sequence | None] | None:
     """Return the sequence to give and the one (or none) to take that best equalize both loads; None if none helps."""
     room = max_tokens - sum(length for _, length, _ in theirs)
-    best, off = None, gap / 2
-    for given in mine:
-        for taken in (None, *theirs):
-            cost, length = (0.0, 0) if taken is None else taken[:2]
-            distance = abs(given[0] - cost - gap / 2)
-            if distance < off and given[1] - length <= room:
-                best, off = (given, taken), distance
-    return best
+    takeable = [(0.0, 0), *((cost, length) for cost, length, _ in theirs)]
+    costs_M1, lengths_M1 = (np.array(column)[:, None] for column in zip(*((c, n) for c, n, _ in mine), strict=True))
+    costs_T, lengths_T = map(np.array, zip(*takeable, strict=True))
+    off_MT = np.abs(costs_M1 - costs_T - gap / 2)
+    off_MT[lengths_M1 - lengths_T > room] = np.inf
+    given, taken = divmod(int(off_MT.argmin()), len(takeable))  # the first of equally good ones
+    if not off_MT[given, taken] < gap / 2:
+        return None
+    return mine[given], theirs[taken - 1] if taken else None

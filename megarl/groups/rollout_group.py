@@ -200,8 +200,13 @@ class RolloutGroup:
         """
         self.flush_records()
         stored, places = distinct_refs([group.payload for group in groups])
-        summaries = [summary for group in groups for summary in group.summary.trajectories]
-        rewards = [(summary.reward, summary.rewards) for summary in summaries for _ in range(summary.num_segments)]
+        columns = [map(group.summary.column, ("reward", "rewards", "segment_tokens")) for group in groups]
+        rewards = [
+            (reward, terms)
+            for of_group in columns
+            for reward, terms, tokens in zip(*of_group, strict=True)
+            for _ in range(len(tokens) or 1)
+        ]
         self._record(
             step % len(self._workers), (step, tuple(rewards), tuple(advantages), places, *as_arguments(stored))
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING
@@ -37,7 +38,7 @@ from megarl.megatron.trainer_worker import ForwardWorker, FrozenWorker, TrainerW
 from megarl.placement.gpu_types import BLACKWELL, find_gpu_type
 from megarl.placement.pool import SlotPool
 from megarl.placement.rank_grid import RankGrid
-from megarl.workers.dispatch import BROADCAST, Dispatch, to_all
+from megarl.workers.dispatch import BROADCAST, Dispatch, from_output_rank, to_all
 from megarl.workers.group import Group, Processes, WorkerFuture, WorkerProcesses
 from megarl.workers.payload import Payload
 
@@ -93,7 +94,9 @@ class TrainerGroup(ModelGroup[TrainerWorker]):
     def __init__(self, group: Group[TrainerWorker], *, cost: SequenceCost, offload_config: OffloadConfig) -> None:
         """`offload_config`: as `OffloadConfig.resolved` returns it."""
         super().__init__(group, cost=cost)
-        self._train_dispatch = train_dispatch(cost)
+        self._train_dispatch = replace(train_dispatch(cost), collect=self._collect_stats)
+        self._is_save_written: bool | None = None
+        """Whether no rank was writing files of a save at the end of the last training step; None: not known."""
         self.offload_config = offload_config
         """Which tensors `offload` moves to host memory."""
 
@@ -108,6 +111,10 @@ class TrainerGroup(ModelGroup[TrainerWorker]):
     def begin_train_step(self, request: TrainRequest) -> WorkerFuture[TrainStats]:
         """Begin `train_step`; return at once if the ranks are other processes. Steps run in the order of the calls."""
         return self.group.begin(TrainerWorker.train_step, request, dispatch=self._train_dispatch)
+
+    def _collect_stats(self, results: Sequence[TrainStats], grid: RankGrid) -> TrainStats:
+        self._is_save_written = all(stats.is_save_written for stats in results)
+        return from_output_rank(results, grid)
 
     def prepare_sync(self, setup: SyncSetup) -> PreparedSync:
         """Plan the next pushes of weights; return what the engines prepare from."""
@@ -129,21 +136,24 @@ class TrainerGroup(ModelGroup[TrainerWorker]):
         """Move what only training needs to host memory; return the totals of all ranks."""
         return self.group.call(TrainerWorker.offload, self.offload_config, dispatch=_OFFLOAD)
 
-    def onload(self) -> OffloadStats:
-        """Move offloaded tensors back to the devices; return the totals of all ranks."""
-        return self.group.call(TrainerWorker.onload, None, dispatch=_ONLOAD)
-
     def save_hf(self, folder: str) -> None:
         """Write the model to `folder` in Hugging Face format."""
         self.group.call(TrainerWorker.save_hf, folder, dispatch=BROADCAST)
 
     def begin_save(self, request: SaveRequest) -> SaveStats:
         """Begin to save the training state; returns when training may continue. `finish_save` must follow."""
+        self._is_save_written = None
         return self.group.call(TrainerWorker.begin_save, request, dispatch=_BEGIN_SAVE)
 
     def is_save_written(self) -> bool:
-        """Return whether all files are written, so that `finish_save` will not block."""
-        return self.group.call(TrainerWorker.is_save_written, None, dispatch=_IS_WRITTEN)
+        """Return whether all files are written, so that `finish_save` will not block.
+
+        The ranks are called only if they have not trained since the last call: each training step reports it as well.
+        """
+        reported, self._is_save_written = self._is_save_written, None
+        if reported is None:
+            return self.group.call(TrainerWorker.is_save_written, None, dispatch=_IS_WRITTEN)
+        return reported
 
     def wait_save_written(self) -> None:
         """Block until all files are written, or a rank has failed to; ranks report it, they are not polled."""
@@ -191,7 +201,6 @@ _IS_WRITTEN: Dispatch[None, bool] = Dispatch(to_all, lambda results, _: all(resu
 _FINISH_SAVE: Dispatch[None, SavedShard] = Dispatch(to_all, _merge_saved_shards)
 _LOAD: Dispatch[str, LoadReport] = Dispatch(to_all, _merge_load_reports)
 _OFFLOAD: Dispatch[OffloadConfig, OffloadStats] = Dispatch(to_all, _sum_offload_stats)
-_ONLOAD: Dispatch[None, OffloadStats] = Dispatch(to_all, _sum_offload_stats)
 
 
 def make_trainer_group(config: StageConfig, processes: Processes) -> TrainerGroup:

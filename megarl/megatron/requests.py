@@ -230,6 +230,8 @@ class TrainStats:
     metrics: dict[str, float]
     num_tokens: int
     """Tokens of all samples, prompts included, counted once per sample."""
+    is_save_written: bool = True
+    """Whether this rank is not writing files of a save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

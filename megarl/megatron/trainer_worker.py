@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -170,18 +171,14 @@ class TrainerWorker(ForwardWorker):
         if self._throughput is not None:
             stats.metrics.update(self._throughput.metrics(request, seconds))
         self._offload_if_idle()
-        return stats
+        return replace(stats, is_save_written=self._trainer.checkpoint.is_written)
 
     def offload(self, kinds: OffloadConfig) -> OffloadStats:
-        """Offload the kinds of state enabled in `kinds`. Returns the bytes that this rank freed."""
-        return self._trainer.memory.offload(kinds)
+        """Offload the kinds of state enabled in `kinds`. Returns the bytes that this rank freed.
 
-    def onload(self, _: None) -> OffloadStats:
-        """Bring everything back to the device. Returns the bytes that this rank allocated.
-
-        Calling it is optional: the other methods onload what they need.
+        The other methods bring back what they need.
         """
-        return self._trainer.memory.onload()
+        return self._trainer.memory.offload(kinds)
 
     def prepare_sync(self, setup: Payload[SyncSetup]) -> PreparedSync:
         """Plan the weight sync, in place of an earlier plan; return this rank's part of what engines prepare from."""

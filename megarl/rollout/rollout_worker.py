@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.batch.object_columns import ObjectColumns
 from megarl.batch.scored_group import TermReport
 from megarl.batch.trajectory import Prompt, Trajectory, count_turns, find_mixed_kv, join_segments
 from megarl.config.rollout import AgentConfig
@@ -130,14 +132,6 @@ class TrajectorySummary:
         """Largest policy version among the sampled tokens; -1 if none was sampled."""
         return self.tokens_by_version[-1][0] if self.tokens_by_version else -1
 
-    def num_tokens_since(self, version: int) -> int:
-        """Return the number of tokens sampled by this version or later ones."""
-        return sum(num for sampled_by, num in self.tokens_by_version if sampled_by >= version)
-
-    def num_mixed_since(self, version: int) -> int:
-        """Return the number of these tokens after a push within their request."""
-        return sum(num for sampled_by, num in self.mixed_by_version if sampled_by >= version)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
@@ -145,8 +139,9 @@ class GroupSummary:
 
     group_id: int
     prompt_id: str
-    trajectories: tuple[TrajectorySummary, ...]
-    """One summary per episode, in the order of the trajectories, of which an episode with forked segments has more."""
+    trajectories: Sequence[TrajectorySummary]
+    """One summary per episode, in the order of the trajectories, of which an episode with forked segments has more.
+    They are kept as `ObjectColumns`, which `column` reads."""
     generation_seconds: float
     """Time from the job's start to its last token."""
     scoring_seconds: float
@@ -164,16 +159,42 @@ class GroupSummary:
     num_kept_tokens: int = 0
     """Number of tokens that these requests had sampled and continued from."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trajectories", ObjectColumns.of(TrajectorySummary, self.trajectories))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a step has thousands; what dataclasses do by themselves takes several times as long to unpickle
+        return _make_group_summary, tuple([getattr(self, name) for name in _group_summary_fields()])
+
+    def column(self, name: str) -> tuple[Any, ...]:
+        """Return a field of the summary of each episode."""
+        assert isinstance(self.trajectories, ObjectColumns)
+        return self.trajectories.column(name)
+
+    def with_column(self, name: str, values: Sequence[Any]) -> GroupSummary:
+        """Return the summary with other values of a field of the episodes."""
+        assert isinstance(self.trajectories, ObjectColumns)
+        return replace(self, trajectories=self.trajectories.replace(**{name: values}))
+
     @property
     def kept(self) -> tuple[int, ...]:
         """Indices of the episodes that are trained on: not the dropped ones, nor the greedy one."""
-        sampled = self.trajectories[:-1] if self.has_baseline else self.trajectories
-        return tuple([i for i, trajectory in enumerate(sampled) if not trajectory.reward_errors])
+        errors = self.column("reward_errors")[: -1 if self.has_baseline else None]
+        return tuple([i for i, error in enumerate(errors) if not error]) if any(errors) else tuple(range(len(errors)))
 
     @property
     def baseline(self) -> float | None:
         """Reward of the greedy trajectory; None if there is none, or its reward failed."""
         return None if not self.has_baseline or self.trajectories[-1].is_dropped else self.trajectories[-1].reward
+
+
+@cache
+def _group_summary_fields() -> tuple[str, ...]:
+    return tuple([each.name for each in fields(GroupSummary)])
+
+
+def _make_group_summary(*values: Any) -> GroupSummary:
+    return GroupSummary(**dict(zip(_group_summary_fields(), values, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from megarl.batch.trajectory import TRUNCATED_REASONS
-from megarl.rollout.rollout_worker import GroupSummary, TrajectorySummary
+from megarl.rollout.rollout_worker import GroupSummary
+from megarl.run.kept_completions import KeptCompletions
 from megarl.run.rollout_batch import RolloutBatch
 
 ENDINGS = ("stop", *TRUNCATED_REASONS)
@@ -16,8 +16,8 @@ ENDINGS = ("stop", *TRUNCATED_REASONS)
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Return the metrics of a batch: means over its completions. A batch without completions has no means."""
-    groups, summaries, rewards = batch.groups, batch.summaries, batch.rewards
-    num = len(summaries)
+    groups, kept, rewards = batch.groups, batch.kept, batch.rewards
+    num = len(kept)
     seconds = [group.summary.generation_seconds for group in batch.all_groups]
     metrics: dict[str, float] = {
         "rollout/generation_seconds_mean": sum(seconds) / len(seconds),
@@ -25,23 +25,25 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/scoring_seconds_max": max(group.summary.scoring_seconds for group in batch.all_groups),
         **_retry_metrics(batch),
     }
-    if not summaries:
+    if not num:
         return metrics
+    reasons = Counter(kept.column("finish_reason"))
     rewards_by_group = [set(rewards[first:stop]) for first, stop in pairwise([*batch.group_offsets, num])]
     metrics |= {
         "reward/mean": sum(rewards) / num,
         "reward/informative_groups": sum(len(distinct) > 1 for distinct in rewards_by_group) / len(groups),
-        "response/length": sum(batch.kept.response_lengths) / num,
-        "response/truncated": sum(t.finish_reason in TRUNCATED_REASONS for t in summaries) / num,
-        "policy_version/min": min(t.min_policy_version for t in summaries),
+        "response/length": sum(kept.response_lengths) / num,
+        "response/truncated": sum(reasons[reason] for reason in TRUNCATED_REASONS) / num,
+        "policy_version/min": min([tokens[0][0] if tokens else -1 for tokens in kept.column("tokens_by_version")]),
     }
-    for name in dict.fromkeys(name for summary in summaries for name in summary.rewards):
-        values = [t.rewards[name] for t in summaries if name in t.rewards]  # a function may leave sub-metrics out
+    terms = kept.column("rewards")
+    for name in dict.fromkeys(chain.from_iterable(terms)):
+        values = [of_one[name] for of_one in terms if name in of_one]  # a function may leave sub-metrics out
         metrics[f"reward/{name}"] = sum(values) / len(values)
     metrics |= _source_metrics(batch)
     if (advantages := batch.scalars.get("advantages")) is not None:
         metrics["advantage/abs_mean"] = sum(map(abs, advantages)) / num
-    return metrics | _episode_metrics(summaries)
+    return metrics | _episode_metrics(kept, reasons)
 
 
 def _retry_metrics(batch: RolloutBatch) -> dict[str, float]:
@@ -56,15 +58,14 @@ def _retry_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
 
 
-def _episode_metrics(summaries: Sequence[TrajectorySummary]) -> dict[str, float]:
+def _episode_metrics(kept: KeptCompletions, endings: Counter[str]) -> dict[str, float]:
     """Return turns, forked segments and endings of episodes; none if all of them are single completions."""
-    endings = Counter(summary.finish_reason for summary in summaries)
-    turns = [summary.num_turns for summary in summaries]
+    turns = kept.column("num_turns")
     if max(turns) <= 1 and endings.keys() <= {"stop", "length"}:
         return {}
     return {
         "rollout/turns": sum(turns) / len(turns),
-        "rollout/forked_segments": float(sum(summary.num_segments - 1 for summary in summaries)),
+        "rollout/forked_segments": float(kept.num_segments.sum() - len(kept)),
         **{f"rollout/ended_{reason}": float(endings[reason]) for reason in dict.fromkeys((*ENDINGS, *endings))},
     }
 

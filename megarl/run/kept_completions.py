@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +29,20 @@ class KeptCompletions:
         self._kept = [group.summary.kept for group in groups]
         """Indices of the kept completions of each group."""
 
+    def __len__(self) -> int:
+        """Return the number of completions, N."""
+        return sum(self._sizes)
+
+    def column(self, name: str) -> list[Any]:
+        """Return a field of the summaries of the N completions."""
+        if self._is_complete:
+            return list(chain.from_iterable(group.summary.column(name) for group in self.groups))
+        columns = [group.summary.column(name) for group in self.groups]
+        return [column[i] for column, kept in zip(columns, self._kept, strict=True) for i in kept]
+
     @cached_property
     def summaries(self) -> list[TrajectorySummary]:
-        """Summaries of the N completions."""
+        """Summaries of the N completions, as objects; `column` reads one field of all."""
         return [
             group.summary.trajectories[i] for group, kept in zip(self.groups, self._kept, strict=True) for i in kept
         ]
@@ -59,7 +71,9 @@ class KeptCompletions:
     @cached_property
     def num_segments(self) -> NDArray[np.int64]:
         """Number of sequences of each completion, [N]."""
-        return np.array([len(summary.segment_tokens) or 1 for summary in self.summaries], np.int64)
+        if not self._is_forked:
+            return np.ones(len(self), np.int64)
+        return np.array([len(tokens) or 1 for tokens in self.column("segment_tokens")], np.int64)
 
     @cached_property
     def sequence_offsets(self) -> NDArray[np.int64]:
@@ -73,36 +87,46 @@ class KeptCompletions:
             return np.array(self.keys, np.int64).reshape(-1, 2)
         keys: list[SampleKey] = []
         for p, (group, kept) in enumerate(zip(self.groups, self._kept, strict=True)):
-            first = [0, *accumulate(summary.num_segments for summary in group.summary.trajectories)]
+            first = [0, *accumulate(len(tokens) or 1 for tokens in group.summary.column("segment_tokens"))]
             keys += [(p, s) for i in kept for s in range(first[i], first[i + 1])]
         return np.array(keys, np.int64).reshape(-1, 2)
 
     @cached_property
     def sequence_tokens(self) -> NDArray[np.int64]:
         """Number of tokens of each sequence, [S]."""
-        return np.array([n for each in self.summaries for n in each.segment_tokens or (each.num_tokens,)], np.int64)
+        num_tokens = self.column("num_tokens")
+        if not self._is_forked:
+            return np.array(num_tokens, np.int64)
+        of_segments = zip(self.column("segment_tokens"), num_tokens, strict=True)
+        return np.array([n for tokens, total in of_segments for n in tokens or (total,)], np.int64)
 
     @cached_property
     def segment_keys(self) -> list[list[SampleKey]]:
         """Keys of the sequences of each of the N completions."""
         keys, offsets = list(map(tuple, self.sequence_keys.tolist())), self.sequence_offsets.tolist()
-        return [keys[offsets[n] : offsets[n + 1]] for n in range(len(self.summaries))]
+        return [keys[offsets[n] : offsets[n + 1]] for n in range(len(self))]
 
     @cached_property
     def response_lengths(self) -> list[int]:
         """Numbers of sampled tokens of the N completions."""
-        return [summary.response_length for summary in self.summaries]
+        return self.column("response_length")
 
     @cached_property
     def rewards(self) -> list[float]:
         """Total rewards of the N completions."""
-        return [summary.reward for summary in self.summaries]
+        return self.column("reward")
 
     @cached_property
     def _sizes(self) -> list[int]:
         return list(map(len, self._kept))
 
     @cached_property
+    def _is_complete(self) -> bool:
+        """Whether all episodes of the groups are kept."""
+        sizes = [len(group.summary.trajectories) for group in self.groups]
+        return sizes == self._sizes
+
+    @cached_property
     def _is_forked(self) -> bool:
         """Whether an episode of the groups, also a dropped one, has several segments."""
-        return any(summary.segment_tokens for group in self.groups for summary in group.summary.trajectories)
+        return any(any(group.summary.column("segment_tokens")) for group in self.groups)

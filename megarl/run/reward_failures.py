@@ -38,8 +38,8 @@ class RewardFailures:
             self._num_completions += len(group.summary.trajectories)
             for name, report in group.summary.terms.items():
                 self._retried[name] += report.num_retried
-            for trajectory in group.summary.trajectories:
-                for name, message in trajectory.reward_errors.items():
+            for errors in filter(None, group.summary.column("reward_errors")):
+                for name, message in errors.items():
                     self._failed[name] += 1
                     self._first_errors.setdefault(name, message)
 

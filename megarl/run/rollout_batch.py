@@ -87,7 +87,7 @@ class RolloutBatch:
 
     @property
     def summaries(self) -> list[TrajectorySummary]:
-        """N trajectory summaries: rewards, lengths and other scalars."""
+        """N trajectory summaries: rewards, lengths and other scalars. `kept.column` reads one of these of all."""
         return self.kept.summaries
 
     @property
@@ -97,7 +97,7 @@ class RolloutBatch:
 
     def reward_term(self, name: str) -> list[float]:
         """Return the N values of one reward term."""
-        return [summary.rewards[name] for summary in self.summaries]
+        return [rewards[name] for rewards in self.kept.column("rewards")]
 
     @property
     def group_ids(self) -> list[int]:
@@ -123,20 +123,20 @@ class RolloutBatch:
     def logged_advantages(self) -> list[float | None]:
         """Advantage of each sequence of `all_groups`; None for dropped ones, 0 if none was estimated."""
         logged: list[float | None] = []
-        estimated = iter(self.scalars.get("advantages", [0.0] * len(self.keys)))
+        estimated = iter(self.scalars.get("advantages", [0.0] * len(self.kept)))
         for group in self.groups:
             kept = set(group.summary.kept)
-            for i, summary in enumerate(group.summary.trajectories):
-                logged += [next(estimated) if i in kept else None] * summary.num_segments
+            for i, tokens in enumerate(group.summary.column("segment_tokens")):
+                logged += [next(estimated) if i in kept else None] * (len(tokens) or 1)
         num_dropped = sum(
-            summary.num_segments for group in self.dropped_groups for summary in group.summary.trajectories
+            len(tokens) or 1 for group in self.dropped_groups for tokens in group.summary.column("segment_tokens")
         )
         return [*logged, *[None] * num_dropped]
 
     @property
     def num_dropped(self) -> int:
         """Number of sampled completions that are not in the batch."""
-        return sum(len(group.summary.trajectories) for group in self.all_groups) - len(self.keys)
+        return sum(len(group.summary.trajectories) for group in self.all_groups) - len(self.kept)
 
     def fetch_sampled_tokens(self) -> list[NDArray[np.int32]]:
         """Fetch N arrays: the token ids that the policy has sampled in each completion, from all of its segments.
@@ -165,9 +165,9 @@ class RolloutBatch:
 
         They stay part of the batch, of its rewards and its metrics.
         """
-        summaries = self.summaries
-        trained = range(len(summaries)) if self.sample_indices is None else self.sample_indices
-        return replace(self, sample_indices=[n for n in trained if summaries[n].finish_reason not in TRUNCATED_REASONS])
+        reasons = self.kept.column("finish_reason")
+        trained = range(len(reasons)) if self.sample_indices is None else self.sample_indices
+        return replace(self, sample_indices=[n for n in trained if reasons[n] not in TRUNCATED_REASONS])
 
     def add_rewards(self, values: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> None:
         """Add reward terms and recompute all total rewards.
@@ -269,13 +269,18 @@ class RolloutBatch:
     @property
     def mixed_kv_share(self) -> float:
         """Share of the sampled tokens after a push within their request; 0 without tokens."""
-        return sum(s.num_mixed_since(0) for s in self.summaries) / max(1, sum(self.kept.response_lengths))
+        return int(self._count_since("mixed_by_version", 0).sum()) / max(1, sum(self.kept.response_lengths))
 
     def _num_tokens(self, oldest: int | None) -> NDArray[np.int64]:
         """Return the number of sampled tokens of each completion, [N]; of versions from `oldest` on, if given."""
         if oldest is None:
             return np.array(self.kept.response_lengths, np.int64)
-        return np.array([summary.num_tokens_since(oldest) for summary in self.summaries], np.int64)
+        return self._count_since("tokens_by_version", oldest)
+
+    def _count_since(self, column: str, version: int) -> NDArray[np.int64]:
+        """Return the number of tokens of each completion, of this column of versions, by this version or later, [N]."""
+        counts = [sum([num for by, num in of_one if by >= version]) for of_one in self.kept.column(column)]
+        return np.array(counts, np.int64)
 
     def _version_range(self, order_N: NDArray[np.int64]) -> VersionRange | None:
         if self.versions is None:
@@ -284,8 +289,7 @@ class RolloutBatch:
         since, in_place = max(current, oldest), self.versions.in_place
         num_current = int(self._num_tokens(since)[order_N].sum())
         if in_place:
-            summaries = self.summaries
-            num_current -= sum(summaries[i].num_mixed_since(since) for i in order_N.tolist())
+            num_current -= int(self._count_since("mixed_by_version", since)[order_N].sum())
         return VersionRange(current=current, oldest=oldest, num_current_tokens=num_current, in_place=in_place)
 
     def _columns_of(self, loss: AnyLoss, names: Mapping[ColumnName, ColumnName]) -> dict[ColumnName, ColumnName]:

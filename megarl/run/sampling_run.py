@@ -304,8 +304,8 @@ class SamplingRun(StageRun):
             current=self._sync.policy_version, oldest=scheduled.oldest_label(), in_place=in_place
         )
         tokens = Counter[int]()
-        for summary in batch.summaries:
-            tokens.update(dict(summary.tokens_by_version))
+        for of_completion in batch.kept.column("tokens_by_version"):
+            tokens.update(dict(of_completion))
         self._step_metrics |= scheduled.staleness(tokens).metrics() | scheduled.metrics()
         if in_place:
             self._step_metrics["policy/mixed_kv"] = batch.mixed_kv_share
@@ -340,12 +340,15 @@ class SamplingRun(StageRun):
 
         Rollout workers sum up by the weights of the configuration; the group may also be from an earlier step.
         """
-        weights, summaries = self._weights.current, group.summary.trajectories
-        rewards = [each.reward if each.is_dropped else weighted_sum(each.rewards, weights) for each in summaries]
-        if all(each.reward == reward for each, reward in zip(summaries, rewards, strict=True)):
-            return group
-        found = tuple(replace(each, reward=reward) for each, reward in zip(summaries, rewards, strict=True))
-        return replace(group, summary=replace(group.summary, trajectories=found))
+        weights, summary = self._weights.current, group.summary
+        before, terms, errors = map(summary.column, ("reward", "rewards", "reward_errors"))
+        rewards = tuple(
+            [
+                reward if error else weighted_sum(of_terms, weights)
+                for reward, of_terms, error in zip(before, terms, errors, strict=True)
+            ]
+        )
+        return group if rewards == before else replace(group, summary=summary.with_column("reward", rewards))
 
     def _check_failures(self) -> None:
         """Check that rewards failed on few completions of the step.

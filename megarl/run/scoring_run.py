@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from megarl.batch.pack import ColumnName
-from megarl.groups.estimation.estimate_job import EstimateJob
-from megarl.groups.estimation.estimators import Estimator
+from megarl.groups.estimation.estimate_job import EstimateJob, estimate_completions
+from megarl.groups.estimation.estimators import Estimator, is_by_completions
 from megarl.run.kl_penalty import KL_METRIC
 from megarl.run.rollout_batch import RolloutBatch
 from megarl.run.sampling_run import SamplingRun
@@ -70,7 +70,8 @@ class ScoringRun(SamplingRun):
 
         Args:
             estimator: a module-level function, such as `group_estimates`. With `by_groups`, each worker runs it on some
-                of the groups; otherwise one worker runs it on all. Its tokens have the columns and scalars of `batch`.
+                of the groups; otherwise one worker runs it on all. With `by_completions`, it runs here if it needs no
+                tokens. They have the columns and scalars of `batch`.
             outputs: columns (per token) that it returns; scalars (per completion) and metrics need no declaration.
         """
         if not batch.groups:
@@ -88,8 +89,12 @@ class ScoringRun(SamplingRun):
                 num_tokens=int(batch.kept.sequence_tokens.sum()),
                 turn_weight=self._turn_weight,
             )
-            summary, columns = self.rollout.estimate(job, batch.groups)
-        batch.columns.update(columns)
+            reads_tokens = outputs or job.turn_weight is not None or self.config.algorithm.kl_reward is not None
+            if is_by_completions(estimator) and not reads_tokens:
+                summary = estimate_completions(job)
+            else:
+                summary, columns = self.rollout.estimate(job, batch.groups)
+                batch.columns.update(columns)
         batch.scalars.update({name: values_N.tolist() for name, values_N in summary.scalars.items()})
         metrics = summary.metric_values
         self._step_metrics.update(metrics)

@@ -66,9 +66,10 @@ class LedgerModel:
             device_bytes=sum(self._ledger.free(TRAINER, self._owner(kind)) for kind in held), host_bytes=0
         )
 
-    def onload(self) -> OffloadStats:
+    def onload(self) -> None:
         """Allocate all of the state that is not held."""
-        return OffloadStats(device_bytes=sum(map(self._onload, STATE_KINDS)), host_bytes=0)
+        for kind in STATE_KINDS:
+            self._onload(kind)
 
     def onload_weights(self) -> None:
         """Allocate the parameters if they are not held."""
@@ -94,18 +95,16 @@ class LedgerModel:
         self._ledger.allocate(TRAINER, self._owner(owner), num_bytes)
         self._ledger.free(TRAINER, self._owner(owner))
 
-    def _onload(self, kind: str) -> int:
-        return self._hold(kind, getattr(self._demand.state, kind))
+    def _onload(self, kind: str) -> None:
+        self._hold(kind, getattr(self._demand.state, kind))
 
     def _fill(self, cache: str) -> None:
         self._hold(CACHES[cache], getattr(self._demand.caches, cache))
 
-    def _hold(self, owner: str, num_bytes: int) -> int:
-        """Allocate what is not held yet, and return its bytes."""
-        if num_bytes == 0 or self._ledger.holds(TRAINER, self._owner(owner)):
-            return 0
-        self._ledger.allocate(TRAINER, self._owner(owner), num_bytes)
-        return num_bytes
+    def _hold(self, owner: str, num_bytes: int) -> None:
+        """Allocate what is not held yet."""
+        if num_bytes and not self._ledger.holds(TRAINER, self._owner(owner)):
+            self._ledger.allocate(TRAINER, self._owner(owner), num_bytes)
 
     def _owner(self, kind: str) -> str:
         return f"{self.name} {kind.replace('_', ' ')}"

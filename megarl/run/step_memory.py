@@ -40,10 +40,6 @@ class OffloadingTrainer(Protocol):
         """Move what only training needs to host memory; no-op for what is there already."""
         ...
 
-    def onload(self) -> OffloadStats:
-        """Move offloaded tensors back to the devices."""
-        ...
-
 
 class ReleasingEngines(Protocol):
     """The methods of `EngineGroup` that free and allocate its memory."""
@@ -101,12 +97,9 @@ class StepMemory:
             self._release(WEIGHTS, KV_CACHE)
 
     def begin_training(self) -> None:
-        """Make room for an update of the policy, after which the weights have to be pushed."""
+        """Make room for an update of the policy, which brings back what is offloaded; a push of the weights follows."""
         self.begin_update()
         self._current = "training"
-        if self._trainer.offload_config.is_enabled:
-            with self._phase("onload"):
-                self._trainer.onload()
 
     def begin_push(self) -> None:
         """Make room for the engines' weights."""

@@ -29,10 +29,11 @@ def term_metrics(batch: RolloutBatch, weights: Mapping[str, float]) -> dict[str,
         metrics[f"reward/{name}/seconds_max"] = max(times)
     found: dict[str, tuple[list[float], list[int]]] = {}
     """By term, its values and the numbers of sampled tokens of the completions whose source has the term."""
+    terms, response_lengths = batch.kept.column("rewards"), batch.kept.response_lengths
     for name in weights:
-        scored = [summary for summary in batch.summaries if name in summary.rewards]
+        scored = [(of_one[name], n) for of_one, n in zip(terms, response_lengths, strict=True) if name in of_one]
         if scored:
-            found[name] = [each.rewards[name] for each in scored], [each.response_length for each in scored]
+            found[name] = [value for value, _ in scored], [n for _, n in scored]
     parts = {name: sum(abs(weights[name] * value) for value in values) for name, (values, _) in found.items()}
     total = sum(parts.values())
     for name, (values, lengths) in found.items():

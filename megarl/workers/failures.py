@@ -24,6 +24,7 @@ from ray.exceptions import (
 
 from megarl.errors import HungWorkerError, LostRankError, LostWorkerError, MegarlError, WeightSyncError, WorkerError
 from megarl.process.log_tail import quote_tail
+from megarl.workers.completions import JointCompletion
 
 ROOT_CAUSE_SECONDS = 2.0
 """How long to look for the root cause of a failure that another rank may have caused.
@@ -42,6 +43,9 @@ BATCH_SECONDS = 0.2
 
 Each look costs time in proportion to the calls waited for, so taking one result per look would take the square of it.
 """
+
+NUM_LOOKS = 5
+"""After so many looks, Ray reports the calls that are left as they end. For a call that ends soon, looks cost less."""
 
 AbortCheck = Callable[[Sequence[str]], MegarlError | None]
 """Gets the names of the workers waited for; returns the error that the wait must raise, or None to keep waiting."""
@@ -118,13 +122,28 @@ def wait_all(
         WorkerError: a worker died, raised another exception or did not answer within `timeout` seconds.
         KeyboardInterrupt: the enclosing `interruptible` block is interrupted.
     """
-    waiting, results = [*refs, *watched], dict[Any, Any]()
-    while left := len(refs) - sum(ref in results for ref in refs):
-        done, waiting = _wait(waiting, left, what=what, names=names, timeout=timeout)
+    limit = _TimeLimit(what, names, timeout)
+    results, waiting = dict[Any, Any](), list(dict.fromkeys([*refs, *watched]))
+    for _ in range(NUM_LOOKS):
+        if not (left := sum(ref not in results for ref in refs)):
+            break
+        done, waiting = ray.wait(waiting, num_returns=left, timeout=limit.poll_seconds(BATCH_SECONDS))
         try:
             results.update(zip(done, ray.get(done), strict=True))
         except RayError as error:
             raise _root_cause(done, waiting, what=what, names=names, watched=watched) from error
+        if not done:
+            limit.check(waiting)
+    missing = [ref for ref in refs if ref not in results]
+    if missing:
+        joint = JointCompletion(missing, [ref for ref in watched if ref not in results])
+        while not joint.wait(limit.poll_seconds()):
+            limit.check(joint.separate()[1])
+        ended, waiting = joint.separate()
+        errors = [found for future in ended.values() if (found := future.exception()) is not None]
+        if errors:
+            raise _root_cause(list(ended), waiting, what=what, names=names, watched=watched) from errors[0]
+        results.update((ref, future.result()) for ref, future in ended.items())
     return [results[ref] for ref in refs]
 
 
@@ -138,7 +157,12 @@ def wait_any(
         MegarlError: as the `abort_check` raised it.
         KeyboardInterrupt: the enclosing `interruptible` block is interrupted.
     """
-    return _wait(refs, 1, what=what, names=names, timeout=timeout)
+    limit = _TimeLimit(what, names, timeout)
+    while True:
+        done, waiting = ray.wait(list(refs), num_returns=1, timeout=limit.poll_seconds())
+        if done:
+            return done, waiting
+        limit.check(waiting)
 
 
 def results_in_time(names: Mapping[Any, str], timeout: float) -> dict[Any, Any]:
@@ -160,25 +184,26 @@ def results_in_time(names: Mapping[Any, str], timeout: float) -> dict[Any, Any]:
     return results
 
 
-def _wait(
-    refs: Sequence[Any], num_returns: int, *, what: str, names: Mapping[Any, str], timeout: float | None
-) -> tuple[list[Any], list[Any]]:
-    """Wait until `num_returns` calls are over, or fewer after `BATCH_SECONDS`; returns and raises as `wait_any`."""
-    began = time.monotonic()
-    left, longest = timeout, BATCH_SECONDS if num_returns > 1 else None
-    while True:
-        if _abort_check.get() is not None or _interrupt.get() is not None:
-            longest = min(POLL_SECONDS, longest or POLL_SECONDS)
-        poll = min((seconds for seconds in (left, longest) if seconds is not None), default=None)
-        done, waiting = ray.wait(list(refs), num_returns=num_returns, timeout=poll)
-        if done:
-            return done, waiting
-        late_names = list(dict.fromkeys(names.get(ref, "?") for ref in waiting))
+class _TimeLimit:
+    """What may end a wait before its calls are over: a timeout, the `abort_check` or an interrupt."""
+
+    def __init__(self, what: str, names: Mapping[Any, str], timeout: float | None) -> None:
+        self._what, self._names, self._timeout = what, names, timeout
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    def poll_seconds(self, longest: float | None = None) -> float | None:
+        """Return how long to wait until the next `check`, at most `longest`; None: until calls are over."""
+        checks = None if _abort_check.get() is None and _interrupt.get() is None else POLL_SECONDS
+        left = None if self._end is None else max(0.0, self._end - time.monotonic())
+        return min((seconds for seconds in (longest, checks, left) if seconds is not None), default=None)
+
+    def check(self, waiting: Sequence[Any]) -> None:
+        """Raise the error that ends the wait for these calls, if any."""
+        late_names = list(dict.fromkeys(self._names.get(ref, "?") for ref in waiting))
         run_abort_check(late_names)
-        if timeout is not None:
-            left = max(0.0, began + timeout - time.monotonic())
-            if left == 0.0:
-                raise HungWorkerError(f"{what}: no answer within {timeout:g} s from {', '.join(late_names)}")
+        if self._end is not None and time.monotonic() >= self._end:
+            late = ", ".join(late_names)
+            raise HungWorkerError(f"{self._what}: no answer within {self._timeout:g} s from {late}")
 
 
 def _root_cause(

@@ -30,8 +30,8 @@ from megarl.workers.dispatch import Dispatch
 from megarl.workers.failures import run_abort_check, wait_all
 from megarl.workers.payload import Payload, RemoteResults, StoredPayload
 from megarl.workers.stack_collector import query_processes
-from megarl.workers.stragglers import CallRecord
-from megarl.workers.worker_host import WorkerHost
+from megarl.workers.stragglers import CallLog, CallRecord, CallTime
+from megarl.workers.worker_host import WorkerHost, pack_call
 
 W = TypeVar("W")
 A = TypeVar("A")
@@ -136,6 +136,8 @@ class WorkerProcesses:
             for slot in pool.slots
         ]
         self._rendezvous: tuple[str, int] | None = None
+        self.call_log = CallLog()
+        """The timing of the calls with equal work of all roles."""
 
     @property
     def size(self) -> int:
@@ -196,10 +198,8 @@ class WorkerProcesses:
         return {f"{self.name} rank {rank}": actor for rank, actor in enumerate(self.actors)}
 
     def pop_call_records(self) -> list[list[CallRecord]]:
-        """Return the calls with equal work of each rank since the last call of this; waits for running calls."""
-        refs = [actor.pop_call_records.remote() for actor in self.actors]
-        names = {ref: f"{self.name} rank {rank}" for rank, ref in enumerate(refs)}
-        return wait_all(refs, what="pop_call_records", names=names)
+        """Return the calls with equal work of each rank that have returned since the last call of this."""
+        return self.call_log.take(self.size)
 
     def stop(self) -> None:
         """Kill every process, and with it the workers of all roles."""
@@ -273,13 +273,19 @@ class WorkerGroup[W]:
 
     def begin(self, method: Callable[[W, A], R], argument: A, *, dispatch: Dispatch[A, R]) -> RemoteCall[R]:
         """Send a call of `method` to every rank."""
-        calls, prepared = self._calls_by_rank(argument, dispatch)
-        refs = [
-            actor.invoke.remote(self.name, method.__name__, own_argument, stage) for actor, own_argument, stage in calls
-        ]
+        calls, prepared = self._calls_by_rank(method, argument, dispatch)
+        refs = [actor.invoke.remote(*arguments) for actor, arguments in calls]
+
+        def gather(results: Sequence[Any]) -> R:
+            own = results[len(prepared) :]
+            if dispatch.equal_work:
+                self._log_call(method, [seconds for _, seconds in own])
+                own = [result for result, _ in own]
+            return dispatch.collect(own, self.grid)
+
         return RemoteCall(
             [*prepared, *refs],  # in this order: an argument that cannot be prepared fails the ranks that need it
-            lambda results: dispatch.collect(results[len(prepared) :], self.grid),
+            gather,
             self._what(method),
             {**prepared, **self._names(refs)},
         )
@@ -288,27 +294,30 @@ class WorkerGroup[W]:
         self, method: Callable[[W, A], R], argument: A, *, dispatch: Dispatch[A, R], timeout: float | None = None
     ) -> RemoteResults[R]:
         """Run `method` on every rank and leave the results in Ray's object store."""
-        # Each rank returns two references. The wait fetches the first, which is None or the failure, as for any call;
+        # Each rank returns two references. The wait fetches the first, which is small or the failure, as for any call;
         # the second is the result, which stays with the rank. ray.wait(fetch_local=False) on the results alone does
         # not report failures, and ray.get would transfer the results to this process.
-        calls, prepared = self._calls_by_rank(argument, dispatch)
-        both = [
-            actor.invoke_remote.options(num_returns=2).remote(self.name, method.__name__, own_argument, stage)
-            for actor, own_argument, stage in calls
-        ]
+        calls, prepared = self._calls_by_rank(method, argument, dispatch)
+        both = [actor.invoke_remote.options(num_returns=2).remote(*arguments) for actor, arguments in calls]
         over = [done for done, _ in both]
         names = {**prepared, **self._names(over)}
-        wait_all([*prepared, *over], what=self._what(method), names=names, timeout=timeout)
+        results = wait_all([*prepared, *over], what=self._what(method), names=names, timeout=timeout)
+        if dispatch.equal_work:
+            self._log_call(method, results[len(prepared) :])
         return RemoteResults(tuple(both[self.grid.output_rank(dp)][1] for dp in range(self.grid.dp)))
 
     def put(self, value: T) -> StoredPayload[T]:
         """Store `value` in Ray's object store."""
         return StoredPayload(ray.put(value))
 
+    def _log_call(self, method: Callable[..., Any], times: Sequence[CallTime]) -> None:
+        stages = [self.grid.coordinates(rank).pp for rank in range(self.grid.size)]
+        self._processes.call_log.add(self.name, method.__name__, stages, times)
+
     def _calls_by_rank(
-        self, argument: A, dispatch: Dispatch[A, R]
-    ) -> tuple[list[tuple[ray.actor.ActorHandle, Any, int | None]], dict[Any, str]]:
-        """Return the actor of each rank, its argument, and its pipeline stage if the call has equal work.
+        self, method: Callable[..., Any], argument: A, dispatch: Dispatch[A, R]
+    ) -> tuple[list[tuple[ray.actor.ActorHandle, tuple[Any, ...]]], dict[Any, str]]:
+        """Return the actor of each rank and the arguments of its `WorkerHost.invoke`.
 
         Also returns the calls that prepare arguments, by reference, with the names of their ranks.
         """
@@ -326,8 +335,9 @@ class WorkerGroup[W]:
                     over, stored[id(one)] = call.remote(dispatch.prepare, one)
                     prepared[over] = f"{self.name} rank {rank}"
             arguments = [stored[id(one)] for one in arguments]  # Ray replaces the references by the values
-        stages = [self.grid.coordinates(rank).pp if dispatch.equal_work else None for rank in range(self.grid.size)]
-        return list(zip(self._processes.actors, arguments, stages, strict=True)), prepared
+        call = pack_call(self.name, method.__name__, is_timed=dispatch.equal_work)
+        packed = [(call,) if one is None else (call, one) for one in arguments]
+        return list(zip(self._processes.actors, packed, strict=True)), prepared
 
     def _what(self, method: Callable[..., Any]) -> str:
         return f"{self.name}.{method.__name__}"

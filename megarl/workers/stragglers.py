@@ -8,15 +8,14 @@ each rank was busy in it. Only ranks that do the same work are compared: those o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, NamedTuple
 
-MAX_RECORDS = 1000
-"""Maximum number of call records that a process holds; older ones are dropped."""
+MAX_CALLS = 100
+"""Maximum number of calls whose timing is held; older ones are dropped."""
 
 STRAGGLER_FACTOR = 1.3
 """A straggler is busy for more than this many times the median of the other ranks."""
@@ -48,25 +47,39 @@ class CallRecord:
     """Pipeline stage of the rank in the role's layout."""
 
 
+class CallTime(NamedTuple):
+    """The timing of a call on one rank, which returns with its result; see `CallRecord`."""
+
+    seconds: float
+    busy_seconds: float
+
+
+def timed_call(worker: Any, method: str, argument: Any) -> tuple[Any, CallTime]:
+    """Return `method(argument)` of the worker, and the timing of the call."""
+    busy = getattr(worker, "busy_seconds", None)
+    began, cpu_before = perf_counter(), thread_time()
+    result = getattr(worker, method)(argument)
+    busy_seconds = thread_time() - cpu_before if busy is None else worker.busy_seconds - busy
+    return result, CallTime(perf_counter() - began, busy_seconds)
+
+
 class CallLog:
-    """The records of one process's calls with equal work, which run one at a time on one thread."""
+    """The timing of the calls with equal work on the processes of a pool."""
 
     def __init__(self) -> None:
-        self._records: deque[CallRecord] = deque(maxlen=MAX_RECORDS)
+        self._calls: deque[tuple[str, str, Sequence[int], Sequence[CallTime]]] = deque(maxlen=MAX_CALLS)
 
-    @contextmanager
-    def call(self, role: str, method: str, worker: Any, *, stage: int = 0) -> Iterator[None]:
-        """Record the block as a call; a call that raises is not recorded."""
-        busy = getattr(worker, "busy_seconds", None)
-        began, cpu_before = perf_counter(), thread_time()
-        yield
-        busy_seconds = thread_time() - cpu_before if busy is None else worker.busy_seconds - busy
-        self._records.append(CallRecord(role, method, perf_counter() - began, busy_seconds, stage))
+    def add(self, role: str, method: str, stages: Sequence[int], times: Sequence[CallTime]) -> None:
+        """Add a call; `stages` and `times`: pipeline stage and timing of each rank."""
+        self._calls.append((role, method, stages, times))
 
-    def take(self) -> list[CallRecord]:
-        """Return the records since the last call of this and drop them."""
-        records = list(self._records)
-        self._records.clear()
+    def take(self, num_ranks: int) -> list[list[CallRecord]]:
+        """Return the records of each rank since the last call of this and drop them."""
+        records: list[list[CallRecord]] = [[] for _ in range(num_ranks)]
+        for role, method, stages, times in self._calls:
+            for of_rank, stage, time in zip(records, stages, times, strict=True):
+                of_rank.append(CallRecord(role, method, time.seconds, time.busy_seconds, stage))
+        self._calls.clear()
         return records
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import ray
@@ -18,7 +18,7 @@ from megarl.process.stack_dump import ProcessInfo, register_stack_dump
 from megarl.process.startup_trace import StartupTiming, StartupTrace
 from megarl.workers.call_batches import CallBatches
 from megarl.workers.master_port import reserve_master_port
-from megarl.workers.stragglers import CallLog, CallRecord
+from megarl.workers.stragglers import CallTime, timed_call
 
 
 def _read_process_info() -> ProcessInfo:
@@ -39,6 +39,14 @@ class CollectedCalls(NamedTuple):
     """Number of calls that have finished as well, which the next call returns."""
 
 
+def pack_call(role: str, method: str, *, is_timed: bool) -> str:
+    """Return which method of which role's worker to call, and whether its time is returned as well.
+
+    They are one argument of a call, because each costs as much as all the rest of a call that returns little.
+    """
+    return json.dumps((role, method, is_timed))
+
+
 class WorkerHost:
     """Hosts one worker per role; worker methods are plain functions and run one at a time on the main thread."""
 
@@ -46,7 +54,6 @@ class WorkerHost:
         os.environ.update(environment)
         self._startup_trace, self._process_info = StartupTrace(), _read_process_info()
         self._workers: dict[str, Any] = {}
-        self._calls = CallLog()
 
     def rendezvous(self) -> tuple[str, int]:
         """Reserve a port for torch.distributed's store in this process; return this node's address and the port."""
@@ -79,27 +86,26 @@ class WorkerHost:
         """Return node, host and pid of this process."""
         return self._process_info
 
-    def pop_call_records(self) -> list[CallRecord]:
-        """Return the records of the calls with equal work since the last call of this."""
-        return self._calls.take()
+    def invoke(self, call: str, argument: Any = None) -> Any:
+        """Return the result of a call that `pack_call` describes; if it is timed, a tuple of it and its `CallTime`."""
+        worker, method, is_timed = self._unpack_call(call)
+        return timed_call(worker, method, argument) if is_timed else getattr(worker, method)(argument)
 
-    def invoke(self, role: str, method: str, argument: Any, stage: int | None = None) -> Any:
-        """Return `method(argument)` of the worker of `role`.
-
-        Args:
-            stage: pipeline stage of the rank, to record the call; None for a call in which ranks do unequal work.
-        """
-        worker = self._workers[role]
-        with nullcontext() if stage is None else self._calls.call(role, method, worker, stage=stage):
-            return getattr(worker, method)(argument)
+    def _unpack_call(self, call: str) -> tuple[Any, str, bool]:
+        role, method, is_timed = json.loads(call)
+        return self._workers[role], method, is_timed
 
     def prepare(self, function: Callable[[Any], Any], argument: Any) -> tuple[None, Any]:
         """Return None and `function(argument)`, for two object references; the first only signals completion."""
         return None, function(argument)
 
-    def invoke_remote(self, role: str, method: str, argument: Any, stage: int | None = None) -> tuple[None, Any]:
-        """Return None and the result of `invoke`, for two object references; the first only signals completion."""
-        return None, self.invoke(role, method, argument, stage)
+    def invoke_remote(self, call: str, argument: Any = None) -> tuple[CallTime | None, Any]:
+        """Return the result as the second of two object references; the first, for completion, has its `CallTime`."""
+        worker, method, is_timed = self._unpack_call(call)
+        if not is_timed:
+            return None, getattr(worker, method)(argument)
+        result, seconds = timed_call(worker, method, argument)
+        return seconds, result
 
 
 class AsyncWorkerHost:

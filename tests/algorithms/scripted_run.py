@@ -80,9 +80,6 @@ class FakeModel:
         self.log.append(Call(self.name, "offload"))
         return SimpleNamespace(device_bytes=1, host_bytes=1)
 
-    def onload(self) -> None:
-        self.log.append(Call(self.name, "onload"))
-
     def logprobs(self, request: ForwardRequest) -> Any:
         return self.values(request, "logprobs")
 

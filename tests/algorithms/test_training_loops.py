@@ -207,7 +207,7 @@ def test_the_policy_is_offloaded_before_sampling_even_if_it_was_not_trained(
     """The log-probs of the KL penalty have loaded it onto the devices."""
     tree = {"type": "ppo", "kl_reward": {"coefficient": 0.1}, **algorithm}
     run = run_script(tmp_path, tree, differing_rewards, steps=3, models=OFFLOADING)
-    methods = [call.method for call in run.log if call.target in ("policy", "engines") and call.method != "onload"]
+    methods = [call.method for call in run.log if call.target in ("policy", "engines")]
     steps = [step.split() for step in " ".join(methods).split("sample")]
     assert len(steps) > 3
     assert all(step[-1] == "offload" for step in steps), steps
@@ -242,7 +242,7 @@ def test_engines_release_what_the_trainer_needs_in_the_order_of_the_phases(tmp_p
     run = run_script(tmp_path / "a", {"kl_loss": {"coefficient": 0.1}}, differing_rewards, steps=2, **options)
     first = "policy offload, resume W, weights push, policy offload, resume W+KV"
     step = (
-        "engines sample, release KV, reference logprobs, release W+KV, policy onload, policy train, "
+        "engines sample, release KV, reference logprobs, release W+KV, policy train, "
         "policy offload, resume W, weights push, policy offload, resume W+KV"
     )
     assert memory_calls(run).replace("policy logprobs, ", "") == f"{first}, {step}, {step}"
@@ -258,7 +258,7 @@ def test_engines_release_their_weights_for_an_update_of_a_critic_as_well(tmp_pat
     assert warm_up.startswith("release KV, policy logprobs")
     end = "critic train, policy offload, resume W, weights push, policy offload, resume W+KV"
     assert warm_up.endswith(f"release W+KV, {end}, ")
-    assert update.endswith(f"critic train, policy onload, policy train, {end.removeprefix('critic train, ')}")
+    assert update.endswith(f"critic train, policy train, {end.removeprefix('critic train, ')}")
     assert run.pushed_versions == [0, 0, 2]
 
 

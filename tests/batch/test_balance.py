@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost, fill_to_targets, plan_micro_batches
-from megarl.batch.whole_groups import MAX_IMBALANCE, plan_whole_groups
+from megarl.batch.whole_groups import MAX_IMBALANCE, _find_swap, plan_whole_groups
 
 SMALL = SequenceCost(matmul_parameters=400, attention_layers=2, attention_width=2)
 """Cost model whose attention costs as much as the rest at 200 tokens."""
@@ -253,3 +253,30 @@ def test_filling_equals_a_scan_of_all_micro_batches():
         assert fill_to_targets(lengths_N, costs_N, order_N, targets_M, max_tokens) == expected
         num_refused += expected is None
     assert 20 < num_refused < 180
+
+
+def search_swap(mine, theirs, gap, max_tokens):
+    """Try all swaps one after another."""
+    room = max_tokens - sum(length for _, length, _ in theirs)
+    best, off = None, gap / 2
+    for given in mine:
+        for taken in (None, *theirs):
+            cost, length = (0.0, 0) if taken is None else taken[:2]
+            distance = abs(given[0] - cost - gap / 2)
+            if distance < off and given[1] - length <= room:
+                best, off = (given, taken), distance
+    return best
+
+
+def test_swaps_are_those_of_a_search_through_all_of_them():
+    """Ties included: costs are a few integers."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(500):
+        sizes, highest = rng.integers([1, 0], 8, 2), int(rng.integers(2, 40))
+        mine, theirs = ([(float(n), int(n), i) for i, n in enumerate(rng.integers(1, highest, m))] for m in sizes)
+        max_tokens = sum(n for _, n, _ in theirs) + int(rng.integers(-3, 20))
+        gap = float(rng.integers(1, 20)) / 2
+        found.append(search_swap(mine, theirs, gap, max_tokens))
+        assert _find_swap(mine, theirs, gap, max_tokens) == found[-1]
+    assert {None, True, False} == {swap if swap is None else swap[1] is None for swap in found}

@@ -30,8 +30,8 @@ from megarl.config.algorithms.reinforce_family import (
     ReinforcePlusPlusConfig,
     RemaxConfig,
 )
-from megarl.groups.estimation.estimate_job import TOKENS_PER_WORKER, share_groups
-from megarl.groups.estimation.estimators import EstimatorOutput, make_token_batch
+from megarl.groups.estimation.estimate_job import TOKENS_PER_WORKER, estimate_completions, share_groups
+from megarl.groups.estimation.estimators import EstimatorOutput, is_by_completions, make_token_batch
 from megarl.megatron.token_column import ComputedColumn
 from megarl.workers.payload import LocalPayload
 from tests.groups.estimates import assert_same_bits, estimate_here, keys_of, make_job, token_column
@@ -353,6 +353,19 @@ def test_bits_do_not_depend_on_who_takes_which_groups():
             whole = estimate_here(job, groups)
             for num in (2, 7, 30):
                 assert_same_bits(whole, estimate_here(job, groups, rng.permutation(30) % num))
+
+
+@pytest.mark.parametrize("kind", [GrpoConfig, DrGrpoConfig, RlooConfig])
+def test_estimates_of_rewards_have_the_same_bits_without_tokens(kind):
+    rng = np.random.default_rng(5)
+    groups = [[completion([0, 1]) for _ in range(size)] for size in rng.integers(2, 9, 40)]
+    rewards = rng.normal(size=sum(map(len, groups))).tolist()
+    job = make_job(group_estimates, (kind(kl_loss=None, kl_reward=None), 0.0), groups, rewards, {}, ())
+    assert is_by_completions(group_estimates)
+    found = estimate_completions(job)
+    assert found.groups_N.tolist() == [g for g, _ in keys_of(groups)]
+    for workers in (None, rng.permutation(40) % 3):
+        assert_same_bits((found, {}), estimate_here(job, groups, workers))
 
 
 def count_completions(tokens):

@@ -37,7 +37,7 @@ from megarl.run.mem_fraction import (
     largest_mem_fraction,
     with_fraction,
 )
-from megarl.run.step_ledger import StepSimulation, peak, step_ledger
+from megarl.run.step_ledger import LedgerModel, StepSimulation, peak, step_ledger
 from megarl.run.step_memory import StepMemory
 from tests.run.finished_groups import run_config
 
@@ -124,6 +124,7 @@ class LateRelease(StepMemory):
 
     @override
     def begin_training(self) -> None:
+        assert isinstance(self._trainer, LedgerModel)
         self._trainer.onload()
         super().begin_training()
 

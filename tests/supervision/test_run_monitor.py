@@ -25,6 +25,7 @@ class FakeRay:
         self._is_ready, self.num_waits = is_ready, 0
         patch.setattr(failures, "ray", self)
         patch.setattr(failures, "POLL_SECONDS", 0.005)
+        patch.setattr(failures, "NUM_LOOKS", 10**9)
 
     def wait(self, refs, *, num_returns, timeout):
         self.num_waits += 1

@@ -26,7 +26,7 @@ from megarl.placement.rank_grid import RankGrid
 from megarl.supervision.phase_watchdog import PhaseWatchdog
 from megarl.workers import payload
 from megarl.workers.dispatch import BROADCAST, Dispatch
-from megarl.workers.failures import find_losses, interruptible, wait_all
+from megarl.workers.failures import NUM_LOOKS, find_losses, interruptible, wait_all
 from megarl.workers.group import WorkerGroup, WorkerProcesses
 from megarl.workers.master_port import join_world
 from megarl.workers.payload import (
@@ -269,7 +269,11 @@ def test_subset_of_a_pool_keeps_the_given_order():
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
-def test_cause_of_a_failure_is_raised_without_waiting_for_ranks_that_stall(group, how, error, message, monkeypatch):
+@pytest.mark.parametrize("looks", [0, NUM_LOOKS])
+def test_cause_of_a_failure_is_raised_without_waiting_for_ranks_that_stall(
+    group, how, error, message, looks, monkeypatch
+):
+    monkeypatch.setattr("megarl.workers.failures.NUM_LOOKS", looks)
     # if both ranks answer, the second is waited for however late it is
     seconds = 0.1 if "stall" in how else HANG_SECONDS
     monkeypatch.setattr("megarl.workers.failures.ROOT_CAUSE_SECONDS", seconds)
@@ -311,7 +315,9 @@ def test_dead_and_silent_processes_are_found(mortal):
     assert str(loss).startswith("liveness check: worker rank 1 died. ")
 
 
-def test_a_wait_is_interrupted_or_names_late_ranks(group):
+@pytest.mark.parametrize("looks", [0, NUM_LOOKS])
+def test_a_wait_is_interrupted_or_names_late_ranks(group, looks, monkeypatch):
+    monkeypatch.setattr("megarl.workers.failures.NUM_LOOKS", looks)
     assert group.call(Worker.fail, ("", ""), dispatch=EACH) == [0, 1]  # from now on both ranks answer at once
     call = group.begin(Worker.fail, ("stall", "nothing"), dispatch=BROADCAST)
     assert wait_until(lambda: ray.wait([call.refs[1]], timeout=1.0)[0])

@@ -5,7 +5,16 @@ import time
 
 import pytest
 
-from megarl.workers.stragglers import MAX_RECORDS, CallLog, CallRecord, Straggler, StragglerMonitor, find_stragglers
+from megarl.workers.stragglers import (
+    MAX_CALLS,
+    CallLog,
+    CallRecord,
+    CallTime,
+    Straggler,
+    StragglerMonitor,
+    find_stragglers,
+    timed_call,
+)
 
 
 def make_step(*busy_seconds, method="train_step", wall=9.0, stages=()):
@@ -78,32 +87,37 @@ def test_only_cpu_time_of_the_calling_thread_is_busy_time():
         while time.thread_time() < ends:
             pass
 
-    log = CallLog()
-    with log.call("trainer", "train_step", object()):
-        burn(0.05)
-        other = threading.Thread(target=burn, args=(0.5,))
-        other.start()
-        other.join()  # waits
-    (record,) = log.take()
-    assert (record.role, record.method) == ("trainer", "train_step")
-    assert record.seconds > 0.5
-    assert 0.05 <= record.busy_seconds < 0.25
-    assert log.take() == []
+    class Worker:
+        def train_step(self, seconds):
+            burn(seconds)
+            other = threading.Thread(target=burn, args=(0.5,))
+            other.start()
+            other.join()  # waits
+            return "trained"
+
+    result, timing = timed_call(Worker(), "train_step", 0.05)
+    assert result == "trained"
+    assert timing.seconds > 0.5
+    assert 0.05 <= timing.busy_seconds < 0.25
 
 
 def test_busy_seconds_of_the_worker_take_precedence():
     class Worker:
         busy_seconds = 5.0
 
-    log, worker = CallLog(), Worker()
-    with log.call("trainer", "train_step", worker):
-        worker.busy_seconds += 0.75
-    assert [record.busy_seconds for record in log.take()] == [0.75]
+        def train_step(self, seconds):
+            self.busy_seconds += seconds
+
+    _, timing = timed_call(Worker(), "train_step", 0.75)
+    assert timing.busy_seconds == 0.75
 
 
-def test_old_records_are_dropped():
+def test_calls_are_logged_by_rank_and_old_ones_dropped():
     log = CallLog()
-    for number in range(MAX_RECORDS + 5):
-        with log.call("trainer", str(number), object()):
-            pass
-    assert [record.method for record in log.take()] == [str(number) for number in range(5, MAX_RECORDS + 5)]
+    for number in range(MAX_CALLS + 5):
+        log.add("trainer", str(number), [0, 1], [CallTime(2.0, 1.0), CallTime(2.0, 1.5)])
+    first, second = log.take(2)
+    assert first[0] == CallRecord("trainer", "5", 2.0, 1.0, 0)
+    assert second[-1] == CallRecord("trainer", str(MAX_CALLS + 4), 2.0, 1.5, 1)
+    assert len(first) == len(second) == MAX_CALLS
+    assert log.take(2) == [[], []]

@@ -24,7 +24,13 @@ from megarl.batch.pack import ColumnName, PerToken
 from megarl.batch.sample_table import SampleKey
 from megarl.batch.trajectory import Trajectory
 from megarl.functional import normalize
-from megarl.groups.estimation.estimators import Estimator, is_by_groups, make_token_batch
+from megarl.groups.estimation.estimators import (
+    CompletionBatch,
+    Estimator,
+    EstimatorOutput,
+    is_by_groups,
+    make_token_batch,
+)
 from megarl.groups.estimation.grouped_metrics import GroupedMetric, Metric, Whitening
 from megarl.megatron.requests import TokenColumn
 from megarl.megatron.token_column import ComputedColumn, merge_column, select_values
@@ -167,19 +173,32 @@ def estimate(job: EstimateJob, groups: Sequence[Sequence[Trajectory]]) -> tuple[
         ValueError: the estimator whitens its advantages, which are not among the outputs.
     """
     kept, keys = _take_kept(job.keys_S, groups)
-    scalars = {name: torch.from_numpy(values_N).float() for name, values_N in job.scalars.items()}
     columns = _FetchedColumns(job.columns, keys)
-    tokens = make_token_batch(kept, job.rewards_N.tolist(), columns, scalars, turn_weight=job.turn_weight)
+    tokens = make_token_batch(kept, job.rewards_N.tolist(), columns, _scalars(job), turn_weight=job.turn_weight)
     output = job.estimator(tokens, *job.arguments)
     if output.whitening is not None and "advantages" not in job.outputs:
         raise ValueError("the estimator whitens its advantages: pass outputs=('advantages',) to RLRun.estimate")
-    summary = EstimateSummary(
+    return _summary(job, output), [_split_column(output.columns[name], kept, keys) for name in job.outputs]
+
+
+def estimate_completions(job: EstimateJob) -> EstimateSummary:
+    """Run an estimator with `by_completions`, which reads no tokens."""
+    _, group_ids_N = np.unique(job.groups_N, return_inverse=True)
+    batch = CompletionBatch.of(job.rewards_N.tolist(), group_ids_N.tolist(), _scalars(job))
+    return _summary(job, job.estimator(batch, *job.arguments))
+
+
+def _scalars(job: EstimateJob) -> dict[ColumnName, Tensor]:
+    return {name: torch.from_numpy(values_N).float() for name, values_N in job.scalars.items()}
+
+
+def _summary(job: EstimateJob, output: EstimatorOutput) -> EstimateSummary:
+    return EstimateSummary(
         groups_N=job.groups_N,
         scalars={name: values_N.double().numpy() for name, values_N in output.scalars.items()},
         metrics=output.metrics,
         whitening=output.whitening,
     )
-    return summary, [_split_column(output.columns[name], kept, keys) for name in job.outputs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

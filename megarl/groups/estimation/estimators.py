@@ -1,7 +1,8 @@
 """Advantage estimation: what estimators are given and return. They are computations on tokens that need no model.
 
-They run in the processes of the rollout workers, where the tokens are; see `estimate_job`. Shapes: N completions
-(episodes), whose T tokens (prompts included) are concatenated; those of the segments of an episode follow one another.
+They run in the processes of the rollout workers, where the tokens are, see `estimate_job`; those that need no tokens,
+in the controller. Shapes: N completions (episodes), whose T tokens (prompts included) are concatenated; those of the
+segments of an episode follow one another.
 """
 
 from __future__ import annotations
@@ -21,7 +22,36 @@ from megarl.groups.estimation.grouped_metrics import ExplainedVariance, MeanMetr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenBatch:
+class CompletionBatch:
+    """The scalars of the completions of a step, or of some of its groups."""
+
+    rewards_N: Tensor
+    """float32 [N]: reward of each completion."""
+    group_ids_N: Tensor
+    """int64 [N]: index of each completion's group, ascending from 0."""
+    scalars: Mapping[ColumnName, Tensor] = field(default_factory=dict)
+    """Values per completion by name, those of `RolloutBatch.scalars`, float32 [N] each."""
+
+    @classmethod
+    def of(
+        cls, rewards: Sequence[float], group_ids: Sequence[int], scalars: Mapping[ColumnName, Tensor]
+    ) -> CompletionBatch:
+        """Return the batch of completions with these rewards and groups."""
+        return cls(
+            rewards_N=torch.tensor(rewards, dtype=torch.float32), group_ids_N=torch.tensor(group_ids), scalars=scalars
+        )
+
+    def completion_mean(self, values_N: Tensor) -> MeanMetric:
+        """Return the mean over all completions of the step, as a metric."""
+        return MeanMetric(GroupMoments.of(values_N, self.group_ids_N, self._num_groups))
+
+    @property
+    def _num_groups(self) -> int:
+        return int(self.group_ids_N[-1]) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch(CompletionBatch):
     """Completions of a step, or of some of its groups, packed.
 
     Entry t of a column refers to token t given the tokens before it.
@@ -31,14 +61,8 @@ class TokenBatch:
     """bool [T]: True where the policy sampled the token."""
     cu_seqlens_N: Tensor
     """int64 [N + 1]: offsets of the completions."""
-    rewards_N: Tensor
-    """float32 [N]: reward of each completion."""
-    group_ids_N: Tensor
-    """int64 [N]: index of each completion's group, ascending from 0."""
     columns: Mapping[ColumnName, Tensor]
     """Values per token by name, float32 [T] each."""
-    scalars: Mapping[ColumnName, Tensor] = field(default_factory=dict)
-    """Values per completion by name, those of `RolloutBatch.scalars`, float32 [N] each."""
     turn_rewards_T: Tensor | None = None
     """Rewards of turns at their last token, 0 elsewhere, float32 [T]; they sum to `rewards_N`, as what the environment
     did not give for a turn is at the last one. None: advantages are per episode."""
@@ -95,10 +119,6 @@ class TokenBatch:
         """Return the mean over all sampled tokens of the step, as a metric; 0 if there are none."""
         return MeanMetric(self._token_moments(values_T))
 
-    def completion_mean(self, values_N: Tensor) -> MeanMetric:
-        """Return the mean over all completions of the step, as a metric."""
-        return MeanMetric(GroupMoments.of(values_N, self.group_ids_N, self._num_groups))
-
     def explained_variance(self, values_T: Tensor, returns_T: Tensor) -> ExplainedVariance:
         """Return 1 - Var(returns - values) / Var(returns) over the sampled tokens of the step, as a metric."""
         returns_T = returns_T.double()
@@ -133,10 +153,6 @@ class TokenBatch:
         """Return the mean over the sampled tokens of each completion, float32 [N]; 0 without any."""
         return self.sequence_sums(values_T) / self.lengths.clamp(min=1)
 
-    @property
-    def _num_groups(self) -> int:
-        return int(self.group_ids_N[-1]) + 1
-
     def _token_moments(self, values_T: Tensor) -> GroupMoments:
         return GroupMoments.of(values_T[self.mask_T], self.group_ids_N[self._owners_of_sampled], self._num_groups)
 
@@ -156,7 +172,10 @@ class EstimatorOutput:
 
 
 Estimator = Callable[..., EstimatorOutput]
-"""Module-level function `(tokens: TokenBatch, *arguments) -> EstimatorOutput`; sent to workers by reference."""
+"""Module-level function `(tokens: TokenBatch, *arguments) -> EstimatorOutput`; sent to workers by reference.
+
+One with `by_completions` has `(batch: CompletionBatch, *arguments)`.
+"""
 
 
 def by_groups[E: Estimator](estimator: E) -> E:
@@ -174,7 +193,22 @@ def is_by_groups(estimator: Estimator) -> bool:
     return getattr(estimator, _BY_GROUPS, False)
 
 
-_BY_GROUPS = "estimates_by_groups"
+def by_completions[E: Estimator](estimator: E) -> E:
+    """Mark an estimator that reads tokens only for the KL penalty in rewards and for rewards of turns; return it.
+
+    In a step without either, the controller calls it with a `CompletionBatch` of all groups; otherwise workers call it
+    with a `TokenBatch`.
+    """
+    setattr(estimator, _BY_COMPLETIONS, True)
+    return estimator
+
+
+def is_by_completions(estimator: Estimator) -> bool:
+    """Return whether the estimator is marked with `by_completions`."""
+    return getattr(estimator, _BY_COMPLETIONS, False)
+
+
+_BY_GROUPS, _BY_COMPLETIONS = "estimates_by_groups", "estimates_by_completions"
 
 
 def make_token_batch(
