@@ -111,8 +111,8 @@ class RunAssembly:
             releases_memory = config.releases_engine_memory(pool.device)
             is_shared = is_first_start and shares_gpus(config, pool.device)
             gpu_bytes = processes.begin_run(read_gpu_bytes) if is_shared else None
+            engines.abort_all()  # of a run before, whose groups are sampled again
             if releases_memory:
-                engines.call("abort_all")
                 engines.release((WEIGHTS, KV_CACHE))
             load_weights = resume is None
             models, starting = AuxiliaryModels.start(config, processes, self._pools, load_weights=load_weights)

@@ -214,7 +214,7 @@ class EngineGroup(EngineHandles):
     def release(self, memory: Sequence[EngineMemory]) -> None:
         """Free these kinds of device memory on all engines; engines restarted before the next `resume` wait for it."""
         self.waits_for_memory = True
-        self._call_serving("release", memory)
+        self._call_serving("release", tuple(memory))
 
     def resume(self, memory: Sequence[EngineMemory]) -> None:
         """Allocate these kinds of device memory on all engines, and let those that wait allocate theirs."""
@@ -222,14 +222,18 @@ class EngineGroup(EngineHandles):
         for replica in self.supervisor.starting:
             for handle in self.handles(replica):
                 handle.run.remote(open_process_gate)
-        self._call_serving("resume", memory)
+        self._call_serving("resume", tuple(memory))
 
-    def _call_serving(self, method: str, memory: Sequence[EngineMemory]) -> None:
+    def abort_all(self) -> None:
+        """End the requests in flight on all engines."""
+        self._call_serving("abort_all")
+
+    def _call_serving(self, method: str, *arguments: object) -> None:
         """Call `method` on the engines that serve, and again if one of them is lost meanwhile."""
         is_done = False
         while not is_done:
             try:
-                self.select(self.supervisor.serving).call(method, tuple(memory))
+                self.select(self.supervisor.serving).call(method, *arguments)
                 is_done = True
             except MegarlError as error:
                 if not self.supervisor.attribute_failure(error):

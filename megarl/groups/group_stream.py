@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -16,7 +16,8 @@ from ray.exceptions import RayError
 
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
-from megarl.errors import MegarlError, WorkerError
+from megarl.errors import MegarlError
+from megarl.groups.engine_loads import AssignedJob
 from megarl.groups.rollout_workers import WORKER_DEATHS, RolloutWorkers
 from megarl.placement.rank_grid import RankGrid
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary
@@ -28,6 +29,9 @@ from megarl.workers.worker_host import CollectedCalls
 
 MAX_GROUPS_PER_OBJECT = 8
 """Largest number of groups that return as one object."""
+
+SILENCE_SECONDS = 600.0
+"""Time without a finished group after which `wait` reports that it still waits, and again after twice the time."""
 
 MAX_OBJECTS_PER_CALL = 16
 """Largest number of objects that return in one call, which costs several times as much as an object."""
@@ -63,7 +67,7 @@ class _JobBatch:
     worker: int
     actor: ray.actor.ActorHandle
     """The worker's actor when the jobs were sent; it may have been restarted since."""
-    jobs: dict[int, GroupJob]
+    jobs: dict[int, AssignedJob]
     """Unfinished jobs by their index among those that were sent."""
 
 
@@ -82,24 +86,24 @@ _batch_numbers = itertools.count()
 
 
 class GroupStream:
-    """Sends jobs to the rollout workers in turn and returns the groups as they finish.
+    """Sends jobs to the rollout workers and returns the groups as they finish.
 
-    The jobs of a worker that dies are submitted again under the same request ids; a worker that hangs is killed.
-    Engines are supervised while the stream waits.
+    Each job names an engine, as only the stream sees the groups of all workers. The jobs of a worker that dies are
+    submitted again under the same request ids; a worker that hangs is killed. Engines are supervised while the stream
+    waits.
 
     Jobs that are submitted together reach a worker in one call, and groups that finish together return in one: a call
     for each group would be most of the controller's work. A call has objects for twice as many groups as the call
     before it has returned, or for as many as had finished by then.
     """
 
-    def __init__(self, workers: RolloutWorkers, timeout: float, max_per_object: int = MAX_GROUPS_PER_OBJECT) -> None:
+    def __init__(self, workers: RolloutWorkers, max_per_object: int = MAX_GROUPS_PER_OBJECT) -> None:
         """Create a stream without groups.
 
         Args:
-            timeout: longest time, in seconds, without a finished group while engines serve.
             max_per_object: largest number of groups that return as one object.
         """
-        self._workers, self._timeout, self._max_per_object = workers, timeout, max_per_object
+        self._workers, self._max_per_object = workers, max_per_object
         self._calls: dict[ray.ObjectRef, _Call] = {}
         """The call in progress of each batch, by the reference to its summaries."""
         self._completions = Completions()
@@ -109,9 +113,7 @@ class GroupStream:
         """Error of a group that ended in one call with groups that were returned before it."""
         self._watched: set[ray.ObjectRef] = set()
         """References of the engines' supervisor that wake up `wait`."""
-        self._num_blocks = 0
-        """Number of blocks of jobs that were submitted."""
-        self._next_check = self._last_progress = time.monotonic()
+        self._next_check = time.monotonic()
 
     def __len__(self) -> int:
         """Number of groups in flight."""
@@ -122,20 +124,18 @@ class GroupStream:
         return bool(self._calls)
 
     def submit(self, *jobs: GroupJob) -> None:
-        """Send the jobs to the next workers, blocks of adjacent ones in turn.
+        """Send the jobs to the workers of the least loaded engines, blocks of adjacent ones together.
 
-        A block has as many jobs as an object, or fewer so that all workers get some.
+        A block has at most as many jobs as an object, and fewer so that all workers get equally many.
         """
-        by_worker: dict[int, list[GroupJob]] = {}
-        size = max(1, min(self._max_per_object, len(jobs) // len(self._workers)))
-        for block, first in enumerate(range(0, len(jobs), size), start=self._num_blocks):
-            by_worker.setdefault(block % len(self._workers), []).extend(jobs[first : first + size])
-        self._num_blocks += ceil(len(jobs) / size)
-        for worker, own in by_worker.items():
-            self._send(own, worker)
+        for worker, assigned in self._workers.engine_loads.assign(jobs, self._max_per_object).items():
+            self._send(assigned, worker)
 
     def wait(self, label: str) -> list[tuple[GroupJob, FinishedGroup]]:
         """Return the groups that have finished since the last call, with their jobs; waits for one of those in flight.
+
+        It has no time limit of its own: a worker ends each group, one that hangs is killed, and the phase of the step
+        has a limit, `recovery.phase_timeout_seconds`.
 
         Args:
             label: of the groups, in the message that none of them finishes.
@@ -143,7 +143,7 @@ class GroupStream:
         Raises:
             RewardError, WorkerError: as the worker raised it, or a process was lost that must not be restarted.
         """
-        self._last_progress = time.monotonic()
+        begun, silence = time.monotonic(), SILENCE_SECONDS
         finished: list[tuple[GroupJob, FinishedGroup]] = []
         while self._calls or self._error is not None:
             if self._error is not None:
@@ -156,8 +156,11 @@ class GroupStream:
                 finished += self._take(*self._ended.popleft())
             if finished:
                 break
-            if time.monotonic() - self._last_progress > self._timeout:
-                raise WorkerError(f"{label}: {len(self)} groups did not finish within {self._timeout:g} s")
+            if time.monotonic() - begun > silence:
+                self._workers.supervisor.restart_budget.notify(
+                    f"{label}: none of {len(self)} groups in flight has finished for {silence:g} s; still waiting"
+                )
+                silence *= 2
         return finished
 
     def take_finished(self, seconds: float) -> list[tuple[GroupJob, FinishedGroup]]:
@@ -182,20 +185,27 @@ class GroupStream:
         """Cancel the jobs in flight with these ids; `wait` does not return them."""
         wanted = set(request_ids)
         for ref, batch in [(ref, call.batch) for ref, call in self._calls.items()]:
-            indices = [index for index, job in batch.jobs.items() if job.request_id in wanted]
+            indices = [index for index, assigned in batch.jobs.items() if assigned.job.request_id in wanted]
             if indices:
                 batch.actor.cancel_calls.remote(str(batch.number), indices)
             for index in indices:
-                del batch.jobs[index]
+                self._remove(batch, index)
             if not batch.jobs:
                 del self._calls[ref]
 
     def close(self) -> None:
         """Cancel the groups in flight."""
-        self.cancel([job.request_id for call in self._calls.values() for job in call.batch.jobs.values()])
+        self.cancel([each.job.request_id for call in self._calls.values() for each in call.batch.jobs.values()])
 
-    def _send(self, jobs: Sequence[GroupJob], worker: int) -> None:
-        batch = _JobBatch(next(_batch_numbers), worker, self._workers[worker], dict(enumerate(jobs)))
+    def _remove(self, batch: _JobBatch, index: int) -> GroupJob:
+        """Return a job that is no longer in flight, and remove it."""
+        assigned = batch.jobs.pop(index)
+        self._workers.engine_loads.release(assigned)
+        return assigned.job
+
+    def _send(self, assigned: Sequence[AssignedJob], worker: int) -> None:
+        batch = _JobBatch(next(_batch_numbers), worker, self._workers[worker], dict(enumerate(assigned)))
+        jobs = [each.job if each.load is None else replace(each.job, engine=each.load.engine) for each in assigned]
         self._call(batch, "begin_calls", ("rollout_group", tuple(jobs)), num_expected=1)
 
     def _call(self, batch: _JobBatch, name: str, arguments: tuple[Any, ...], *, num_expected: int) -> None:
@@ -232,7 +242,7 @@ class GroupStream:
                 self._error = outcome
                 return finished
             payload: StoredItem[Any] = StoredItem(call.objects[position // per_object], position % per_object)
-            finished.append((batch.jobs.pop(index), FinishedGroup(outcome, payload, batch.worker)))
+            finished.append((self._remove(batch, index), FinishedGroup(outcome, payload, batch.worker)))
         del self._calls[ref]
         if batch.jobs:
             num_expected = max(collected.num_ready, 2 * len(collected.results), 1)
@@ -246,23 +256,22 @@ class GroupStream:
             self._ended += self._completions.wait(left)
         deaths = [reported, *(ref for ref, ended in self._ended if isinstance(ended.exception(), WORKER_DEATHS))]
         batches = {ref: self._calls[ref].batch for ref in deaths if ref in self._calls}
-        self._workers.restart(
-            {batch.worker: ref for ref, batch in batches.items() if self._workers[batch.worker] is batch.actor}
-        )
         actors = {batch.actor for batch in batches.values()}
         lost = {ref: call.batch for ref, call in self._calls.items() if call.batch.actor in actors}
         jobs: dict[int, list[GroupJob]] = {}
         for ref, batch in lost.items():
             del self._calls[ref]
-            jobs.setdefault(batch.worker, []).extend(batch.jobs.values())
+            jobs.setdefault(batch.worker, []).extend(self._remove(batch, index) for index in list(batch.jobs))
+        self._workers.abort_groups([job.request_id for own in jobs.values() for job in own])
+        self._workers.restart(
+            {batch.worker: ref for ref, batch in batches.items() if self._workers[batch.worker] is batch.actor}
+        )
         for worker, own in jobs.items():
-            self._send(own, worker)
-        self._last_progress = time.monotonic()
+            self._send(self._workers.engine_loads.assign_to(worker, own), worker)
 
     def _supervise(self) -> None:
         """Check engines and workers."""
-        if self._workers.poll_engines():
-            self._last_progress = time.monotonic()
+        self._workers.poll_engines()
         refs = set(self._workers.supervisor.refs())
         for ref in refs - self._watched:
             self._completions.add(ref)

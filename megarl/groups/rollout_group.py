@@ -37,8 +37,12 @@ class _PendingRecord:
     arguments: tuple[object, ...]
 
 
+AWAITED = 1
+"""Priority of groups that the run waits for, as those of an evaluation; groups of an open stream have 0."""
+
+
 class RolloutGroup:
-    """Distributes prompts over the rollout workers, each of which balances its requests over all engines."""
+    """Distributes prompts over the rollout workers and engines."""
 
     def __init__(
         self,
@@ -52,7 +56,6 @@ class RolloutGroup:
         workers: their processes; None: request them.
         max_per_object: largest number of groups that return as one object; None: `groups_per_object`.
         """
-        self._timeout = config.rollout.request_timeout_seconds * 2
         self._max_per_object = max_per_object or groups_per_object(config)
         self._engines, self._workers = engines, workers or RolloutWorkers(config, engines)
         self._records: dict[ray.ObjectRef, _PendingRecord] = {}
@@ -85,7 +88,7 @@ class RolloutGroup:
 
     def open_stream(self) -> GroupStream:
         """Return a stream for groups that stay in flight while others finish, also from step to step."""
-        return GroupStream(self._workers, self._timeout, self._max_per_object)
+        return GroupStream(self._workers, self._max_per_object)
 
     def pause_clocks(self) -> None:
         """Stop the timeouts of the requests in flight: the engines are paused."""
@@ -118,6 +121,7 @@ class RolloutGroup:
                 sampling=sampling.within(prompt.max_new_tokens),
                 request_id=f"{label}-{group_id}",
                 seed=seed,
+                priority=AWAITED,
             )
             for group_id, prompt in enumerate(prompts)
         ]
@@ -160,6 +164,7 @@ class RolloutGroup:
                 request_id=f"{label}-{engine}",
                 seed=seed,
                 engine=engine,
+                priority=AWAITED,
             )
             for engine in range(len(self._engines.remote_engines()))
         ]

@@ -17,6 +17,7 @@ from megarl.checkpoint.run_lock import find_claim
 from megarl.config import RunConfig
 from megarl.errors import LostEngineError, MegarlError, WorkerError
 from megarl.groups.engine_group import EngineGroup
+from megarl.groups.engine_loads import EngineLoads
 from megarl.groups.remote_engine import RemoteEngine
 from megarl.groups.rollout_actor import RolloutActor
 from megarl.placement.nodes import nodes_for_light_workers
@@ -28,6 +29,9 @@ from megarl.workers.worker_host import AsyncWorkerHost
 
 WORKER_DEATHS = (RayActorError, ActorUnschedulableError)
 """Errors of a call to a worker that has died, or whose node was lost before the worker was created."""
+
+ABORT_SECONDS = 5.0
+"""How long to wait for engines to abort the requests of a lost worker; one that hangs is restarted."""
 
 SHUTDOWN_SECONDS = 30.0
 """How long workers may take to close their rewards before they are killed."""
@@ -54,6 +58,8 @@ class RolloutWorkers:
         self._probes = [self._make_probe(actor) for actor in self._actors]
         self._known_engines: list[RemoteEngine | None] = []
         """Handle of each engine that the workers currently use, by replica; None for an engine that does not serve."""
+        self.engine_loads = EngineLoads(len(self._actors))
+        """The samples of all streams on these engines."""
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -64,6 +70,7 @@ class RolloutWorkers:
     def start(self) -> None:
         """Build the workers; the engines must have started. Raises as `restart` does."""
         self._known_engines = self._engines.remote_engines()
+        self.engine_loads.start([engine is not None for engine in self._known_engines])
         self.restart({index: self._build(actor) for index, actor in enumerate(self._actors)})
 
     def startup_timing(self) -> list[StartupTiming]:
@@ -149,10 +156,20 @@ class RolloutWorkers:
             ray.kill(self._actors[index])
             self._probes[index] = self._make_probe(self._actors[index])  # its death is reported with a delay
 
-    def poll_engines(self) -> bool:
+    def abort_groups(self, request_ids: Sequence[str]) -> None:
+        """Abort the requests that a lost worker has left on the engines, by the request ids of its groups.
+
+        Blocks until the engines have confirmed it, as the same ids may be sent again, for at most `ABORT_SECONDS`.
+        """
+        engines = [engine for engine in self._known_engines if isinstance(engine, RemoteEngine)]
+        refs = [engine.handle.invoke.remote("abort_groups", request_ids) for engine in engines]
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=ABORT_SECONDS)
+
+    def poll_engines(self) -> None:
         """Poll the engines and notify the workers of those that were lost or restarted.
 
-        Returns whether an engine was lost or restarted, or none serves. Raises as `EngineSupervisor.poll` does.
+        Raises as `EngineSupervisor.poll` does.
         """
         self.supervisor.poll()
         engines = self._engines.remote_engines()
@@ -162,10 +179,11 @@ class RolloutWorkers:
             if engine is not known
         }
         self._known_engines = engines
+        for number in changes:
+            self.engine_loads.replace(number, serves=engines[number] is not None)
         if changes:
             for actor in self._actors:
                 actor.invoke.remote("update_engines", changes)
-        return bool(changes) or not self.supervisor.serving
 
     def is_dead(self, ref: ray.ObjectRef) -> bool:
         """Return whether the finished call `ref` failed because its worker's process died."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from megarl.errors import LostEngineError, MegarlError
@@ -23,6 +24,8 @@ class BatchingEngine:
         self._send_tasks: set[asyncio.Task[None]] = set()
         self._in_flight: dict[asyncio.Future[Generation], None] = {}
         """Futures of requests that were sent, in the order of sending."""
+        self._aborts: dict[str, asyncio.Task[None]] = {}
+        """By request id, aborts that the engine has not confirmed."""
         self.lost_error: LostEngineError | None = None
         """Why the engine was marked lost; None while it is in use."""
         self.num_stale_replies = 0
@@ -30,12 +33,19 @@ class BatchingEngine:
         self.partial_outputs = PartialOutputs(engine)
         """Tokens of the requests of `generate`. A request that fails stays until its caller pops it."""
 
+    @property
+    def aborts(self) -> list[asyncio.Task[None]]:
+        """Aborts of cancelled requests that the engine has not confirmed."""
+        return list(self._aborts.values())
+
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Return the completion.
+        """Return the completion. If the caller is cancelled, the engine aborts the request.
 
         Raises:
             LostEngineError: the engine is marked lost, or is marked lost before it replies.
         """
+        if (abort := self._aborts.get(request.request_id)) is not None:
+            await asyncio.wait([abort])  # it must not end the new request
         if self.lost_error is not None:
             raise self.lost_error
         loop = asyncio.get_running_loop()
@@ -50,6 +60,8 @@ class BatchingEngine:
             raise  # its tokens are kept for the caller
         except BaseException:
             self.partial_outputs.pop(request.request_id)
+            if future in self._in_flight:
+                self._begin_abort(request.request_id)
             raise
         self.partial_outputs.pop(request.request_id)
         return generation
@@ -72,8 +84,21 @@ class BatchingEngine:
             yield finished
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request on the wrapped engine."""
-        await self._engine.abort(request_id)
+        """Abort a request on the wrapped engine, which knows already if its caller was cancelled."""
+        if (abort := self._aborts.get(request_id)) is not None:
+            await asyncio.wait([abort])
+        else:
+            await self._engine.abort(request_id)
+
+    def _begin_abort(self, request_id: str) -> None:
+        """Abort a request whose caller has been cancelled, and does not wait."""
+
+        async def abort() -> None:
+            with contextlib.suppress(MegarlError):  # the engine is lost, and the request with it
+                await self._engine.abort(request_id)
+
+        task = self._aborts[request_id] = asyncio.get_running_loop().create_task(abort())
+        task.add_done_callback(lambda _: self._aborts.pop(request_id, None))
 
     def mark_lost(self, error: LostEngineError) -> None:
         """Raise `error` in all current and future callers of `generate`; later replies of the engine are dropped."""

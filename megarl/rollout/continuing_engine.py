@@ -6,6 +6,8 @@ engine 1   prompt + a b | c d e     continued there, or on engine 0 after its re
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.errors import LostEngineError
 from megarl.rollout.continuation import continue_after, join, no_tokens
 from megarl.rollout.engine import Generation, GenerationRequest
@@ -17,16 +19,16 @@ class ContinuingEngine:
     """A `CompletionEngine` that continues a request on another engine if its own is lost."""
 
     def __init__(self, lease: EngineLease, timeout: RequestTimeout) -> None:
-        """Use the engine of a lease.
+        """Use the engine of a group's lease.
 
         Args:
             timeout: of the episode; it does not run while no engine is live, and starts again after a loss.
         """
-        self._lease, self._timeout = lease, timeout
+        self._group, self._lease, self._timeout = lease, lease, timeout
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Return one completion of the request; raises as the engine does, but never because it was lost."""
-        part = no_tokens()
+        part, request = no_tokens(), replace(request, priority=self._lease.priority)
         while True:
             engine = await self._lease.engine()
             self._timeout.restart()
@@ -37,7 +39,9 @@ class ContinuingEngine:
                 engine.mark_lost(error)
                 reported = engine.partial_outputs.pop(request.request_id)
                 part = join(part, reported)
-                self._lease.count_retry(len(reported.token_ids))
+                self._group.count_retry(len(reported.token_ids))
+                if self._lease is self._group:
+                    self._lease = self._group.for_sample()
 
     async def abort(self, request_id: str) -> None:
         """Abort a request on the engine of the lease."""

@@ -60,6 +60,8 @@ class GenerationRequest:
     token_ids: tuple[int, ...]
     """Token ids of the prompt."""
     sampling: Sampling
+    priority: int = 0
+    """An engine that cannot sample all requests begins with those of the highest priority."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

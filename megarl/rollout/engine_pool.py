@@ -15,6 +15,9 @@ from megarl.errors import LostEngineError
 from megarl.rollout.batching_engine import BatchingEngine
 from megarl.rollout.engine import GenerationEngine
 
+ABORT_SECONDS = 5.0
+"""How long a worker that shuts down waits for engines to abort its requests."""
+
 
 @dataclass(slots=True, eq=False)
 class EngineSlot:
@@ -69,29 +72,51 @@ class EnginePool:
         self._slots[index] = EngineSlot(BatchingEngine(engine))
         self._engine_available.set()
 
+    async def finish_aborts(self) -> None:
+        """Wait until the engines have confirmed the aborts of cancelled requests, for at most `ABORT_SECONDS`."""
+        aborts = [task for slot in self._slots if slot is not None for task in slot.engine.aborts]
+        if aborts:
+            await asyncio.wait(aborts, timeout=ABORT_SECONDS)
+
     def live(self, index: int) -> EngineSlot | None:
         """Return the slot of engine `index`; None if it is lost or has not started."""
         slot = self._slots[index]
         return None if slot is None or slot.engine.lost_error is not None else slot
 
-    async def least_loaded(self) -> EngineSlot:
-        """Return the live engine with the fewest outstanding samples; waits until at least one is live."""
+    async def least_loaded(self, group_id: int) -> EngineSlot:
+        """Return the live engine with the fewest outstanding samples; waits until at least one is live.
+
+        Of equally loaded ones, consecutive groups take consecutive ones: the groups of other workers, too, which this
+        one knows nothing of.
+        """
         while True:
             live = [slot for slot in self._slots if slot is not None and slot.engine.lost_error is None]
             if live:
-                return min(live, key=lambda slot: slot.outstanding)
+                first = (group_id + 1) % len(live)
+                return min(live[first:] + live[:first], key=lambda slot: slot.outstanding)
             self._engine_available.clear()
             await self._engine_available.wait()
 
 
 class EngineLease:
-    """Keeps all samples of a group on one engine, so that the prompt's KV cache is computed once."""
+    """Keeps all samples of a group on one engine, so that the prompt's KV cache is computed once.
 
-    def __init__(self, pool: EnginePool, num_samples: int, preferred: int | None = None) -> None:
-        """`preferred`: index of the engine to use while it is live; None: the one with the fewest samples."""
+    If that engine is lost, each of its requests continues on an engine of its own: all would be too many for one.
+    """
+
+    def __init__(
+        self, pool: EnginePool, num_samples: int, preferred: int | None = None, *, group_id: int = 0, priority: int = 0
+    ) -> None:
+        """Args:
+        preferred: index of the engine to use while it is live; None: the one with the fewest samples.
+        group_id: chooses among engines with equally few samples.
+        priority: of the group's requests.
+        """
         self._pool, self._num_samples, self._preferred = pool, num_samples, preferred
+        self._group_id, self.priority = group_id, priority
         self._slot: EngineSlot | None = None
         self._lock = asyncio.Lock()
+        self._of_samples: list[EngineLease] = []
         self.num_retried = 0
         """Number of the group's requests that were sent again because their engine was lost."""
         self.num_kept_tokens = 0
@@ -107,14 +132,25 @@ class EngineLease:
         """Return the group's engine; if it is lost, lease another one. Waits only if no engine is live."""
         async with self._lock:
             if self._slot is None or self._slot.engine.lost_error is not None:
-                self.release()
+                self._give_back()
                 preferred = None if self._preferred is None else self._pool.live(self._preferred)
-                self._slot = preferred or await self._pool.least_loaded()
+                self._slot = preferred or await self._pool.least_loaded(self._group_id)
                 self._slot.outstanding += self._num_samples
             return self._slot.engine
 
+    def for_sample(self) -> EngineLease:
+        """Return a lease for one sample of the group, whose engine was lost."""
+        lease = EngineLease(self._pool, 1, group_id=self._group_id + len(self._of_samples), priority=self.priority)
+        self._of_samples.append(lease)
+        return lease
+
     def release(self) -> None:
-        """Give the engine back and subtract the group's samples from its load."""
+        """Give the engine back and subtract the group's samples from its load; also those of `for_sample`."""
+        for lease in self._of_samples:
+            lease.release()
+        self._give_back()
+
+    def _give_back(self) -> None:
         if self._slot is not None:
             self._slot.outstanding -= self._num_samples
         self._slot = None

@@ -84,7 +84,9 @@ class GroupJob:
     has_baseline: bool = False
     """Whether the group ends with one more completion, with temperature 0, that is not trained on."""
     engine: int | None = None
-    """Index of the engine to use while it is live; None: the one with the fewest samples."""
+    """Index of the engine to use while it is live; None: the one with the fewest samples of this worker."""
+    priority: int = 0
+    """An engine that cannot sample all requests begins with those of the groups of the highest priority."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +278,7 @@ class RolloutWorker:
         """
         start = time.perf_counter()
         num_samples = job.num_samples + job.has_baseline
-        lease = EngineLease(self._pool, num_samples, job.engine)
+        lease = EngineLease(self._pool, num_samples, job.engine, group_id=job.group_id, priority=job.priority)
         retried: list[int] = []
         try:
             await lease.engine()  # leased before the first request, so that the next group sees the load
@@ -318,7 +320,8 @@ class RolloutWorker:
         return found, scored.terms
 
     async def shutdown(self) -> None:
-        """Close the rewards. The worker must not be used afterwards."""
+        """Close the rewards. The worker must not be used afterwards, and its groups must be cancelled."""
+        await self._pool.finish_aborts()
         await self._scorer.close()
 
     async def _run_episode(

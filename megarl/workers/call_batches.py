@@ -10,6 +10,9 @@ from megarl.errors import MegarlError
 LINGER_SECONDS = 0.03
 """Results that finish within this time of the first one are collected with it: each call costs a millisecond."""
 
+MAX_CANCELED = 1000
+"""Number of batches whose canceled calls are remembered, although the batch is not known."""
+
 
 class CallBatches[A, R]:
     """The batches in progress in a process, each of which has one client that collects it."""
@@ -19,6 +22,8 @@ class CallBatches[A, R]:
         self._call = call
         self._batches: dict[str, dict[asyncio.Future[R], int]] = {}
         """By id of the batch, index of each call whose result has not been collected."""
+        self._canceled: dict[str, set[int]] = {}
+        """By id of a batch that has not begun or is over, indices of canceled calls; the latest `MAX_CANCELED` ids."""
 
     @property
     def num_unfinished(self) -> int:
@@ -32,8 +37,13 @@ class CallBatches[A, R]:
     async def begin(
         self, batch_id: str, arguments: Sequence[A], limit: int | None = None
     ) -> list[tuple[int, R | MegarlError]]:
-        """Begin the calls of a batch, and return the first results as `collect` does."""
-        self._batches[batch_id] = {asyncio.ensure_future(self._call(one)): i for i, one in enumerate(arguments)}
+        """Begin the calls of a batch, and return the first results as `collect` does.
+
+        Calls that were canceled before are not begun: a large message may be overtaken by a small one.
+        """
+        canceled = self._canceled.pop(batch_id, set())
+        wanted = [(i, one) for i, one in enumerate(arguments) if i not in canceled]
+        self._batches[batch_id] = {asyncio.ensure_future(self._call(one)): i for i, one in wanted}
         return await self.collect(batch_id, limit)
 
     async def collect(self, batch_id: str, limit: int | None = None) -> list[tuple[int, R | MegarlError]]:
@@ -72,12 +82,24 @@ class CallBatches[A, R]:
 
     def cancel(self, batch_id: str, indices: Iterable[int]) -> None:
         """Cancel these calls of a batch, whose results are not returned; calls that were returned are ignored."""
-        waiting, canceled = self._batches.get(batch_id, {}), set(indices)
+        if batch_id not in self._batches:
+            self._canceled.setdefault(batch_id, set()).update(indices)
+            if len(self._canceled) > MAX_CANCELED:
+                del self._canceled[next(iter(self._canceled))]
+            return
+        waiting, canceled = self._batches[batch_id], set(indices)
         for future in [future for future, index in waiting.items() if index in canceled]:
             future.cancel()
             del waiting[future]
         if not waiting:
             self._batches.pop(batch_id, None)
+
+    async def close(self) -> None:
+        """Cancel all calls, and return once they have ended."""
+        running = [future for waiting in self._batches.values() for future in waiting]
+        for batch_id in list(self._batches):
+            self.cancel(batch_id, list(self._batches[batch_id].values()))
+        await asyncio.gather(*running, return_exceptions=True)
 
     def _outcome(self, future: asyncio.Future[R]) -> R | MegarlError:
         try:

@@ -212,8 +212,9 @@ class AsyncWorkerHost:
         return CollectedCalls(results, self._batches.num_ready(batch_id)), *objects
 
     async def stop(self) -> None:
-        """Shut the worker down, or cancel its construction if it is not built yet."""
+        """Cancel the calls in progress and shut the worker down, or cancel its construction if it is not built yet."""
         if self._worker is not None:
+            await self._batches.close()
             await self._worker.shutdown()
         elif self._building is not None:
             self._building.cancel()

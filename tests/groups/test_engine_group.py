@@ -220,3 +220,29 @@ def test_call_is_retried_if_the_answer_was_lost_but_not_on_a_dead_engine(monkeyp
     handle = FakeActor(*lost_answer_errors(), ActorDiedError())
     with pytest.raises(LostEngineError, match="generate_many: engine 1 died"):
         asyncio.run(RemoteEngine(handle, "engine 1").generate_many([]))
+
+
+@pytest.mark.parametrize("explains", [True, False])
+def test_requests_are_aborted_on_the_engines_that_serve_although_one_is_lost(calls, monkeypatch, explains):
+    group = EngineGroup(CONFIG, POOL, [(0,), (1,)])
+    group.abort_all()  # none serves yet
+    serving, asked = [0, 1], []
+
+    def attribute_failure(error):
+        serving.remove(1)
+        return explains
+
+    group.supervisor = SimpleNamespace(serving=serving, attribute_failure=attribute_failure)
+
+    def call(handles, method, *arguments):
+        asked.append((method, len(handles.engines), arguments))
+        if len(handles.engines) == 2:
+            raise WorkerError("engine 1 died")
+
+    monkeypatch.setattr(EngineHandles, "call", call)
+    if explains:
+        group.abort_all()
+        assert asked == [("abort_all", 2, ()), ("abort_all", 1, ())]
+    else:
+        with pytest.raises(WorkerError, match="engine 1 died"):
+            group.abort_all()

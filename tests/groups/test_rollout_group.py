@@ -16,6 +16,7 @@ from megarl.errors import RestartLimitError, RewardError, WorkerError
 from megarl.groups import group_stream, rollout_group, rollout_workers
 from megarl.groups.estimation.estimate_job import TOKENS_PER_WORKER, EstimateSummary
 from megarl.groups.group_stream import FinishedGroup
+from megarl.groups.remote_engine import RemoteEngine
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary
@@ -76,7 +77,7 @@ class FakeWorker:
         self.invoke, self.process_info = method(self._invoke), method(self._answer_ping)
         self.begin_calls, self.collect_calls = method(self._begin_calls), method(self._collect_calls)
         self.cancel_calls = method(self._cancel_calls)
-        self.batches = {}
+        self.batches, self.jobs = {}, []
         self.preimport = method(lambda *_: Ref())
         self.building = []
         self.build = method(self._build)
@@ -84,7 +85,7 @@ class FakeWorker:
 
     def _invoke(self, name, *arguments):
         self.calls[name], self.arguments[name] = Ref(), arguments
-        if name == "record":
+        if name in ("record", "mark_engine_lost", "replace_engine"):
             return self.calls[name]
         num_returns = self.invoke.options_given["num_returns"]
         return [self.calls[name], *(f"column {n} of {id(self)}" for n in range(1, num_returns))]
@@ -95,6 +96,7 @@ class FakeWorker:
 
     def _begin_calls(self, batch_id, name, jobs, *limits):
         assert name == "rollout_group"
+        self.jobs += jobs
         self.batches[batch_id] = [Ref() for _ in jobs]
         self.calls |= {job.request_id: ref for job, ref in zip(jobs, self.batches[batch_id], strict=True)}
         assert self.begin_calls.options_given == {"num_returns": 2}
@@ -191,21 +193,26 @@ def batch_config(prompts, mini_batches, slots):
 class Run:
     group: RolloutGroup
     messages: list[str]
+    engines: list[object]
+    """Handles of the engines; a test may replace them."""
 
     def stream(self):
         return self.group.stream(PROMPTS, num_samples=2, sampling=SAMPLING, label="step-3")
 
 
-def start_group(ray, workers=2, **recovery):
+def start_group(ray, workers=2, engines=("engine 0",), **recovery):
     messages, budget = [], RecoveryConfig(**recovery)
     config = batch_config(64, 1, 1)
     config.run_dir, config.recovery = "run", budget
     config.rollout = SimpleNamespace(request_timeout_seconds=600.0, workers=workers)
-    restarts = RestartBudget(budget, messages.append)
+    restarts, engines = RestartBudget(budget, messages.append), list(engines)
     supervisor = SimpleNamespace(restart_budget=restarts, refs=list, poll=lambda: None, serving=[0])
-    group = RolloutGroup(config, SimpleNamespace(supervisor=supervisor, remote_engines=lambda: ["engine 0"]))
+    group = RolloutGroup(
+        config,
+        SimpleNamespace(supervisor=supervisor, remote_engines=lambda: list(engines), name=lambda n: f"engine {n}"),
+    )
     group.start()
-    return Run(group, messages)
+    return Run(group, messages, engines)
 
 
 def make_jobs(count=4):
@@ -534,3 +541,107 @@ def test_shutdown_lets_workers_close_their_rewards_before_it_kills_them(ray):
     run.group.shutdown()
     assert ray.now - begun == rollout_workers.SHUTDOWN_SECONDS
     assert ray.killed == ray.workers
+
+
+class FakeEngine:
+    """The actor of an engine, which records calls."""
+
+    def __init__(self):
+        self.calls = []
+        self.invoke = SimpleNamespace(remote=self._invoke)
+
+    def _invoke(self, *call):
+        self.calls.append(call)
+        return Ref(is_done=True)
+
+
+def make_engines(count):
+    return [RemoteEngine(FakeEngine(), f"engine {n}") for n in range(count)]
+
+
+def engines_of(worker):
+    return {job.request_id: job.engine for job in worker.jobs}
+
+
+def test_streams_of_a_run_name_engines_by_the_samples_of_all_of_them(ray):
+    run = start_group(ray, engines=make_engines(4))
+    background = run.group.open_stream()
+    background.submit(*make_jobs(6))
+    first, second = ray.workers
+    named = engines_of(first) | engines_of(second)
+    assert sorted(named.values()) == [0, 0, 1, 1, 2, 3]
+    assert {engine % 2 for engine in engines_of(first).values()} == {0}
+    assert {engine % 2 for engine in engines_of(second).values()} == {1}
+    ray.before_waiting = lambda: finish(ray.workers[0], *[name for name in first.calls if name.startswith("step-4")])
+    prompt = run.group.stream(PROMPTS[:1], num_samples=2, sampling=SAMPLING, label="step-4")
+    assert next(prompt).summary.group_id == 0
+    job = first.jobs[-1]
+    assert (job.request_id, job.engine, job.priority) == ("step-4-0", 2, 1)  # the run waits for it
+    assert {each.priority for each in first.jobs[:-1]} == {0}
+    prompt.close()
+    loads = run.group._workers.engine_loads
+    assert loads.outstanding == [2, 2, 1, 1]
+    background.cancel([name for name, engine in named.items() if engine == 0])
+    assert loads.outstanding == [0, 2, 1, 1]
+    background.close()
+    assert loads.outstanding == [0] * 4
+
+
+def test_an_engine_that_is_lost_or_restarted_has_no_samples_and_the_workers_learn_of_it(ray):
+    engines = make_engines(3)
+    run = start_group(ray, engines=engines)
+    stream, workers = run.group.open_stream(), run.group._workers
+    stream.submit(*make_jobs(6))
+    assert workers.engine_loads.outstanding == [2, 2, 2]
+    run.engines[0], run.engines[1] = None, make_engines(1)[0]
+    workers.poll_engines()
+    assert workers.engine_loads.outstanding == [0, 0, 2]
+    assert all(set(worker.calls) >= {"mark_engine_lost", "replace_engine"} for worker in ray.workers)
+    more = make_jobs(9)[6:]
+    stream.submit(*more)
+    named = {name: engine for worker in ray.workers for name, engine in engines_of(worker).items()}
+    assert [named[job.request_id] for job in more] == [1, 1, 2]
+    stream.close()
+    assert workers.engine_loads.outstanding == [0, 0, 0]
+
+
+def test_engines_drop_the_requests_of_a_worker_that_died_before_its_groups_are_sampled_again(ray):
+    engines = make_engines(2)
+    run = start_group(ray, engines=engines)
+    died = ray.workers[1]
+    calls_before = []
+
+    def advance():
+        if len(ray.workers) == 2:
+            died.die()
+        else:
+            calls_before.append([list(engine.handle.calls) for engine in engines])
+            ray.finish_all()
+
+    ray.before_waiting = advance
+    assert len(list(run.stream())) == 4
+    dropped = [("abort_groups", [job.request_id for job in died.jobs])]
+    assert calls_before[0] == [dropped, dropped]
+    assert [job.request_id for job in ray.workers[2].jobs] == [job.request_id for job in died.jobs]
+    assert {job.engine for job in ray.workers[2].jobs} == {1}
+    assert run.group._workers.engine_loads.outstanding == [0, 0]
+
+
+def test_a_wait_has_no_limit_of_its_own_and_says_that_it_waits(ray):
+    run = start_group(ray)
+    started_at = ray.now
+    ray.before_waiting = lambda: ray.now > started_at + 5000 and ray.finish_all()
+    assert len(list(run.stream())) == 4
+    waited = "step-3: none of 4 groups in flight has finished for {} s; still waiting"
+    assert run.messages == [waited.format(seconds) for seconds in (600, 1200, 2400, 4800)]
+
+
+def test_a_wait_ends_with_the_limit_of_its_phase(ray):
+    run = start_group(ray)
+    started_at = ray.now
+    limit = WorkerError("generate exceeded recovery.phase_timeout_seconds")
+    stream = run.stream()
+    with failures.abort_check(lambda late: limit if ray.now > started_at + 3600 else None), pytest.raises(WorkerError):
+        next(stream)
+    assert 3600 < ray.now - started_at < 3610
+    assert len(ray.cancelled()) == 4

@@ -176,7 +176,9 @@ def begin_requests(engine, prompts, **sampling):
     """Return requests and their futures once the engine has sampled tokens of one of them, or has ended all."""
     sent = requests(prompts, **sampling)
     pending = [engine.submit("generate", request) for request in sent]
-    while not all(p.done() for p in pending) and not engine.partial_outputs(sent):
+    while not all(p.done() for p in pending) and not any(
+        len(part.token_ids) for part in engine.partial_outputs(sent).values()
+    ):
         pass
     return sent, pending
 

@@ -51,6 +51,12 @@ def send_versions_with_partial_outputs() -> None:
     Scheduler.get_output_streamer_class = lambda _: OutputStreamer
 
 
+def count_partial_tokens(state: ReqState | None) -> int:
+    """Return the number of tokens that `read_partial_output` returns."""
+    spans: list[Span] = [] if state is None else state.customized_info_accumulated.get(SPANS, [])
+    return spans[-1][2] if spans else 0
+
+
 def read_partial_output(state: ReqState | None) -> Generation:
     """Return the tokens of an unfinished request that have reached the tokenizer manager.
 
@@ -58,7 +64,7 @@ def read_partial_output(state: ReqState | None) -> Generation:
         state: of the request; None if SGLang does not have it.
     """
     spans: list[Span] = [] if state is None else state.customized_info_accumulated.get(SPANS, [])
-    num = spans[-1][2] if spans else 0
+    num = count_partial_tokens(state)
     sampled: list[Any] = state.output_token_logprobs[:num] if state is not None else []
     versions = np.full(num, -1, np.int32)
     for version, start, end in spans:  # each message repeats those before it

@@ -1,8 +1,8 @@
 """Runs generation requests on SGLang: one attempt after another, until a request has its completion.
 
-    complete -----> attempt 1 ----------------------> completion
-                        '-- hold: aborted ---. resume
-                                             '------> attempt 2, after the tokens of attempt 1 --> completion
+    complete --> gate --> attempt 1 ----------------------> completion
+                              '-- hold: aborted ---. resume
+                                                   '------> attempt 2, after the tokens of attempt 1 --> completion
 
 All methods must run in the engine's thread, through `EngineHost.call`.
 """
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +24,8 @@ import numpy as np
 from megarl.errors import WorkerError
 from megarl.rollout.continuation import continue_after, join, no_tokens, tokens_from
 from megarl.rollout.engine import Generation, GenerationRequest
-from megarl.rollout.sglang.partial_output import read_partial_output
+from megarl.rollout.sglang.partial_output import count_partial_tokens, read_partial_output
+from megarl.rollout.sglang.request_gate import RequestGate, SglangLoad, Ticket
 
 if TYPE_CHECKING:
     from megarl.rollout.sglang.engine_host import EngineHost
@@ -30,12 +33,23 @@ if TYPE_CHECKING:
 ABORT_SECONDS = 0.5
 """Time after which a request that was aborted and still runs is aborted again: SGLang may not have known it yet."""
 
+MIN_REPORT_SECONDS = 1.0
+"""Time between two reports from which requests that wait are reported as waiting."""
+
+EARLY_ABORT_SECONDS = 5.0
+"""How long an abort whose request is unknown waits for it, and how long an id is known to have ended."""
+
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
     """A request, and what the attempts before the current one have sampled."""
 
     request: GenerationRequest
+    ticket: Ticket
+    reported_at: float = -inf
+    """Time of the last report with this request."""
+    num_sampled: int | None = None
+    """Number of tokens that the engine had sampled in all at that time; None: before the first report."""
     sglang_id: str = ""
     """Id under which SGLang knows the current attempt."""
     part: Generation = field(default_factory=no_tokens)
@@ -55,9 +69,14 @@ class RequestRunner:
         """Requests that SGLang has not answered."""
         self._idle = asyncio.Event()
         """Set by the last request of `_running`."""
-        self._resumed = asyncio.Event()
-        """Requests may be sent to SGLang."""
-        self._resumed.set()
+        self.gate = RequestGate(self._read_load)
+        """Where requests wait before they are sent to SGLang."""
+        self._early_aborts: dict[str, float] = {}
+        """By id of requests that were aborted and have not arrived, the time of the abort, ascending."""
+        self._ended: dict[str, float] = {}
+        """By id of requests that have ended, the time, ascending: an abort may arrive after its request has ended."""
+        self._num_sampled = 0
+        """Number of tokens that the requests which have ended have sampled."""
         self._is_held = False
         """Whether requests that SGLang aborts continue later."""
         self.first_completion: float | None = None
@@ -80,53 +99,81 @@ class RequestRunner:
         Raises:
             WorkerError: SGLang rejected the request, or a newer request has the same id.
         """
-        self._abort_attempt(request.request_id)  # its caller has died or timed out
-        attempt = self._in_flight[request.request_id] = _Attempt(request)
+        request_id = request.request_id
+        self._abort_attempt(request_id)  # its caller has died or timed out
+        ticket = self.gate.register(request.priority, len(request.token_ids) + request.sampling.max_new_tokens)
+        attempt = self._in_flight[request_id] = _Attempt(request, ticket)
+        if time.monotonic() - self._early_aborts.pop(request_id, -inf) < EARLY_ABORT_SECONDS:
+            self._abort_attempt(request_id)
         try:
-            while True:
-                await self._resumed.wait()
-                if attempt.is_aborted:
-                    attempt.part = replace(attempt.part, finish_reason="abort")
-                    break
+            while await self.gate.wait_turn(ticket):
                 generation = await self._run(attempt)
                 attempt.part = join(attempt.part, generation)
                 if generation.finish_reason != "abort" or not self._is_held or attempt.is_aborted:
                     break
+            else:
+                attempt.part = replace(attempt.part, finish_reason="abort")
         finally:
-            is_latest = self._in_flight.get(request.request_id) is attempt
+            self.gate.leave(ticket)
+            self._num_sampled += len(attempt.part.token_ids)
+            is_latest = self._in_flight.get(request_id) is attempt
             if is_latest:
-                del self._in_flight[request.request_id]
+                del self._in_flight[request_id]
+                _remember(self._ended, request_id)
         if not is_latest:
-            raise WorkerError(f"request {request.request_id} was replaced by a newer request with the same id")
+            raise WorkerError(f"request {request_id} was replaced by a newer request with the same id")
         if self.first_completion is None:
             self.first_completion = time.time()
         return attempt.part
 
     async def partial_outputs(self, known: Mapping[str, int]) -> dict[str, Generation]:
-        """Return the tokens of requests in flight after those that are known; see `GenerationEngine`."""
+        """Return the tokens of requests in flight after those that are known; see `GenerationEngine`.
+
+        A request without others has an entry without tokens if the engine has sampled any since the last report, which
+        was at least `MIN_REPORT_SECONDS` ago.
+        """
         states = self._host.tokenizer_manager.rid_to_state
+        num_sampled = {
+            request_id: len(attempt.part.token_ids) + count_partial_tokens(states.get(attempt.sglang_id))
+            for request_id, attempt in self._in_flight.items()
+        }
+        total = self._num_sampled + sum(num_sampled.values())
         parts: dict[str, Generation] = {}
-        for request_id, num_known in known.items():
-            attempt = self._in_flight.get(request_id)
-            if attempt is not None:
+        for request_id in known.keys() & num_sampled.keys():
+            attempt = self._in_flight[request_id]
+            if num_sampled[request_id] > known[request_id]:
                 part = join(attempt.part, read_partial_output(states.get(attempt.sglang_id)))
-                if len(part.token_ids) > num_known:
-                    parts[request_id] = tokens_from(part, num_known)
+                parts[request_id] = tokens_from(part, known[request_id])
+            if time.monotonic() - attempt.reported_at < MIN_REPORT_SECONDS:
+                continue
+            if attempt.num_sampled is not None and total > attempt.num_sampled:
+                parts.setdefault(request_id, no_tokens())
+            attempt.reported_at, attempt.num_sampled = time.monotonic(), total
         return parts
 
     async def abort(self, request_id: str) -> None:
-        """End a request early. Unknown ids are ignored."""
+        """End a request early, also if it arrives after this call. Ids that are never seen are ignored."""
         await asyncio.sleep(0)  # a batch that has just arrived has not begun its requests
-        self._abort_attempt(request_id)
+        if request_id in self._in_flight:
+            self._abort_attempt(request_id)
+        elif request_id not in self._ended:
+            _remember(self._early_aborts, request_id)
 
     async def abort_all(self) -> None:
         """End all requests in flight early."""
         for request_id in self._in_flight:
             self._abort_attempt(request_id)
 
+    async def abort_groups(self, request_ids: Sequence[str]) -> None:
+        """End early all requests of these groups, whose ids begin with that of the group and a `-`."""
+        prefixes = tuple(f"{request_id}-" for request_id in request_ids)
+        for request_id in self._in_flight:
+            if request_id.startswith(prefixes):
+                self._abort_attempt(request_id)
+
     def keep_waiting(self) -> None:
         """Send no further requests to SGLang until `resume`: one that is aborted before has no attempt to abort."""
-        self._resumed.clear()
+        self.gate.close()
 
     async def hold(self) -> None:
         """Abort what runs, and return once nothing does; requests wait for `resume`, and keep their tokens."""
@@ -141,14 +188,37 @@ class RequestRunner:
     def resume(self) -> None:
         """Continue the requests that wait."""
         self._is_held = False
-        self._resumed.set()
+        self.gate.open()
 
     def _abort_attempt(self, request_id: str) -> None:
         attempt = self._in_flight.get(request_id)
         if attempt is not None:
             attempt.is_aborted = True
-            if attempt in self._running:
-                self._host.tokenizer_manager.abort_request(rid=attempt.sglang_id)
+            self.gate.withdraw(attempt.ticket)
+            self._send_abort(attempt)
+
+    def _send_abort(self, attempt: _Attempt) -> None:
+        """Abort the request in SGLang until it has ended."""
+        if attempt in self._running:
+            manager = self._host.tokenizer_manager
+            if (state := manager.rid_to_state.get(attempt.sglang_id)) is not None:
+                state.abort_sent = False  # otherwise SGLang ignores a second abort
+            manager.abort_request(rid=attempt.sglang_id)
+            asyncio.get_running_loop().call_later(ABORT_SECONDS, self._send_abort, attempt)
+
+    def _read_load(self) -> SglangLoad | None:
+        """Return the load that SGLang's scheduler publishes in shared memory; None if it has published none yet."""
+        load = self._host.tokenizer_manager.load_snapshot_reader.read(0)
+        if load is None or not load.max_running_requests:
+            return None
+        return SglangLoad(
+            timestamp=load.timestamp,
+            num_queued=load.num_waiting_reqs,
+            num_retracted=0 if load.queues is None else load.queues.retracted,
+            kv_usage=load.token_usage,
+            kv_tokens=load.max_total_num_tokens,
+            max_running=load.max_running_requests,
+        )
 
     async def _run(self, attempt: _Attempt) -> Generation:
         """Return what SGLang samples after the tokens of earlier attempts."""
@@ -186,6 +256,15 @@ class RequestRunner:
             if not self._running:
                 self._idle.set()
         return _read_generation(answer)
+
+
+def _remember(times: dict[str, float], request_id: str) -> None:
+    """Note the time of an id, and forget those of `EARLY_ABORT_SECONDS` ago."""
+    now = time.monotonic()
+    times.pop(request_id, None)
+    times[request_id] = now
+    for oldest in list(itertools.takewhile(lambda each: times[each] < now - EARLY_ABORT_SECONDS, times)):
+        del times[oldest]
 
 
 def _read_generation(answer: Mapping[str, Any]) -> Generation:

@@ -51,6 +51,10 @@ class EngineHealth:
     policy_version: int
     num_requests: int
     """Number of requests in flight."""
+    num_waiting: int
+    """Number of these that SGLang has not been sent yet."""
+    concurrency_limit: int | None
+    """Number of requests that SGLang may have at a time, see `request_gate`; None before the first one."""
     scheduler_pids: tuple[int, ...]
     """Pids of the scheduler processes on their nodes, one per TP rank."""
 
@@ -120,8 +124,15 @@ class SglangEngine:
         return await self._host.call(self._requests.partial_outputs(known))
 
     async def abort(self, request_id: str) -> None:
-        """End a request early: it returns the tokens so far with finish_reason `abort`. Unknown ids are ignored."""
+        """End a request early: it returns the tokens so far with finish_reason `abort`. Unknown ids are ignored.
+
+        A request that arrives within `EARLY_ABORT_SECONDS` of its abort ends, too: it was overtaken on the way.
+        """
         await self._host.call(self._requests.abort(request_id))
+
+    async def abort_groups(self, request_ids: Sequence[str]) -> None:
+        """End all requests of these groups early, whose ids begin with that of the group and a `-`."""
+        await self._host.call(self._requests.abort_groups(request_ids))
 
     async def abort_all(self) -> None:
         """End all requests in flight early."""
@@ -215,6 +226,8 @@ class SglangEngine:
         return EngineHealth(
             policy_version=self._weights.policy_version,
             num_requests=self._num_requests + self._batches.num_unfinished,
+            num_waiting=self._requests.gate.num_waiting,
+            concurrency_limit=self._requests.gate.limit,
             scheduler_pids=tuple(await self._host.scheduler_pids()),
         )
 

@@ -80,6 +80,26 @@ def test_samples_of_one_prompt_differ_and_have_the_policy_version(engine):
         assert g.policy_versions.tolist() == [0] * len(g.token_ids)
 
 
+def test_requests_wait_for_the_kv_cache_and_are_not_changed_by_that(engine):
+    """Those of a higher priority go first."""
+    batch = requests(PROMPTS * 16, seeds=range(96), max_new_tokens=470)
+    first, urgent = batch[:90], [replace(request, priority=1) for request in batch[90:]]
+    pending = [engine.submit("generate_many", first)]
+    assert wait_until(lambda: engine.call("health").num_waiting)
+    health = engine.call("health")
+    assert health.concurrency_limit < 64
+    assert health.num_waiting + health.concurrency_limit <= health.num_requests
+    pending.append(engine.submit("generate_many", urgent))
+    after = pending[1].result(HANG_SECONDS)
+    assert not pending[0].done()
+    together = [*pending[0].result(HANG_SECONDS), *after]
+    assert engine.call("health").num_waiting == 0
+    for sent, generation in list(zip(batch, together, strict=True))[::12]:
+        (alone,) = engine.call("generate_many", [replace(sent, request_id=f"{sent.request_id} alone")])
+        assert alone.token_ids.tolist() == generation.token_ids.tolist()
+        assert np.abs(alone.logprobs - generation.logprobs).max() <= TOLERANCE
+
+
 @pytest.mark.parametrize("method", ["abort", "abort_all"])
 def test_aborted_requests_return_the_tokens_so_far(engine, method):
     """Requests may end by themselves before they are aborted: they are repeated until one has not."""
@@ -243,7 +263,8 @@ def test_partial_outputs_are_beginnings_of_the_completions(engine, model_dir):
         sync(engine, reference.changed(model_dir, seed=100 + version), version)
     whole = {request.request_id: p.result(HANG_SECONDS) for request, p in zip(batch, pending, strict=True)}
     assert engine.partial_outputs(batch) == {}
-    checked = [(whole[request_id], part) for report in reports for request_id, part in report.items()]
+    found = [(whole[request_id], part) for report in reports for request_id, part in report.items()]
+    checked = [(generation, part) for generation, part in found if len(part.token_ids)]  # others had only waited
     assert len(checked) >= 12
     assert sum(len(set(part.policy_versions.tolist())) > 1 for _, part in checked) >= 1
     for generation, part in checked:
