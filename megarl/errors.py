@@ -9,6 +9,7 @@
     |-- WorkerError                a trainer worker or rollout engine died or failed; exit code 1
     |   |-- LostWorkerError        a process has ended
     |   |-- LostEngineError        a rollout engine has ended or hangs; its requests can be retried on another
+    |   |-- StalledEngineError     a rollout engine makes no progress; its requests can be sent to another
     |   |-- HungWorkerError        a process did not answer within its timeout
     |   `-- RestartLimitError      processes were lost more often than `recovery` allows
     |-- LostLockError              another run has taken over the run folder; exit code 1
@@ -71,6 +72,10 @@ class LostWorkerError(WorkerError):
 
 class LostEngineError(WorkerError):
     """A rollout engine has ended or hangs; its requests can be retried on another engine."""
+
+
+class StalledEngineError(WorkerError):
+    """A rollout engine lives and makes no progress; its requests can be sent to another one."""
 
 
 class OutdatedEngineError(WorkerError):

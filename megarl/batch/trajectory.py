@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,7 +83,10 @@ class Trajectory:
         return int(sampled[0]) if len(sampled) else self.num_tokens
 
 
-TRUNCATED_REASONS = ("length", "turns", "seconds", "calls")
+TIME_LIMIT: Final = "seconds"
+"""Value of `finish_reason` of an episode that reached a time limit, and of a request that this has ended."""
+
+TRUNCATED_REASONS = ("length", "turns", TIME_LIMIT, "calls")
 """Values of `finish_reason` of an episode that reached a limit."""
 
 

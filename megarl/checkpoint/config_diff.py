@@ -35,6 +35,7 @@ ALLOWED = (
     "reward.terms.*.timeout_seconds",
     "reward.terms.*.url",
     "rollout.engine",
+    "rollout.no_progress_seconds",
     "rollout.replicas",
     "rollout.request_timeout_seconds",
     "rollout.tp",

@@ -161,8 +161,14 @@ class RolloutConfig(Section):
     """Number of rollout workers: processes that run agents and rewards."""
 
     request_timeout_seconds: float = Field(default=600.0, gt=0)
-    """Timeout in seconds of one completion, with an agent of your own of one episode; one that takes longer ends the
-    run with an error."""
+    """Time limit of one episode in seconds, from the first token that a rollout worker knows of, so that the engine's
+    queue does not count. An episode over it is truncated, with `finish_reason: seconds`: its tokens so far are scored
+    and trained on. Pauses of the engines do not count."""
+
+    no_progress_seconds: float = Field(default=300.0, gt=0)
+    """Longest time in seconds in which an engine that owes completions shows no progress: no completion, no new token,
+    and no other request that it samples first. A sample that has waited for so long is asked for once more, on another
+    engine if there is one, and then left out of the step. Pauses of the engines do not count."""
 
     @model_validator(mode="after")
     def _check_environment(self) -> RolloutConfig:

@@ -47,6 +47,7 @@ class RolloutActor(RolloutWorker):
         self._harness = main.agent if isinstance(main.agent, HarnessAgent) else None
         spec = RolloutWorkerSpec(
             request_timeout_seconds=config.rollout.request_timeout_seconds,
+            no_progress_seconds=config.rollout.no_progress_seconds,
             agent=main.agent,
             agent_path=main.path,
             agent_key=main.key,

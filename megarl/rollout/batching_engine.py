@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-from megarl.errors import LostEngineError, MegarlError
+from megarl.errors import LostEngineError, MegarlError, StalledEngineError
 from megarl.rollout.engine import FinishedRequest, Generation, GenerationEngine, GenerationRequest
 from megarl.rollout.partial_outputs import PartialOutputs
+from megarl.rollout.request_clock import TimeLimit
 
 
 class BatchingEngine:
@@ -18,7 +19,8 @@ class BatchingEngine:
     spends on a token. Each request returns when it is done, not when its batch is.
     """
 
-    def __init__(self, engine: GenerationEngine) -> None:
+    def __init__(self, engine: GenerationEngine, partial_outputs: PartialOutputs | None = None) -> None:
+        """`partial_outputs`: those of the engine; None: an engine that is not watched for progress."""
         self._engine = engine
         self._queue: list[tuple[GenerationRequest, asyncio.Future[Generation]]] = []
         self._send_tasks: set[asyncio.Task[None]] = set()
@@ -30,7 +32,7 @@ class BatchingEngine:
         """Why the engine was marked lost; None while it is in use."""
         self.num_stale_replies = 0
         """Number of completions that arrived when no caller was waiting for them any more."""
-        self.partial_outputs = PartialOutputs(engine)
+        self.partial_outputs = partial_outputs or PartialOutputs(engine)
         """Tokens of the requests of `generate`. A request that fails stays until its caller pops it."""
 
     @property
@@ -38,11 +40,20 @@ class BatchingEngine:
         """Aborts of cancelled requests that the engine has not confirmed."""
         return list(self._aborts.values())
 
-    async def generate(self, request: GenerationRequest) -> Generation:
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the engine has made no progress and is to be avoided."""
+        return self.partial_outputs.is_stalled
+
+    async def generate(self, request: GenerationRequest, limit: TimeLimit | None = None) -> Generation:
         """Return the completion. If the caller is cancelled, the engine aborts the request.
+
+        Args:
+            limit: time limit of the request's episode, which the first token starts.
 
         Raises:
             LostEngineError: the engine is marked lost, or is marked lost before it replies.
+            StalledEngineError: the engine makes no progress.
         """
         if (abort := self._aborts.get(request.request_id)) is not None:
             await asyncio.wait([abort])  # it must not end the new request
@@ -53,10 +64,10 @@ class BatchingEngine:
             loop.call_soon(self._flush)
         future: asyncio.Future[Generation] = loop.create_future()
         self._queue.append((request, future))
-        self.partial_outputs.add(request.request_id)
+        self.partial_outputs.add(request.request_id, future, limit)
         try:
             generation = await future
-        except LostEngineError:
+        except (LostEngineError, StalledEngineError):
             raise  # its tokens are kept for the caller
         except BaseException:
             self.partial_outputs.pop(request.request_id)
@@ -136,6 +147,8 @@ class BatchingEngine:
 
     def _resolve(self, future: asyncio.Future[Generation], outcome: Generation | MegarlError) -> None:
         self._in_flight.pop(future, None)
+        if isinstance(outcome, MegarlError) or outcome.finish_reason != "abort":  # an engine that is stuck may abort
+            self.partial_outputs.note_progress()
         if future.done():
             self.num_stale_replies += 1
         elif isinstance(outcome, MegarlError):

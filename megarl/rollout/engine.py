@@ -135,12 +135,15 @@ class GenerationEngine(CompletionEngine, Protocol):
     async def partial_outputs(self, known: Mapping[str, int]) -> dict[str, Generation]:
         """Return the tokens that requests in flight have sampled so far, as far as the engine's host knows them.
 
+        Every entry is a sign of progress, without which an engine that owes completions is taken to be stuck.
+
         Args:
             known: number of tokens to leave out at the beginning, by request id.
 
         Returns:
-            The other tokens, by request id, with finish_reason `UNFINISHED`; no entry for a request without any, and
-            for one that has ended, whose completion is on its way.
+            The other tokens, by request id, with finish_reason `UNFINISHED`. A request that waits for the engine has an
+            entry without tokens if tokens of other requests were sampled since it was last asked for. No entry for
+            other requests without further tokens, and for one that has ended, whose completion is on its way.
         """
         ...
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from megarl.errors import LostEngineError
 from megarl.rollout.batching_engine import BatchingEngine
 from megarl.rollout.engine import GenerationEngine
+from megarl.rollout.partial_outputs import PartialOutputs
+from megarl.rollout.request_clock import RequestClock
 
 ABORT_SECONDS = 5.0
 """How long a worker that shuts down waits for engines to abort its requests."""
@@ -31,13 +34,22 @@ class EngineSlot:
 class EnginePool:
     """All engines that a rollout worker may use, some of which may be lost or not started yet."""
 
-    def __init__(self, engines: Sequence[GenerationEngine | None]) -> None:
+    def __init__(
+        self,
+        engines: Sequence[GenerationEngine | None],
+        clock: RequestClock | None = None,
+        *,
+        no_progress_seconds: float = inf,
+    ) -> None:
         """Create a slot for each engine.
 
         Args:
             engines: None for an engine that has not started yet; `replace` adds it later.
+            clock: stops while engines are paused.
+            no_progress_seconds: longest time without a sign of progress of an engine that owes completions.
         """
-        self._slots: list[EngineSlot | None] = [None if e is None else EngineSlot(BatchingEngine(e)) for e in engines]
+        self._clock, self._no_progress_seconds = clock or RequestClock(), no_progress_seconds
+        self._slots = [None if each is None else self._make_slot(number, each) for number, each in enumerate(engines)]
         self._engine_available = asyncio.Event()
         self._replaced_engines: list[BatchingEngine] = []
         """Lost engines that were replaced; they may still reply."""
@@ -69,7 +81,7 @@ class EnginePool:
         slot = self._slots[index]
         if slot is not None:
             self._replaced_engines.append(slot.engine)
-        self._slots[index] = EngineSlot(BatchingEngine(engine))
+        self._slots[index] = self._make_slot(index, engine)
         self._engine_available.set()
 
     async def finish_aborts(self) -> None:
@@ -78,20 +90,27 @@ class EnginePool:
         if aborts:
             await asyncio.wait(aborts, timeout=ABORT_SECONDS)
 
+    def _make_slot(self, index: int, engine: GenerationEngine) -> EngineSlot:
+        outputs = PartialOutputs(
+            engine, self._clock, name=f"engine {index}", no_progress_seconds=self._no_progress_seconds
+        )
+        return EngineSlot(BatchingEngine(engine, outputs))
+
     def live(self, index: int) -> EngineSlot | None:
-        """Return the slot of engine `index`; None if it is lost or has not started."""
+        """Return the slot of engine `index`; None if it is lost, has not started, or makes no progress."""
         slot = self._slots[index]
-        return None if slot is None or slot.engine.lost_error is not None else slot
+        return None if slot is None or slot.engine.lost_error is not None or slot.engine.is_stalled else slot
 
     async def least_loaded(self, group_id: int) -> EngineSlot:
         """Return the live engine with the fewest outstanding samples; waits until at least one is live.
 
         Of equally loaded ones, consecutive groups take consecutive ones: the groups of other workers, too, which this
-        one knows nothing of.
+        one knows nothing of. An engine without progress is used if there is no other.
         """
         while True:
             live = [slot for slot in self._slots if slot is not None and slot.engine.lost_error is None]
             if live:
+                live = [slot for slot in live if not slot.engine.is_stalled] or live
                 first = (group_id + 1) % len(live)
                 return min(live[first:] + live[:first], key=lambda slot: slot.outstanding)
             self._engine_available.clear()
@@ -129,9 +148,9 @@ class EngineLease:
             counts.num_kept_tokens += kept_tokens
 
     async def engine(self) -> BatchingEngine:
-        """Return the group's engine; if it is lost, lease another one. Waits only if no engine is live."""
+        """Return the group's engine; if it is lost or stalled, lease another one. Waits only if no engine is live."""
         async with self._lock:
-            if self._slot is None or self._slot.engine.lost_error is not None:
+            if self._slot is None or self._slot.engine.lost_error is not None or self._slot.engine.is_stalled:
                 self._give_back()
                 preferred = None if self._preferred is None else self._pool.live(self._preferred)
                 self._slot = preferred or await self._pool.least_loaded(self._group_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -19,9 +20,17 @@ from numpy.typing import NDArray
 
 from megarl.batch.object_columns import ObjectColumns
 from megarl.batch.scored_group import TermReport
-from megarl.batch.trajectory import Prompt, Trajectory, count_turns, find_mixed_kv, join_segments
-from megarl.config.rollout import AgentConfig
-from megarl.errors import LostEngineError, WorkerError
+from megarl.batch.trajectory import (
+    TIME_LIMIT,
+    TRUNCATED_REASONS,
+    Prompt,
+    Trajectory,
+    count_turns,
+    find_mixed_kv,
+    join_segments,
+)
+from megarl.config.rollout import AgentConfig, RolloutConfig
+from megarl.errors import LostEngineError, MegarlError, StalledEngineError, WorkerError
 from megarl.rollout.agents.agent import Agent
 from megarl.rollout.agents.episode import Episode, RefusedTextError
 from megarl.rollout.agents.run_agent import run_agent
@@ -30,7 +39,7 @@ from megarl.rollout.continuing_engine import ContinuingEngine
 from megarl.rollout.engine import GenerationEngine, Sampling
 from megarl.rollout.engine_pool import EngineLease, EnginePool
 from megarl.rollout.environments.calls import EnvironmentFailedError
-from megarl.rollout.request_clock import RequestClock
+from megarl.rollout.request_clock import RequestClock, TimeLimit
 from megarl.rollout.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -39,6 +48,9 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "environment"
 """Name under which failures of environments are counted, as those of a reward term."""
+
+ENGINE = "engine"
+"""Name under which samples are counted whose engine made no progress, or refused a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +69,9 @@ class RolloutWorkerSpec:
     """Settings of a rollout worker."""
 
     request_timeout_seconds: float
-    """Timeout of one episode, including the time its requests are queued in the engine."""
+    """Time limit of one episode from its first token, after which it is truncated."""
+    no_progress_seconds: float = RolloutConfig().no_progress_seconds
+    """Longest time in which an engine that owes completions shows no progress."""
     agent: Agent = single_turn
     agent_path: str = AgentConfig().path
     """Import path of `agent`, for error messages."""
@@ -229,10 +243,10 @@ class RolloutWorker:
         """
         assert engines, "a worker needs an engine"
         self._spec = spec
-        self._pool = EnginePool(engines)
+        self._clock = RequestClock()
+        self._pool = EnginePool(engines, self._clock, no_progress_seconds=spec.no_progress_seconds)
         self._scorer = scorer
         self._tokenizer = tokenizer
-        self._clock = RequestClock()
 
     async def mark_engine_lost(self, index: int, error: LostEngineError) -> None:
         """Stop using an engine; its unfinished requests are retried on another one."""
@@ -251,11 +265,11 @@ class RolloutWorker:
                 await self.replace_engine(index, change)
 
     async def pause_clock(self) -> None:
-        """Stop the timeouts of requests: the engines are paused for new weights."""
+        """Stop the time limits: the engines are paused for new weights."""
         self._clock.pause()
 
     async def resume_clock(self) -> None:
-        """Let the timeouts continue."""
+        """Let the time limits continue."""
         self._clock.resume()
 
     async def retry_counts(self) -> RetryCounts:
@@ -272,14 +286,13 @@ class RolloutWorker:
         If an engine is lost, its requests are continued on another one as soon as one is live.
 
         Raises:
-            WorkerError: an episode timed out, or the engine rejected a request.
             AgentError: the agent raised an exception or returned no valid trajectory.
             RewardError: a reward could not be computed.
         """
         start = time.perf_counter()
         num_samples = job.num_samples + job.has_baseline
         lease = EngineLease(self._pool, num_samples, job.engine, group_id=job.group_id, priority=job.priority)
-        retried: list[int] = []
+        retried = Counter[str]()
         try:
             await lease.engine()  # leased before the first request, so that the next group sees the load
             episodes = await _gather_or_cancel(
@@ -289,8 +302,7 @@ class RolloutWorker:
             lease.release()
         generated = time.perf_counter()
         episodes, terms = await self._score(episodes, job.prompt)
-        if retried:
-            terms = {**terms, ENVIRONMENT: TermReport(seconds=0.0, num_retried=len(retried))}
+        terms = {**terms, **{name: TermReport(seconds=0.0, num_retried=num) for name, num in retried.items()}}
         summary = GroupSummary(
             group_id=job.group_id,
             prompt_id=job.prompt.prompt_id,
@@ -325,57 +337,74 @@ class RolloutWorker:
         await self._scorer.close()
 
     async def _run_episode(
-        self, job: GroupJob, sample: int, lease: EngineLease, retried: list[int]
+        self, job: GroupJob, sample: int, lease: EngineLease, retried: Counter[str]
     ) -> list[Trajectory]:
         """Run one agent episode; a request whose engine is lost is continued on another one.
 
-        If its environment fails or a text cannot be used, the episode is repeated once with another seed, and then left
-        out of the step.
+        If its environment fails, a text cannot be used, or the engine refuses a request, the episode is repeated once
+        with another seed, and then left out of the step. If its engine makes no progress, its requests are continued
+        once on another one.
 
         Args:
-            retried: gets the index of the sample if its environment fails.
+            retried: counts the episode by the name of what has failed.
         """
+        stalls: list[StalledEngineError] = []
+        attempt = 0
         while True:
             try:
-                return await self._attempt(job, sample, lease, attempt=int(sample in retried))
-            except (EnvironmentFailedError, RefusedTextError) as error:
-                if sample in retried:
-                    return [_failed_episode(job, f"{error} on {job.prompt.prompt_id}")]
-                retried.append(sample)
+                segments = await self._attempt(job, sample, lease, stalls, attempt=attempt)
+            except (EnvironmentFailedError, RefusedTextError, WorkerError) as error:
+                name = ENGINE if isinstance(error, WorkerError) else ENVIRONMENT
+                if attempt == 0 and not isinstance(error, StalledEngineError):
+                    attempt = 1
+                    retried[name] += 1
+                    continue
+                segments = [_failed_episode(job, name, f"{error} on {job.prompt.prompt_id}")]
+            if stalls:
+                retried[ENGINE] += 1
+            return segments
 
-    async def _attempt(self, job: GroupJob, sample: int, lease: EngineLease, *, attempt: int = 0) -> list[Trajectory]:
+    async def _attempt(
+        self, job: GroupJob, sample: int, lease: EngineLease, stalls: list[StalledEngineError], *, attempt: int
+    ) -> list[Trajectory]:
         request_id = f"{job.request_id}-{sample}" + (f"-retry{attempt}" if attempt else "")
         sampling = replace(job.sampling, seed=_derive_seed(job, sample, attempt)) if job.seed else job.sampling
         if sample == job.num_samples:
             sampling = replace(sampling, temperature=0.0)
-        seconds = self._spec.request_timeout_seconds  # pauses of the engines do not count
+        spec = self._spec
+        limit = TimeLimit(self._clock, spec.request_timeout_seconds)
+        engine = ContinuingEngine(lease, limit, stalls)
+        episode = Episode(
+            job.prompt,
+            self._tokenizer,
+            engine,
+            sampling,
+            request_id=request_id,
+            group_id=job.group_id,
+            clock=self._clock,
+            limit=limit,
+        )
+        own = spec.source_agents.get(job.prompt.source)
+        limit.start(max(spec.request_timeout_seconds, spec.no_progress_seconds))  # for an agent that asks for nothing
         try:
-            async with self._clock.timeout(seconds) as timeout:
-                engine = ContinuingEngine(lease, timeout)
-                episode = Episode(
-                    job.prompt,
-                    self._tokenizer,
-                    engine,
-                    sampling,
-                    request_id=request_id,
-                    group_id=job.group_id,
-                    clock=self._clock,
-                )
-                spec = self._spec
-                own = spec.source_agents.get(job.prompt.source)
-                return await run_agent(
-                    spec.agent if own is None else own.agent,
-                    episode,
-                    path=spec.agent_path if own is None else own.path,
-                    refuses_forks=spec.refuses_forks,
-                    key=spec.agent_key if own is None else own.key,
-                )
-        except TimeoutError as e:
-            await episode.abort_unfinished()
-            raise WorkerError(
-                f"request {request_id} (prompt {job.prompt.prompt_id}) did not finish within {seconds} s "
-                f"(rollout.request_timeout_seconds)"
-            ) from e
+            segments = await run_agent(
+                spec.agent if own is None else own.agent,
+                episode,
+                path=spec.agent_path if own is None else own.path,
+                refuses_forks=spec.refuses_forks,
+                key=spec.agent_key if own is None else own.key,
+            )
+        except MegarlError:
+            if engine.error is None:
+                raise
+        finally:
+            limit.stop()
+        if engine.error is not None:  # which the agent may have caught
+            raise engine.error
+        if engine.has_cut:
+            ended_by_limit = segments[-1].finish_reason in TRUNCATED_REASONS
+            return segments if ended_by_limit else [replace(each, finish_reason=TIME_LIMIT) for each in segments]
+        return segments
 
 
 def summarize(*segments: Trajectory) -> TrajectorySummary:
@@ -409,7 +438,7 @@ def _derive_seed(job: GroupJob, sample: int, attempt: int = 0) -> int:
     return int(np.random.SeedSequence(entropy).generate_state(1)[0]) & 0x7FFFFFFF
 
 
-def _failed_episode(job: GroupJob, error: str) -> Trajectory:
+def _failed_episode(job: GroupJob, name: str, error: str) -> Trajectory:
     """Return the prompt alone, as a trajectory that is left out of the step."""
     count = len(job.prompt.token_ids)
     return Trajectory(
@@ -419,7 +448,7 @@ def _failed_episode(job: GroupJob, error: str) -> Trajectory:
         loss_mask=np.zeros(count, np.bool_),
         logprobs=np.zeros(count, np.float32),
         policy_versions=np.full(count, -1, np.int32),
-        reward_errors={ENVIRONMENT: error},
+        reward_errors={name: error},
         finish_reason="failed",
     )
 

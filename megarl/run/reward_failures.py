@@ -1,4 +1,4 @@
-"""Counts the completions on which rewards failed, and ends a run in which too many do."""
+"""Counts the completions on which rewards, environments or engines failed; ends a run in which too many do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.groups.group_stream import FinishedGroup
 
 
 class RewardFailures:
-    """The failures of one step, by the name of the term that failed, or `environment`."""
+    """The failures of one step, by the name of the term that failed, `environment` or `engine`."""
 
     def __init__(self, config: RewardsConfig, completions_per_step: int, notify: Callable[[str], None]) -> None:
         """Args:

@@ -74,7 +74,7 @@ WHERE = (
     "trainer.eval_every=3", "rollout.workers=3", "rollout.request_timeout_seconds=3", "rollout.engine.mem_fraction=0.5",
     "rollout.engine.extra_args={cuda_graph_config: {b: 1}}", "placement.device=cpu", "weight_sync.bucket_bytes=77",
     "tracking.wandb={project: p}", "limits.logprob_abs_max=0.1", "checkpoint.every=3", "recovery.max_restarts=3",
-    "reward.max_failed_share=0.5",
+    "reward.max_failed_share=0.5", "rollout.no_progress_seconds=3",
 )  # fmt: skip
 """Changes of where and how a run computes."""
 

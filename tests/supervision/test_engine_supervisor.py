@@ -273,8 +273,8 @@ def test_an_engine_that_cannot_start_is_left_out_while_others_serve(make_world):
         assert world.supervisor.replicas[index].state == "gone"
         assert world.supervisor.starting == []
         assert world.messages[-1] == (
-            f"engine {index} was lost too often for the same reason (recovery.max_identical_failures); the run continues "
-            "without this engine: the engine did not start: CUDA error 999"
+            f"engine {index} was lost too often for the same reason (recovery.max_identical_failures); the run "
+            "continues without this engine: the engine did not start: CUDA error 999"
         )
     world.pass_time(100)
     kill(world.engines.actors[0])

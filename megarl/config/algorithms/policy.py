@@ -153,9 +153,9 @@ class PolicyConfig(Section):
     this is subtracted from the token's loss. 0: none."""
 
     mask_truncated_completions: bool = False
-    """Leave completions that were truncated at a token limit (`finish_reason: length`) out of the policy's loss and its
-    denominators (overlong filtering, arXiv 2503.14476, section 3.4). Their rewards still count in baselines and for
-    critics."""
+    """Leave completions that were truncated at a limit (`finish_reason: length`, `turns`, `seconds` or `calls`) out of
+    the policy's loss and its denominators (overlong filtering, arXiv 2503.14476, section 3.4). Their rewards still
+    count in baselines and for critics."""
 
     allow_double_kl: bool = False
     """Allow `kl_loss` and `kl_reward` at the same time. Default: that is an error."""

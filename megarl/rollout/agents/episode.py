@@ -16,14 +16,12 @@ from megarl.batch.trajectory import Prompt, Trajectory, count_turns
 from megarl.data.tokenizer import describe_unknown_token, read_vocab_size
 from megarl.errors import AgentError, WorkerError
 from megarl.rollout.engine import CompletionEngine, Generation, GenerationRequest, Sampling
-from megarl.rollout.request_clock import RequestClock
+from megarl.rollout.partial_outputs import ABORT_GRACE_SECONDS
+from megarl.rollout.request_clock import RequestClock, TimeLimit
 from megarl.text import replace_surrogates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-ABORT_GRACE_SECONDS = 10.0
-"""How long to wait for an engine to abort requests that nobody waits for."""
 
 
 class RefusedTextError(AgentError):
@@ -52,7 +50,9 @@ class Episode:
         return episode.trajectory()
 
     What follows the prompt has at most `rollout.max_new_tokens` tokens, observations included: a longer observation is
-    truncated, and without remaining tokens `generate` returns an empty completion that ended by `length`.
+    truncated, and without remaining tokens `generate` returns an empty completion that ended by `length`. Once the time
+    limit is reached, the completion in progress ends with the tokens so far, and later ones are empty; they end by
+    `seconds`. An agent that then does not return is cancelled, and the tokens so far are its trajectory.
 
     An agent that continues with other tokens than those so far, such as a shortened history, calls `fork` with them:
 
@@ -71,6 +71,7 @@ class Episode:
         request_id: str,
         group_id: int,
         clock: RequestClock | None = None,
+        limit: TimeLimit | None = None,
     ) -> None:
         """Start an episode with the prompt's tokens.
 
@@ -78,6 +79,7 @@ class Episode:
             sampling: its `max_new_tokens` limits the whole episode; its seed is that of the first request.
             request_id: id of the first request; those of later ones begin with it.
             clock: clock that stops while engines are paused; None: one that never stops.
+            limit: time limit, which ends requests of the engine; None: none.
         """
         self.prompt = prompt
         """The row's prompt: text, token ids, and `answer` if the row has one."""
@@ -91,11 +93,25 @@ class Episode:
         self._request_id, self.group_id = request_id, group_id
         self.clock = clock or RequestClock()
         """Clock of the episode's time limits: it stops while the engines are paused for new weights."""
+        self._limit = limit
+        self.ends_by_itself = False
+        """Whether the agent ends the episode after its time limit; otherwise it is cancelled after a grace period."""
         self._num_requests = 0
         self._segments = [_given(prompt.token_ids)]
         self._finished: list[Trajectory] = []
         """The sequences before the last fork."""
         self._turn_rewards: list[float] = []
+
+    @property
+    def limit_reached(self) -> asyncio.Future[None]:
+        """Done once the time limit is reached: `generate` and `complete` then return empty completions at once."""
+        return asyncio.get_running_loop().create_future() if self._limit is None else self._limit.reached
+
+    def end_by_itself(self) -> None:
+        """Keep to time limits of the agent's own, and end soon after `limit_reached`: the agent is not cancelled."""
+        self.ends_by_itself = True
+        if self._limit is not None:
+            self._limit.stop()
 
     @property
     def row(self) -> Mapping[str, Any]:
@@ -148,6 +164,7 @@ class Episode:
         if limit > 0:
             generation = await self.complete(self.token_ids, max_new_tokens=limit, are_known=True)
         else:
+            await asyncio.sleep(0)  # an agent that asks again and again lets others run
             generation = _empty_completion()
         self._segments.append(
             _Segment(generation.token_ids, generation.logprobs, generation.policy_versions, sampled=True)
@@ -174,9 +191,13 @@ class Episode:
             seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0]) & 0x7FFFFFFF
         sampling = replace(self._sampling, max_new_tokens=max_new_tokens, seed=seed)
         self.unfinished_requests.add(request_id)
-        generation = await self._engine.generate(
-            GenerationRequest(request_id=request_id, token_ids=tuple(token_ids), sampling=sampling)
-        )
+        try:
+            generation = await self._engine.generate(
+                GenerationRequest(request_id=request_id, token_ids=tuple(token_ids), sampling=sampling)
+            )
+        except WorkerError:  # the engine may still sample one that is cancelled
+            self.unfinished_requests.discard(request_id)
+            raise
         self.unfinished_requests.discard(request_id)
         return generation
 

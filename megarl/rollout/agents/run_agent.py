@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
-from megarl.batch.trajectory import Trajectory, count_turns
+from megarl.batch.trajectory import TIME_LIMIT, Trajectory, count_turns
 from megarl.data.tokenizer import describe_unknown_token, read_vocab_size
 from megarl.errors import AgentError, MegarlError
 from megarl.rollout.agents.agent import Agent
 from megarl.rollout.agents.episode import Episode, RefusedTextError
+from megarl.rollout.environments.calls import EnvironmentFailedError
 from megarl.text import describe_error
-from megarl.user_code import await_outcome
+from megarl.user_code import CallOutcome, await_outcome
+
+GRACE_SECONDS = 20.0
+"""How long an agent may take after the time limit of its episode, of which the engine may take half to abort a request
+in progress."""
+
+CANCEL_SECONDS = 5.0
+"""How long an agent that is cancelled may take to clean up."""
 
 
 async def run_agent(
@@ -30,9 +39,10 @@ async def run_agent(
         WorkerError: the engine rejected a request.
         AgentError: the agent raised another exception, or returned something other than a valid trajectory.
         RefusedTextError: a text that it continued with cannot be used.
+        EnvironmentFailedError: nothing was sampled within the time limit.
     """
     label = f"{key} ({path})"
-    result, error = await await_outcome(partial(agent, episode))
+    result, error = await _run(agent, episode)
     if isinstance(error, MegarlError):
         raise error
     if error is not None:
@@ -54,7 +64,33 @@ async def run_agent(
         unknown = describe_unknown_token(episode.tokenizer, token_ids, read_vocab_size(episode.tokenizer))
         if unknown is not None:
             raise RefusedTextError(f"{label} returned a trajectory on {episode.prompt.prompt_id}: {unknown}")
+    if episode.limit_reached.done() and not any(np.any(trajectory.loss_mask) for trajectory in segments):
+        raise EnvironmentFailedError(f"{label} sampled nothing within its time limit (rollout.request_timeout_seconds)")
     return cast("list[Trajectory]", segments)
+
+
+async def _run(agent: Agent, episode: Episode) -> CallOutcome:
+    """Return what the agent returns or raises; the tokens so far if it fails, or does not end, after the time limit."""
+    task, reached = asyncio.ensure_future(await_outcome(partial(agent, episode))), episode.limit_reached
+    ends: list[asyncio.Future[Any]] = [task, reached]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and not episode.ends_by_itself:
+            await episode.clock.wait([task], GRACE_SECONDS)
+        elif not task.done():
+            await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait([task])
+        raise
+    result, error = task.result() if task.done() else (None, None)
+    has_failed = error is not None and not isinstance(error, MegarlError)
+    if task.done() and not (has_failed and reached.done()):
+        return result, error
+    task.cancel()
+    await asyncio.wait([task], timeout=CANCEL_SECONDS)
+    episode.finish_reason = TIME_LIMIT
+    return episode.trajectories(), None
 
 
 def _find_problem(trajectory: Trajectory, number: int, episode: Episode) -> str | None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.batch.trajectory import MAX_REWARD, Trajectory
+from megarl.batch.trajectory import MAX_REWARD, TIME_LIMIT, Trajectory
 from megarl.config.data import DataConfig
 from megarl.config.rollout import EnvironmentConfig
 from megarl.errors import AgentError
@@ -73,6 +73,7 @@ class EnvironmentAgent:
             AgentError: the environment returned something else than its interface allows.
             WorkerError: as `Episode.generate`.
         """
+        episode.end_by_itself()
         run = _Run(self._config, self._key, self._renderer, episode)
         environment, error = outcome_of(self._factory.create)
         if isinstance(error, AgentError):
@@ -134,6 +135,9 @@ class _Run:
         while (limit := self._limit()) is None:
             generation = await self.episode.generate(max_new_tokens=self.config.max_turn_tokens)
             self.num_turns += 1
+            if generation.finish_reason == TIME_LIMIT:
+                limit = TIME_LIMIT
+                break
             if generation.finish_reason != "stop" and self.episode.num_remaining_tokens <= 0:
                 limit = "length"
                 break
@@ -141,7 +145,7 @@ class _Run:
                 raise AgentError(f"{self.label}: the engine sampled no token on {task.prompt.prompt_id}")
             reply = self.episode.decode(generation.token_ids)
             if self.seconds_left <= 0:
-                limit = "seconds"
+                limit = TIME_LIMIT
                 break
             step = await self._call(environment.step, reply, name="step")
             self.episode.add_turn_reward(self._checked_reward(step))
@@ -164,7 +168,7 @@ class _Run:
         if self.num_turns >= config.max_turns:
             return "turns"
         if self.seconds_left <= 0:
-            return "seconds"
+            return TIME_LIMIT
         if config.max_calls is not None and self.num_calls >= config.max_calls:
             return "calls"
         return "length" if self.episode.num_remaining_tokens <= 0 else None

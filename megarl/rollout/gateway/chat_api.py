@@ -215,7 +215,9 @@ def _message(turn: Turn) -> dict[str, Any]:
 def _finish_reason(turn: Turn) -> str:
     assert turn.generation is not None
     assert turn.reply is not None
-    return "tool_calls" if turn.reply.calls else turn.generation.finish_reason
+    if turn.reply.calls:
+        return "tool_calls"
+    return "stop" if turn.generation.finish_reason == "stop" else "length"
 
 
 def _logprobs(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
-from megarl.batch.trajectory import Trajectory
+from megarl.batch.trajectory import TIME_LIMIT, Trajectory
 from megarl.config.data import DataConfig
 from megarl.config.harness import HarnessConfig
 from megarl.rollout.agents.episode import Episode
@@ -82,6 +82,7 @@ class HarnessAgent:
             EnvironmentFailedError: the program failed, hung, or asked for no turn.
             WorkerError: as `Episode.generate`.
         """
+        episode.end_by_itself()
         async with self._slots:
             await self._server.start()
             session = Session(episode, self._config, self._renderer, self._parser, can_call=self._can_call)
@@ -95,7 +96,7 @@ class HarnessAgent:
     async def _run(self, episode: Episode, session: Session, base_url: str, api_key: str) -> float | None:
         """Run the program until it ends, a limit has ended the episode, or an engine fails; return its reward."""
         program = asyncio.ensure_future(self._start(self._tasks.of(episode), base_url, api_key))
-        over = asyncio.ensure_future(_is_over(session))
+        over = asyncio.ensure_future(_is_over(session, episode))
         try:
             try:
                 async with episode.clock.timeout(self._config.max_seconds + END_SECONDS):
@@ -134,7 +135,7 @@ class HarnessAgent:
                 f"{HARNESS} ({self._config.label}) did not end and asked for no further turn within "
                 f"{self._config.max_seconds:g} s (rollout.harness.max_seconds)"
             )
-        session.end("seconds")
+        session.end(TIME_LIMIT)
         if in_flight:
             await asyncio.wait(in_flight)
 
@@ -159,9 +160,11 @@ class HarnessAgent:
         return await run_command(self._config, described, base_url, api_key, self._config.host)
 
 
-async def _is_over(session: Session) -> None:
-    """Return once a program should have ended after a limit."""
+async def _is_over(session: Session, episode: Episode) -> None:
+    """Return once a program should have ended after a limit; turns that the time limit ends are finished before."""
     await session.limit_reached.wait()
+    if episode.limit_reached.done() and session.in_flight:
+        await asyncio.wait(session.in_flight)
     await asyncio.sleep(END_SECONDS)
 
 

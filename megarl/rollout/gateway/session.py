@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.batch.trajectory import Trajectory
+from megarl.batch.trajectory import TIME_LIMIT, Trajectory
 from megarl.config.harness import HarnessConfig
 from megarl.data.chat_template import chat_template_source
 from megarl.errors import AgentError, MegarlError
@@ -42,7 +42,7 @@ CHECKED_EXCHANGES = 8
 
 ENDED = {
     "turns": "max_turns = {max_turns} replies were sampled",
-    "seconds": "max_seconds = {max_seconds:g} are over",
+    TIME_LIMIT: "max_seconds = {max_seconds:g} are over",
     "calls": "max_calls = {max_calls} tool calls were made",
     "length": "all tokens of rollout.max_new_tokens were sampled",
 }
@@ -114,6 +114,7 @@ class Session:
         self.is_closed = False
         self.last_refusal = ""
         """Message of the last request that was refused."""
+        episode.limit_reached.add_done_callback(lambda _: self.end(TIME_LIMIT))
 
     @property
     def num_turns(self) -> int:
@@ -292,6 +293,9 @@ class Session:
         try:
             generation = await self._episode.complete(turn.prompt_ids, max_new_tokens=limit, are_known=True)
             if not len(generation.token_ids):
+                if generation.finish_reason == TIME_LIMIT:
+                    self._turns.remove(turn)
+                    self._refuse_after(TIME_LIMIT)
                 raise AgentError(f"the engine sampled no token on {self._episode.prompt.prompt_id}")
             is_cut = generation.finish_reason != "stop" and len(generation.token_ids) >= room
             generation, text, stop = self._cut_at_stop(generation, request.stop)
@@ -390,7 +394,7 @@ class Session:
         if len(self._turns) >= config.max_turns:
             return "turns"
         if self._episode.clock.time() - self._began_at >= config.max_seconds:
-            return "seconds"
+            return TIME_LIMIT
         if config.max_calls is not None and self._num_calls >= config.max_calls:
             return "calls"
         return None
@@ -398,6 +402,8 @@ class Session:
     def _refuse_after(self, limit: str) -> None:
         self.end(limit)
         why = ENDED[limit].format(**self._config.model_dump())
+        if limit == TIME_LIMIT and self._episode.limit_reached.done():
+            why = "rollout.request_timeout_seconds are over"
         code = TOO_LONG if limit == "length" else limit
         raise RefusedRequestError(f"the episode has ended: {why}", code=code)
 

@@ -86,12 +86,18 @@ def make_task(answer: str | None, row: dict[str, Any] | None = None, shared: dic
     return Task(prompt=prompt, messages=messages, seed=1, shared={} if shared is None else shared)
 
 
-def make_worker(engine: TextEngine, environment: type, *, scorer: Scorer | None = None, **config: Any) -> RolloutWorker:
-    """Return a worker whose agent runs the environment, with further fields of `rollout.env`; see `TurnScorer`."""
+def make_worker(
+    engine: TextEngine, environment: type, *, scorer: Scorer | None = None, limit: float = 1e6, **config: Any
+) -> RolloutWorker:
+    """Return a worker whose agent runs the environment, with further fields of `rollout.env`; see `TurnScorer`.
+
+    Args:
+        limit: `rollout.request_timeout_seconds`.
+    """
     section = EnvironmentConfig(path=f"{environment.__module__}:{environment.__name__}", **config)
     agent = EnvironmentAgent(section, DataConfig(path="d.jsonl"), engine.tokenizer)
     names = {"agent_path": section.path, "agent_key": "rollout.env.path"}
-    spec = RolloutWorkerSpec(request_timeout_seconds=1e6, agent=agent, **names)
+    spec = RolloutWorkerSpec(request_timeout_seconds=limit, agent=agent, **names)
     return RolloutWorker(spec, [engine], scorer or TurnScorer(), tokenizer=engine.tokenizer)
 
 

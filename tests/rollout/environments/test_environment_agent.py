@@ -16,6 +16,7 @@ from megarl.rollout.environments.environment import Step, Task
 from megarl.rollout.environments.load_environment import check_environment
 from tests.rollout.environments.chat_templates import APPEND, STRIPS_THOUGHTS, chat_tokenizer
 from tests.rollout.environments.scripted import Echo, TextEngine, make_job, make_worker, open_environments
+from tests.rollout.whole_batches import make_generation
 from tests.virtual_time import run_in_virtual_time
 
 
@@ -69,6 +70,44 @@ def test_the_first_limit_in_their_order_names_the_ending(tokenizer, config, ende
     summary, (first, _) = run(engine, **config)
     assert (first.finish_reason, summary.trajectories[0].num_turns) == (ended, turns)
     assert not first.reward_errors
+    assert not open_environments
+
+
+class AbortableEngine(TextEngine):
+    """A request that is aborted completes at once, with what it has of its text."""
+
+    async def generate(self, request: Any) -> Any:
+        self.aborts[request.request_id] = asyncio.Event()
+        generating = asyncio.ensure_future(super().generate(request))
+        aborted = asyncio.ensure_future(self.aborts[request.request_id].wait())
+        await asyncio.wait([generating, aborted], return_when=asyncio.FIRST_COMPLETED)
+        if generating.done():
+            aborted.cancel()
+            return generating.result()
+        generating.cancel()
+        return make_generation(self.tokenizer.encode("ye", add_special_tokens=False), reason="abort")
+
+    async def abort(self, request_id: str) -> None:
+        self.aborts[request_id].set()
+
+
+class SlowStep(Echo):
+    async def step(self, reply: str) -> Step:
+        await asyncio.sleep(30)
+        return await super().step(reply)
+
+
+@pytest.mark.parametrize("environment", [Echo, SlowStep])
+def test_the_time_limit_of_the_run_ends_an_episode_as_truncated(tokenizer: Any, environment: type) -> None:
+    """Of a request, or of a step, which ends by the environment's own limit."""
+    engine = AbortableEngine(tokenizer, replies("why"), seconds=10.0)
+    engine.aborts = {}
+    summary, (first, _) = run(engine, environment, limit=25, max_seconds=1000)
+    assert first.finish_reason == "seconds"
+    assert summary.kept == (0, 1)
+    sampled = tokenizer.decode(first.token_ids[first.loss_mask])
+    assert sampled == ("why<eos>why<eos>why<eos>ye" if environment is Echo else "why<eos>")
+    assert first.reward == (0.75 if environment is Echo else 0.25)
     assert not open_environments
 
 

@@ -69,16 +69,30 @@ def make_agent(
 Groups = list[tuple[GroupSummary, list[Trajectory]]]
 
 
-def run_groups(engine: Any, agent: Any, prompts: Sequence[Prompt], *, seconds: float = 1e9, **changes: Any) -> Groups:
+def run_groups(
+    engine: Any,
+    agent: Any,
+    prompts: Sequence[Prompt],
+    *,
+    seconds: float = 1e9,
+    no_progress_seconds: float = 1e9,
+    **changes: Any,
+) -> Groups:
     """Return the groups of all prompts, which run at the same time, each with the seed of its number.
 
     Args:
         seconds: time limit of an episode.
+        no_progress_seconds: that of the engine.
         changes: further fields of the jobs, such as `num_samples`, which is 1.
     """
 
     async def main() -> Groups:
-        spec = RolloutWorkerSpec(request_timeout_seconds=seconds, agent=agent, agent_path="the agent")
+        spec = RolloutWorkerSpec(
+            request_timeout_seconds=seconds,
+            no_progress_seconds=no_progress_seconds,
+            agent=agent,
+            agent_path="the agent",
+        )
         worker = RolloutWorker(spec, [engine], TurnScorer(), tokenizer=engine.tokenizer)
         fields = {"num_samples": 1, **changes}
         jobs = [make_group_job(each, group_id=number, **fields) for number, each in enumerate(prompts)]

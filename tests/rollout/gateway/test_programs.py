@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from megarl.config.harness import HarnessConfig
 from megarl.config.rollout import RolloutConfig
-from megarl.errors import ConfigError, WorkerError
+from megarl.errors import ConfigError
 from megarl.rollout.batching_engine import BatchingEngine
 from megarl.rollout.continuation import no_tokens
 from megarl.rollout.engine import Generation, GenerationRequest
@@ -31,6 +31,7 @@ from tests.rollout.clock import in_event_loop, iterate, jump
 from tests.rollout.gateway import scripted
 from tests.rollout.gateway.clients import ask_raw
 from tests.rollout.gateway.scripted import SeededEngine, logged_ids, make_agent, make_prompt, run_groups, sampled_ids
+from tests.rollout.whole_batches import make_generation
 from tests.time_limits import UNREACHED_SECONDS, wait_for
 
 ASK = """
@@ -307,11 +308,11 @@ engines: list[EndlessEngine] = []
 """Those of all groups, the current one last."""
 
 
-def run_group(engine: EndlessEngine, agent: Any) -> Any:
+def run_group(engine: EndlessEngine, agent: Any, **limits: float) -> Any:
     """Run a group of one episode, after which no request is in flight; return its summary."""
     engines.append(engine)
     prompt = make_prompt(engine.tokenizer, text=QUICK)
-    ((summary, _),) = run_groups(engine, agent, [prompt], seconds=2 * UNREACHED_SECONDS)
+    ((summary, _),) = run_groups(engine, agent, [prompt], seconds=2 * UNREACHED_SECONDS, **limits)
     return summary
 
 
@@ -348,6 +349,7 @@ async def go_on_after_a_limit(task: Task, base_url: str, api_key: str) -> None:
 
 
 async def wait_for_ever(task: Task, base_url: str, api_key: str) -> None:
+    await ask_raw(base_url, api_key, list(task.messages))
     await begin(base_url, LONG)
     jump(3 * UNREACHED_SECONDS)
     await asyncio.sleep(1e6)
@@ -356,7 +358,7 @@ async def wait_for_ever(task: Task, base_url: str, api_key: str) -> None:
 def test_a_request_that_a_program_has_left_is_aborted_at_its_end(tokenizer: Any) -> None:
     engine = EndlessEngine(tokenizer)
     summary = run_group(engine, make_agent(tokenizer, disconnect_and_return))
-    assert engine.aborted == ["step-1-0-0.1"]
+    assert set(engine.aborted) == {"step-1-0-0.1"}
     assert summary.kept == (0,)  # the first turn is trained on
     assert summary.trajectories[0].num_turns == len(engine.log) == 1
 
@@ -392,11 +394,74 @@ def test_requests_are_aborted_when_a_program_does_not_end_after_a_limit(tokenize
     assert engine.aborted == ["step-1-0-0", "step-1-0-0.1"]
 
 
-def test_requests_are_aborted_once_when_the_episode_times_out(tokenizer: Any) -> None:
+def test_requests_are_aborted_once_when_the_time_of_the_episode_is_over(tokenizer: Any, monkeypatch) -> None:
+    monkeypatch.setattr(harness_agent, "END_SECONDS", 0.1)
     engine = EndlessEngine(tokenizer)
-    with pytest.raises(WorkerError, match=f"did not finish within {2 * UNREACHED_SECONDS} s"):
-        run_group(engine, make_agent(tokenizer, wait_for_ever, max_seconds=1e6))
-    assert engine.aborted == ["step-1-0-0"]
+    summary = run_group(engine, make_agent(tokenizer, wait_for_ever, max_seconds=1e6))
+    assert engine.aborted == ["step-1-0-0.1"]
+    assert (summary.kept, summary.trajectories[0].finish_reason) == ((0,), "seconds")
+    assert summary.trajectories[0].response_length == len(engine.log[0][1].token_ids)
+
+
+finished: list[dict[str, Any]] = []
+"""The reply to the request that the time limit has ended, and the refusal of the next one."""
+
+
+async def ask_beyond_the_limit(task: Task, base_url: str, api_key: str) -> None:
+    await ask_raw(base_url, api_key, list(task.messages))
+
+    async def post(text: str) -> None:
+        async with httpx.AsyncClient(verify=False, timeout=None) as client:
+            body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+            finished.append((await client.post(f"{base_url}/chat/completions", json=body)).json())
+
+    asked = asyncio.ensure_future(post(LONG))
+    await wait_for(lambda: bool(engines[-1].in_flight))
+    jump(3 * UNREACHED_SECONDS)
+    await asked
+    await post("and what is it?")
+    await asyncio.sleep(1e6)
+
+
+class PartialEngine(EndlessEngine):
+    """Answers an abort with the tokens so far."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        generation = await super().generate(request)
+        if generation.finish_reason != "abort":
+            return generation
+        generation = make_generation([5, 6], reason="abort")
+        self.log.append((request, generation))
+        return generation
+
+
+def test_a_reply_over_the_time_limit_is_cut_and_further_requests_are_refused(tokenizer: Any, monkeypatch) -> None:
+    monkeypatch.setattr(harness_agent, "END_SECONDS", 1.0)
+    finished.clear()
+    engine = PartialEngine(tokenizer)
+    agent = make_agent(tokenizer, ask_beyond_the_limit, max_seconds=1e6)
+    engines.append(engine)
+    prompt = make_prompt(tokenizer, text=QUICK)
+    ((summary, trajectories),) = run_groups(engine, agent, [prompt], seconds=2 * UNREACHED_SECONDS)
+    assert finished[0]["choices"][0]["finish_reason"] == "length"
+    assert finished[1]["error"]["code"] == "seconds"
+    assert "rollout.request_timeout_seconds" in finished[1]["error"]["message"]
+    assert summary.kept == (0,)
+    assert {trajectory.finish_reason for trajectory in trajectories} == {"seconds"}
+    assert sampled_ids(trajectories) == logged_ids(engine)
+
+
+async def ask_for_ever(task: Task, base_url: str, api_key: str) -> None:
+    await begin(base_url, LONG)
+    await asyncio.sleep(1e6)
+
+
+def test_an_engine_without_progress_fails_the_episode_after_a_second_request(tokenizer: Any) -> None:
+    engine = EndlessEngine(tokenizer)
+    summary = run_group(engine, make_agent(tokenizer, ask_for_ever), no_progress_seconds=0.5)
+    assert engine.aborted == ["step-1-0-0", "step-1-0-0-retry1"]
+    assert list(summary.trajectories[0].reward_errors) == ["engine"]
+    assert summary.terms["engine"].num_retried == 1
 
 
 async def disconnect_and_ask_again(task: Task, base_url: str, api_key: str) -> None:

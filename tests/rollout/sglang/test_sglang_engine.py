@@ -287,6 +287,32 @@ class AsyncEngine(WholeBatches):
     async def partial_outputs(self, known):
         return await asyncio.wrap_future(self.engine.submit("partial_outputs", known))
 
+    async def abort(self, request_id):
+        await asyncio.wrap_future(self.engine.submit("abort", request_id))
+
+
+def test_truncated_samples_have_the_tokens_of_the_engine(engine, monkeypatch):
+    """Their time is over as soon as the engine reports their first tokens."""
+    monkeypatch.setattr(partial_outputs, "REPORT_SECONDS", 0.05)
+    job = make_group_job(num_samples=4, max_new_tokens=480)
+
+    async def rollout(seconds):
+        limits = RolloutWorkerSpec(request_timeout_seconds=seconds, no_progress_seconds=UNREACHED_SECONDS)
+        worker = RolloutWorker(limits, [AsyncEngine(engine)], NoScores(), tokenizer=None)
+        _, trajectories = await worker.rollout_group(job)
+        return trajectories
+
+    expected, trajectories = asyncio.run(rollout(UNREACHED_SECONDS)), asyncio.run(rollout(1e-3))
+    truncated = [trajectory for trajectory in trajectories if trajectory.finish_reason == "seconds"]
+    assert truncated
+    for one, other in zip(trajectories, expected, strict=True):
+        num = one.num_tokens
+        assert num < other.num_tokens if one.finish_reason == "seconds" else num == other.num_tokens
+        assert one.loss_mask.sum() >= 1
+        assert one.token_ids.tolist() == other.token_ids[:num].tolist()
+        assert np.abs(one.logprobs - other.logprobs[:num]).max() <= TOLERANCE
+        assert np.array_equal(one.policy_versions, other.policy_versions[:num])
+
 
 def test_group_continues_after_its_engine_is_killed(engine, spec, monkeypatch):
     monkeypatch.setattr(partial_outputs, "REPORT_SECONDS", 0.05)
