@@ -35,7 +35,7 @@ Steps of GRPO with two mini-batches, as `megarl train` runs them on slots that t
 groups, the splitting over replicas, the supervision, the checkpoints' bookkeeping and Ray are the product's. Trainer
 ranks, rollout workers and engines are fake: a few processes stand in for all of them, answer every call that those of a
 run get, and return groups of 8 completions without generating any; lengths are even between half of the longest
-response and all of it. Every second step evaluates and saves. CPU seconds are those of all threads of the controller's
+response and all of it. Every third step evaluates and saves. CPU seconds are those of all threads of the controller's
 process, medians over the steps after the first one, and include the calls of all ranks.
 
 - `train call`: training request, micro-batch plan, one stored request per replica, the call of each rank. `step`: all
@@ -83,17 +83,15 @@ COLUMNS = (
 def main() -> int:
     """Print one report per size to stdout."""
     args = _parser().parse_args()
-    sizes = list(zip(args.ranks, args.trajectories, args.response_tokens * len(args.ranks), strict=False))
-    if len(args.response_tokens) > 1:
-        sizes = list(zip(args.ranks, args.trajectories, args.response_tokens, strict=False))
-    if not len(args.ranks) == len(args.trajectories) == len(sizes):
+    lengths = args.response_tokens * (len(args.ranks) if len(args.response_tokens) == 1 else 1)
+    if not len(args.ranks) == len(args.trajectories) == len(lengths):
         raise SystemExit("error: --ranks, --trajectories and --response-tokens need equally many numbers")
     python = None
     if args.peer == "verl":
         python = make_peer_environment(args.environment.absolute(), REQUIREMENTS, "verl", _notify, "--no-deps")
     bytes_per_prompt = prompt_bytes(args.prompts)
     reports = []
-    for ranks, trajectories, response_tokens in sizes:
+    for ranks, trajectories, response_tokens in zip(args.ranks, args.trajectories, lengths, strict=True):
         work = Workload(
             ranks=ranks,
             trajectories=trajectories,

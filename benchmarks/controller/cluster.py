@@ -99,7 +99,7 @@ class FakeTrainer:
         """
         self._num_ranks, self._slow_rank_seconds = num_ranks, slow_rank_seconds
         self._num_trained = 0
-        self._ends_save = 0
+        self._saved = -1
 
     def train_step(self, request: TrainRequest) -> TrainStats:
         """Return metrics as a rank does."""
@@ -118,13 +118,13 @@ class FakeTrainer:
         return PushResult(stats=ONE_BYTE)
 
     def begin_save(self, request: SaveRequest) -> SaveStats:
-        """Begin a save that is written after the next training step."""
-        self._ends_save = (self._num_trained // self._num_ranks + 1) * self._num_ranks
+        """Begin a save that is written during the next training step."""
+        self._saved = self._num_trained
         return SaveStats(staging_bytes=1, bytes=1, seconds=0.0)
 
     def is_save_written(self, _: None) -> bool:
-        """Return whether the save was long enough ago."""
-        return self._num_trained >= self._ends_save
+        """Return whether a rank of the process has trained since the save."""
+        return self._num_trained > self._saved
 
     def wait_save_written(self, _: None) -> None:
         """Return at once."""

@@ -46,7 +46,7 @@ PROMPT_BYTES = 400
 
 HELD_OUT_PROMPTS = 64
 
-EVERY = 2
+EVERY = 3
 """Number of steps between evaluations, and between checkpoints."""
 
 DISPATCHES = 3
@@ -90,6 +90,8 @@ class ControllerReport:
     """CPU of `train_policy`: request, micro-batch plan, one stored value per replica, the call of each rank."""
     step_cpu_seconds: float
     """CPU of a step from its prompts to its metrics, all calls included."""
+    cpu_seconds_by_step: list[float]
+    """The same of each step, the first one included."""
     calibration_cpu_seconds: float
     """CPU of `calibrate` in this process: the same program takes as long on machines that are equally fast."""
     train_call_calibrated: float
@@ -238,6 +240,7 @@ def measure(work: Workload, folder: Path, prompt_bytes: float) -> ControllerRepo
         response_tokens=work.response_tokens,
         train_call_cpu_seconds=median["train_policy"],
         step_cpu_seconds=median["step"],
+        cpu_seconds_by_step=[step["step"] for step in run.cpu_seconds],
         calibration_cpu_seconds=calibration,
         train_call_calibrated=median["train_policy"] / calibration,
         step_calibrated=median["step"] / calibration,

@@ -31,14 +31,14 @@ class ObjectColumns[T](Sequence[T]):
 
     def column(self, name: str) -> tuple[Any, ...]:
         """Return the field of each object."""
-        return self._all_columns()[_field_names(self._cls).index(name)]
+        return self._all_columns()[_positions(self._cls)[name]]
 
     def replace(self, **columns: Sequence[Any]) -> ObjectColumns[T]:
         """Return the objects with other values of these fields, one for each object."""
-        names, found = _field_names(self._cls), list(self._all_columns())
+        positions, found = _positions(self._cls), list(self._all_columns())
         for name, values in columns.items():
             assert len(values) == len(self), f"{name}: {len(values)} values for {len(self)} objects"
-            found[names.index(name)] = tuple(values)
+            found[positions[name]] = tuple(values)
         return ObjectColumns(self._cls, tuple(found))
 
     def _all_columns(self) -> tuple[tuple[Any, ...], ...]:
@@ -96,3 +96,8 @@ def _is_constant(column: tuple[Any, ...]) -> bool:
 @cache
 def _field_names(cls: Any) -> tuple[str, ...]:
     return tuple([each.name for each in fields(cls)])
+
+
+@cache
+def _positions(cls: Any) -> dict[str, int]:
+    return {name: i for i, name in enumerate(_field_names(cls))}

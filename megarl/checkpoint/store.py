@@ -42,6 +42,7 @@ from megarl.checkpoint.verify import (
     verify_and_report,
 )
 from megarl.errors import DataError
+from megarl.process.atomic_files import sync_path
 
 FOLDER = "checkpoints"
 
@@ -109,7 +110,7 @@ class CheckpointStore:
             self.remove_partial()
             if not self.folder.is_dir():
                 self.folder.mkdir(parents=True, exist_ok=True)
-                _sync(self.folder.parent)
+                sync_path(self.folder.parent)
             folder = self._hidden_path(step_name(step), "saving")
             folder.mkdir()
         return PendingCheckpoint(self, step, folder)
@@ -131,7 +132,7 @@ class CheckpointStore:
             with _reporting_write_errors(self.folder):
                 if what == "replaced" and not (self.folder / name).exists():
                     path.rename(self.folder / name)
-                    _sync(self.folder)
+                    sync_path(self.folder)
                 else:
                     self._remove(path, name)
                     removed.append(path.name)
@@ -270,7 +271,7 @@ class CheckpointStore:
         """Rename, then delete: a half-deleted folder has neither a checkpoint's name nor a name that is restored."""
         hidden = self._hidden_path(name, "removed")
         path.rename(hidden)
-        _sync(self.folder)
+        sync_path(self.folder)
         _delete(hidden)
 
     def _publish(self, pending: PendingCheckpoint) -> Path:
@@ -279,7 +280,7 @@ class CheckpointStore:
             target.rename(self._hidden_path(target.name, "replaced"))
         pending.folder.rename(target)
         pending.is_closed = True
-        _sync(self.folder)
+        sync_path(self.folder)
         for path in self.folder.glob(f".{target.name}.*.replaced"):
             with suppress(OSError):  # the next save removes it; the new checkpoint is valid
                 self._remove(path, target.name)
@@ -328,7 +329,7 @@ class PendingCheckpoint:
             )
             _write(self.folder / MANIFEST, manifest.as_json())
             for at, _, _ in os.walk(self.folder, topdown=False):
-                _sync(Path(at))
+                sync_path(Path(at))
             require_lock(self._store.folder.parent)  # last, because hashing and fsync can take minutes
             return self._store._publish(self)
 
@@ -359,7 +360,7 @@ def _sync_and_record(path: Path, record: FileRecord | None) -> FileRecord:
     size = path.stat().st_size
     if record is not None and record.bytes != size:
         raise DataError(f"{path} has {size} bytes, needs {record.bytes}")
-    _sync(path)
+    sync_path(path)
     return record or hash_file(path)
 
 
@@ -368,15 +369,6 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(path: Path) -> None:
-    """Fsync a file, or the directory entries of a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _delete(folder: Path) -> None:

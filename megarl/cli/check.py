@@ -25,7 +25,7 @@ from megarl.preflight.code_reward_checks import report_code_rows
 from megarl.preflight.machine_checks import find_device
 from megarl.preflight.model_checks import describe_trainer, find_model_notices, require_attention
 from megarl.preflight.run_checks import check_or_raise, find_warmup_notices
-from megarl.preflight.schedule_checks import find_schedule_notices
+from megarl.preflight.schedule_checks import find_journal_notices, find_schedule_notices
 from megarl.preflight.tiny_model import will_write_model
 from megarl.preflight.weight_sync_checks import find_weight_sync_notices
 
@@ -82,8 +82,9 @@ def run(args: argparse.Namespace) -> int:
     for line in [*limits, *(_describe_pools(config, nodes) if nodes else ()), *memory, *code_lines]:
         print(f"# {line}")
     notices = find_weight_sync_notices(config, device)
-    schedule = find_schedule_notices(config) if isinstance(config, RunConfig) else ()
-    for notice in (*find_model_notices(config), *find_warmup_notices(config), *notices, *schedule):
+    if isinstance(config, RunConfig):
+        notices = [*notices, *find_schedule_notices(config), *find_journal_notices(config)]
+    for notice in (*find_model_notices(config), *find_warmup_notices(config), *notices):
         print(f"# {notice}")
     print(f"# ok: no problems found for megarl {args.stage}")
     return 0

@@ -31,5 +31,7 @@ def run(args: argparse.Namespace) -> int:
         for step, differing in report.checkpoints.items():
             what = f"{len(differing)} values differ, such as {differing[0]}" if differing else "bitwise equal"
             console().print(f"step {step}: {what}", highlight=False)
+        if report.first_difference is not None:
+            console().print(f"the first step whose training differs is {report.first_difference}", highlight=False)
         console().print(report.line, highlight=False)
     return 1 if any(report.checkpoints.values()) else 0

@@ -14,7 +14,8 @@ class CheckpointConfig(Section):
 
     every: int = Field(default=20, ge=0)
     """Number of steps between checkpoints. One is also written after the last step, and when the run is stopped early.
-    0: none; an interrupted run, or one that loses its trainer, starts over from step 0."""
+    0: none; an interrupted run, or one that loses its trainer, starts over from step 0. Its journal then has only
+    the groups of the step in progress, and of later ones, unless `keep_journal` is `all`."""
 
     keep_last: int = Field(default=2, ge=1)
     """Number of latest checkpoints to keep. With 2, a run can resume even if the latest is damaged."""

@@ -11,6 +11,7 @@ lost contact with. Any other error, such as an exception in a rank or in a rewar
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -32,7 +33,12 @@ from megarl.errors import (
     WeightSyncError,
     WorkerError,
 )
+from megarl.rollout.journal.journal_folder import journal_folder, list_steps, remove_steps_from
 from megarl.run.events import EventLog, MessageEvent
+from megarl.run.schedule_log import log_folder
+from megarl.run.schedule_recovery import continues_log
+from megarl.run.update_log import update_folder
+from megarl.schedule.events import ScheduleState
 from megarl.supervision.restart_budget import RESTARTS_FILE, RestartBudget, RestartLog
 from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.startup import Startup
@@ -69,6 +75,8 @@ def train_with_recovery(
     assembly = RunAssembly(config, events, closing, startup, restart_budget=restart_budget, monitor=monitor)
     checkpoint = newest_checkpoint() if restarted else resume
     while True:
+        if checkpoint is None and restarted:
+            discard_partial_journal(config)
         run: RLRun | None = None
         try:
             with monitor.start(restart_budget.step):
@@ -111,6 +119,20 @@ def _open_restart_budget(config: RunConfig, notify: Callable[[str], None], *, re
     restart_budget = RestartBudget(config.recovery, notify, log, last_step=max(saved, default=0))
     pause(restart_budget.spend("controller", LostWorkerError("its process has ended"), restart_budget.step))
     return restart_budget
+
+
+def discard_partial_journal(config: RunConfig) -> None:
+    """Remove the groups of a run that starts over from step 0 and does not have those of its first steps any more.
+
+    The weights that sampled them will not be those of the same step this time.
+    """
+    run_dir, steps = config.run_dir, [step for step in list_steps(config.run_dir) if step > 0]
+    is_whole = steps[:1] in ([], [1]) if config.schedule.type == "sync" else continues_log(config, ScheduleState())
+    if is_whole:
+        return
+    remove_steps_from(run_dir, 1)
+    for folder in (log_folder(journal_folder(run_dir)), update_folder(journal_folder(run_dir))):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _find_loss(error: MegarlError, assembly: RunAssembly, *, is_first_start: bool) -> MegarlError | None:

@@ -12,12 +12,15 @@ from megarl.config import RunConfig, load_resolved
 from megarl.controller.actor import Controller
 from megarl.controller.run_stage import rotate, run_stage
 from megarl.errors import ConfigError, DataError
+from megarl.process.line_file import read_lines
 from megarl.rollout.journal.journal_folder import journal_folder, list_steps
 from megarl.run.replay_run import last_logged_step, logged_batches
 from megarl.run.run_state import RunState
-from megarl.run.schedule_recovery import continues_log
+from megarl.run.step_limits import SKIPPED_METRICS
 from megarl.schedule.events import ScheduleState
+from megarl.schedule.recovery import LogMismatchError
 from megarl.schedule.schedule import place
+from megarl.tracking.tracker import METRICS_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,8 @@ class ReplayReport:
     """By step of each checkpoint that both have, the names of the values that differ in any bit."""
     seconds: Mapping[str, float]
     """`total`, without the start of the processes, and by phase."""
+    first_difference: int | None = None
+    """First step whose loss, gradient norm or number of updates differs; None: none, or `tracking.jsonl` is off."""
 
     @property
     def training_share(self) -> float:
@@ -45,6 +50,9 @@ class ReplayReport:
             f"{self.training_share:.1%} of it training"
         )
 
+
+COMPARED_METRICS = ("loss", "grad_norm", "updates", *SKIPPED_METRICS)
+"""Metrics that tell whether a step was trained alike."""
 
 TRAINING_PHASES = ("train", "train_critic", "logprobs", "reference", "values", "score", "onload", "offload")
 """Phases in which models compute or are moved."""
@@ -85,6 +93,7 @@ def replay_run(run_dir: Path, out: Path) -> ReplayReport:
         begun_at=0 if begin is None else begin.step,
         last_step=last_step,
         checkpoints=_compare(run_dir, out),
+        first_difference=first_difference(run_dir / METRICS_FILE, out / METRICS_FILE),
         seconds=seconds,
     )
 
@@ -111,14 +120,30 @@ def _find_range(config: RunConfig, run_dir: Path) -> tuple[CheckpointEntry | Non
 
 def _needed_steps(config: RunConfig, state: ScheduleState, last_step: int) -> set[int]:
     """Return the steps of the journal that the batches after `state` need; none if the log does not continue it."""
-    if not continues_log(config, state):
+    try:
+        logged = logged_batches(Path(config.run_dir), state)
+    except LogMismatchError:
         return set()
-    batches = [lease for lease in logged_batches(Path(config.run_dir), state).leases if lease.step <= last_step]
+    batches = [lease for lease in logged.leases if lease.step <= last_step]
     return {place(ordinal, config.algorithm.prompts_per_step)[0] for lease in batches for ordinal in lease.ordinals}
 
 
 def _schedule(entry: CheckpointEntry) -> ScheduleState:
     return RunState.read(entry.folder).schedule or ScheduleState()
+
+
+def first_difference(file: Path, other: Path) -> int | None:
+    """Return the first step that two files of metrics both have, and whose training differs; None: there is none."""
+    rows, others = _training_rows(file), _training_rows(other)
+    return next((step for step in sorted(rows.keys() & others.keys()) if rows[step] != others[step]), None)
+
+
+def _training_rows(file: Path) -> dict[int, dict[str, object]]:
+    """Return by step what its training has logged, apart from times."""
+    if not file.is_file():
+        return {}
+    rows = [row for row in read_lines(file)[0] if "tokens_per_second" in row]
+    return {row["step"]: {name: row[name] for name in row if name in COMPARED_METRICS} for row in rows}
 
 
 def _compare(run_dir: Path, out: Path) -> dict[int, list[str]]:

@@ -38,6 +38,7 @@ from megarl.preflight.model_checks import find_model_notices
 from megarl.preflight.run_checks import check_or_raise, find_warmup_notices
 from megarl.preflight.tiny_model import write_missing_model
 from megarl.process import early_stop_signal
+from megarl.process.atomic_files import write_durably
 from megarl.process.torchrun_env import torchrun_world
 from megarl.run.events import Event, MessageEvent, PhaseEvent
 from megarl.tracking.progress import RunProgress, StepSummary
@@ -249,7 +250,7 @@ def prepare_folder(config: StageConfig, name: str, to_rotate: Iterable[Path]) ->
     for path in to_rotate:
         if path.exists():
             rotate(path)
-    (folder / f"{name}.yaml").write_text(dump_config(config))
+    write_durably(folder / f"{name}.yaml", dump_config(config))
 
 
 def rotate(path: Path) -> Path:

@@ -261,7 +261,10 @@ class GroupStream:
         jobs: dict[int, list[GroupJob]] = {}
         for ref, batch in lost.items():
             del self._calls[ref]
-            jobs.setdefault(batch.worker, []).extend(self._remove(batch, index) for index in list(batch.jobs))
+            jobs.setdefault(batch.worker, []).extend(
+                replace(job, num_resent=job.num_resent + 1)
+                for job in [self._remove(batch, index) for index in list(batch.jobs)]
+            )
         self._workers.abort_groups([job.request_id for own in jobs.values() for job in own])
         self._workers.restart(
             {batch.worker: ref for ref, batch in batches.items() if self._workers[batch.worker] is batch.actor}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import ray
@@ -205,13 +206,11 @@ class RolloutGroup:
         """
         self.flush_records()
         stored, places = distinct_refs([group.payload for group in groups])
-        columns = [map(group.summary.column, ("reward", "rewards", "segment_tokens")) for group in groups]
-        rewards = [
-            (reward, terms)
-            for of_group in columns
-            for reward, terms, tokens in zip(*of_group, strict=True)
-            for _ in range(len(tokens) or 1)
-        ]
+        columns = (
+            chain.from_iterable(group.summary.column(name) for group in groups)
+            for name in ("reward", "rewards", "segment_tokens")
+        )
+        rewards = [(reward, terms) for reward, terms, tokens in zip(*columns, strict=True) for _ in tokens or (None,)]
         self._record(
             step % len(self._workers), (step, tuple(rewards), tuple(advantages), places, *as_arguments(stored))
         )

@@ -51,6 +51,22 @@ def find_schedule_problems(config: RunConfig, device: str | None) -> Iterator[st
         )
 
 
+def find_journal_notices(config: RunConfig) -> Iterator[str]:
+    """Yield what a run without checkpoints keeps of its rollouts."""
+    if config.checkpoint.every:
+        return
+    if config.checkpoint.keep_journal == "needed":
+        yield (
+            "checkpoint.every: 0 writes no checkpoints: a run that is interrupted, or loses its trainer, starts over "
+            "from step 0, and samples all steps again; with checkpoint.keep_journal: all it trains them on its journal"
+        )
+    else:
+        yield (
+            "checkpoint.every: 0 with checkpoint.keep_journal: all: nothing is ever removed from the journal, 8 bytes "
+            "a token, and a run that is interrupted, or loses its trainer, trains again on all of it"
+        )
+
+
 def find_schedule_notices(config: RunConfig) -> Iterator[str]:
     """Yield what the last run in `run_dir` says about the lookahead and cap that a run needs, and unbounded weights."""
     decoupled = getattr(config.algorithm, "decoupled", None)

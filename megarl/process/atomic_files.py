@@ -26,6 +26,14 @@ def atomic_write(path: Path, *, make_folder: bool = True) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
+def write_durably(path: Path, text: str) -> None:
+    """Write a text file atomically; it is on disk when this returns."""
+    with atomic_write(path) as draft:
+        draft.write_text(text)
+        sync_path(draft)
+    sync_path(path.parent)
+
+
 def sync_path(path: Path) -> None:
     """Fsync a file, or the directory entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -24,8 +24,8 @@ class BatchingEngine:
         self._engine = engine
         self._queue: list[tuple[GenerationRequest, asyncio.Future[Generation]]] = []
         self._send_tasks: set[asyncio.Task[None]] = set()
-        self._in_flight: dict[asyncio.Future[Generation], None] = {}
-        """Futures of requests that were sent, in the order of sending."""
+        self._in_flight: dict[asyncio.Future[Generation], str] = {}
+        """Futures of requests that were sent, in the order of sending, with the request ids."""
         self._aborts: dict[str, asyncio.Task[None]] = {}
         """By request id, aborts that the engine has not confirmed."""
         self.lost_error: LostEngineError | None = None
@@ -95,11 +95,13 @@ class BatchingEngine:
             yield finished
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request on the wrapped engine, which knows already if its caller was cancelled."""
-        if (abort := self._aborts.get(request_id)) is not None:
-            await asyncio.wait([abort])
-        else:
+        """Abort a request on the wrapped engine, unless that was done when its caller was cancelled."""
+        queued = [future for request, future in self._queue if request.request_id == request_id]
+        sent = [future for future, sent_id in self._in_flight.items() if sent_id == request_id]
+        if any(not future.done() for future in (*queued, *sent)):
             await self._engine.abort(request_id)
+        elif (abort := self._aborts.get(request_id)) is not None:
+            await asyncio.wait([abort])
 
     def _begin_abort(self, request_id: str) -> None:
         """Abort a request whose caller has been cancelled, and does not wait."""
@@ -132,7 +134,7 @@ class BatchingEngine:
         if not batch:
             return
         futures = [future for _, future in batch]
-        self._in_flight.update(dict.fromkeys(futures))
+        self._in_flight |= {future: request.request_id for request, future in batch}
         try:
             async for finished in self._engine.stream([request for request, _ in batch]):
                 for index, outcome in finished:

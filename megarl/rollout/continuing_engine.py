@@ -23,6 +23,10 @@ AFTER_LIMIT_SECONDS = 0.01
 """Duration of a request after the time limit, so that an agent that repeats requests does not block other episodes."""
 
 
+class EngineFailedError(WorkerError):
+    """An engine refused a request, sampled nothing, or made no progress twice: its episode fails, and no other one."""
+
+
 class ContinuingEngine:
     """A `CompletionEngine` that continues a request on another engine if its own is lost or makes no progress.
 
@@ -44,16 +48,15 @@ class ContinuingEngine:
         self._has_asked = False
         self.has_cut = False
         """Whether a request was ended or refused by the time limit."""
-        self.error: WorkerError | None = None
-        """Error of the engine that `generate` has raised."""
+        self.error: EngineFailedError | None = None
+        """The error that `generate` has raised."""
         limit.reached.add_done_callback(self._end_requests)
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Return one completion of the request; raises as the engine does, but never because it was lost.
+        """Return one completion of the request.
 
         Raises:
-            StalledEngineError: engines made no progress twice.
-            WorkerError: the engine rejected the request.
+            EngineFailedError: the engine refused the request, or engines made no progress twice.
         """
         part, request = no_tokens(), replace(request, priority=self._group.priority)
         if self._limit.is_reached:
@@ -78,8 +81,8 @@ class ContinuingEngine:
                 self._count_stall(error)
                 request = replace(request, request_id=f"{request.request_id}-retry1")
             except WorkerError as error:
-                self.error = error
-                raise
+                self.error = EngineFailedError(str(error))
+                raise self.error from error
             else:
                 self._limit.start()
                 if generation.finish_reason != "abort" or not self._limit.is_reached:
@@ -112,12 +115,12 @@ class ContinuingEngine:
         return reported
 
     def _count_stall(self, error: StalledEngineError) -> None:
-        """Raise the error unless it is the first one of the sample; requests in flight may fail with the same one."""
+        """Raise an error unless this is the first one of the sample; requests in flight may fail with the same one."""
         if error not in self._stalls:
             self._stalls.append(error)
         if len(self._stalls) > 1:
-            self.error = error
-            raise error
+            self.error = EngineFailedError(str(error))
+            raise self.error from error
 
     def _end_requests(self, _: asyncio.Future[None]) -> None:
         for request_id, engine in self._in_flight.items():

@@ -30,12 +30,12 @@ from megarl.batch.trajectory import (
     join_segments,
 )
 from megarl.config.rollout import AgentConfig, RolloutConfig
-from megarl.errors import LostEngineError, MegarlError, StalledEngineError, WorkerError
+from megarl.errors import LostEngineError, MegarlError, StalledEngineError
 from megarl.rollout.agents.agent import Agent
 from megarl.rollout.agents.episode import Episode, RefusedTextError
 from megarl.rollout.agents.run_agent import run_agent
 from megarl.rollout.agents.single_turn import single_turn
-from megarl.rollout.continuing_engine import ContinuingEngine
+from megarl.rollout.continuing_engine import ContinuingEngine, EngineFailedError
 from megarl.rollout.engine import GenerationEngine, Sampling
 from megarl.rollout.engine_pool import EngineLease, EnginePool
 from megarl.rollout.environments.calls import EnvironmentFailedError
@@ -101,6 +101,8 @@ class GroupJob:
     """Index of the engine to use while it is live; None: the one with the fewest samples of this worker."""
     priority: int = 0
     """An engine that cannot sample all requests begins with those of the groups of the highest priority."""
+    num_resent: int = 0
+    """Number of workers that were sent the job before and were lost; one of them may still be working on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,9 +355,9 @@ class RolloutWorker:
         while True:
             try:
                 segments = await self._attempt(job, sample, lease, stalls, attempt=attempt)
-            except (EnvironmentFailedError, RefusedTextError, WorkerError) as error:
-                name = ENGINE if isinstance(error, WorkerError) else ENVIRONMENT
-                if attempt == 0 and not isinstance(error, StalledEngineError):
+            except (EnvironmentFailedError, RefusedTextError, EngineFailedError) as error:
+                name = ENGINE if isinstance(error, EngineFailedError) else ENVIRONMENT
+                if attempt == 0 and len(stalls) < 2:
                     attempt = 1
                     retried[name] += 1
                     continue

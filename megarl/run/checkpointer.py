@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from megarl.checkpoint.manifest import CheckpointMetadata, FileRecord
 from megarl.checkpoint.run_lock import require_lock
-from megarl.checkpoint.store import CheckpointEntry, CheckpointStore, PendingCheckpoint
+from megarl.checkpoint.store import CheckpointStore, PendingCheckpoint
 from megarl.checkpoint.verify import hash_file
 from megarl.config import RunConfig, StageConfig, dump_config
 from megarl.errors import DataError
@@ -30,6 +30,7 @@ from megarl.rollout.journal.journal_folder import journal_folder, remove_steps
 from megarl.run.run_state import RunState
 from megarl.run.schedule_log import log_folder, remove_events
 from megarl.run.schedule_recovery import first_needed_step
+from megarl.run.update_log import update_folder
 
 T = TypeVar("T")
 
@@ -238,16 +239,8 @@ class Checkpointer:
         self._store.prune(keep_last=options.keep_last, keep_every=options.keep_every, newest=newest)
         if options.keep_journal == "needed":
             # checkpoints that only keep_every retains are not resumed from automatically: they need no journal
-            self._remove_journal(self._store.entries()[-options.keep_last :][0])
-
-    def _remove_journal(self, oldest: CheckpointEntry) -> None:
-        """Remove what a run does not read that resumes from the checkpoint `oldest` or a later one."""
-        run_dir, schedule = self._config.run_dir, RunState.read(oldest.folder).schedule
-        if schedule is None or not isinstance(self._config, RunConfig):
-            remove_steps(run_dir, up_to=oldest.step)
-            return
-        remove_steps(run_dir, up_to=first_needed_step(schedule, self._config.algorithm.prompts_per_step) - 1)
-        remove_events(log_folder(journal_folder(run_dir)), up_to=schedule.num_events)
+            oldest = self._store.entries()[-options.keep_last :][0]
+            remove_journal(self._config, RunState.read(oldest.folder))
 
     def _abort(self, step: int, draft: PendingCheckpoint | None, error: DataError) -> None:
         """Discard and report the failed checkpoint. If the run has lost its folder, the run ends: LostLockError."""
@@ -262,6 +255,17 @@ class Checkpointer:
         """Estimate the size of the first checkpoint: weights, float32 master weights and both Adam moments."""
         weights = sum(file.stat().st_size for file in Path(self._config.model.path).glob("*.safetensors"))
         return weights * (3 if self._config.model.dtype == "float32" else 7)
+
+
+def remove_journal(config: StageConfig, state: RunState) -> None:
+    """Remove what a run does not read that continues from `state`, or from that of a later step."""
+    run_dir, journal, schedule = config.run_dir, journal_folder(config.run_dir), state.schedule
+    remove_events(update_folder(journal), up_to=state.step)
+    if schedule is None or not isinstance(config, RunConfig):
+        remove_steps(run_dir, up_to=state.step)
+        return
+    remove_steps(run_dir, up_to=first_needed_step(schedule, config.algorithm.prompts_per_step) - 1)
+    remove_events(log_folder(journal), up_to=schedule.num_events)
 
 
 def _finish_all(models: Mapping[str, TrainerGroup]) -> tuple[dict[str, SavedShard], DataError | None]:

@@ -28,6 +28,7 @@ class KeptCompletions:
         self.groups = groups
         self._kept = [group.summary.kept for group in groups]
         """Indices of the kept completions of each group."""
+        self._columns: dict[str, list[Any]] = {}
 
     def __len__(self) -> int:
         """Return the number of completions, N."""
@@ -35,10 +36,12 @@ class KeptCompletions:
 
     def column(self, name: str) -> list[Any]:
         """Return a field of the summaries of the N completions."""
-        if self._is_complete:
-            return list(chain.from_iterable(group.summary.column(name) for group in self.groups))
-        columns = [group.summary.column(name) for group in self.groups]
-        return [column[i] for column, kept in zip(columns, self._kept, strict=True) for i in kept]
+        if name not in self._columns:
+            of_groups = [group.summary.column(name) for group in self.groups]
+            if not self._is_complete:
+                of_groups = [tuple([of[i] for i in kept]) for of, kept in zip(of_groups, self._kept, strict=True)]
+            self._columns[name] = list(chain.from_iterable(of_groups))
+        return self._columns[name]
 
     @cached_property
     def summaries(self) -> list[TrajectorySummary]:

@@ -11,8 +11,10 @@ from megarl.reshard.planning.strategy import SyncStats
 from megarl.rollout.journal.journal_folder import journal_folder
 from megarl.run.reward_weights import RewardWeights
 from megarl.run.rl_run import RLRun
-from megarl.run.schedule_log import log_folder, read_log
+from megarl.run.schedule_log import list_files, log_folder, read_log
 from megarl.run.scheduled_groups import ScheduledGroups
+from megarl.run.step_limits import LimitDecision
+from megarl.run.update_log import UpdateLog
 from megarl.schedule.events import Pushed, ScheduleState
 from megarl.schedule.policy import SchedulePolicy
 from megarl.schedule.recovery import recover
@@ -53,8 +55,18 @@ class ReplayRun(RLRun):
         return super().should_stop() or self.step >= self._last_step
 
     @override
-    def _probe_skips_update(self) -> bool:
-        return False  # there is no engine to compare with
+    def _open_updates(self) -> UpdateLog:
+        return UpdateLog(self.config.run_dir, after=self._resumed.step, writes=False)
+
+    @override
+    def _probe_engines(self) -> dict[str, float]:
+        return {}  # there is no engine to compare with
+
+    @override
+    def _apply(self, decision: LimitDecision) -> str:
+        if decision.action == "stop":  # the run has finished the step nevertheless
+            decision = replace(decision, action="warn")
+        return super()._apply(decision)
 
     @override
     def _open_weights(self) -> RewardWeights:
@@ -76,13 +88,18 @@ def logged_batches(run_dir: Path, state: ScheduleState) -> ScheduleState:
     """Return the state from which a replay begins: the logged batches after `state`, and no other group.
 
     Raises:
-        DataError: the log of the schedule is damaged, or does not continue the state.
+        LogMismatchError: the log of the schedule does not continue the state.
+        DataError: the log is damaged.
     """
-    events = read_log(log_folder(journal_folder(run_dir)))
+    events = read_log(log_folder(journal_folder(run_dir)), state.num_events)
     return replace(recover(state, events), groups=())
 
 
 def last_logged_step(run_dir: Path) -> int:
     """Return the last step whose batch is in the log of the schedule and was trained; 0: none."""
-    events = read_log(log_folder(journal_folder(run_dir)))
-    return max((event.version for event in events if isinstance(event, Pushed)), default=0)
+    folder = log_folder(journal_folder(run_dir))
+    for path in reversed(list_files(folder)):  # the last files have it
+        versions = [event.version for event in read_log(folder, int(path.stem) - 1) if isinstance(event, Pushed)]
+        if versions:
+            return max(versions)
+    return 0

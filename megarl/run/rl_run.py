@@ -30,7 +30,7 @@ from megarl.megatron.losses.policy import PolicyLoss
 from megarl.megatron.losses.supervised import ValueLoss
 from megarl.megatron.requests import LOGPROB_MISMATCH, RATIO_MEAN, RATIO_SQUARE_MEAN, TrainRequest, TrainStats
 from megarl.run.batch_metrics import batch_metrics
-from megarl.run.checkpointer import Checkpointer
+from megarl.run.checkpointer import Checkpointer, remove_journal
 from megarl.run.engine_probe import PROBE_TOKENS, compare_engines
 from megarl.run.events import EventLog
 from megarl.run.kl_penalty import KL_METRIC
@@ -42,6 +42,7 @@ from megarl.run.stage_run import SAMPLER_NAME
 from megarl.run.step_limits import LimitDecision, StepLimits, StepStage
 from megarl.run.step_memory import ReleasingEngines
 from megarl.run.term_metrics import term_metrics
+from megarl.run.update_log import StepUpdate, UpdateLog, batch_hash
 from megarl.supervision.restart_budget import RestartBudget
 from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.phases import PhaseTimer
@@ -113,9 +114,15 @@ class RLRun(ScoringRun):
         if self._gate is not None:
             self.register_state("difficulty", self._gate.solved)
         self._pending_critics: dict[str, WorkerFuture[TrainStats]] = {}
+        self._updates = self._open_updates()
+
+    def _open_updates(self) -> UpdateLog:
+        """Return the log of what steps did with their updates."""
+        return UpdateLog(self.config.run_dir, after=self._resumed.step)
 
     @override
     def state(self) -> RunState:
+        self._updates.begin_file()
         return replace(
             super().state(),
             policy_version=self._sync.policy_version,
@@ -173,6 +180,9 @@ class RLRun(ScoringRun):
     def train_policy(self, batch: RolloutBatch, token_loss: TokenLoss, *, nll: float = 0.0) -> TrainStats | None:
         """Train the policy on the columns of the loss.
 
+        A step that is repeated on the same groups skips and rejects the updates that it did before, whatever limits and
+        engines say.
+
         Returns:
             Stats of the step; None if a limit skips the update, or no completion is left to train on.
 
@@ -184,21 +194,42 @@ class RLRun(ScoringRun):
         Raises:
             LimitError: a limit with action `stop` was exceeded, or too many steps in a row had no update.
         """
-        algorithm, reasons = self.config.algorithm, list[str]()
+        batch_id, algorithm, reasons = batch_hash(batch.groups), self.config.algorithm, list[str]()
         if algorithm.mask_truncated_completions and batch.groups:
             batch = batch.without_truncated()
             if not batch.sample_indices:
                 reasons.append("all completions were truncated (algorithm.mask_truncated_completions)")
-        if self._skips_update("sampled", batch_metrics(batch), reasons):
+        before = self._updates.find(self.step, batch_id)
+        if before is None:
+            why = self._check("sampled", batch_metrics(batch), reasons) or self._check("estimated", self._step_metrics)
+            record = StepUpdate(step=self.step, batch=batch_id, skipped=why)
+        else:
+            record = before
+            self._limits.repeat(record.probe, is_skipped=bool(record.skipped))
+            if record.skipped:
+                self.notify(record.skipped)
+        if not record.skipped:
+            request = self.with_update_guard(batch.train_request(self.config, self.policy_loss(token_loss, nll=nll)))
+            if before is None and request.versions is not None and not request.versions.num_current_tokens:
+                probe = self._probe_engines()
+                why = self._apply(self._limits.check_engines(probe, step=self.step))
+                record = replace(record, probe=probe, skipped=why)
+        self.add_metrics(record.probe)
+        if record.skipped:
+            self._updates.write(record)
             return None
-        if self._skips_update("estimated", self._step_metrics):
-            return None
-        request = batch.train_request(self.config, self.policy_loss(token_loss, nll=nll))
-        if request.versions is not None and not request.versions.num_current_tokens and self._probe_skips_update():
-            return None
+        if before is not None:
+            request = replace(request, guard=before.apply_guard(request.guard))
         self._sync.begin_training()
         with self.phase("train"), self._with_step_in_limit_errors():
-            return self.trainer.train_step(self.with_profile(self.with_update_guard(request), self.step))
+            stats = self.trainer.train_step(self.with_profile(request, self.step))
+        record = record.trained(stats, request.guard)
+        if before is not None and record.outcome != before.outcome:
+            self.notify(
+                f"step {self.step}: {record.outcome}; before, {before.outcome}: the weights differ from here on"
+            )
+        self._updates.write(record)
+        return stats
 
     def policy_loss(self, token_loss: TokenLoss, *, nll: float = 0.0) -> PolicyLoss:
         """Return the loss of `train_policy`, with which `train_model` trains another policy; arguments as there."""
@@ -210,12 +241,8 @@ class RLRun(ScoringRun):
             nll=nll,
         )
 
-    def _probe_skips_update(self) -> bool:
-        """Compare a short completion of each engine with the trainer; return whether to skip the policy update.
-
-        Raises:
-            LimitError: a limit with action `stop` was exceeded.
-        """
+    def _probe_engines(self) -> dict[str, float]:
+        """Return the metrics of the mismatch between the trainer and a short completion of each engine."""
         self._begin_sampling()
         with self.phase("probe"):
             prompt = self._prompts[self.step % len(self._prompts)]
@@ -224,9 +251,7 @@ class RLRun(ScoringRun):
             groups = self.rollout.sample_on_each_engine(
                 prompt, sampling=sampling, label=label, seed=(self.config.seed, self.step)
             )
-            metrics = compare_engines(self.config, self.trainer, RolloutBatch.from_sampled(groups))
-        self.add_metrics(metrics)
-        return self._applies(self._limits.check_engines(metrics, step=self.step))
+            return compare_engines(self.config, self.trainer, RolloutBatch.from_sampled(groups))
 
     def train_critic(
         self,
@@ -302,6 +327,9 @@ class RLRun(ScoringRun):
             self._evaluate()
         if self._checkpoints is not None:
             self._checkpoints.add_state(self.state)
+        checkpoint = self.config.checkpoint
+        if checkpoint.every == 0 and checkpoint.keep_journal == "needed":  # only groups in flight can be used again
+            remove_journal(self.config, self.state())
         if self._restart_budget is not None:
             self._restart_budget.mark_step_done(self.step)
 
@@ -321,12 +349,14 @@ class RLRun(ScoringRun):
         except OutdatedEngineError as error:
             self.notify(f"step {self.step}: {error}: groups in flight continue with them")
             drained = False
-        if trained:
-            self.rollout.pause_clocks()
-            self._sync.push_policy(self.step)
-        scheduled.finish_push(self._sync.policy_version, drained=drained)
-        self._begin_sampling()
-        self.rollout.resume_clocks()
+        try:
+            if trained:
+                self.rollout.pause_clocks()
+                self._sync.push_policy(self.step)
+            scheduled.finish_push(self._sync.policy_version, drained=drained)
+            self._begin_sampling()
+        finally:
+            self.rollout.resume_clocks()  # the workers outlive a recovery from a push that failed
 
     def _is_last(self) -> bool:
         """Whether this is the last step, as far as known: it is then saved before the trainer is offloaded."""
@@ -355,10 +385,10 @@ class RLRun(ScoringRun):
         }
         self.log(metrics, StepSummary.of(metrics, step=self.step))
         self._clear_step()
-        self._skips_update("trained", train_metrics)
+        self._check("trained", train_metrics)
 
-    def _skips_update(self, stage: StepStage, metrics: Mapping[str, float], reasons: Sequence[str] = ()) -> bool:
-        """Check the metrics against the limits, report violations, and return whether to skip the policy update.
+    def _check(self, stage: StepStage, metrics: Mapping[str, float], reasons: Sequence[str] = ()) -> str:
+        """Check the metrics against the limits, report violations, and return why to skip the update; empty: it is not.
 
         Args:
             reasons: further reasons to skip it.
@@ -366,15 +396,15 @@ class RLRun(ScoringRun):
         Raises:
             LimitError: a limit with action `stop` was exceeded.
         """
-        return self._applies(self._limits.check(stage, metrics, step=self.step, reasons=reasons))
+        return self._apply(self._limits.check(stage, metrics, step=self.step, reasons=reasons))
 
-    def _applies(self, decision: LimitDecision) -> bool:
-        """Report the decision and return whether to skip the policy update; raises LimitError for `stop`."""
+    def _apply(self, decision: LimitDecision) -> str:
+        """Report the decision; return why to skip the update, empty: it is not. Raises LimitError for `stop`."""
         if decision.action == "stop":
             raise LimitError(decision.message)
         if decision.action != "none":
             self.notify(decision.message)
-        return decision.action == "skip"
+        return decision.message if decision.action == "skip" else ""
 
     def with_update_guard(self, request: TrainRequest, model: str = "") -> TrainRequest:
         """Attach the update guard (NaN, grad-norm, log-prob mismatch) to a training request.

@@ -22,7 +22,7 @@ from megarl.groups.group_stream import FinishedGroup
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.groups.trainer_group import TrainerGroup
 from megarl.rollout.engine import Sampling
-from megarl.rollout.journal.journal_folder import journal_folder, remove_steps_from
+from megarl.rollout.journal.journal_folder import journal_folder, list_steps, remove_steps_from
 from megarl.run.checkpointer import POLICY, Checkpointer
 from megarl.run.difficulty import DifficultyGate
 from megarl.run.evaluation import evaluate
@@ -89,6 +89,8 @@ class SamplingRun(StageRun):
             temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_new_tokens=config.rollout.max_new_tokens
         )
         self._startup, self._is_startup_reported = startup, resumed is not None
+        self._last_journaled = 0 if resumed is None else max(list_steps(config.run_dir), default=0)
+        """Last step of which the run has sampled groups before it was resumed."""
         self._adaptive_kl = make_adaptive_kl(config.algorithm.kl_reward)
         difficulty = config.data.difficulty
         self._gate = None if difficulty is None else DifficultyGate(difficulty, config.reward.eval_name)
@@ -235,9 +237,18 @@ class SamplingRun(StageRun):
                 label=label,
                 seed=(self.config.seed, self.step, *([attempt] if attempt else [])),
             )
+        if self.step < self._last_journaled and not all(group.summary.replayed for group in groups):
+            self._discard_later_groups()
         batch = self._make_batch(groups, min_completions=1 if greedy else self._min_completions)
         self._check_failures()
         return batch
+
+    def _discard_later_groups(self) -> None:
+        """Let later steps sample again: the journal has lost groups of this step, after which weights may be others."""
+        require_lock(self.config.run_dir)
+        self.notify(f"step {self.step}: the journal lacks groups of this step; those of later steps are sampled again")
+        remove_steps_from(self.config.run_dir, self.step + 1)
+        self._last_journaled = self.step
 
     def sample_kept(self, prompts: Sequence[Prompt], keep: Keep, *, max_batches: int | None = None) -> KeptSample:
         """Sample until `prompts_per_step` groups are kept, or `max_batches` batches were sampled.

@@ -36,6 +36,10 @@ _REASONS = {
 }
 
 
+SKIPPED_METRICS = tuple(_REASONS)
+"""The trainer's metrics that count the updates which its guard has rejected, by reason."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitDecision:
     """What to do with the step after a check."""
@@ -109,6 +113,12 @@ class StepLimits:
         return self._count_skips(
             LimitDecision(action=action, message=f"step {step}: {'; '.join(text for _, text in found)}")
         )
+
+    def repeat(self, probe: Mapping[str, float], *, is_skipped: bool) -> None:
+        """Count a step before its training as it was decided before: it is repeated on the same groups."""
+        for _ in self.mismatch.check(probe):
+            pass
+        self.skips_in_a_row += is_skipped
 
     def _exceeded_limits(self, stage: StepStage, metrics: Mapping[str, float]) -> Iterator[tuple[Action, str]]:
         for key, metric in _CHECKED_METRICS[stage]:

@@ -138,7 +138,8 @@ class ScheduleState:
     """Batches of the steps after `version`: the current one, or those that a resumed run trains on as logged."""
     counts: ScheduleCounts = field(default_factory=ScheduleCounts)
     skipped: tuple[int, ...] = ()
-    """Ascending versions without an update of their own, as far as tokens to be trained on may have their weights."""
+    """Ascending versions without an update of their own, as far as tokens to be trained on may have their weights; also
+    those of `leases`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,10 @@ class TokenVersions:
     newest: int
 
 
+class LogMismatchError(DataError):
+    """The log does not continue the state of the checkpoint: events that both need are missing."""
+
+
 def recover(
     state: ScheduleState, log: Iterable[ScheduleEvent], finished: Mapping[int, TokenVersions] | None = None
 ) -> ScheduleState:
@@ -47,7 +51,7 @@ def recover(
             again.
 
     Raises:
-        DataError: the log does not continue `state`.
+        LogMismatchError: the log does not continue `state`.
     """
     replay = _Replay(state)
     for event in log:
@@ -94,6 +98,9 @@ class _Replay:
         self._skipped = set(state.skipped)
 
     def apply(self, event: ScheduleEvent) -> None:
+        is_first = self._num_events == self._start.num_events
+        if is_first and event.number != self._num_events + 1 and not isinstance(event, Resumed):
+            raise _damaged(event, f"event {self._num_events + 1} is missing")
         self._num_events = event.number
         match event:
             case Admitted():
@@ -115,7 +122,7 @@ class _Replay:
                 for ordinal in event.dropped:
                     self._remove(ordinal, "dropped", event)
             case Resumed():
-                self._resume(event.state)
+                self._resume(event)
 
     def use_readable(self, finished: Mapping[int, TokenVersions]) -> None:
         """Count the groups of `finished` as finished, and no others."""
@@ -141,6 +148,7 @@ class _Replay:
             groups=tuple(self._groups.values()),
             leases=tuple(self._leases[step] for step in sorted(self._leases)),
             counts=self._counts,
+            skipped=tuple(sorted(self._skipped)),
         )
 
     @property
@@ -160,9 +168,12 @@ class _Replay:
             del self._groups[group.ordinal]
         self._leases[event.step] = Lease(step=event.step, groups=tuple(groups))
 
-    def _resume(self, state: ScheduleState) -> None:
+    def _resume(self, event: Resumed) -> None:
         """Take over a state that was computed here, of an earlier run of the same checkpoint or of a later one."""
+        state = event.state
         trained = [lease for step, lease in self._leases.items() if step <= state.version]
+        if len(trained) < state.version - self._start.version:
+            raise _damaged(event, f"the batch of a step up to {state.version} is missing")
         self._leases = {lease.step: lease for lease in (*trained, *state.leases)}
         self._groups = {group.ordinal: group for group in state.groups}
         self._next_ordinal = state.next_ordinal
@@ -174,6 +185,7 @@ class _Replay:
         voided = [step for step in self._leases if step >= first_step]
         if not voided:
             return
+        self._skipped = {version for version in self._skipped if version < first_step}
         for step in voided:
             self._groups.update({group.ordinal: group for group in self._leases.pop(step).groups})
         for ordinal, group in self._groups.items():
@@ -192,8 +204,8 @@ class _Replay:
         return group
 
 
-def _damaged(event: ScheduleEvent, reason: str) -> DataError:
-    return DataError(
+def _damaged(event: ScheduleEvent, reason: str) -> LogMismatchError:
+    return LogMismatchError(
         f"the log of the schedule does not continue the checkpoint: event {event.number} "
         f"({type(event).__name__.lower()}): {reason}"
     )

@@ -111,7 +111,7 @@ class Schedule:
         """First step whose batch is not logged: it has to wait with any lookahead."""
         self._last_wait = self._first_step - 1 - WAIT_FREE_STEPS
         """Last step that had to wait for its batch, apart from the first one."""
-        self._skipped = set(state.skipped)
+        self._skipped = {version for version in state.skipped if version <= state.version}
         """Versions whose update was skipped, down to the oldest of tokens that may be trained on."""
         kept, again = split_open_groups(policy, groups_per_step, state)
         for group in kept:

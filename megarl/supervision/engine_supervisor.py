@@ -236,9 +236,9 @@ class EngineSupervisor:
     def wait_started(self) -> None:
         """Block until every engine has started, and mark all as serving the weights that they have loaded themselves.
 
-        An engine that dies meanwhile is restarted. Raises as `poll` does.
+        An engine that dies meanwhile is restarted, or left out if its node is lost. Raises as `poll` does.
         """
-        while len(self.ready) < len(self.replicas):
+        while any(replica.state in ("backoff", "starting") for replica in self.replicas):
             self._wait_and_check()
         self.mark_serving(self.ready)
 

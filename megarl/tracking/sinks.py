@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from megarl.config.tracking import WandbConfig
 from megarl.errors import ConfigError
+from megarl.process.atomic_files import write_durably
 
 WANDB_ID_FILE = "wandb-id"
 """File in the run folder with the id of its W&B run."""
@@ -80,7 +81,7 @@ class WandbSink:
         file = directory / WANDB_ID_FILE
         same = {"id": file.read_text().strip(), "resume": "allow"} if resumed and file.exists() else {}
         self._run: Any = wandb.init(project=config.project, name=config.name, dir=str(directory), **same)
-        file.write_text(f"{self._run.id}\n")
+        write_durably(file, f"{self._run.id}\n")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Log the metrics of one step."""

@@ -2,9 +2,14 @@
 
 import json
 import sys
+from dataclasses import fields
+
+import pytest
 
 from benchmarks.controller import __main__ as program
-from benchmarks.controller.measure import measure
+from benchmarks.controller.measure import ControllerReport, Workload, measure
+from benchmarks.controller.verl_run import add_verl
+from megarl.errors import WorkerError
 
 
 def test_report(cluster, tmp_path, monkeypatch, capsys):
@@ -23,11 +28,39 @@ def test_report(cluster, tmp_path, monkeypatch, capsys):
         "prepare": 1 / 8,  # by the first rank of a replica
         "push_weights": 1.25,
         "offload": 2.5,
-        "begin_save": 0.5,
+        "begin_save": 0.5,  # after steps 3 and 4, the last
         "is_save_written": 0.25,  # once for a save: training steps report it as well
+        "wait_save_written": 0.25,
         "finish_save": 0.25,
     }
     assert report["dispatch_mb"] < 0.05 * report["sample_mb"]
     assert report["step_calibrated"] == report["step_cpu_seconds"] / report["calibration_cpu_seconds"]
     table = [line for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("|")]
     assert [line.count("|") for line in table] == [len(program.COLUMNS) + 1] * 3
+
+
+def make_report(**values):
+    return ControllerReport(**{each.name: 1 for each in fields(ControllerReport)} | values)
+
+
+def test_verl_is_compared_by_the_bytes_that_pass_its_controller_and_its_cpu_time(tmp_path):
+    work = Workload(ranks=64, trajectories=1024, replicas=8)
+    found = [{"cpu_seconds": seconds, "bytes": 2 * 13 * 1024 * 1500} for seconds in (0.3, 0.1, 0.2)]
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho \"$2\" > {tmp_path}/spec\necho '{json.dumps(found)}'\n")
+    python.chmod(0o755)
+    report = add_verl(make_report(tokens_per_trajectory=1500, sample_mb=40.0), work, python, 2**30)
+    spec = json.loads((tmp_path / "spec").read_text())
+    assert (spec["ranks"], spec["trajectories_per_replica"], spec["tokens"]) == (64, 128, 1500)
+    assert report.peer_dispatch_mb == pytest.approx(39.936)
+    assert report.peer_dispatch_cpu_ms_per_mb == pytest.approx(5.0)
+    python.write_text("#!/bin/sh\necho no module named verl\nexit 1\n")
+    with pytest.raises(WorkerError, match=r"^verl failed with exit code 1:\nno module named verl$"):
+        add_verl(make_report(), work, python, 2**30)
+
+
+@pytest.mark.parametrize("arguments", [["--ranks=64", "--ranks", "64", "128"], ["--response-tokens", "10", "20"]])
+def test_sizes_need_equally_many_numbers(arguments, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmarks.controller", *arguments])
+    with pytest.raises(SystemExit, match="need equally many numbers"):
+        program.main()

@@ -329,6 +329,20 @@ def test_finished_groups_are_taken_without_waiting_for_others(ray):
         stream.wait("step-3")
 
 
+def test_taking_finished_groups_ends_while_others_arrive(ray):
+    run = start_group(ray, workers=1)
+    stream, numbers = run.group.open_stream(), iter(range(20))
+    stream.submit(*make_jobs(20))
+
+    def finish_another():
+        ray.now += 0.4
+        finish(ray.workers[0], f"step-3-{next(numbers)}")
+
+    ray.before_waiting = finish_another
+    assert len(stream.take_finished(0.5)) == 5
+    assert len(stream) == 15
+
+
 def test_canceled_groups_are_not_returned(ray):
     jobs, stream = make_jobs(), start_group(ray).group.open_stream()
     stream.submit(jobs[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections import Counter, deque
@@ -21,13 +22,14 @@ from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
 from megarl.config.schedule import ScheduleConfig
 from megarl.data.mixture import MixtureOrder
-from megarl.errors import OutdatedEngineError
+from megarl.errors import DataError, OutdatedEngineError
 from megarl.groups.group_stream import FinishedGroup
 from megarl.rollout.engine import Sampling
 from megarl.rollout.journal.journal import FinishedJob, Journal, open_journal, parse_step
 from megarl.rollout.journal.journal_folder import journal_folder
 from megarl.rollout.rollout_worker import GroupJob, summarize
-from megarl.run.schedule_log import ScheduleLog, log_folder, read_log, remove_events
+from megarl.run.replay_run import last_logged_step
+from megarl.run.schedule_log import ScheduleLog, list_files, log_folder, read_log, remove_events
 from megarl.run.schedule_recovery import continues_log, first_needed_step, open_schedule
 from megarl.run.scheduled_groups import Keep, ScheduledGroups
 from megarl.schedule.events import OpenGroup, Outcome, Removed, ScheduleState
@@ -680,3 +682,126 @@ def test_a_mixture_keeps_its_ratios_at_any_time_and_after_kills(tmp_path: Path, 
     trainer = MixedTrainer(tmp_path, seed, lookahead=lookahead, max_staleness=4)
     assert trainer.run_with_kills(seed, p_kill=0.5, max_kills=5, check=check) == 5
     assert sorted(prompts(trainer)) == sorted(ALL)
+
+
+def cut_log(folder: Path, num_events: int) -> None:
+    """Remove the last events of the log's last file."""
+    path = list_files(log_folder(journal_folder(folder)))[-1]
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-num_events]))
+
+
+def test_a_log_that_lost_its_end_before_a_checkpoint_is_resumed_again_and_again(tmp_path: Path) -> None:
+    """A power failure may lose events that the checkpoint has: the first event after it follows a gap."""
+    trainer = Trainer(tmp_path, 1, lookahead=1, max_staleness=2)
+    for _ in range(2):
+        trainer.take()
+        trainer.push()
+    checkpoint = trainer.groups.state(), trainer.label
+    cut_log(tmp_path, 3)
+    for _ in range(4):
+        trainer.kill(checkpoint)
+        trainer.take()
+        trainer.push()
+    trainer.run()
+    assert sorted(prompts(trainer)) == sorted(ALL)
+    numbers = [event.number for event in read_log(log_folder(journal_folder(tmp_path)))]
+    assert checkpoint[0].num_events not in numbers
+    assert checkpoint[0].num_events + 1 in numbers
+
+
+def test_a_batch_in_a_gap_of_the_log_is_noticed(tmp_path: Path) -> None:
+    """A run that resumes from an older checkpoint, before the gap, would miss its groups."""
+    trainer = Trainer(tmp_path, 1, lookahead=1, max_staleness=2)
+    older = trainer.groups.state()
+    trainer.take()
+    trainer.push()
+    newer = trainer.groups.state()
+    cut_log(tmp_path, 4)
+    trainer.kill((newer, 1))
+    assert continues_log(trainer.config, newer)
+    assert not continues_log(trainer.config, older)
+    trainer.state = older
+    with pytest.raises(DataError, match=rf"^{log_folder(journal_folder(tmp_path))}: .* of a step up to 1 is missing"):
+        trainer.start()
+
+
+def test_a_gap_that_no_resume_closes_names_the_file(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 1, lookahead=1, max_staleness=2)
+    trainer.take()
+    trainer.push()
+    cut_log(tmp_path, 2)
+    trainer.groups.state()
+    trainer.take()
+    path = list_files(log_folder(journal_folder(tmp_path)))[-1]
+    with pytest.raises(DataError, match=rf"^{path}: line 1 is event \d+, but \d+ is missing"):
+        continues_log(trainer.config, ScheduleState())
+
+
+def test_files_before_a_checkpoint_are_not_read(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 1, lookahead=1, max_staleness=2)
+    for _ in range(3):
+        trainer.take()
+        trainer.push()
+        state = trainer.groups.state()
+    trainer.take()
+    *before, _ = list_files(log_folder(journal_folder(tmp_path)))
+    assert len(before) == 3
+    for path in before:
+        path.write_text("not an event\n")
+    assert next(read_log(path.parent, state.num_events)).number == state.num_events + 1
+    trainer.kill((state, trainer.label))
+    trainer.run()
+    assert sorted(prompts(trainer)) == sorted(ALL)
+    assert last_logged_step(tmp_path) == STEPS
+
+
+def test_what_groups_batches_and_pushes_depend_on_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events are synced before their effect; finished groups are in the journal, which is synced as well."""
+    synced: dict[str, int] = {}
+
+    def fsync(descriptor: int) -> None:
+        synced[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    trainer = Trainer(tmp_path, 1, lookahead=1, max_staleness=2)
+    submit = trainer.stream.submit
+
+    def check() -> None:
+        for path in list_files(log_folder(journal_folder(tmp_path))):
+            data = path.read_bytes()[synced.get(str(path), 0) :]
+            assert all(json.loads(line)["event"] in ("finished", "removed") for line in data.splitlines())
+        for path in journal_folder(tmp_path).rglob("*.groups"):
+            assert synced[str(path)] == path.stat().st_size
+        assert {str(path) for path in journal_folder(tmp_path).rglob("*") if path.is_dir()} <= synced.keys()
+
+    def checked_submit(*jobs: GroupJob) -> None:
+        check()
+        submit(*jobs)
+
+    monkeypatch.setattr(trainer.stream, "submit", checked_submit)
+    for _ in range(4):
+        trainer.take()
+        check()
+        trainer.push()
+        check()
+    trainer.groups.state()
+    (path,) = list_files(log_folder(journal_folder(tmp_path)))
+    assert synced[str(path)] == path.stat().st_size
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_of_weights_that_are_lost_with_the_log_are_sampled_again(tmp_path: Path, seed: int) -> None:
+    """The journal has groups of later versions under the names of groups that the run has yet to admit."""
+    trainer = Trainer(tmp_path, seed, lookahead=1, max_staleness=2)
+    trainer.take()
+    trainer.push()
+    checkpoint = trainer.groups.state(), trainer.label
+    for _ in range(4):
+        trainer.take()
+        trainer.push()
+    list_files(log_folder(journal_folder(tmp_path)))[-1].unlink()
+    trainer.batches = {1: trainer.batches[1]}
+    trainer.kill(checkpoint)
+    trainer.run()
+    assert sorted(prompts(trainer)) == sorted(ALL)
+    assert all(max(tokens) < step for step, tokens in trainer.tokens.items())

@@ -101,10 +101,19 @@ def test_labels_count_for_groups_that_the_log_does_not_call_finished():
     checkpoint = schedule.state()
     log += [schedule.lease((2, 3)), schedule.push(skipped=True), schedule.admit(4), schedule.finish(4)]
     finished = dict.fromkeys(range(4), TokenVersions(0, 0)) | dict.fromkeys((4, 5), TokenVersions(1, 1))
-    state = recover(checkpoint, log, finished | {6: TokenVersions(0, 1), 7: TokenVersions(1, 3)})
+    finished |= {6: TokenVersions(0, 1), 7: TokenVersions(1, 3)}  # of a lost part of the log
+    state = recover(checkpoint, log, finished)
+    assert state == recover(recover(checkpoint, log), (), finished)
     found = {group.ordinal: (group.oldest, group.newest) for group in state.groups}
-    assert found == {4: (2, 2), 5: (2, 2), 6: (None, None), 7: (None, None)}  # 6 and 7: not of this admission
-    assert state.skipped == ()  # step 2 is trained again
+    assert found == {4: (2, 2), 5: (2, 2), 6: (None, None), 7: (None, None)}
+    schedule = Schedule(ASYNC, 2, state=state)
+    assert (schedule.version, schedule.version_of(1)) == (1, 1)  # step 2 is trained again
+    schedule.lease((2, 3))
+    schedule.push(skipped=True)
+    assert (schedule.version_of(1), schedule.oldest_label) == (2, 0)
+    del finished[2]
+    voided = recover(checkpoint, log, finished)
+    assert (voided.leases, voided.skipped) == ((), ())
 
 
 def test_another_policy_samples_groups_again_that_it_cannot_train_in_time():

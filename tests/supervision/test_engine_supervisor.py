@@ -167,6 +167,16 @@ def test_engine_killed_during_start_is_restarted(make_world):
     ]
 
 
+def test_the_first_start_does_not_wait_for_an_engine_whose_node_is_lost(make_world):
+    world = make_world(3, is_up=False)
+    world.engines.lost_nodes.add(1)
+    for index, ref in enumerate(list(world.engines.starting)):
+        ref.end(LostEngineError("the node died") if index == 1 else None)
+    world.ray.before_waiting = lambda: world.ray.now > 1000 and pytest.fail("waits for the lost engine")
+    world.supervisor.wait_started()
+    assert world.supervisor.serving == [0, 2]
+
+
 def test_first_start_that_fails_without_a_death_is_not_retried(make_world):
     world = make_world(1, is_up=False)
     (ref,) = world.engines.starting

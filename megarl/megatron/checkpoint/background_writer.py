@@ -27,6 +27,7 @@ from torch import Tensor
 from megarl.megatron.checkpoint.model_state import with_own_storage
 from megarl.megatron.requests import SavedFile
 from megarl.megatron.runtime import platform
+from megarl.process.atomic_files import sync_path
 
 BUFFER_BYTES = 2**28
 """Host memory is allocated in buffers of at most this size; each holds several tensors."""
@@ -202,7 +203,7 @@ def write_files(folder: Path, files: Sequence[NewFile]) -> WriteResult:
             path = folder / file.name
             written.append(_write(path, file.contents, locations))
         path = folder
-        _sync_folder(folder)
+        sync_path(folder)
     except OSError as e:
         failure = f"{path}: {e.strerror or e}"
     return WriteResult(
@@ -255,12 +256,3 @@ class _HashedFile:
 
     def flush(self) -> None:
         """Do nothing; torch's writer calls it after each tensor."""
-
-
-def _sync_folder(folder: Path) -> None:
-    """Fsync `folder`, so that new files in it survive a power failure."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

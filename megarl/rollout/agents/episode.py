@@ -158,7 +158,8 @@ class Episode:
             max_new_tokens: limit of this continuation; at most `num_remaining_tokens`, the default.
 
         Raises:
-            WorkerError: the engine rejected the request. One whose engine is lost is continued on another engine.
+            EngineFailedError: the engine refused the request or makes no progress, also not a second one. The episode
+                then fails, whatever the agent does.
         """
         limit = self.num_remaining_tokens if max_new_tokens is None else min(max_new_tokens, self.num_remaining_tokens)
         if limit > 0:
@@ -180,7 +181,7 @@ class Episode:
 
         Raises:
             RefusedTextError: the model does not have one of the tokens.
-            WorkerError: as `generate`.
+            EngineFailedError: as `generate`.
         """
         if not are_known:
             self._require_known(token_ids)

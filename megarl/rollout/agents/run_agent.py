@@ -36,7 +36,7 @@ async def run_agent(
         key: YAML path of the import path.
 
     Raises:
-        WorkerError: the engine rejected a request.
+        EngineFailedError: as `Episode.generate`.
         AgentError: the agent raised another exception, or returned something other than a valid trajectory.
         RefusedTextError: a text that it continued with cannot be used.
         EnvironmentFailedError: nothing was sampled within the time limit.

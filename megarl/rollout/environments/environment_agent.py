@@ -13,6 +13,7 @@ from megarl.config.data import DataConfig
 from megarl.config.rollout import EnvironmentConfig
 from megarl.errors import AgentError
 from megarl.rollout.agents.episode import Episode, RefusedTextError
+from megarl.rollout.continuing_engine import EngineFailedError
 from megarl.rollout.environments.calls import EnvironmentFailedError, call_environment
 from megarl.rollout.environments.conversation import ChatRenderer, bounded, require_chat_template
 from megarl.rollout.environments.environment import Environment, Message, Step, Task
@@ -71,7 +72,7 @@ class EnvironmentAgent:
         Raises:
             EnvironmentFailedError: the environment raised an exception or took too long.
             AgentError: the environment returned something else than its interface allows.
-            WorkerError: as `Episode.generate`.
+            EngineFailedError: as `Episode.generate`.
         """
         episode.end_by_itself()
         run = _Run(self._config, self._key, self._renderer, episode)
@@ -142,7 +143,7 @@ class _Run:
                 limit = "length"
                 break
             if not len(generation.token_ids):
-                raise AgentError(f"{self.label}: the engine sampled no token on {task.prompt.prompt_id}")
+                raise EngineFailedError("the engine sampled no token")
             reply = self.episode.decode(generation.token_ids)
             if self.seconds_left <= 0:
                 limit = TIME_LIMIT

@@ -80,7 +80,7 @@ class HarnessAgent:
 
         Raises:
             EnvironmentFailedError: the program failed, hung, or asked for no turn.
-            WorkerError: as `Episode.generate`.
+            EngineFailedError: as `Episode.generate`.
         """
         episode.end_by_itself()
         async with self._slots:

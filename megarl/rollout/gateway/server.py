@@ -230,7 +230,7 @@ async def _answer_errors(
 ) -> web.StreamResponse:
     """Answer a request that fails with an error in the form of its API; the run continues.
 
-    Only what `Session.error` has, such as an error of an engine, ends the run.
+    What `Session.error` has, such as an error of an engine, ends the episode.
     """
     try:
         return await handler(request)

@@ -22,6 +22,7 @@ from megarl.config.harness import HarnessConfig
 from megarl.data.chat_template import chat_template_source
 from megarl.errors import AgentError, MegarlError
 from megarl.rollout.agents.episode import Episode
+from megarl.rollout.continuing_engine import EngineFailedError
 from megarl.rollout.engine import Generation
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Message
@@ -110,7 +111,7 @@ class Session:
         """The limit that has ended the episode; None: none so far."""
         self.limit_reached = asyncio.Event()
         self.error: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails with an error of an engine, with which the run ends."""
+        """Fails with an error of an engine, with which the episode ends."""
         self.is_closed = False
         self.last_refusal = ""
         """Message of the last request that was refused."""
@@ -296,7 +297,7 @@ class Session:
                 if generation.finish_reason == TIME_LIMIT:
                     self._turns.remove(turn)
                     self._refuse_after(TIME_LIMIT)
-                raise AgentError(f"the engine sampled no token on {self._episode.prompt.prompt_id}")
+                raise EngineFailedError("the engine sampled no token")
             is_cut = generation.finish_reason != "stop" and len(generation.token_ids) >= room
             generation, text, stop = self._cut_at_stop(generation, request.stop)
             reply = await self._parse(text if stop is None else stop.before, request.tools)

@@ -2,7 +2,8 @@
 
     <run_dir>/journal/step-000012/<host>-<pid>-<random>.groups     one file per worker process and step
 
-If several entries belong to the same job, the first one counts, with the files in the order of their names.
+If several entries belong to the same job, the first one counts, with the files in the order of their names. The entry
+of a worker that was sent the job because another worker was lost comes first: the lost one may still be writing.
 """
 
 from __future__ import annotations
@@ -111,8 +112,15 @@ class Journal:
                 )
         return entries
 
+    def request_ids(self, step: int) -> list[str]:
+        """Return the ids of the requests of the step that have entries; raises as `lookup`."""
+        return list(self._refresh_index(step).locations)
+
     def append(self, step: int, finished: Sequence[FinishedJob]) -> list[JournalEntry]:
         """Append groups of the step in one write.
+
+        The files of other processes are read for the first groups of a step, and for jobs that another worker was sent
+        before: to read all of them for each group would cost workers times groups.
 
         Returns:
             For each group the entry that counts: the existing one if another process was faster.
@@ -122,7 +130,7 @@ class Journal:
             LostLockError: another run has taken over the run folder; nothing is written.
             WorkerError: the file cannot be written, or as `lookup`.
         """
-        index = self._refresh_index(step)
+        index = self._refresh_index(step, own_only=not any(group.job.num_resent for group in finished))
         entries: list[JournalEntry] = []
         new: dict[tuple[str, str], JournalEntry] = {}
         records: list[bytes] = []
@@ -142,17 +150,25 @@ class Journal:
             self._write(step, index, b"".join(records), [request_id for request_id, _ in new])
         return entries
 
-    def _refresh_index(self, step: int) -> _StepIndex:
-        """Return the step's index, updated with the records that were appended since the last call."""
+    def _refresh_index(self, step: int, *, own_only: bool = False) -> _StepIndex:
+        """Return the step's index, updated with the records that were appended since the last call.
+
+        Args:
+            own_only: read only the file that this process writes, if it has begun one.
+        """
         index = self._steps.pop(step, None) or _StepIndex()
         self._steps[step] = index
         while len(self._steps) > self._max_open_steps:
             oldest = self._steps.pop(next(iter(self._steps)))
             if oldest.writer:
                 oldest.writer.close()
-        folder = step_folder(self._folder, step)
+        if index.writer and not index.writer.path.exists():  # the step was removed from the journal
+            index.writer.close()
+            index = self._steps[step] = _StepIndex()
+        folder, writer = step_folder(self._folder, step), index.writer
         try:
-            _read_new_records(index, folder, self._fingerprint)
+            own = [(writer.path, writer.path.stat().st_size)] if own_only and writer else None
+            _read_new_records(index, _list_files(folder) if own is None else own, self._fingerprint)
         except OSError as e:
             raise WorkerError(f"the rollout journal {folder} cannot be read: {e}") from e
         return index
@@ -241,7 +257,7 @@ def read_step(run_dir: str | Path, step: int) -> list[JournalEntry]:
         DataError: the journal has another format.
     """
     index = _StepIndex()
-    _read_new_records(index, step_folder(journal_folder(run_dir), step), None)
+    _read_new_records(index, _list_files(step_folder(journal_folder(run_dir), step)), None)
     entries: dict[tuple[str, str], JournalEntry] = {}
     for request_id, locations in index.locations.items():
         for location in locations:
@@ -252,16 +268,21 @@ def read_step(run_dir: str | Path, step: int) -> list[JournalEntry]:
     return list(entries.values())
 
 
-def _read_new_records(index: _StepIndex, folder: Path, fingerprint: str | None) -> None:
-    """Add the new records of a step's folder to the index.
+def _list_files(folder: Path) -> list[tuple[Path, int]]:
+    """Return the files of a step's folder by name, each with its size."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as found:
+        return sorted((Path(e.path), e.stat().st_size) for e in found if e.name.endswith(SUFFIX))
+
+
+def _read_new_records(index: _StepIndex, files: Sequence[tuple[Path, int]], fingerprint: str | None) -> None:
+    """Add the new records of files of a step's folder to the index.
 
     Args:
+        files: each with its size.
         fingerprint: the fingerprint that the files must have; None accepts any.
     """
-    if not folder.is_dir():
-        return
-    with os.scandir(folder) as found:
-        files = sorted((Path(e.path), e.stat().st_size) for e in found if e.name.endswith(SUFFIX))
     for path, size in files:
         start = index.read.get(path, 0)
         if size == start or path in index.unowned:
@@ -280,7 +301,11 @@ def _read_new_records(index: _StepIndex, folder: Path, fingerprint: str | None) 
                 continue
             locations = index.locations.setdefault(record.meta["request_id"], [])
             locations.append(_EntryLocation(path, record))
-            locations.sort(key=lambda location: (location.path, location.record.start))
+            locations.sort(key=_precedence)
+
+
+def _precedence(location: _EntryLocation) -> tuple[int, Path, int]:
+    return -location.record.meta.get("num_resent", 0), location.path, location.record.start
 
 
 def _check_owner(path: Path, meta: JsonMapping, fingerprint: str | None) -> None:
@@ -306,6 +331,7 @@ def _encode_entry(group: FinishedJob, digest: str) -> bytes:
         "request_id": group.job.request_id,
         "prompt_id": group.job.prompt.prompt_id,
         "job": digest,
+        **({"num_resent": group.job.num_resent} if group.job.num_resent else {}),
         "generation_seconds": summary.generation_seconds,
         "scoring_seconds": summary.scoring_seconds,
         "terms": {name: asdict(report) for name, report in summary.terms.items()},

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.model_files.json_object import JsonMapping
+from megarl.process.atomic_files import make_durable_folder, sync_path
 
 logger = logging.getLogger(__name__)
 
@@ -89,21 +90,20 @@ def read_body(path: Path, where: Record) -> bytes | None:
 
 
 class RecordWriter:
-    """Appends records to a new file that only this writer writes to.
-
-    A written record survives a crash of the process, but not of the node: nothing is synced to disk.
-    """
+    """Appends records to a new file that only this writer writes to; a written record is on disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_durable_folder(path.parent)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        sync_path(path.parent)
 
     def write(self, data: bytes) -> None:
-        """Write all of `data` to the file, without syncing it to disk."""
+        """Write all of `data` to the file, and fsync it."""
         left = memoryview(data)
         while left:
             left = left[os.write(self._descriptor, left) :]
+        os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Close the file; nothing may be written afterwards."""

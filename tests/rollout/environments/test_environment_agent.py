@@ -111,6 +111,18 @@ def test_the_time_limit_of_the_run_ends_an_episode_as_truncated(tokenizer: Any, 
     assert not open_environments
 
 
+class SilentEngine(TextEngine):
+    async def generate(self, request: Any) -> Any:
+        return make_generation([], reason="stop")
+
+
+def test_an_engine_that_samples_no_token_fails_the_episode(tokenizer: Any) -> None:
+    summary, _ = run(SilentEngine(tokenizer, replies("")))
+    errors = [each.reward_errors["engine"] for each in summary.trajectories]
+    assert errors == ["the engine sampled no token on d.jsonl:1"] * 2
+    assert not open_environments
+
+
 class LongPrompt(Echo):
     async def reset(self, task: Task) -> Any:
         return [{"role": "user", "content": "is it? " * 100}]

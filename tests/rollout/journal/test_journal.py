@@ -539,3 +539,43 @@ async def test_a_group_whose_caller_has_gone_is_written(tmp_path: Path) -> None:
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(results[1], asyncio.CancelledError)
     assert len(read_step(tmp_path, STEP)) == 3
+
+
+def test_files_of_others_are_listed_for_lookups_and_the_first_groups_of_a_step(tmp_path, monkeypatch):
+    """Otherwise, all workers would look at the files of all workers for each group."""
+    listed, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or scandir(path))
+    workers = [journal(tmp_path) for _ in range(8)]
+    for number, worker in enumerate(workers):
+        assert worker.lookup(STEP, [job(100 * number + group) for group in range(10)]) == [None] * 10
+    for group in range(10):
+        for number, worker in enumerate(workers):
+            append(worker, job(100 * number + group))
+    assert len(listed) <= 2 * len(workers)
+    assert len(read_step(tmp_path, STEP)) == 80
+
+
+@pytest.mark.parametrize("late_is_lost", [True, False])
+def test_the_worker_that_was_sent_a_job_again_counts(tmp_path, late_is_lost):
+    """Two workers have the job, as contact with the first one was lost; the run has the groups of the second one."""
+    lost, restarted = journal(tmp_path), journal(tmp_path)
+    again = replace(job(), num_resent=1)
+    for worker in (lost, restarted):
+        append(worker, job(5))
+    assert restarted.lookup(STEP, [again]) == [None]
+    if not late_is_lost:
+        append(lost, job(), seed=1)
+    used = append(restarted, again, seed=2)
+    if late_is_lost:
+        append(lost, job(), seed=1)
+    assert as_bits(used) == as_bits(finished_group(job(), seed=2 if late_is_lost else 1))
+    assert_holds(journal(tmp_path), job(), seed=2 if late_is_lost else 1)
+    assert_holds(journal(tmp_path), again, seed=2 if late_is_lost else 1)
+
+
+def test_a_step_that_was_removed_is_written_anew(tmp_path):
+    writer = journal(tmp_path)
+    append(writer, job())
+    remove_steps(tmp_path, up_to=STEP)
+    append(writer, job(1))
+    assert found_in(journal(tmp_path), 2) == [False, True]
