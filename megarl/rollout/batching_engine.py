@@ -6,10 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-from megarl.errors import LostEngineError, MegarlError, StalledEngineError
+from megarl.errors import LostEngineError, MegarlError, StalledEngineError, WorkerError
 from megarl.rollout.engine import FinishedRequest, Generation, GenerationEngine, GenerationRequest
 from megarl.rollout.partial_outputs import PartialOutputs
 from megarl.rollout.request_clock import TimeLimit
+
+
+class EngineFailedError(WorkerError):
+    """An engine refused a request, sampled nothing, or made no progress twice: its episode fails, and no other one."""
 
 
 class BatchingEngine:
@@ -54,6 +58,8 @@ class BatchingEngine:
         Raises:
             LostEngineError: the engine is marked lost, or is marked lost before it replies.
             StalledEngineError: the engine makes no progress.
+            EngineFailedError: the engine refused the request.
+            WorkerError: the call to the engine failed, with all requests that it sent.
         """
         if (abort := self._aborts.get(request.request_id)) is not None:
             await asyncio.wait([abort])  # it must not end the new request
@@ -154,6 +160,7 @@ class BatchingEngine:
         if future.done():
             self.num_stale_replies += 1
         elif isinstance(outcome, MegarlError):
-            future.set_exception(outcome)
+            is_lost = isinstance(outcome, LostEngineError)
+            future.set_exception(outcome if is_lost else EngineFailedError(str(outcome)))
         else:
             future.set_result(outcome)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.batch.trajectory import TIME_LIMIT
-from megarl.errors import LostEngineError, StalledEngineError, WorkerError
-from megarl.rollout.batching_engine import BatchingEngine
+from megarl.errors import LostEngineError, StalledEngineError
+from megarl.rollout.batching_engine import BatchingEngine, EngineFailedError
 from megarl.rollout.continuation import continue_after, join, no_tokens
 from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.rollout.engine_pool import EngineLease
@@ -21,10 +21,6 @@ from megarl.rollout.request_clock import TimeLimit
 
 AFTER_LIMIT_SECONDS = 0.01
 """Duration of a request after the time limit, so that an agent that repeats requests does not block other episodes."""
-
-
-class EngineFailedError(WorkerError):
-    """An engine refused a request, sampled nothing, or made no progress twice: its episode fails, and no other one."""
 
 
 class ContinuingEngine:
@@ -57,6 +53,7 @@ class ContinuingEngine:
 
         Raises:
             EngineFailedError: the engine refused the request, or engines made no progress twice.
+            WorkerError: a call to the engine failed, with all requests that it sent.
         """
         part, request = no_tokens(), replace(request, priority=self._group.priority)
         if self._limit.is_reached:
@@ -80,9 +77,9 @@ class ContinuingEngine:
                 part = join(part, self._take_reported(engine, request))
                 self._count_stall(error)
                 request = replace(request, request_id=f"{request.request_id}-retry1")
-            except WorkerError as error:
-                self.error = EngineFailedError(str(error))
-                raise self.error from error
+            except EngineFailedError as error:
+                self.error = error
+                raise
             else:
                 self._limit.start()
                 if generation.finish_reason != "abort" or not self._limit.is_reached:

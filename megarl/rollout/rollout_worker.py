@@ -35,7 +35,8 @@ from megarl.rollout.agents.agent import Agent
 from megarl.rollout.agents.episode import Episode, RefusedTextError
 from megarl.rollout.agents.run_agent import run_agent
 from megarl.rollout.agents.single_turn import single_turn
-from megarl.rollout.continuing_engine import ContinuingEngine, EngineFailedError
+from megarl.rollout.batching_engine import EngineFailedError
+from megarl.rollout.continuing_engine import ContinuingEngine
 from megarl.rollout.engine import GenerationEngine, Sampling
 from megarl.rollout.engine_pool import EngineLease, EnginePool
 from megarl.rollout.environments.calls import EnvironmentFailedError
@@ -288,6 +289,7 @@ class RolloutWorker:
         If an engine is lost, its requests are continued on another one as soon as one is live.
 
         Raises:
+            WorkerError: a call to an engine failed, with all requests that it sent.
             AgentError: the agent raised an exception or returned no valid trajectory.
             RewardError: a reward could not be computed.
         """

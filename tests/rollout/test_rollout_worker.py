@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.batch.scored_group import ScoredGroup, TermReport
-from megarl.errors import AgentError, LostEngineError, RewardError
+from megarl.errors import AgentError, LostEngineError, RewardError, WorkerError
 from megarl.rollout import partial_outputs, rollout_worker
 from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.batching_engine import BatchingEngine
@@ -224,10 +224,11 @@ class BrokenScorer:
 @pytest.mark.parametrize(
     ("engine", "options", "error", "message"),
     [
+        (FakeEngine(error=WorkerError("out of memory")), {}, WorkerError, "out of memory"),
         (FakeEngine(), {"agent": broken}, AgentError, r"raised KeyError: 'answer' .* on train.jsonl:3"),
         (FakeEngine(), {"scorer": BrokenScorer()}, RewardError, "accuracy raised"),
     ],
-    ids=["agent", "reward"],
+    ids=["call", "agent", "reward"],
 )
 def test_errors_fail_the_group(engine, options, error, message):
     with pytest.raises(error, match=message):

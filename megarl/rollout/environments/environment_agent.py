@@ -13,7 +13,7 @@ from megarl.config.data import DataConfig
 from megarl.config.rollout import EnvironmentConfig
 from megarl.errors import AgentError
 from megarl.rollout.agents.episode import Episode, RefusedTextError
-from megarl.rollout.continuing_engine import EngineFailedError
+from megarl.rollout.batching_engine import EngineFailedError
 from megarl.rollout.environments.calls import EnvironmentFailedError, call_environment
 from megarl.rollout.environments.conversation import ChatRenderer, bounded, require_chat_template
 from megarl.rollout.environments.environment import Environment, Message, Step, Task

@@ -22,7 +22,7 @@ from megarl.config.harness import HarnessConfig
 from megarl.data.chat_template import chat_template_source
 from megarl.errors import AgentError, MegarlError
 from megarl.rollout.agents.episode import Episode
-from megarl.rollout.continuing_engine import EngineFailedError
+from megarl.rollout.batching_engine import EngineFailedError
 from megarl.rollout.engine import Generation
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Message
