@@ -241,7 +241,7 @@ class RolloutWorker:
         """Create a worker for the given engines.
 
         Args:
-            engines: None for an engine that has not started yet; `replace_engine` adds it later.
+            engines: None for an engine that has not started yet; `update_engines` adds it later.
             tokenizer: tokenizer of the policy, for agents.
         """
         assert engines, "a worker needs an engine"
@@ -251,21 +251,17 @@ class RolloutWorker:
         self._scorer = scorer
         self._tokenizer = tokenizer
 
-    async def mark_engine_lost(self, index: int, error: LostEngineError) -> None:
-        """Stop using an engine; its unfinished requests are retried on another one."""
-        self._pool.mark_lost(index, error)
-
-    async def replace_engine(self, index: int, engine: GenerationEngine) -> None:
-        """Use `engine` as engine `index`, which was lost or had not started yet."""
-        self._pool.replace(index, engine)
-
     async def update_engines(self, changes: Mapping[int, GenerationEngine | LostEngineError]) -> None:
-        """Stop using the engines that were lost, and use those that have started, by their indices."""
+        """Stop using the engines that were lost, whose requests are retried on others, and use those that have started.
+
+        Args:
+            changes: by index of the engine, why it was lost, or its new handle.
+        """
         for index, change in changes.items():
             if isinstance(change, LostEngineError):
-                await self.mark_engine_lost(index, change)
+                self._pool.mark_lost(index, change)
             else:
-                await self.replace_engine(index, change)
+                self._pool.replace(index, change)
 
     async def pause_clock(self) -> None:
         """Stop the time limits: the engines are paused for new weights."""

@@ -87,7 +87,7 @@ class Run:
         self.engines[engine].lost.set()
         self.loads.replace(engine, serves=False)
         for worker in self.workers:
-            await worker.mark_engine_lost(engine, LostEngineError("SIGKILL"))
+            await worker.update_engines({engine: LostEngineError("SIGKILL")})
 
     async def sample_through_stream(self, jobs: Sequence[GroupJob], max_per_block: int = 8) -> None:
         """Send the jobs as `GroupStream.submit` does."""

@@ -85,7 +85,7 @@ class FakeWorker:
 
     def _invoke(self, name, *arguments):
         self.calls[name], self.arguments[name] = Ref(), arguments
-        if name in ("record", "mark_engine_lost", "replace_engine"):
+        if name in ("record", "update_engines"):
             return self.calls[name]
         num_returns = self.invoke.options_given["num_returns"]
         return [self.calls[name], *(f"column {n} of {id(self)}" for n in range(1, num_returns))]
@@ -447,17 +447,20 @@ def test_workers_learn_of_engines_lost_together_in_one_call_each(ray):
         worker.invoke = method(lambda name, *arguments: changes.append((name, arguments)))
     engines = [f"engine {n}" for n in range(1000)]
     workers._known_engines = list(engines)
+    workers.engine_loads.start([True] * len(engines))
     workers._engines = SimpleNamespace(name=lambda n: f"engine {n}", remote_engines=lambda: list(engines))
-    assert not workers.poll_engines()
+    workers.poll_engines()
+    assert changes == []
     for number in range(40):
         engines[number] = None
     engines[40] = "engine 40 again"
-    assert workers.poll_engines()
+    workers.poll_engines()
     assert [name for name, _ in changes] == ["update_engines"] * 4
     (found,) = changes[0][1]
     assert [str(found[number]) for number in range(40)] == [f"engine {number} was lost" for number in range(40)]
     assert (found[40], len(found)) == ("engine 40 again", 41)
-    assert not workers.poll_engines()
+    workers.poll_engines()
+    assert len(changes) == 4
 
 
 def test_busy_worker_is_not_killed(ray):
@@ -610,7 +613,7 @@ def test_an_engine_that_is_lost_or_restarted_has_no_samples_and_the_workers_lear
     run.engines[0], run.engines[1] = None, make_engines(1)[0]
     workers.poll_engines()
     assert workers.engine_loads.outstanding == [0, 0, 2]
-    assert all(set(worker.calls) >= {"mark_engine_lost", "replace_engine"} for worker in ray.workers)
+    assert all(worker.arguments["update_engines"][0].keys() == {0, 1} for worker in ray.workers)
     more = make_jobs(9)[6:]
     stream.submit(*more)
     named = {name: engine for worker in ray.workers for name, engine in engines_of(worker).items()}

@@ -153,14 +153,14 @@ async def test_stale_reply_of_a_lost_engine_is_dropped_and_counted():
     w = worker(slow, other)
     group = asyncio.create_task(w.rollout_group(job()))
     await asyncio.sleep(0.01)
-    await w.mark_engine_lost(0, LostEngineError("no reply to a ping"))
+    await w.update_engines({0: LostEngineError("no reply to a ping")})
     summary, _ = await group
     assert [t.response_length for t in summary.trajectories] == [1, 2]
     assert (slow.calls, other.calls) == ([["1-3-0", "1-3-1"]], [["1-3-0", "1-3-1"]])
     gate.set()
     await asyncio.sleep(0.01)
     assert await w.retry_counts() == RetryCounts(num_retried=2, num_stale_replies=2)
-    await w.replace_engine(0, FakeEngine())
+    await w.update_engines({0: FakeEngine()})
     assert (await w.retry_counts()).num_stale_replies == 2
 
 
@@ -183,7 +183,7 @@ async def test_request_timeout_starts_once_an_engine_is_live():
     groups = [asyncio.create_task(w.rollout_group(job(group_id=i))) for i in (1, 2)]
     await asyncio.sleep(0.4)
     assert not any(group.done() for group in groups)
-    await w.replace_engine(0, restarted)
+    await w.update_engines({0: restarted})
     for group, (summary, _) in zip((1, 2), await asyncio.gather(*groups), strict=True):
         assert summary.group_id == group
     assert sorted(r for call in restarted.calls for r in call) == ["1-1-0", "1-1-1", "1-2-0", "1-2-1"]
@@ -194,7 +194,7 @@ async def test_worker_may_start_without_engines():
     w = worker(None, seconds=5)
     group = asyncio.create_task(w.rollout_group(job()))
     await asyncio.sleep(0.01)
-    await w.replace_engine(0, FakeEngine())
+    await w.update_engines({0: FakeEngine()})
     await group
     assert await w.retry_counts() == RetryCounts(num_retried=0, num_stale_replies=0)
 
@@ -332,7 +332,7 @@ def rollout(*engines, restarts=(), num_samples=8, agent=None):
         for engine in restarts:
             while worker._pool.live(0) is not None:
                 await asyncio.sleep(TOKEN_SECONDS)
-            await worker.replace_engine(0, engine)
+            await worker.update_engines({0: engine})
         summary, trajectories = await group
         counts = await worker.retry_counts()
         assert (summary.num_retried, summary.num_kept_tokens) == (counts.num_retried, counts.num_kept_tokens)

@@ -438,7 +438,7 @@ async def test_an_engine_that_is_lost_within_the_grace_leaves_the_tokens_known()
     group = asyncio.create_task(w.rollout_group(job()))
     while not engine.aborted:
         await asyncio.sleep(1)
-    await w.mark_engine_lost(0, LostEngineError("SIGKILL"))
+    await w.update_engines({0: LostEngineError("SIGKILL")})
     _, trajectories = await group
     assert {trajectory.finish_reason for trajectory in trajectories} == {"seconds"}
     for trajectory in trajectories:
@@ -453,7 +453,7 @@ def test_the_time_in_the_queue_of_another_engine_does_not_count_after_a_loss() -
         w = worker(lost, busy, limit=35.0)
         groups = [asyncio.create_task(w.rollout_group(job(number))) for number in range(4)]
         await asyncio.sleep(12)
-        await w.mark_engine_lost(0, LostEngineError("SIGKILL"))
+        await w.update_engines({0: LostEngineError("SIGKILL")})
         return await asyncio.gather(*groups)
 
     for summary, _ in run_in_virtual_time(main()):

@@ -800,7 +800,7 @@ def test_groups_of_weights_that_are_lost_with_the_log_are_sampled_again(tmp_path
         trainer.take()
         trainer.push()
     list_files(log_folder(journal_folder(tmp_path)))[-1].unlink()
-    trainer.batches = {1: trainer.batches[1]}
+    trainer.batches, trainer.staleness = {1: trainer.batches[1]}, {1: trainer.staleness[1]}
     trainer.kill(checkpoint)
     trainer.run()
     assert sorted(prompts(trainer)) == sorted(ALL)

@@ -248,6 +248,8 @@ class EngineHost:
         asyncio.set_event_loop(loop)
         with temporary_files_in(self.directory):
             self._engine = engine_class(**make_engine_arguments(self.spec))
+        if self.spec.node_rank == 0:
+            self.tokenizer_manager.load_snapshot_reader.read(0)  # maps the file, if it did not exist before
         self._remove_load_snapshot()  # every process has mapped the file; without a name it cannot be left behind
         if self.spec.node_rank == 0:
             self.tokenizer_manager._subprocess_watchdog.stop()  # it would send this process a SIGQUIT
