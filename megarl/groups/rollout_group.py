@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import ray
@@ -206,10 +205,10 @@ class RolloutGroup:
         """
         self.flush_records()
         stored, places = distinct_refs([group.payload for group in groups])
-        columns = (
-            chain.from_iterable(group.summary.column(name) for group in groups)
+        columns = [
+            [value for group in groups for value in group.summary.column(name)]
             for name in ("reward", "rewards", "segment_tokens")
-        )
+        ]
         rewards = [(reward, terms) for reward, terms, tokens in zip(*columns, strict=True) for _ in tokens or (None,)]
         self._record(
             step % len(self._workers), (step, tuple(rewards), tuple(advantages), places, *as_arguments(stored))

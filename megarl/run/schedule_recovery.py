@@ -55,7 +55,8 @@ def _add_unlogged(config: RunConfig, state: ScheduleState, journal: Journal) -> 
     Their request ids are not used for other samples: some may be of weights that the run does not have any more.
     """
     groups_per_step, next_ordinal, num_events = config.algorithm.prompts_per_step, state.next_ordinal, state.num_events
-    for step in list_steps(config.run_dir):
+    first_step = first_needed_step(state, groups_per_step)
+    for step in [step for step in list_steps(config.run_dir) if step >= first_step]:
         for match in filter(None, map(_GROUP.fullmatch, journal.request_ids(step))):
             next_ordinal = max(next_ordinal, (step - 1) * groups_per_step + int(match["index"]) + 1)
             num_events = max(num_events, int(match["attempt"] or 0))

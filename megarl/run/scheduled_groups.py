@@ -283,7 +283,7 @@ class ScheduledGroups:
 
     def _versions(self, group: FinishedGroup) -> tuple[int | None, int | None]:
         """Return the versions of the oldest and the newest token of a group; None if it has none."""
-        labels = {label for each in group.summary.trajectories for label, _ in each.tokens_by_version}
+        labels = {label for versions in group.summary.column("tokens_by_version") for label, _ in versions}
         if not labels:
             return None, None
         return self.schedule.version_of(min(labels)), self.schedule.version_of(max(labels))

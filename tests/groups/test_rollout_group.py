@@ -29,7 +29,7 @@ from megarl.workers.worker_host import CollectedCalls
 from tests.fake_ray import FakeRay, Ref
 from tests.groups.estimates import make_job
 from tests.groups.test_engine_group import ended_future
-from tests.run.finished_groups import completion
+from tests.run.finished_groups import completion, finished_group
 
 PROMPTS = [Prompt(prompt_id=f"d.jsonl:{n}", text="", token_ids=(1,), row={}) for n in range(4)]
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
@@ -470,6 +470,20 @@ def test_busy_worker_is_not_killed(ray):
     ray.before_waiting = lambda: ray.now > started_at + 300 and ray.finish_all()
     assert len(list(run.stream())) == 4
     assert (ray.killed, run.messages) == ([], [])
+
+
+def test_rollouts_are_written_with_the_rewards_of_each_sequence(ray):
+    run = start_group(ray, workers=1)
+    groups = [
+        finished_group([completion([0, 1], reward=1.5), completion([1], reward=2.0, rewards={"a": 3.0})]),
+        finished_group([completion([1, 1], reward=0.5)]),
+    ]
+    groups = [replace(group, payload=StoredItem(f"object {n}", 0)) for n, group in enumerate(groups)]
+    run.group.record(3, groups, [0.1, 0.2, 0.3])
+    step, rewards, advantages, places, *stored = ray.workers[0].arguments["record"]
+    assert (step, advantages, places) == (3, (0.1, 0.2, 0.3), ((0, 0), (1, 0)))
+    assert rewards == ((1.5, {"match": 1.5}), (2.0, {"a": 3.0}), (0.5, {"match": 0.5}))
+    assert stored == ["object 0", "object 1"]
 
 
 def test_worker_that_hangs_while_writing_rollouts_is_replaced(ray):
