@@ -102,6 +102,7 @@ class BatchingEngine:
 
     async def abort(self, request_id: str) -> None:
         """Abort a request on the wrapped engine, unless that was done when its caller was cancelled."""
+        await asyncio.sleep(0)  # a caller that has just been cancelled begins the abort
         queued = [future for request, future in self._queue if request.request_id == request_id]
         sent = [future for future, sent_id in self._in_flight.items() if sent_id == request_id]
         if any(not future.done() for future in (*queued, *sent)):

@@ -59,7 +59,7 @@ def train(
         model={"path": str(world / "chat")},
         algorithm={"type": "grpo", "kl_loss": None, "group_size": 4, "prompts_per_step": num_prompts},
         rollout={"max_new_tokens": 90} | rollout,
-        checkpoint={"every": 0},
+        checkpoint={"every": 0, "keep_journal": "all"},
         **sections,
     )
     components.run(config)

@@ -86,8 +86,8 @@ def train_on_rank(path, dtype, options, kinds):
         held = held_tensors(worker)
         stats = check_offload(worker, kinds, held)
         if step == 0:
-            assert worker.onload(None).device_bytes == stats.device_bytes
-            assert worker.onload(None).device_bytes == 0
+            assert worker._trainer.memory.onload().device_bytes == stats.device_bytes
+            assert worker._trainer.memory.onload().device_bytes == 0
             assert not kinds.gradients or not any(t.any() for t in held["gradients"])
         # in later steps, train_step itself onloads everything
         worker.train_step(request_of(worker, seed=step))
