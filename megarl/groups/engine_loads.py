@@ -121,8 +121,8 @@ class EngineLoads:
         for share, block in self._in_turn(self._choose(free), max_per_block):
             own = by_worker.setdefault(next(self._workers_by_share[share]), [])
             for (load, num_samples), job in zip(block, unassigned, strict=False):
-                if _num_samples(job) != num_samples:
-                    self._change(load, _num_samples(job) - num_samples)
+                if job.num_episodes != num_samples:
+                    self._change(load, job.num_episodes - num_samples)
                 own.append(AssignedJob(job, load))
         for job in jobs:
             if job.engine is not None:
@@ -136,13 +136,13 @@ class EngineLoads:
         assigned = []
         for job in jobs:
             load = heap.least() if job.engine is None else self._loads[job.engine]
-            self._change(load, _num_samples(job))
+            self._change(load, job.num_episodes)
             assigned.append(AssignedJob(job, load))
         return assigned
 
     def release(self, assigned: AssignedJob) -> None:
         """Subtract the samples of a job that has finished, is cancelled, or is assigned again."""
-        self._change(assigned.load, -_num_samples(assigned.job))
+        self._change(assigned.load, -assigned.job.num_episodes)
 
     def _change(self, load: EngineLoad | None, num_samples: int) -> None:
         """Add samples to an engine that serves; no-op without one."""
@@ -160,8 +160,8 @@ class EngineLoads:
         for job in jobs:
             load = self._all.least()
             assert load is not None, "no engine serves"
-            self._change(load, _num_samples(job))
-            chosen.setdefault(load.engine % len(self._by_share), []).append((load, _num_samples(job)))
+            self._change(load, job.num_episodes)
+            chosen.setdefault(load.engine % len(self._by_share), []).append((load, job.num_episodes))
         return chosen
 
     def _in_turn[T](self, by_share: dict[int, list[T]], max_per_block: int) -> Iterator[tuple[int, Sequence[T]]]:
@@ -173,10 +173,6 @@ class EngineLoads:
                 yield share, left.popleft()
                 if not left:
                     del blocks[share]
-
-
-def _num_samples(job: GroupJob) -> int:
-    return job.num_samples + job.has_baseline
 
 
 def _split[T](items: Sequence[T], num_workers: int, max_per_block: int) -> Iterator[Sequence[T]]:

@@ -105,6 +105,11 @@ class GroupJob:
     num_resent: int = 0
     """Number of workers that were sent the job before and were lost; one of them may still be working on it."""
 
+    @property
+    def num_episodes(self) -> int:
+        """Number of completions to sample, the greedy one included."""
+        return self.num_samples + self.has_baseline
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySummary:
@@ -290,13 +295,12 @@ class RolloutWorker:
             RewardError: a reward could not be computed.
         """
         start = time.perf_counter()
-        num_samples = job.num_samples + job.has_baseline
-        lease = EngineLease(self._pool, num_samples, job.engine, group_id=job.group_id, priority=job.priority)
+        lease = EngineLease(self._pool, job.num_episodes, job.engine, group_id=job.group_id, priority=job.priority)
         retried = Counter[str]()
         try:
             await lease.engine()  # leased before the first request, so that the next group sees the load
             episodes = await _gather_or_cancel(
-                self._run_episode(job, sample, lease, retried) for sample in range(num_samples)
+                self._run_episode(job, sample, lease, retried) for sample in range(job.num_episodes)
             )
         finally:
             lease.release()

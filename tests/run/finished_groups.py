@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from megarl.batch.trajectory import Trajectory
+from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config import RunConfig
 from megarl.groups.group_stream import FinishedGroup
-from megarl.rollout.rollout_worker import GroupSummary, summarize
+from megarl.rollout.engine import Sampling
+from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
+from megarl.schedule.events import OpenGroup
+from megarl.schedule.schedule import place
 from megarl.workers.payload import LocalPayload
 
 
@@ -64,3 +67,17 @@ def run_config(algorithm: Mapping[str, Any], **sections: Any) -> RunConfig:
         "algorithm": dict(algorithm),
     }
     return RunConfig.model_validate(tree | sections)
+
+
+def group_job(group: OpenGroup, groups_per_step: int, *, num_samples: int, max_new_tokens: int) -> GroupJob:
+    """Return the job of a group of a schedule, with the request id that `GroupJobs` gives it."""
+    step, index = place(group.ordinal, groups_per_step)
+    again = f"-again{group.attempt}" if group.attempt else ""
+    return GroupJob(
+        prompt=Prompt(prompt_id=f"p{group.ordinal}", text="", token_ids=(1,), row={}),
+        group_id=index,
+        num_samples=num_samples,
+        sampling=Sampling(temperature=1.0, max_new_tokens=max_new_tokens),
+        request_id=f"step-{step}{again}-{index}",
+        seed=(0, step),
+    )

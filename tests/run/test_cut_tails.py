@@ -18,11 +18,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
 from megarl.config.tracking import TrackingConfig
 from megarl.groups.group_stream import FinishedGroup
-from megarl.rollout.engine import Sampling
 from megarl.rollout.journal.journal import FinishedJob, parse_step
 from megarl.rollout.journal.journal_folder import journal_folder
 from megarl.rollout.journal.record_file import read_records
@@ -33,9 +31,8 @@ from megarl.run.schedule_recovery import open_schedule
 from megarl.run.scheduled_groups import ScheduledGroups
 from megarl.run.update_log import StepUpdate, UpdateLog, batch_hash
 from megarl.schedule.events import OpenGroup, ScheduleState
-from megarl.schedule.schedule import place
 from megarl.tracking.tracker import ResumedMetrics, Tracker
-from tests.run.finished_groups import completion, finished_group, run_config
+from tests.run.finished_groups import completion, finished_group, group_job, run_config
 from tests.run.test_scheduled_groups import ScriptedStream
 
 B, STEPS, CHECKPOINT, KILL = 2, 6, 2, 4
@@ -104,16 +101,7 @@ class Run:
         self.tracker = Tracker(tracking, config.run_dir, resumed=metrics)
 
     def make_job(self, group: OpenGroup) -> GroupJob:
-        step, index = place(group.ordinal, B)
-        again = f"-again{group.attempt}" if group.attempt else ""
-        return GroupJob(
-            prompt=Prompt(prompt_id=f"p{group.ordinal}", text="", token_ids=(1,), row={}),
-            group_id=index,
-            num_samples=1,
-            sampling=Sampling(temperature=1.0, max_new_tokens=2),
-            request_id=f"step-{step}{again}-{index}",
-            seed=(0, step),
-        )
+        return group_job(group, B, num_samples=1, max_new_tokens=2)
 
     def skips(self, step: int) -> bool:
         """Return whether the engines differ from the trainer before the update of the step."""

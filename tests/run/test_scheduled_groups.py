@@ -34,10 +34,10 @@ from megarl.run.schedule_recovery import continues_log, first_needed_step, open_
 from megarl.run.scheduled_groups import Keep, ScheduledGroups
 from megarl.schedule.events import OpenGroup, Outcome, Removed, ScheduleState
 from megarl.schedule.policy import Late, SchedulePolicy
-from megarl.schedule.schedule import Schedule, place
+from megarl.schedule.schedule import Schedule
 from megarl.schedule.staleness import TokenStaleness, token_staleness
 from megarl.tracking.phases import PhaseTimer
-from tests.run.finished_groups import completion, finished_group, run_config
+from tests.run.finished_groups import completion, finished_group, group_job, run_config
 
 B, STEPS = 3, 12
 ALL = [f"p{ordinal}" for ordinal in range(B * STEPS)]
@@ -166,16 +166,7 @@ class Trainer:
         self.start()
 
     def make_job(self, group: OpenGroup) -> GroupJob:
-        step, index = place(group.ordinal, B)
-        again = f"-again{group.attempt}" if group.attempt else ""
-        return GroupJob(
-            prompt=Prompt(prompt_id=f"p{group.ordinal}", text="", token_ids=(1,), row={}),
-            group_id=index,
-            num_samples=2,
-            sampling=Sampling(temperature=1.0, max_new_tokens=20),
-            request_id=f"step-{step}{again}-{index}",
-            seed=(0, step),
-        )
+        return group_job(group, B, num_samples=2, max_new_tokens=20)
 
     def start(self) -> None:
         self.stream = ScriptedStream(
