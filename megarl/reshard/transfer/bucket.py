@@ -202,12 +202,12 @@ class DeviceBuffer:
 
 @contextmanager
 def _outside_expandable_segments() -> Iterator[None]:
-    """Have torch allocate GPU memory in plain segments, if its own setting is `expandable_segments:True`.
+    """Have torch allocate GPU memory in plain segments, if the environment says `expandable_segments:True`.
 
     Processes map expandable segments of each other through `pidfd_getfd`, for which they need to be allowed to trace
     each other; containers and Yama's ptrace_scope forbid it.
     """
-    settings = torch._C._accelerator_getAllocatorSettings()
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))  # torch's order
     if "expandable_segments:True" not in settings.replace(" ", ""):
         yield
         return

@@ -214,6 +214,7 @@ def test_device_memory_is_identified_by_its_handle(fake_cuda, monkeypatch):
         map_bucket(bucket)
 
 
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 @pytest.mark.parametrize(
     ("settings", "within"),
     [
@@ -222,10 +223,13 @@ def test_device_memory_is_identified_by_its_handle(fake_cuda, monkeypatch):
         ("", ""),
     ],
 )
-def test_device_memory_is_not_in_expandable_segments(settings, within, fake_cuda, monkeypatch):
+def test_device_memory_is_not_in_expandable_segments(settings, within, variable, fake_cuda, monkeypatch):
     """Other processes may not be allowed to map those; all other memory stays in them."""
     get, set_ = torch._C._accelerator_getAllocatorSettings, torch._C._accelerator_setAllocatorSettings
     before, seen, empty = get(), [], torch.empty
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, settings)
     try:
         set_(settings)
         monkeypatch.setattr(torch, "empty", lambda *a, **k: (seen.append(get()), empty(*a, **k))[1])
