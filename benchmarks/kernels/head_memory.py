@@ -122,9 +122,9 @@ def _peak_of_head(tokens: int, vocab: int, hidden: int, *, fused: bool, fp32: bo
 
     def forward_backward() -> None:
         for _ in range(2):  # the second micro-batch finds the dummy gradient of the first
-            hidden_t1h.grad = head.weight.grad = None  # as in a model with megatron-core's DDP
             scores = head.score(head(hidden_t1h)[0], target_ids_t, None)
             torch.autograd.backward(-scores.logprobs_T.mean())
+            hidden_t1h.grad = head.weight.grad = None  # as in a model with megatron-core's DDP
 
     clear_dummy_gradients()
     return _peak_on_cuda(forward_backward) if platform.is_cuda() else peak_allocated_bytes(forward_backward)
