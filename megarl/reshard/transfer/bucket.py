@@ -202,7 +202,7 @@ class DeviceBuffer:
 
 @contextmanager
 def _outside_expandable_segments() -> Iterator[None]:
-    """Have torch allocate GPU memory in plain segments, if the environment says `expandable_segments:True`.
+    """Allocate GPU memory in plain segments, also where the environment sets `expandable_segments:True`.
 
     Processes map expandable segments of each other through `pidfd_getfd`, for which they need to be allowed to trace
     each other; containers and Yama's ptrace_scope forbid it.
