@@ -16,7 +16,8 @@ def make_peer_environment(
 ) -> Path:
     """Install pinned packages in `folder`, if they are not there, and return the environment's Python.
 
-    Packages that are not pinned, such as torch and Ray, are those of this environment.
+    Packages that are not pinned, such as torch and Ray, are those of this environment; a folder that was made for
+    another one is made again.
 
     Args:
         requirements: a file of pip.
@@ -27,15 +28,17 @@ def make_peer_environment(
         WorkerError: pip failed; the message ends with its output.
     """
     python, done = folder / "bin/python", folder / "installed.txt"
-    if done.exists() and done.read_text() == requirements.read_text():
+    shared = sysconfig.get_path("purelib") + "\n"
+    installed = requirements.read_text() + shared
+    if done.exists() and done.read_text() == installed:
         return python
     notify(f"installing {name} in {folder}")
     _run(sys.executable, "-m", "venv", "--clear", str(folder))
     packages = Path(_run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (packages / "shared.pth").write_text(shared)
     install = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options)
     _run(*install, "-r", str(requirements))
-    done.write_text(requirements.read_text())
+    done.write_text(installed)
     return python
 
 

@@ -21,6 +21,7 @@ from benchmarks.local_ray import local_ray
 from benchmarks.peer_environment import make_peer_environment
 from benchmarks.results_file import write_results
 from benchmarks.text_table import markdown_rows
+from megarl.placement.hardware import INLINE_BYTES, INLINE_VARIABLE
 
 INTRODUCTION = """\
 # CPU and memory of the controller
@@ -36,7 +37,8 @@ groups, the splitting over replicas, the supervision, the checkpoints' bookkeepi
 ranks, rollout workers and engines are fake: a few processes stand in for all of them, answer every call that those of a
 run get, and return groups of 8 completions without generating any; lengths are even between half of the longest
 response and all of it. Every third step evaluates and saves. CPU seconds are those of all threads of the controller's
-process, medians over the steps after the first one, and include the calls of all ranks.
+process, medians over the steps after the first one, and include the calls of all ranks, which go through relays as in a
+run on nodes of 8 ranks. Relays share processes as well; their CPU is that of their nodes, not counted.
 
 - `train call`: training request, micro-batch plan, one stored request per replica, the call of each rank. `step`: all
   of a step, the train call included.
@@ -48,13 +50,13 @@ process, medians over the steps after the first one, and include the calls of al
 - `fetched / used`: tokens of the objects that the replicas fetch over those that they train on. An object has the
   groups that a worker returned together, up to a quarter of a replica's mini-batch: fake groups finish at once, those
   of engines mostly one by one.
-- `rank calls`: one call of each rank that fetches a stored kilobyte and does nothing.
+- `rank calls`: one call of each rank that gets a kilobyte, of which each replica has its own, and does nothing.
 - `samples`: token ids, log-probabilities, masks and versions of a step, 13 bytes a token. `through`: what of them
   passes through the controller: summaries and requests with references in megarl, all samples in verl, which collects
   and dispatches them as DataProto. `per MB`: CPU of the controller, from samples that lie where they were sampled until
   each rank holds its own, over `samples`; in megarl with the micro-batch plan, of which verl makes none.
 - Ranks that share a process share references as well: what Ray spends on the references of each process is counted for
-  {processes} processes only. With several ranks in a replica, only the first one gets references to groups.
+  {processes} processes only. Of the ranks of a replica, only the first one gets references to groups.
 
 """
 
@@ -115,7 +117,7 @@ def _notify(text: str) -> None:
 
 
 def _measure_in_new_cluster(work: Workload, bytes_per_prompt: float, store_gb: int) -> ControllerReport:
-    environment = {"env_vars": {"PYTHONPATH": os.getcwd()}}
+    environment = {"env_vars": {"PYTHONPATH": os.getcwd(), INLINE_VARIABLE: str(INLINE_BYTES)}}
     options = {"num_cpus": 4, "object_store_memory": store_gb * 2**30, "runtime_env": environment}
     with local_ray(**options), tempfile.TemporaryDirectory() as scratch:
         return measure(work, Path(scratch), bytes_per_prompt)

@@ -7,7 +7,6 @@ own. What a rank receives, and what it returns, has the sizes of a run; nothing 
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import time
 from collections import Counter
@@ -44,6 +43,7 @@ from megarl.megatron.requests import (
 )
 from megarl.megatron.trainer_worker import TrainerWorker
 from megarl.megatron.training.samples import StepSamples, payloads_by_index
+from megarl.placement.pool import Slot
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.transfer.commit_decision import CommitSpec
@@ -52,13 +52,18 @@ from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
 from megarl.supervision.engine_supervisor import EngineSupervisor
 from megarl.supervision.liveness_probe import LIVENESS_GROUP
 from megarl.supervision.restart_budget import RestartBudget
+from megarl.workers.dispatch import Dispatch
 from megarl.workers.failures import wait_all
-from megarl.workers.group import RemoteCall, WorkerGroup, WorkerProcesses
+from megarl.workers.group import RemoteCall, WorkerGroup, WorkerProcesses, ranks_by_relay
+from megarl.workers.rank_calls import LATE_GROUP, CallRelay, RankCall, Relay
 from megarl.workers.stragglers import CallLog
-from megarl.workers.worker_host import AsyncWorkerHost, WorkerHost, pack_call
+from megarl.workers.worker_host import AsyncWorkerHost, WorkerHost
 
 NUM_PROCESSES = 2
-"""Ray actors that stand in for all trainer ranks, and as many each for all rollout workers and all engines."""
+"""Ray actors that stand in for all trainer ranks, and as many each for their relays, all rollout workers and all
+engines."""
+
+RANKS_PER_NODE = 8
 
 PROMPT_TOKENS = 100
 
@@ -214,36 +219,35 @@ class FakeEngine:
         """Close the engine, which holds nothing."""
 
 
-class CountedCalls:
-    """A handle of a rank's actor that counts the calls of its methods."""
-
-    def __init__(self, actor: ray.actor.ActorHandle, counts: Counter[str]) -> None:
-        self._actor, self._counts = actor, counts
-
-    def __getattr__(self, name: str) -> Any:
-        return _CountedMethod(getattr(self._actor, name), name, self._counts)
-
-
 @dataclass(frozen=True, slots=True)
-class _CountedMethod:
-    method: Any
-    name: str
+class CountedRelay(Relay):
+    """A relay that counts the calls which its ranks get from it, by method."""
+
     counts: Counter[str]
 
-    def options(self, **options: Any) -> _CountedMethod:
-        return _CountedMethod(self.method.options(**options), self.name, self.counts)
-
-    def remote(self, *arguments: Any) -> Any:
-        is_worker_call = self.name in ("invoke", "invoke_remote")
-        self.counts[json.loads(arguments[0])[1] if is_worker_call else self.name] += 1
-        return self.method.remote(*arguments)
+    def send(self, call: RankCall, arguments: Sequence[Any]) -> Any:
+        """Count the calls and send them."""
+        self.counts[call.method] += len(self.ranks)
+        return self.handle.invoke.remote(call, arguments)
 
 
 class FakeProcesses(WorkerProcesses):
-    """Stands in for one process per rank."""
+    """Stands in for one process per rank, on nodes of `RANKS_PER_NODE`, each of which has a relay."""
 
-    def __init__(self, actors: Sequence[Any]) -> None:
-        self.name, self.actors, self.call_log = "trainer", list(actors), CallLog()
+    def __init__(self, hosts: Sequence[Any], num_ranks: int, counts: Counter[str]) -> None:
+        """Args:
+        hosts: the processes, each of which is that of consecutive ranks.
+        counts: gets the number of calls of the ranks, by method.
+        """
+        self.name, self.call_log = "trainer", CallLog()
+        self.actors = [hosts[rank * len(hosts) // num_ranks] for rank in range(num_ranks)]
+        relay = ray.remote(concurrency_groups={LATE_GROUP: 1})(CallRelay).options(num_cpus=0)
+        handles = [relay.remote(dict(enumerate(self.actors))) for _ in hosts]
+        by_relay = ranks_by_relay([Slot(i, 1.0, 0.0, str(i // RANKS_PER_NODE), None) for i in range(num_ranks)])
+        self.relays = [
+            CountedRelay(handles[i * len(handles) // len(by_relay)], tuple(ranks), counts)
+            for i, ranks in enumerate(by_relay)
+        ]
 
 
 class FakeEngines(EngineHandles):
@@ -369,22 +373,25 @@ class FakeCluster:
     rollout: RolloutGroup
     engines: FakeEngines
     counts: Counter[str]
-    """Number of calls of the ranks' actors, by method."""
+    """Number of calls of the ranks, by method."""
 
     @classmethod
     def start(cls, config: RunConfig, grid: RankGrid, cost: Any, *, slow_rank_seconds: float = 0.0) -> FakeCluster:
         """Start the fake processes and the groups on them."""
         hosts = [ray.remote(WorkerHost).options(num_cpus=0).remote({}) for _ in range(NUM_PROCESSES)]
-        # consecutive ranks share a process, as they share a node: the first ranks of replicas are in all processes
-        of_rank = [rank * NUM_PROCESSES // grid.size for rank in range(grid.size)]
-        arguments = [(of_rank.count(i), slow_rank_seconds if i == 0 else 0.0) for i in range(NUM_PROCESSES)]
+        counts = Counter[str]()
+        processes = FakeProcesses(hosts, grid.size, counts)
         building = [
-            host.build.remote("trainer", FakeTrainer, own, {}, time.time())
-            for host, own in zip(hosts, arguments, strict=True)
+            host.build.remote(
+                "trainer",
+                FakeTrainer,
+                (processes.actors.count(host), slow_rank_seconds if host is hosts[0] else 0.0),
+                {},
+                time.time(),
+            )
+            for host in hosts
         ]
         wait_all(building, what="start", names=dict.fromkeys(building, "trainer"))
-        counts = Counter[str]()
-        processes = FakeProcesses([CountedCalls(hosts[i], counts) for i in of_rank])
         offload = OffloadConfig(optimizer=True, gradients=True, weights=True)
         engines: Any = FakeEngines(config)
         rollout = RolloutGroup(config, engines, FakeRolloutWorkers(config, engines))
@@ -398,14 +405,11 @@ class FakeCluster:
         self.rollout.shutdown()
         self.engines.shutdown()
 
-    def call_ranks(self, dp: int) -> Cost:
-        """Return the cost of a call of each rank with a reference to a stored value, of which each replica has one."""
+    def call_ranks(self) -> Cost:
+        """Return the cost of a call of each rank with a kilobyte, of which each replica has its own."""
         watch = Stopwatch()
-        stored = [ray.put(bytes(1024)) for _ in range(dp)]
-        actors, call = self.processes.actors, pack_call("trainer", "answer", is_timed=False)
-        per_replica = len(actors) // dp
-        refs = [actor.invoke.remote(call, stored[i // per_replica]) for i, actor in enumerate(actors)]
-        wait_all(refs, what="answer", names={ref: f"rank {i}" for i, ref in enumerate(refs)})
+        answer: Any = FakeTrainer.answer
+        self.trainer.group.call(answer, bytes(1024), dispatch=_TO_REPLICAS)
         return watch.read()
 
     def dispatch(self, request: TrainRequest) -> Cost:
@@ -420,6 +424,14 @@ class FakeCluster:
         num_samples = sum(len(batch.samples) for batch in request.mini_batches)
         assert sum(held) == num_samples * grid.size // grid.dp, f"{sum(held)} samples of {num_samples}"
         return cost
+
+
+def _copy_for_replicas(value: bytes, grid: RankGrid) -> list[bytes]:
+    copies = [bytes(bytearray(value)) for _ in range(grid.dp)]
+    return [copies[grid.coordinates(rank).dp] for rank in range(grid.size)]
+
+
+_TO_REPLICAS: Dispatch[bytes, None] = Dispatch(_copy_for_replicas, lambda _, grid: None, by_reference=True)
 
 
 def fetched_per_used(request: TrainRequest, grid: RankGrid) -> float:

@@ -101,7 +101,7 @@ class ControllerReport:
     calls_per_rank: dict[str, float]
     """Calls of each rank in a step, by method: means over all steps."""
     rank_calls_cpu_seconds: float
-    """CPU of one call of each rank with a reference as argument, and of waiting for the answers."""
+    """CPU of one call of each rank with a kilobyte, and of waiting for the answers."""
     rank_calls_seconds: float
     """Time of these calls: no dispatch that calls each rank takes less."""
     rss_mb: float
@@ -212,8 +212,8 @@ def measure(work: Workload, folder: Path, prompt_bytes: float) -> ControllerRepo
     grid = RankGrid(tp=work.ranks // work.replicas, dp=work.replicas)
     cluster = FakeCluster.start(config, grid, QWEN2_5_7B, slow_rank_seconds=work.slow_rank_seconds)
     run = make_run(config, cluster)
-    cluster.call_ranks(work.replicas)
-    rank_calls = [cluster.call_ranks(work.replicas) for _ in range(3)]
+    cluster.call_ranks()
+    rank_calls = [cluster.call_ranks() for _ in range(3)]
     cluster.counts.clear()
     freeze_objects(collect=True)  # as a run does before its first step
     calibrations = [calibrate() for _ in range(3)]
@@ -221,7 +221,7 @@ def measure(work: Workload, folder: Path, prompt_bytes: float) -> ControllerRepo
     train(run)
     counts = dict(cluster.counts)
     calibrations += [calibrate() for _ in range(3)]
-    rank_calls += [cluster.call_ranks(work.replicas) for _ in range(2)]
+    rank_calls += [cluster.call_ranks() for _ in range(2)]
     request = cluster.trainer.last_request
     dispatch = Cost.median([cluster.dispatch(request) for _ in range(DISPATCHES)])
     run.save()

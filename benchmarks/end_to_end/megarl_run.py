@@ -84,7 +84,7 @@ def _config(workload: Workload, data: Path, run_dir: Path) -> dict[str, Any]:
             }
         },
         "placement": {"slots_per_node": NUM_PROCESSES},
-        "checkpoint": {"every": 0},
+        "checkpoint": {"every": 0, "keep_journal": "all"},  # lengths of completions are read from it
         "tracking": {"rollouts": False, "tensorboard": False},
     }
 
@@ -98,6 +98,7 @@ def _read(workload: Workload, run_dir: Path) -> TimedRun:
         for entry in read_step(run_dir, step)
         for trajectory in entry.trajectories
     ]
+    assert lengths, f"the journal of {run_dir} has no completions of the measured steps"
     names = sorted({name for row in counted for name in row if name.startswith("time/") and name.endswith("_seconds")})
     phases = {
         name.removeprefix("time/").removesuffix("_seconds"): median(row.get(name, 0.0) for row in counted)

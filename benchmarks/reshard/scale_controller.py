@@ -150,7 +150,8 @@ class FakeController:
         trainer_slots = slots[: len(case.sources)]
         pool = SlotPool(None, trainer_slots, "cpu")
         engine_pool = SlotPool(None, slots[len(case.sources) :], "cpu") if case.is_disaggregated else pool
-        processes: Any = SimpleNamespace(actors=[self.ray.actor(f"rank {rank}") for rank in range(len(case.sources))])
+        actors = [self.ray.actor(f"rank {rank}") for rank in range(len(case.sources))]
+        processes: Any = SimpleNamespace(actors=actors, relays=[])  # with relays there are fewer calls
         offload: Any = SimpleNamespace(is_enabled=False)
         cost: Any = None
         trainer = TrainerGroup(WorkerGroup("trainer", processes, case.grid), cost=cost, offload_config=offload)

@@ -78,10 +78,6 @@ class SampleTable(Sequence[SampleRef]):
         found: list[int] = np.unique(self.keys_N2[:, 0]).tolist()
         return found
 
-    def key_list(self) -> list[SampleKey]:
-        """Return the key of each sample."""
-        return list(map(tuple, self.keys_N2.tolist()))
-
     def __len__(self) -> int:
         return len(self.num_tokens_N)
 

@@ -20,6 +20,7 @@ from megarl.groups.engine_group import EngineGroup
 from megarl.groups.engine_loads import EngineLoads
 from megarl.groups.remote_engine import RemoteEngine
 from megarl.groups.rollout_actor import RolloutActor
+from megarl.placement.hardware import inline_environment
 from megarl.placement.nodes import nodes_for_light_workers
 from megarl.process.startup_trace import StartupTiming
 from megarl.supervision.liveness_probe import LIVENESS_GROUP, POLL_INTERVAL_SECONDS, WorkerLivenessProbe
@@ -142,7 +143,7 @@ class RolloutWorkers:
 
     def kill_hung(self, indices: Iterable[int]) -> None:
         """Kill those of the workers that hang, so that their calls end; raises as `run_abort_check` does."""
-        run_abort_check(sorted(f"rollout worker {index}" for index in indices))
+        run_abort_check(lambda: sorted(f"rollout worker {index}" for index in indices))
         hung = WorkerLivenessProbe.find_hung({index: self._probes[index] for index in indices})
         if hung:
             seconds = self._config.recovery.engine_stall_seconds
@@ -239,7 +240,14 @@ class RolloutWorkers:
         node = self._nodes[index % len(self._nodes)]
         here = NodeAffinitySchedulingStrategy(node.id, soft=False)
         actor = ray.remote(concurrency_groups={LIVENESS_GROUP: 1})(AsyncWorkerHost)
-        options = actor.options(num_cpus=0, max_restarts=0, max_concurrency=10_000, scheduling_strategy=here)
+        inline = inline_environment()  # usually nothing: a process with an environment of its own starts later
+        options = actor.options(
+            num_cpus=0,
+            max_restarts=0,
+            max_concurrency=10_000,
+            scheduling_strategy=here,
+            runtime_env={"env_vars": inline} if inline else None,
+        )
         worker = options.remote(environment)
         # imports take seconds and overlap with the start of the engines
         worker.preimport.remote(self._worker_class, time.time())

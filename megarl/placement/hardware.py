@@ -1,4 +1,4 @@
-"""Hardware and packages of this node, queried without torch."""
+"""Hardware and packages of this node, queried without torch, and the sizes of Ray's objects on it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ QUERY_TIMEOUT_SECONDS = 20.0
 
 MIN_OBJECT_STORE_BYTES = 128 * 2**20
 """Minimum size of Ray's object store."""
+
+INLINE_VARIABLE = "RAY_max_direct_call_object_size"
+"""Environment variable of Ray: results of up to so many bytes are sent to the caller of a process that has it."""
+
+INLINE_BYTES = 16 * 1024
+"""Value of `INLINE_VARIABLE`. With Ray's own 100 kB, most groups of completions would pass through the controller: it
+would hold them, and send them along with each reference."""
 
 GPU_FIELDS = ("index", "uuid", "driver_version", "memory.total", "memory.used", "name")
 """Field names of nvidia-smi; the GPU name comes last, since it may contain commas."""
@@ -115,6 +122,11 @@ def object_store_bytes(*, max_bytes: int) -> int:
     """
     stat = os.statvfs("/dev/shm")  # noqa: S108 -- where Ray keeps its object store
     return max(MIN_OBJECT_STORE_BYTES, min(max_bytes, stat.f_bavail * stat.f_frsize // 4))
+
+
+def inline_environment() -> dict[str, str]:
+    """Return the variable that keeps large results in the object store, unless this process, and so Ray's, has it."""
+    return {} if INLINE_VARIABLE in os.environ else {INLINE_VARIABLE: str(INLINE_BYTES)}
 
 
 def free_shared_memory() -> int | None:

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig
 from megarl.errors import ConfigError, WorkerError
 from megarl.placement.assign import assign_nodes, resolve_device
-from megarl.placement.hardware import object_store_bytes
+from megarl.placement.hardware import inline_environment, object_store_bytes
 from megarl.placement.node_start import node_start
 from megarl.placement.nodes import GPU_LABEL, cluster_nodes
 
@@ -80,6 +80,7 @@ def start_cluster(config: PlacementConfig) -> bool:
             why = e.strerror.lower() if e.strerror else str(e)  # Ray's own errors have no errno
             raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there: {why}") from e
         return False
+    os.environ |= inline_environment()
     cpus = max(os.cpu_count() or 1, config.total_slots + SPARE_CPUS)
     with node_start(config.start_timeout_seconds, "placement.start_timeout_seconds"):
         ray.init(

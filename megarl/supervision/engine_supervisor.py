@@ -357,7 +357,7 @@ class EngineSupervisor:
             ray.wait(refs, num_returns=1, timeout=POLL_INTERVAL_SECONDS)
         else:
             time.sleep(POLL_INTERVAL_SECONDS / 10)
-        run_abort_check([replica.name for replica in self.replicas if replica.state in ("backoff", "starting")])
+        run_abort_check(lambda: [r.name for r in self.replicas if r.state in ("backoff", "starting")])
         self._check()
 
     def attribute_failure(self, error: MegarlError) -> bool:

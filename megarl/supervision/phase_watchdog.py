@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from megarl.errors import HungWorkerError, MegarlError
 from megarl.process.atomic_files import atomic_write
-from megarl.workers.failures import abort_check
+from megarl.workers.failures import LateNames, abort_check
 
 STACKS_FOLDER = "stacks"
 
@@ -68,12 +68,12 @@ class _PhaseTimeout:
     def __init__(self, what: str, seconds: float, path: Path) -> None:
         self._what, self._path = f"{what} took longer than {seconds:g} s", path
         self._watched = threading.get_ident()
-        self._unanswered: Sequence[str] = ()
+        self._late: LateNames = list
         self._dumped, self._outcome = threading.Event(), ""
 
-    def check_abort(self, late: Sequence[str]) -> MegarlError | None:
-        """Return the error that aborts the wait, once the stacks are on disk; `late`: workers that are waited for."""
-        self._unanswered = late
+    def check_abort(self, late: LateNames) -> MegarlError | None:
+        """Return the error that aborts the wait, once the stacks are on disk."""
+        self._late = late
         return HungWorkerError(self._text()) if self._dumped.is_set() else None
 
     def dump_stacks(self, stacks: Callable[[], str], notify: Callable[[str], None]) -> None:
@@ -99,7 +99,8 @@ class _PhaseTimeout:
         return f"; stacks: {self._path}"
 
     def _text(self) -> str:
-        unanswered = f"; no answer from {', '.join(self._unanswered)}" if self._unanswered else ""
+        late = self._late()
+        unanswered = f"; no answer from {', '.join(late)}" if late else ""
         return f"{self._what}{unanswered}{self._outcome}"
 
 

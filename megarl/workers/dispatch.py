@@ -28,8 +28,9 @@ class Dispatch[A, R]:
     these ranks are sent a reference."""
 
     prepare: Callable[[A], A] | None = None
-    """With `by_reference`: a module-level function that the first of several ranks with the same argument applies to
-    it; what it returns is stored and sent to all of them. It may fetch what the argument refers to. None: nothing."""
+    """With `by_reference`: a module-level function that the first of several ranks of a relay with the same argument
+    applies to it; what it returns is stored and sent to all of them. It may fetch what the argument refers to, and a
+    rank that gets the argument itself has to do as much. None: nothing."""
 
 
 def to_all[A](argument: A, grid: RankGrid) -> list[A]:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,27 @@ Each look costs time in proportion to the calls waited for, so taking one result
 NUM_LOOKS = 5
 """After so many looks, Ray reports the calls that are left as they end. For a call that ends soon, looks cost less."""
 
-AbortCheck = Callable[[Sequence[str]], MegarlError | None]
-"""Gets the names of the workers waited for; returns the error that the wait must raise, or None to keep waiting."""
+LATE_SECONDS = 2.0
+"""How long to ask which of several workers that answer together are late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Workers that answer a call together: stands for their names."""
+
+    names: tuple[str, ...]
+    ask_late: Callable[[], Any]
+    """Begins a call that returns the names of those that have not answered."""
+
+    def __str__(self) -> str:
+        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
+
+
+LateNames = Callable[[], Sequence[str]]
+"""Returns the names of the workers that are waited for; asks for them if they answer together."""
+
+AbortCheck = Callable[[LateNames], MegarlError | None]
+"""Returns the error that a wait must raise, or None to keep waiting."""
 
 _abort_check: ContextVar[AbortCheck | None] = ContextVar("abort_check", default=None)
 
@@ -87,8 +108,8 @@ def pause(seconds: float) -> None:
         raise KeyboardInterrupt
 
 
-def run_abort_check(late_names: Sequence[str]) -> None:
-    """Raise the error of the enclosing `abort_check`, if any; `late_names`: the workers that have not answered.
+def run_abort_check(late_names: LateNames) -> None:
+    """Raise the error of the enclosing `abort_check`, if any.
 
     Raises:
         KeyboardInterrupt: the enclosing `interruptible` block is interrupted.
@@ -105,7 +126,7 @@ def wait_all(
     refs: Sequence[Any],
     *,
     what: str,
-    names: Mapping[Any, str],
+    names: Mapping[Any, str | Workers],
     timeout: float | None = None,
     watched: Sequence[Any] = (),
 ) -> list[Any]:
@@ -178,7 +199,7 @@ def results_in_time(names: Mapping[Any, str], timeout: float) -> dict[Any, Any]:
     waiting, deadline, results = list(names), time.monotonic() + timeout, dict[Any, Any]()
     while waiting and (left := deadline - time.monotonic()) > 0:
         done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(left, POLL_SECONDS))
-        run_abort_check([names[ref] for ref in waiting])
+        run_abort_check(partial(late_names, names, waiting))
         failed = _failures(done)
         results.update((ref, ray.get(ref)) for ref in done if ref not in failed)
     return results
@@ -187,7 +208,7 @@ def results_in_time(names: Mapping[Any, str], timeout: float) -> dict[Any, Any]:
 class _TimeLimit:
     """What may end a wait before its calls are over: a timeout, the `abort_check` or an interrupt."""
 
-    def __init__(self, what: str, names: Mapping[Any, str], timeout: float | None) -> None:
+    def __init__(self, what: str, names: Mapping[Any, str | Workers], timeout: float | None) -> None:
         self._what, self._names, self._timeout = what, names, timeout
         self._end = None if timeout is None else time.monotonic() + timeout
 
@@ -199,15 +220,34 @@ class _TimeLimit:
 
     def check(self, waiting: Sequence[Any]) -> None:
         """Raise the error that ends the wait for these calls, if any."""
-        late_names = list(dict.fromkeys(self._names.get(ref, "?") for ref in waiting))
-        run_abort_check(late_names)
+        run_abort_check(partial(late_names, self._names, waiting))
         if self._end is not None and time.monotonic() >= self._end:
-            late = ", ".join(late_names)
+            late = ", ".join(late_names(self._names, waiting))
             raise HungWorkerError(f"{self._what}: no answer within {self._timeout:g} s from {late}")
 
 
+def late_names(names: Mapping[Any, str | Workers], waiting: Sequence[Any]) -> list[str]:
+    """Return the names of the workers whose calls are `waiting`; those that do not tell in `LATE_SECONDS` are late."""
+    late = list(dict.fromkeys(names.get(ref, "?") for ref in waiting))
+    asked = {each: each.ask_late() for each in late if isinstance(each, Workers)}
+    done = ray.wait(list(asked.values()), num_returns=len(asked), timeout=LATE_SECONDS)[0] if asked else []
+    told = set(done) - set(_failures(done))
+    found: dict[str, None] = {}
+    for each in late:
+        if isinstance(each, Workers):
+            found |= dict.fromkeys(ray.get(asked[each]) if asked[each] in told else each.names)
+        else:
+            found[each] = None
+    return list(found)
+
+
 def _root_cause(
-    done: Sequence[Any], waiting: Sequence[Any], *, what: str, names: Mapping[Any, str], watched: Sequence[Any] = ()
+    done: Sequence[Any],
+    waiting: Sequence[Any],
+    *,
+    what: str,
+    names: Mapping[Any, str | Workers],
+    watched: Sequence[Any] = (),
 ) -> MegarlError:
     """Return the error to raise for the calls in `done`, of which some have failed: that which caused the others.
 
@@ -221,9 +261,10 @@ def _root_cause(
         failures |= _failures(late)
         silent = [ref for ref in left if ref not in watched]
     failed = min(failures, key=lambda ref: _secondary_rank(failures[ref]))
-    cause = to_megarl_error(failures[failed], what=what, name=names.get(failed, "?"))
-    if silent and isinstance(cause, WeightSyncError):  # the others see a rank that waits in vain as late
-        return type(cause)(f"{cause}; no answer from {', '.join(names.get(ref, '?') for ref in silent)}")
+    cause = to_megarl_error(failures[failed], what=what, name=str(names.get(failed, "?")))
+    # the others see a rank that waits in vain as late
+    if silent and isinstance(cause, WeightSyncError) and (late := late_names(names, silent)):
+        return type(cause)(f"{cause}; no answer from {', '.join(late)}")
     return cause
 
 
@@ -248,13 +289,15 @@ def _secondary_rank(error: RayError) -> int:
         return 0
     cause = error.cause if isinstance(error, RayTaskError) else None
     match cause:
+        case LostWorkerError():
+            return 0
         case LostRankError():
             return 4
         case _ if _is_connection_loss(cause):
             return 4
         case WeightSyncError():
             return 3
-        case MegarlError():
+        case MegarlError() if type(cause) is not WorkerError:  # for which a relay reports any other exception
             return OWN_ERROR
         case _:
             return 2
@@ -308,7 +351,7 @@ def find_losses(actors: Mapping[str, ray.actor.ActorHandle], timeout: float) -> 
     waiting, deadline = list(names), time.monotonic() + timeout
     while waiting and (left := deadline - time.monotonic()) > 0:
         done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(left, POLL_SECONDS))
-        run_abort_check([names[ref] for ref in waiting])
+        run_abort_check(partial(late_names, names, waiting))
         for ref in done:
             try:
                 ray.get(ref)

@@ -14,30 +14,36 @@ Each role (actor, critic, ...) is a group with a worker on every rank. Several r
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import batched, chain
 from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.placement.pool import SlotPool
+from megarl.placement.hardware import inline_environment
+from megarl.placement.pool import Slot, SlotPool
 from megarl.placement.rank_grid import RankGrid
 from megarl.process.stack_dump import ProcessInfo
 from megarl.process.startup_trace import StartupTiming
 from megarl.workers.dispatch import Dispatch
-from megarl.workers.failures import run_abort_check, wait_all
+from megarl.workers.failures import Workers, late_names, run_abort_check, wait_all
 from megarl.workers.payload import Payload, RemoteResults, StoredPayload
+from megarl.workers.rank_calls import LATE_GROUP, CallRelay, RankCall, Relay, send_call
 from megarl.workers.stack_collector import query_processes
 from megarl.workers.stragglers import CallLog, CallRecord, CallTime
-from megarl.workers.worker_host import WorkerHost, pack_call
+from megarl.workers.worker_host import WorkerHost
 
 W = TypeVar("W")
 A = TypeVar("A")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 T = TypeVar("T")
+
+MAX_RELAYS = 128
+"""Largest number of relays of a group: with 1,000 nodes, each has the ranks of 8."""
 
 
 class WorkerFuture(Protocol[R_co]):
@@ -131,13 +137,22 @@ class WorkerProcesses:
                 num_gpus=slot.gpus,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(pool.group, slot.bundle),
-                runtime_env={"env_vars": dict(environment)},
+                runtime_env={"env_vars": {**environment, **inline_environment()}},
             ).remote(environment)
             for slot in pool.slots
         ]
+        self.relays = [self._start_relay(ranks) for ranks in ranks_by_relay(pool.slots)]
+        """Through which ranks are called once they are built; empty: directly."""
         self._rendezvous: tuple[str, int] | None = None
         self.call_log = CallLog()
         """The timing of the calls with equal work of all roles."""
+
+    def _start_relay(self, ranks: Sequence[int]) -> Relay:
+        """Start a relay of these ranks, on the node of the first one."""
+        here = PlacementGroupSchedulingStrategy(self.pool.group, self.pool.slots[ranks[0]].bundle)
+        relay = ray.remote(concurrency_groups={LATE_GROUP: 1})(CallRelay)
+        actor = relay.options(num_cpus=0, max_restarts=0, scheduling_strategy=here)
+        return Relay(actor.remote({rank: self.actors[rank] for rank in ranks}), tuple(ranks))
 
     @property
     def size(self) -> int:
@@ -203,8 +218,28 @@ class WorkerProcesses:
 
     def stop(self) -> None:
         """Kill every process, and with it the workers of all roles."""
-        for actor in self.actors:
+        for actor in (*(relay.handle for relay in self.relays), *self.actors):
             ray.kill(actor)
+
+
+def by_node(slots: Sequence[Slot]) -> list[list[int]]:
+    """Return the ranks of each node."""
+    ranks: dict[str, list[int]] = {}
+    for rank, slot in enumerate(slots):
+        ranks.setdefault(slot.node, []).append(rank)
+    return list(ranks.values())
+
+
+def ranks_by_relay(slots: Sequence[Slot]) -> list[list[int]]:
+    """Return the ranks of each relay: those of a node, or of as many neighbouring nodes as `MAX_RELAYS` demands.
+
+    There are no relays, and ranks are called directly, if all are on one node, or one on each.
+    """
+    nodes = by_node(slots)
+    if len(nodes) in (1, len(slots)):
+        return []
+    nodes_per_relay = -(-len(nodes) // MAX_RELAYS)
+    return [list(chain.from_iterable(part)) for part in batched(nodes, nodes_per_relay)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +249,7 @@ class RemoteCall[R]:
     refs: Sequence[Any]
     gather: Callable[[Sequence[Any]], R]
     what: str
-    names: Mapping[Any, str]
+    names: Mapping[Any, str | Workers]
 
     def result(self, timeout: float | None = None) -> R:
         """Wait for all ranks, for at most `timeout` seconds, and return the gathered result."""
@@ -228,9 +263,9 @@ class RemoteCall[R]:
 
     def raise_failure(self, seconds: float) -> None:
         """Raise the failure of the call if it has failed, or fails within `seconds`; returns if it is over or runs."""
-        over, _ = ray.wait(list(self.refs), num_returns=1, timeout=seconds)
+        over, waiting = ray.wait(list(self.refs), num_returns=1, timeout=seconds)
         wait_all(over, what=self.what, names=self.names)
-        run_abort_check(list(self.names.values()))
+        run_abort_check(partial(late_names, self.names, waiting))
 
     def settle(self, seconds: float) -> None:
         """Wait until the call is over, successful or not, for at most `seconds`."""
@@ -263,7 +298,8 @@ class WorkerGroup[W]:
         refs = [
             actor.build.remote(self.name, factory, arguments, variables, requested_at) for actor, variables in ranks
         ]
-        return RemoteCall(refs, lambda _: None, f"{self.name}.start", self._names(refs))
+        names = {ref: f"{self.name} rank {rank}" for rank, ref in enumerate(refs)}
+        return RemoteCall(refs, lambda _: None, f"{self.name}.start", names)
 
     def call(
         self, method: Callable[[W, A], R], argument: A, *, dispatch: Dispatch[A, R], timeout: float | None = None
@@ -273,38 +309,27 @@ class WorkerGroup[W]:
 
     def begin(self, method: Callable[[W, A], R], argument: A, *, dispatch: Dispatch[A, R]) -> RemoteCall[R]:
         """Send a call of `method` to every rank."""
-        calls, prepared = self._calls_by_rank(method, argument, dispatch)
-        refs = [actor.invoke.remote(*arguments) for actor, arguments in calls]
+        call, names, answers = self._send(method, argument, dispatch, keep=None)
 
         def gather(results: Sequence[Any]) -> R:
-            own = results[len(prepared) :]
+            own = answers(results)
             if dispatch.equal_work:
                 self._log_call(method, [seconds for _, seconds in own])
                 own = [result for result, _ in own]
             return dispatch.collect(own, self.grid)
 
-        return RemoteCall(
-            [*prepared, *refs],  # in this order: an argument that cannot be prepared fails the ranks that need it
-            gather,
-            self._what(method),
-            {**prepared, **self._names(refs)},
-        )
+        return RemoteCall(list(names), gather, call.what, names)
 
     def call_remote(
         self, method: Callable[[W, A], R], argument: A, *, dispatch: Dispatch[A, R], timeout: float | None = None
     ) -> RemoteResults[R]:
         """Run `method` on every rank and leave the results in Ray's object store."""
-        # Each rank returns two references. The wait fetches the first, which is small or the failure, as for any call;
-        # the second is the result, which stays with the rank. ray.wait(fetch_local=False) on the results alone does
-        # not report failures, and ray.get would transfer the results to this process.
-        calls, prepared = self._calls_by_rank(method, argument, dispatch)
-        both = [actor.invoke_remote.options(num_returns=2).remote(*arguments) for actor, arguments in calls]
-        over = [done for done, _ in both]
-        names = {**prepared, **self._names(over)}
-        results = wait_all([*prepared, *over], what=self._what(method), names=names, timeout=timeout)
+        output_ranks = [self.grid.output_rank(dp) for dp in range(self.grid.dp)]
+        call, names, answers = self._send(method, argument, dispatch, keep=frozenset(output_ranks))
+        own = answers(wait_all(list(names), what=call.what, names=names, timeout=timeout))
         if dispatch.equal_work:
-            self._log_call(method, results[len(prepared) :])
-        return RemoteResults(tuple(both[self.grid.output_rank(dp)][1] for dp in range(self.grid.dp)))
+            self._log_call(method, [seconds for seconds, _ in own])
+        return RemoteResults(tuple(own[rank][1] for rank in output_ranks))
 
     def put(self, value: T) -> StoredPayload[T]:
         """Store `value` in Ray's object store."""
@@ -314,33 +339,56 @@ class WorkerGroup[W]:
         stages = [self.grid.coordinates(rank).pp for rank in range(self.grid.size)]
         self._processes.call_log.add(self.name, method.__name__, stages, times)
 
-    def _calls_by_rank(
-        self, method: Callable[..., Any], argument: A, dispatch: Dispatch[A, R]
-    ) -> tuple[list[tuple[ray.actor.ActorHandle, tuple[Any, ...]]], dict[Any, str]]:
-        """Return the actor of each rank and the arguments of its `WorkerHost.invoke`.
+    def _send(
+        self, method: Callable[..., Any], argument: A, dispatch: Dispatch[A, R], *, keep: frozenset[int] | None
+    ) -> tuple[RankCall, Mapping[Any, str | Workers], Callable[[Sequence[Any]], list[Any]]]:
+        """Send a call to all ranks, through their relays if they have any.
 
-        Also returns the calls that prepare arguments, by reference, with the names of their ranks.
+        Returns:
+            The call of all ranks; the references to wait for, with the names of ranks; and the function that makes the
+            answer of each rank, as `SentCall.answers`, of their results.
+
+        Args:
+            keep: as `RankCall.keep`.
         """
-        arguments: Sequence[Any] = dispatch.distribute(argument, self.grid)
-        prepared: dict[Any, str] = {}
+        of_rank: Sequence[Any] = dispatch.distribute(argument, self.grid)
+        distinct, argument_of = _separate(of_rank)
         if dispatch.by_reference:
-            num_ranks, stored = Counter(map(id, arguments)), dict[int, Any]()
-            for rank, one in enumerate(arguments):
-                if id(one) in stored:
-                    continue
-                if dispatch.prepare is None or num_ranks[id(one)] == 1:
-                    stored[id(one)] = ray.put(one)
-                else:
-                    call = self._processes.actors[rank].prepare.options(num_returns=2)
-                    over, stored[id(one)] = call.remote(dispatch.prepare, one)
-                    prepared[over] = f"{self.name} rank {rank}"
-            arguments = [stored[id(one)] for one in arguments]  # Ray replaces the references by the values
-        call = pack_call(self.name, method.__name__, is_timed=dispatch.equal_work)
-        packed = [(call,) if one is None else (call, one) for one in arguments]
-        return list(zip(self._processes.actors, packed, strict=True)), prepared
+            distinct = [ray.put(one) for one in distinct]
+            of_rank = [distinct[index] for index in argument_of]
+        call = RankCall(
+            self.name,
+            method.__name__,
+            ranks=range(self.grid.size),
+            argument_of=argument_of,
+            is_timed=dispatch.equal_work,
+            prepare=dispatch.prepare if dispatch.by_reference else None,
+            keep=keep,
+        )
+        relays = self._processes.relays
+        if not relays:
+            sent = send_call(call, self._processes.actors, distinct)
+            return call, sent.names, sent.answers
+        names: dict[Any, str | Workers] = {}
+        for relay in relays:
+            own, argument_of = _separate([of_rank[rank] for rank in relay.ranks])
+            kept = None if keep is None else keep.intersection(relay.ranks)
+            sent_on = replace(call, ranks=relay.ranks, argument_of=argument_of, keep=kept)
+            names[relay.send(sent_on, own)] = relay.workers(call)
 
-    def _what(self, method: Callable[..., Any]) -> str:
-        return f"{self.name}.{method.__name__}"
+        def answers(results: Sequence[Sequence[Any]]) -> list[Any]:
+            by_rank = {
+                rank: answer
+                for relay, own in zip(relays, results, strict=True)
+                for rank, answer in zip(relay.ranks, own, strict=True)
+            }
+            return [by_rank[rank] for rank in call.ranks]
 
-    def _names(self, refs: Sequence[Any]) -> dict[Any, str]:
-        return {ref: f"{self.name} rank {rank}" for rank, ref in enumerate(refs)}
+        return call, names, answers
+
+
+def _separate(values: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
+    """Return the distinct objects, and for each value the index of its object."""
+    indices: dict[int, int] = {}
+    argument_of = tuple(indices.setdefault(id(value), len(indices)) for value in values)
+    return list({id(value): value for value in values}.values()), argument_of

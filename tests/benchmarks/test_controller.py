@@ -25,7 +25,6 @@ def test_report(cluster, tmp_path, monkeypatch, capsys):
     # a call of each rank to train, one to push, two to offload; the first push of the run counts in one of four steps
     assert report["calls_per_rank"] == {
         "train_step": 1.0,
-        "prepare": 1 / 8,  # by the first rank of a replica
         "push_weights": 1.25,
         "offload": 2.5,
         "begin_save": 0.5,  # after steps 3 and 4, the last
@@ -37,6 +36,14 @@ def test_report(cluster, tmp_path, monkeypatch, capsys):
     assert report["step_calibrated"] == report["step_cpu_seconds"] / report["calibration_cpu_seconds"]
     table = [line for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("|")]
     assert [line.count("|") for line in table] == [len(program.COLUMNS) + 1] * 3
+
+
+def test_completions_do_not_pass_through_the_controller_whatever_their_size(cluster, tmp_path):
+    work = Workload(ranks=16, trajectories=256, replicas=4, rollout_workers=4, response_tokens=500, steps=2)
+    report = measure(work, tmp_path, 0.0)
+    bytes_of_a_group = 8 * 8 * report.tokens_per_trajectory  # token ids and log-probabilities; the rest is compact
+    assert 20_000 < bytes_of_a_group < 50_000
+    assert report.dispatch_mb < 0.1 * report.sample_mb
 
 
 def make_report(**values):

@@ -102,7 +102,7 @@ def test_stop_lets_the_thread_of_the_stage_close_what_it_uses(monkeypatch):
         ends = time.monotonic() + HANG_SECONDS
         while time.monotonic() < ends:
             assert not closed_by, "closed while the stage uses it"
-            run_abort_check(["engine 0"])
+            run_abort_check(lambda: ["engine 0"])
             time.sleep(0.01)
         raise AssertionError("the stage was not interrupted")
 

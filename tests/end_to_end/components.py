@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -44,7 +45,7 @@ from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
-from megarl.workers.group import WorkerGroup, WorkerProcesses
+from megarl.workers.group import WorkerGroup, WorkerProcesses, by_node
 from tests.end_to_end.tiny_world import run_tree
 from tests.rollout.remote import begin_and_load
 from tests.time_limits import HANG_SECONDS
@@ -60,11 +61,15 @@ def engine_host(scheduler: int) -> int:
 
 
 class SharedRanks(WorkerProcesses):
-    """The processes of two Megatron ranks for trainers of several tests, each of which has a role of its own."""
+    """The processes of two Megatron ranks for trainers of several tests, each of which has a role of its own.
+
+    They are called through a relay, as if there were other nodes.
+    """
 
     def __init__(self) -> None:
         pool = reserve(PlacementConfig(slots_per_node=2))
-        super().__init__("trainer", pool, rank_environment(pool.device, pool.gpus))
+        with patch("megarl.workers.group.ranks_by_relay", by_node):
+            super().__init__("trainer", pool, rank_environment(pool.device, pool.gpus))
         self._numbers = itertools.count()
 
     def group(self, name: str, grid: RankGrid) -> WorkerGroup[Any]:

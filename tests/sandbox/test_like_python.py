@@ -94,8 +94,8 @@ def test_a_program_does_what_it_does_in_python(name, sandbox, tmp_path):
         stdin.write_text(text)
         with stdin.open() as opened:
             found = subprocess.run(
-                # a process that has run an engine ignores SIGQUIT, and so would its children
-                ["env", "--default-signal=QUIT", python_path(), str(file)],
+                # a process that has run an engine ignores SIGQUIT, one under nohup SIGHUP, and so would its children
+                ["env", "--default-signal=QUIT,HUP", python_path(), str(file)],
                 stdin=opened,
                 capture_output=True,
                 text=True,

@@ -169,7 +169,7 @@ def test_hung_start_fails_after_start_timeouts_plus_phase_timeout(monitor, tmp_p
     def start():
         with monitor.start(13):
             while time.monotonic() < started_at + HANG_SECONDS:
-                run_abort_check(["rank 1"])
+                run_abort_check(lambda: ["rank 1"])
                 time.sleep(0.01)
 
     message = r"^start of step 13 took longer than 0\.4 s; no answer from rank 1; stacks: "

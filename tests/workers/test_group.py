@@ -26,8 +26,8 @@ from megarl.placement.rank_grid import RankGrid
 from megarl.supervision.phase_watchdog import PhaseWatchdog
 from megarl.workers import payload
 from megarl.workers.dispatch import BROADCAST, Dispatch
-from megarl.workers.failures import NUM_LOOKS, find_losses, interruptible, wait_all
-from megarl.workers.group import WorkerGroup, WorkerProcesses
+from megarl.workers.failures import NUM_LOOKS, find_losses, interruptible, late_names, wait_all
+from megarl.workers.group import WorkerGroup, WorkerProcesses, by_node, ranks_by_relay
 from megarl.workers.master_port import join_world
 from megarl.workers.payload import (
     LocalPayload,
@@ -63,6 +63,7 @@ class Worker:
 
     def __init__(self, greeting, released=None):
         self.greeting, self.rank, self.released = greeting, int(os.environ["RANK"]), released
+        self.noted = []
 
     def where(self, _):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FLAG")
@@ -84,6 +85,11 @@ class Worker:
                 sys.stderr.write("last line of stderr\n")
                 os.kill(os.getpid(), signal.SIGKILL)
         return self.rank
+
+    def note(self, array):
+        """Return the sizes of the arrays of all calls so far."""
+        self.noted.append(len(array))
+        return self.noted
 
     def meet(self, seconds):
         """Count as busy for `seconds` of the rank."""
@@ -121,18 +127,29 @@ class Member:
 
 
 @contextmanager
-def start_processes():
+def start_processes(num_relays):
+    """Start two processes: directly called, through a relay, or through a relay each, as if on nodes of their own."""
     pool = reserve(PlacementConfig(slots_per_node=2, start_timeout_seconds=HANG_SECONDS))
-    processes = WorkerProcesses("worker", pool, {"FLAG": "flag"})
+    slots = pool.slots
+    if num_relays == 2:
+        slots = tuple(replace(slot, node=f"node{i}") for i, slot in enumerate(slots))
+    with patch("megarl.workers.group.ranks_by_relay", by_node if num_relays else lambda _: []):
+        processes = WorkerProcesses("worker", replace(pool, slots=slots), {"FLAG": "flag"})
+    assert len(processes.relays) == num_relays
     yield processes
     processes.stop()
     remove_placement_group(pool.group)
 
 
+@pytest.fixture(scope="module", params=[0, 1, 2], ids=["direct", "one relay", "two relays"])
+def num_relays(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def processes(cluster):
+def processes(cluster, num_relays):
     """Two processes for all tests that leave them idle."""
-    with start_processes() as processes:
+    with start_processes(num_relays) as processes:
         yield processes
 
 
@@ -162,15 +179,34 @@ def group(processes, tmp_path):
 
 
 @pytest.fixture
-def mortal(tmp_path):
+def mortal(tmp_path, num_relays):
     """Processes of this test only, which may be killed."""
-    with start_processes() as processes, stalling_group(processes, tmp_path) as group:
+    with start_processes(num_relays) as processes, stalling_group(processes, tmp_path) as group:
         yield processes, group
 
 
 @pytest.fixture
 def others(processes):
     return start(processes, Opposite)
+
+
+def set_in_waits(processes, monkeypatch, **values):
+    """Set constants of `megarl.workers.failures` in this process and in the relays."""
+
+    def set_all(relay):
+        from megarl.workers import failures
+
+        for name, value in values.items():
+            setattr(failures, name, value)
+
+    for name, value in values.items():
+        monkeypatch.setattr(f"megarl.workers.failures.{name}", value)
+    ray.get([relay.handle.__ray_call__.remote(set_all) for relay in processes.relays], timeout=HANG_SECONDS)
+
+
+def pending(call):
+    """Return the references of a call that has not been answered."""
+    return ray.wait(list(call.refs), num_returns=len(call.refs), timeout=0)[1]
 
 
 def firsts(parts):
@@ -222,13 +258,17 @@ def prepare_double(argument):
     return 2 * argument
 
 
-def test_the_first_rank_prepares_an_argument_for_the_ranks_that_share_it(processes):
+def test_the_first_rank_of_a_node_prepares_an_argument_for_the_ranks_that_share_it(processes, num_relays):
     others = start(processes, Opposite, tp=2)
     shared, own = (replace(d, by_reference=True, prepare=prepare_double) for d in (EACH, PER_RANK))
+    if num_relays == 2:  # each rank is alone on its node
+        assert firsts(others.call(Opposite.number, 3, dispatch=shared)) == [3, 6]
+        return
     with patch.object(ray, "get", wraps=ray.get) as get:
         assert firsts(others.call(Opposite.number, 3, dispatch=shared)) == [6, 12]
         got = [value for call in get.call_args_list for value in np.atleast_1d(call.args[0])]
-        assert len(got) == 3  # of the first rank only that it has prepared the argument
+        # of the first rank only that it has prepared the argument
+        assert len(got) == (1 if num_relays else 3)
     assert firsts(others.call(Opposite.number, 3, dispatch=own)) == [3, 8]
     assert len(others.call_remote(Opposite.number, 3, dispatch=shared).refs) == 1
     failed = rf"(?s)^{others.name}\.number failed on {others.name} rank 0:\n.*ValueError: cannot be prepared"
@@ -271,24 +311,55 @@ def test_subset_of_a_pool_keeps_the_given_order():
 )
 @pytest.mark.parametrize("looks", [0, NUM_LOOKS])
 def test_cause_of_a_failure_is_raised_without_waiting_for_ranks_that_stall(
-    group, how, error, message, looks, monkeypatch
+    group, processes, how, error, message, looks, monkeypatch
 ):
-    monkeypatch.setattr("megarl.workers.failures.NUM_LOOKS", looks)
     # if both ranks answer, the second is waited for however late it is
     seconds = 0.1 if "stall" in how else HANG_SECONDS
-    monkeypatch.setattr("megarl.workers.failures.ROOT_CAUSE_SECONDS", seconds)
+    set_in_waits(processes, monkeypatch, NUM_LOOKS=looks, ROOT_CAUSE_SECONDS=seconds)
     with pytest.raises(error, match=message.replace("#", group.name)):
         group.call(Worker.fail, how, dispatch=BROADCAST)
 
 
 def test_killed_rank_is_the_cause_and_named_with_the_end_of_its_log(mortal, monkeypatch):
-    monkeypatch.setattr("megarl.workers.failures.ROOT_CAUSE_SECONDS", HANG_SECONDS)
-    _, group = mortal
+    processes, group = mortal
+    set_in_waits(processes, monkeypatch, ROOT_CAUSE_SECONDS=HANG_SECONDS)
     with pytest.raises(LostWorkerError) as error:
         group.call(Worker.fail, ("WeightSyncError", "SIGKILL"), dispatch=BROADCAST)
     text = str(error.value)
     assert text.startswith(f"{group.name}.fail: {group.name} rank 1 died. ")
     assert re.search(r"\nthe end of \S+\.err:\n(.*\n)*last line of stderr$", text)
+
+
+def test_calls_run_in_the_order_in_which_they_were_begun(group):
+    sizes = [1, 200_000, 2, 3, 400_000, 4]  # large arguments go through the object store
+    calls = [group.begin(Worker.note, np.zeros(size, np.int8), dispatch=EACH) for size in sizes]
+    *_, last = [call.result(HANG_SECONDS) for call in calls]
+    assert last == [sizes, sizes]
+
+
+def test_a_lost_relay_is_named_by_its_ranks(mortal, num_relays):
+    processes, group = mortal
+    if not num_relays:
+        pytest.skip("the ranks are called directly")
+    call = group.begin(Worker.fail, ("nothing", "stall"), dispatch=BROADCAST)
+    assert wait_until(lambda: late_names(call.names, pending(call)) == [f"{group.name} rank 1"])
+    ray.kill(processes.relays[-1].handle)
+    ranks = f"{group.name} rank 0 to {group.name} rank 1" if num_relays == 1 else f"{group.name} rank 1"
+    with pytest.raises(LostWorkerError, match=rf"^{group.name}\.fail: {ranks} died\. "):
+        call.result(HANG_SECONDS)
+    late = [f"{group.name} rank {rank}" for rank in processes.relays[-1].ranks]
+    assert late_names(call.names, call.refs[-1:]) == late
+
+
+def test_ranks_have_relays_where_that_saves_calls():
+    def relayed(*nodes):
+        return ranks_by_relay([Slot(i, 1.0, 0.0, node, None) for i, node in enumerate(nodes)])
+
+    assert relayed("a", "a", "b", "b", "a") == [[0, 1, 4], [2, 3]]
+    assert relayed("a", "a") == relayed("a", "b") == relayed("a") == []
+    assert relayed(*(str(rank // 2) for rank in range(254))) == [[rank, rank + 1] for rank in range(0, 254, 2)]
+    many = relayed(*(str(rank // 8) for rank in range(8000)))
+    assert many == [list(range(first, first + 64)) for first in range(0, 8000, 64)]
 
 
 def test_joined_calls_are_waited_for_together(group, others):
@@ -298,7 +369,7 @@ def test_joined_calls_are_waited_for_together(group, others):
 
     ranks, numbers = begin(3).result(HANG_SECONDS)
     assert (ranks, firsts(numbers)) == ([0, 1], [3, 6])
-    failed = rf"(?s)^{group.name}\.fail and {others.name}\.number failed on {others.name} rank 1:\n"
+    failed = rf"(?s)^({group.name}\.fail and )?{others.name}\.number failed on {others.name} rank 1:\n"
     with pytest.raises(WorkerError, match=failed):
         begin(-1).result(HANG_SECONDS)
 
@@ -320,7 +391,7 @@ def test_a_wait_is_interrupted_or_names_late_ranks(group, looks, monkeypatch):
     monkeypatch.setattr("megarl.workers.failures.NUM_LOOKS", looks)
     assert group.call(Worker.fail, ("", ""), dispatch=EACH) == [0, 1]  # from now on both ranks answer at once
     call = group.begin(Worker.fail, ("stall", "nothing"), dispatch=BROADCAST)
-    assert wait_until(lambda: ray.wait([call.refs[1]], timeout=1.0)[0])
+    assert wait_until(lambda: late_names(call.names, pending(call)) == [f"{group.name} rank 0"])
     late = rf"^{group.name}\.fail: no answer within 0\.3 s from {group.name} rank 0$"
     with pytest.raises(HungWorkerError, match=late):
         call.result(0.3)
@@ -341,7 +412,7 @@ def test_stopped_rank_is_named_and_all_stacks_are_written(group, processes, tmp_
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
         call = group.begin(Worker.meet, (0.0, 0.0), dispatch=BROADCAST)
-        assert ray.wait([call.refs[0]], timeout=HANG_SECONDS)[0]
+        assert wait_until(lambda: late_names(call.names, pending(call)) == [f"{group.name} rank 1"])
         with pytest.raises(WorkerError) as error, watchdog.phase(12, "train"):
             call.result()
         file = tmp_path / "stacks" / "step-000012-train.txt"

@@ -118,7 +118,8 @@ def test_two_nodes_and_one_have_the_same_losses(submit, world, tmp_path):
     for nodes in (2, 1):
         folder = tmp_path / str(nodes)
         folder.mkdir()
-        config = write_run(world, folder, placement={"nodes": nodes, "slots_per_node": 2 // nodes, **PATIENT})
+        # with two slots a node, the ranks of two nodes are called through relays
+        config = write_run(world, folder, placement={"nodes": nodes, "slots_per_node": 4 // nodes, **PATIENT})
         options = (f"--nodes={nodes}",)
         job = submit("train.sbatch", config, "--set", "trainer.steps=4", folder=folder, options=options)
         assert job.wait() == 0, job.output
