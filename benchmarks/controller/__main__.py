@@ -21,7 +21,7 @@ from benchmarks.local_ray import local_ray
 from benchmarks.peer_environment import make_peer_environment
 from benchmarks.results_file import write_results
 from benchmarks.text_table import markdown_rows
-from megarl.placement.hardware import INLINE_BYTES, INLINE_VARIABLE
+from megarl.placement.hardware import inline_environment
 
 INTRODUCTION = """\
 # CPU and memory of the controller
@@ -117,7 +117,7 @@ def _notify(text: str) -> None:
 
 
 def _measure_in_new_cluster(work: Workload, bytes_per_prompt: float, store_gb: int) -> ControllerReport:
-    environment = {"env_vars": {"PYTHONPATH": os.getcwd(), INLINE_VARIABLE: str(INLINE_BYTES)}}
+    environment = {"env_vars": {"PYTHONPATH": os.getcwd(), **inline_environment()}}
     options = {"num_cpus": 4, "object_store_memory": store_gb * 2**30, "runtime_env": environment}
     with local_ray(**options), tempfile.TemporaryDirectory() as scratch:
         return measure(work, Path(scratch), bytes_per_prompt)

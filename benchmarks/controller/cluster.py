@@ -55,7 +55,7 @@ from megarl.supervision.restart_budget import RestartBudget
 from megarl.workers.dispatch import Dispatch
 from megarl.workers.failures import wait_all
 from megarl.workers.group import RemoteCall, WorkerGroup, WorkerProcesses, ranks_by_relay
-from megarl.workers.rank_calls import LATE_GROUP, CallRelay, RankCall, Relay
+from megarl.workers.rank_calls import CallRelay, RankCall, Relay
 from megarl.workers.stragglers import CallLog
 from megarl.workers.worker_host import AsyncWorkerHost, WorkerHost
 
@@ -228,7 +228,7 @@ class CountedRelay(Relay):
     def send(self, call: RankCall, arguments: Sequence[Any]) -> Any:
         """Count the calls and send them."""
         self.counts[call.method] += len(self.ranks)
-        return self.handle.invoke.remote(call, arguments)
+        return Relay.send(self, call, arguments)
 
 
 class FakeProcesses(WorkerProcesses):
@@ -241,7 +241,7 @@ class FakeProcesses(WorkerProcesses):
         """
         self.name, self.call_log = "trainer", CallLog()
         self.actors = [hosts[rank * len(hosts) // num_ranks] for rank in range(num_ranks)]
-        relay = ray.remote(concurrency_groups={LATE_GROUP: 1})(CallRelay).options(num_cpus=0)
+        relay = CallRelay.actor_class().options(num_cpus=0)
         handles = [relay.remote(dict(enumerate(self.actors))) for _ in hosts]
         by_relay = ranks_by_relay([Slot(i, 1.0, 0.0, str(i // RANKS_PER_NODE), None) for i in range(num_ranks)])
         self.relays = [

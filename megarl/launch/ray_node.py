@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megarl.errors import LaunchError
 from megarl.launch.node_world import SECRET_VARIABLE
-from megarl.placement.hardware import INLINE_BYTES, INLINE_VARIABLE, object_store_bytes
+from megarl.placement.hardware import inline_environment, object_store_bytes
 from megarl.placement.network import interface_of, interface_variables, is_loopback
 from megarl.process.child_processes import ChildProcesses
 
@@ -119,7 +119,7 @@ def make_ray_environment(environment: Mapping[str, str], *, has_secret: bool) ->
     }
     # without a secret disable tokens: otherwise `ray start` uses one found in the home folder of the head only
     kept.setdefault("RAY_AUTH_MODE", "token" if has_secret else "disabled")
-    kept.setdefault(INLINE_VARIABLE, str(INLINE_BYTES))
+    kept |= inline_environment(kept)
     # when Ray is terminated, no work on it is worth waiting for
     kept["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     return kept

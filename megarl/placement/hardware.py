@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
@@ -124,9 +124,12 @@ def object_store_bytes(*, max_bytes: int) -> int:
     return max(MIN_OBJECT_STORE_BYTES, min(max_bytes, stat.f_bavail * stat.f_frsize // 4))
 
 
-def inline_environment() -> dict[str, str]:
-    """Return the variable that keeps large results in the object store, unless this process, and so Ray's, has it."""
-    return {} if INLINE_VARIABLE in os.environ else {INLINE_VARIABLE: str(INLINE_BYTES)}
+def inline_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variable that keeps large results in the object store, unless `environment` has it already.
+
+    Processes of Ray inherit the variable from the process that has started Ray.
+    """
+    return {} if INLINE_VARIABLE in environment else {INLINE_VARIABLE: str(INLINE_BYTES)}
 
 
 def free_shared_memory() -> int | None:

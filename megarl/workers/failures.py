@@ -50,7 +50,7 @@ NUM_LOOKS = 5
 """After so many looks, Ray reports the calls that are left as they end. For a call that ends soon, looks cost less."""
 
 LATE_SECONDS = 2.0
-"""How long to ask which of several workers that answer together are late."""
+"""Time limit of `Workers.query_late`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Workers:
     """Workers that answer a call together: stands for their names."""
 
     names: tuple[str, ...]
-    ask_late: Callable[[], Any]
+    query_late: Callable[[], Any]
     """Begins a call that returns the names of those that have not answered."""
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Workers:
 
 
 LateNames = Callable[[], Sequence[str]]
-"""Returns the names of the workers that are waited for; asks for them if they answer together."""
+"""Returns the names of the workers that have not answered; may take `LATE_SECONDS`."""
 
 AbortCheck = Callable[[LateNames], MegarlError | None]
 """Returns the error that a wait must raise, or None to keep waiting."""
@@ -227,18 +227,21 @@ class _TimeLimit:
 
 
 def late_names(names: Mapping[Any, str | Workers], waiting: Sequence[Any]) -> list[str]:
-    """Return the names of the workers whose calls are `waiting`; those that do not tell in `LATE_SECONDS` are late."""
+    """Return the names of the workers that have not answered the calls `waiting`.
+
+    `Workers` count as late, all of them, if their query fails or takes longer than `LATE_SECONDS`.
+    """
     late = list(dict.fromkeys(names.get(ref, "?") for ref in waiting))
-    asked = {each: each.ask_late() for each in late if isinstance(each, Workers)}
-    done = ray.wait(list(asked.values()), num_returns=len(asked), timeout=LATE_SECONDS)[0] if asked else []
-    told = set(done) - set(_failures(done))
-    found: dict[str, None] = {}
+    queries = {each: each.query_late() for each in late if isinstance(each, Workers)}
+    done = ray.wait(list(queries.values()), num_returns=len(queries), timeout=LATE_SECONDS)[0] if queries else []
+    succeeded = set(done) - set(_failures(done))
+    found: list[str] = []
     for each in late:
         if isinstance(each, Workers):
-            found |= dict.fromkeys(ray.get(asked[each]) if asked[each] in told else each.names)
+            found += ray.get(queries[each]) if queries[each] in succeeded else each.names
         else:
-            found[each] = None
-    return list(found)
+            found.append(each)
+    return list(dict.fromkeys(found))
 
 
 def _root_cause(

@@ -31,7 +31,7 @@ from megarl.process.startup_trace import StartupTiming
 from megarl.workers.dispatch import Dispatch
 from megarl.workers.failures import Workers, late_names, run_abort_check, wait_all
 from megarl.workers.payload import Payload, RemoteResults, StoredPayload
-from megarl.workers.rank_calls import LATE_GROUP, CallRelay, RankCall, Relay, send_call
+from megarl.workers.rank_calls import CallRelay, RankCall, Relay, send_call
 from megarl.workers.stack_collector import query_processes
 from megarl.workers.stragglers import CallLog, CallRecord, CallTime
 from megarl.workers.worker_host import WorkerHost
@@ -150,8 +150,7 @@ class WorkerProcesses:
     def _start_relay(self, ranks: Sequence[int]) -> Relay:
         """Start a relay of these ranks, on the node of the first one."""
         here = PlacementGroupSchedulingStrategy(self.pool.group, self.pool.slots[ranks[0]].bundle)
-        relay = ray.remote(concurrency_groups={LATE_GROUP: 1})(CallRelay)
-        actor = relay.options(num_cpus=0, max_restarts=0, scheduling_strategy=here)
+        actor = CallRelay.actor_class().options(num_cpus=0, max_restarts=0, scheduling_strategy=here)
         return Relay(actor.remote({rank: self.actors[rank] for rank in ranks}), tuple(ranks))
 
     @property

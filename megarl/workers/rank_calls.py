@@ -19,7 +19,7 @@ import ray
 from megarl.workers.failures import Workers, wait_all
 from megarl.workers.worker_host import pack_call
 
-LATE_GROUP = "late"
+_LATE_GROUP = "late"
 """Concurrency group of `CallRelay.late`, which is called while a relay waits."""
 
 
@@ -112,6 +112,11 @@ class CallRelay:
         self._actors = actors
         self._sent: SentCall | None = None
 
+    @classmethod
+    def actor_class(cls) -> Any:
+        """Return the class of the Ray actor."""
+        return ray.remote(concurrency_groups={_LATE_GROUP: 1})(cls)
+
     def invoke(self, call: RankCall, arguments: Sequence[Any]) -> list[Any]:
         """Call the ranks and return `SentCall.answers`; raises as `wait_all` does, and does not wait for all then.
 
@@ -148,4 +153,6 @@ class Relay:
 
     def workers(self, call: RankCall) -> Workers:
         """Return what stands for the names of the ranks while they are waited for."""
-        return Workers(tuple(map(call.name, self.ranks)), self.handle.late.options(concurrency_group=LATE_GROUP).remote)
+        return Workers(
+            tuple(map(call.name, self.ranks)), self.handle.late.options(concurrency_group=_LATE_GROUP).remote
+        )
