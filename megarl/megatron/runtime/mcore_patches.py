@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel import mappings, random
 from megatron.core.transformer.moe import token_dispatcher
@@ -42,6 +43,24 @@ def patch_routing_padding() -> None:
         return padded
 
     token_dispatcher.pad_routing_map = pad
+
+
+def patch_packed_rope() -> None:
+    """Rotate the tokens of a pack in one operation: megatron-core rotates one sequence after the other.
+
+    That is a fifth of a training step with packs of 64 short sequences. It rotates all at once if it gets the angles of
+    every token, and takes a table of one sequence's angles for them if the pack happens to be as long as the table.
+    """
+    original = rope_utils._apply_rotary_pos_emb_thd
+
+    @wraps(original)
+    def rotate(tokens_thd: Tensor, cu_seqlens_S: Tensor, table_L11d: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        starts_T = cu_seqlens_S[:-1].repeat_interleave(cu_seqlens_S.diff())
+        angles_T11d = table_L11d[torch.arange(len(starts_T), device=starts_T.device) - starts_T]
+        rotated_thd: Tensor = original(tokens_thd, cu_seqlens_S, angles_T11d, *args, **kwargs)
+        return rotated_thd
+
+    rope_utils._apply_rotary_pos_emb_thd = rotate
 
 
 def patch_expert_token_counts() -> None:

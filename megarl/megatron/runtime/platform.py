@@ -80,6 +80,7 @@ def prepare() -> None:
 
     mcore_patches.patch_recomputation()
     mcore_patches.patch_routing_padding()
+    mcore_patches.patch_packed_rope()
     if not is_cuda():
         mcore_patches.patch_expert_token_counts()
         mcore_patches.patch_uneven_gather()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -44,6 +45,28 @@ def check_routing_padding():
     assert torch.equal(given, routing_map)
     pad_routing_map.__wrapped__(given, 4)
     assert torch.equal(given, padded)
+
+
+def check_packed_rope():
+    from megatron.core.models.common.embeddings import rope_utils
+
+    bounds, table = torch.tensor([0, 4, 12]), torch.rand(12, 1, 1, 6)
+    pack = torch.rand(12, 2, 6)
+    expected = torch.cat(
+        [rope_utils._apply_rotary_pos_emb_bshd(part[:, None], table[: len(part)])[:, 0] for part in pack.split([4, 8])]
+    )
+    rotate = rope_utils._apply_rotary_pos_emb_thd
+    for size, rank, tokens in ((1, 0, [*range(12)]), (2, 0, [0, 3, 4, 5, 10, 11]), (2, 1, [1, 2, 6, 7, 8, 9])):
+        of_rank = SimpleNamespace(size=lambda size=size: size, rank=lambda rank=rank: rank)
+        assert torch.equal(rotate(pack[tokens], bounds, table, cp_group=of_rank), expected[tokens])
+        # the table is as long as the pack, and taken for the angles of its tokens
+        assert not torch.equal(rotate.__wrapped__(pack[tokens], bounds, table, cp_group=of_rank), expected[tokens])
+    alone, longer = SimpleNamespace(size=lambda: 1, rank=lambda: 0), torch.cat([table, table])
+    rotate_one = rope_utils._apply_rotary_pos_emb_bshd
+    for function, num_rotations in ((rotate, 1), (rotate.__wrapped__, 2)):
+        with patch.object(rope_utils, "_apply_rotary_pos_emb_bshd", wraps=rotate_one) as rotations:
+            assert torch.equal(function(pack, bounds, longer, cp_group=alone), expected)
+        assert rotations.call_count == num_rotations
 
 
 def check_token_counts():
@@ -87,6 +110,7 @@ def run_check(check):
     [
         (check_recomputation, 1),
         (check_routing_padding, 1),
+        (check_packed_rope, 1),
         (check_token_counts, 1),
         (check_uneven_gather, 2),
         (check_optimizer_on_host, 1),
