@@ -76,6 +76,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
             f"{path}: the tokenizer needs an end-of-sequence token, got none; set eos_token in "
             f"{path / 'tokenizer_config.json'}"
         )
+    _vocab_size_in.cache_clear()  # the folder may be another than when a tokenizer was last loaded from it
     unknown = describe_unknown_token(tokenizer, [tokenizer.eos_token_id], read_vocab_size(tokenizer))
     if unknown is not None:
         raise DataError(f"{path}: the end-of-sequence token of the tokenizer: {unknown}")
@@ -114,16 +115,13 @@ def read_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int | None:
     Raises:
         DataError: config.json cannot be read.
     """
-    folder = getattr(tokenizer, "name_or_path", "")  # a tokenizer that was not read from a folder may lack it
+    return _vocab_size_in(getattr(tokenizer, "name_or_path", ""))  # one that is not from a folder may lack the attribute
+
+
+@lru_cache(maxsize=16)  # each trajectory is compared with it
+def _vocab_size_in(folder: str) -> int | None:
     file = Path(folder) / "config.json"
-    if not folder or not file.is_file():
-        return None
-    return _read_vocab_size(file, file.stat().st_mtime_ns)
-
-
-@lru_cache(maxsize=16)
-def _read_vocab_size(file: Path, _modified: int) -> int | None:
-    size = read_json_object(file).get("vocab_size")
+    size = read_json_object(file).get("vocab_size") if folder and file.is_file() else None
     return size if isinstance(size, int) else None
 
 

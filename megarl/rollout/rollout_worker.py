@@ -414,25 +414,27 @@ class RolloutWorker:
 def summarize(*segments: Trajectory) -> TrajectorySummary:
     """Return the scalars of an episode."""
     trajectory = join_segments(segments)
-    by_version = _count(trajectory.policy_versions[trajectory.loss_mask])
-    mixed_T = find_mixed_kv(trajectory.loss_mask, trajectory.policy_versions)
+    loss_mask_T, versions_T = trajectory.loss_mask, trajectory.policy_versions
+    by_version = _count(versions_T[loss_mask_T])
     return TrajectorySummary(
         num_tokens=trajectory.num_tokens,
         segment_tokens=tuple(segment.num_tokens for segment in segments) if len(segments) > 1 else (),
         num_turns=sum(count_turns(segment.loss_mask) for segment in segments),
         prompt_length=trajectory.prompt_length,
-        response_length=int(np.count_nonzero(trajectory.loss_mask)),
+        response_length=int(np.count_nonzero(loss_mask_T)),
         reward=trajectory.reward,
         rewards=trajectory.rewards,
         finish_reason=trajectory.finish_reason,
         tokens_by_version=by_version,
-        mixed_by_version=_count(trajectory.policy_versions[mixed_T]) if len(by_version) > 1 else (),
+        mixed_by_version=(_count(versions_T[find_mixed_kv(loss_mask_T, versions_T)]) if len(by_version) > 1 else ()),
         reward_errors=trajectory.reward_errors,
     )
 
 
 def _count(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
     """Return (version, number of its occurrences), ascending."""
+    if len(versions) and versions.min() == versions.max():  # nearly always, and np.unique takes five times as long
+        return ((int(versions[0]), len(versions)),)
     distinct, counts = np.unique(versions, return_counts=True)
     return tuple(zip(distinct.tolist(), counts.tolist(), strict=True))
 
