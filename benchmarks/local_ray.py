@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from megarl.placement.node_start import node_start
+from megarl.cluster.placement.pool import node_start
 
 START_SECONDS = 300.0
 """Time limit for the start of a cluster."""

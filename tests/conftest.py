@@ -213,8 +213,8 @@ def cluster() -> Iterator[None]:
     """Start a local Ray cluster with `CLUSTER_SLOTS` slots for the session; this process is its driver."""
     import ray
 
+    from megarl.cluster.placement.pool import start_cluster
     from megarl.config.placement import PlacementConfig
-    from megarl.placement.pool import start_cluster
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)

@@ -25,18 +25,18 @@ SHARED_FIXTURES = {
         "tests/end_to_end/test_offline_commands.py",
         "tests/end_to_end/test_preferences.py",
         "tests/end_to_end/test_schedules.py",
-        "tests/groups/test_auxiliary_models.py",
-        "tests/placement/test_pool.py",
-        "tests/preflight/cluster/test_cluster_probe.py",
-        "tests/workers/test_group.py",
+        "tests/run/remote/test_auxiliary_models.py",
+        "tests/cluster/placement/test_pool.py",
+        "tests/controller/preflight/cluster/test_cluster_probe.py",
+        "tests/cluster/workers/test_group.py",
     ),
-    "slurm": ("tests/launch/slurm/test_*.py",),
-    "hosts": ("tests/launch/test_*hosts*.py",),
+    "slurm": ("tests/cluster/launch/slurm/test_*.py",),
+    "hosts": ("tests/cluster/launch/test_*hosts*.py",),
     "engine": (
-        "tests/rollout/sglang/test_cpu_determinism.py",
-        "tests/rollout/sglang/test_in_flight.py",
-        "tests/rollout/sglang/test_sglang_engine.py",
-        "tests/rollout/sglang/weight_update/test_update_session.py",
+        "tests/engines/sglang/test_cpu_determinism.py",
+        "tests/engines/sglang/test_in_flight.py",
+        "tests/engines/sglang/test_sglang_engine.py",
+        "tests/engines/sglang/weight_update/test_update_session.py",
     ),
 }
 """Session fixtures that start processes for seconds, and the files of the tests that share them."""
@@ -44,7 +44,15 @@ SHARED_FIXTURES = {
 INDEPENDENT = ("tests/end_to_end/test_*.py", "tests/megatron/fidelity/test_layouts.py")
 """Files whose tests share nothing that takes long: each test is a scope of its own."""
 
-POSITIONS = (*SHARED_FIXTURES, "tests/end_to_end/*", "tests/rollout/*", "tests/megatron/*", "tests/launch/*", "*")
+POSITIONS = (
+    *SHARED_FIXTURES,
+    "tests/end_to_end/*",
+    "tests/rollout/*",
+    "tests/engines/*",
+    "tests/megatron/*",
+    "tests/cluster/launch/*",
+    "*",
+)
 
 
 def scope(nodeid: str) -> str:

@@ -20,12 +20,12 @@ def test_tests_that_share_a_fixture_have_its_scope(request: pytest.FixtureReques
 
 
 def test_scopes() -> None:
-    assert scope("tests/workers/test_group.py::test_a") == "cluster"
+    assert scope("tests/cluster/workers/test_group.py::test_a") == "cluster"
     assert scope("tests/reward/test_answers.py::test_a[x]") == "tests/reward/test_answers.py"
     assert scope("tests/end_to_end/test_exit_codes.py::test_a[x]") == "tests/end_to_end/test_exit_codes.py::test_a[x]"
     files = (
         "end_to_end/test_train.py",
-        "workers/test_group.py",
+        "cluster/workers/test_group.py",
         "end_to_end/test_exit_codes.py",
         "reward/test_answers.py",
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.chaos.targets import ENGINE_VARIABLE, ProcessRow
-from megarl.process.prctl import set_parent_death_signal
+from megarl.cluster.process.child_processes import set_parent_death_signal
 
 MARKER = "MEGARL_CHAOS_RUN"
 """An environment variable that every process of a run inherits."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from benchmarks.chaos.compare import Comparison
 from benchmarks.chaos.read import read_metrics
 from megarl.config import RunConfig
-from megarl.controller.replay_stage import replay_run
-from megarl.rollout.journal.journal_folder import journal_folder
+from megarl.controller.replay import replay_run
+from megarl.rollout.journal.journal import journal_folder
+from megarl.run.schedule.events import Admitted, Finished, Leased, Pushed, Removed, ScheduleEvent
 from megarl.run.schedule_log import log_folder, read_log
-from megarl.schedule.events import Admitted, Finished, Leased, Pushed, Removed, ScheduleEvent
 
 
 def is_asynchronous(config: RunConfig) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.checkpoint.verify import hash_file
+from megarl.checkpoint.manifest import hash_file
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.megatron.requests import ModelSpec, SavedFile, SaveRequest, TrainerSpec
 from megarl.megatron.runtime import platform

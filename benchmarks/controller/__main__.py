@@ -21,7 +21,7 @@ from benchmarks.local_ray import local_ray
 from benchmarks.peer_environment import make_peer_environment
 from benchmarks.results_file import write_results
 from benchmarks.text_table import markdown_rows
-from megarl.placement.hardware import inline_environment
+from megarl.cluster.placement.hardware import inline_environment
 
 INTRODUCTION = """\
 # CPU and memory of the controller

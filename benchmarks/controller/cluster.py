@@ -21,15 +21,17 @@ from megarl.batch.balance import QWEN2_5_7B
 from megarl.batch.packed_trajectories import PackedTrajectories
 from megarl.batch.sample_table import SampleTable
 from megarl.batch.trajectory import Trajectory
+from megarl.cluster.placement.pool import Slot
+from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.cluster.workers.dispatch import Dispatch
+from megarl.cluster.workers.failures import wait_all
+from megarl.cluster.workers.group import RemoteCall, WorkerGroup, WorkerProcesses, ranks_by_relay
+from megarl.cluster.workers.rank_calls import CallRelay, RankCall, Relay
+from megarl.cluster.workers.stragglers import CallLog
+from megarl.cluster.workers.worker_host import AsyncWorkerHost, WorkerHost
 from megarl.config import RunConfig
 from megarl.config.trainer import OffloadConfig
-from megarl.groups.engine_group import EngineHandles, StartedEngine
-from megarl.groups.remote_engine import RemoteEngine
-from megarl.groups.rollout_actor import RolloutActor
-from megarl.groups.rollout_group import RolloutGroup
-from megarl.groups.rollout_workers import RolloutWorkers
-from megarl.groups.sync_update import PushReport
-from megarl.groups.trainer_group import TrainerGroup
+from megarl.engines.engine import EngineUpdate, UpdateReport
 from megarl.megatron.request_split import plan_replicas, split_by_dp, train_dispatch
 from megarl.megatron.requests import (
     OffloadStats,
@@ -43,21 +45,18 @@ from megarl.megatron.requests import (
 )
 from megarl.megatron.trainer_worker import TrainerWorker
 from megarl.megatron.training.samples import StepSamples, payloads_by_index
-from megarl.placement.pool import Slot
-from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.transfer.commit_decision import CommitSpec
-from megarl.rollout.engine import EngineUpdate, UpdateReport
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
-from megarl.supervision.engine_supervisor import EngineSupervisor
-from megarl.supervision.liveness_probe import LIVENESS_GROUP
-from megarl.supervision.restart_budget import RestartBudget
-from megarl.workers.dispatch import Dispatch
-from megarl.workers.failures import wait_all
-from megarl.workers.group import RemoteCall, WorkerGroup, WorkerProcesses, ranks_by_relay
-from megarl.workers.rank_calls import CallRelay, RankCall, Relay
-from megarl.workers.stragglers import CallLog
-from megarl.workers.worker_host import AsyncWorkerHost, WorkerHost
+from megarl.run.remote.engine_group import EngineHandles, StartedEngine
+from megarl.run.remote.remote_engine import RemoteEngine
+from megarl.run.remote.rollout_actor import RolloutActor
+from megarl.run.remote.rollout_group import RolloutGroup
+from megarl.run.remote.rollout_workers import RolloutWorkers
+from megarl.run.remote.trainer_group import TrainerGroup
+from megarl.run.supervision.engine_supervisor import LIVENESS_GROUP, EngineSupervisor
+from megarl.run.supervision.restart_budget import RestartBudget
+from megarl.run.sync.sync_update import PushReport
 
 NUM_PROCESSES = 2
 """Ray actors that stand in for all trainer ranks, and as many each for their relays, all rollout workers and all

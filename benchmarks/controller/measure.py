@@ -25,18 +25,17 @@ from megarl.algorithms.registry import train
 from megarl.batch.balance import QWEN2_5_7B
 from megarl.batch.sample_table import SampleTable
 from megarl.batch.trajectory import Prompt
+from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.cluster.process.fast_imports import freeze_objects
 from megarl.config import RunConfig
-from megarl.data.run_prompts import RunPrompts
-from megarl.data.sampler import PromptOrder
-from megarl.groups.auxiliary_models import AuxiliaryModels
+from megarl.data.sampler import PromptOrder, RunPrompts
 from megarl.megatron.requests import TrainStats
-from megarl.placement.rank_grid import RankGrid
-from megarl.process.frozen_objects import freeze_objects
 from megarl.run.checkpointer import POLICY, Checkpointer
-from megarl.run.events import EventLog
+from megarl.run.remote.auxiliary_models import AuxiliaryModels
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
-from megarl.supervision.run_monitor import RunMonitor
+from megarl.run.run_events import EventLog
+from megarl.run.supervision.run_monitor import RunMonitor
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
 

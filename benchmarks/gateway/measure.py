@@ -18,11 +18,11 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from megarl.batch.trajectory import Prompt
-from megarl.config.harness import HarnessConfig
+from megarl.cluster.process.fast_imports import freeze_objects
+from megarl.config.rollout import HarnessConfig
 from megarl.data.tiny_checkpoint import CHAT_TEMPLATE, train_tokenizer
-from megarl.process.frozen_objects import freeze_objects
+from megarl.engines.engine import Generation, GenerationRequest, Sampling
 from megarl.rollout.agents.episode import Episode
-from megarl.rollout.engine import Generation, GenerationRequest, Sampling
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.gateway.reply_parser import PlainTextParser
 from megarl.rollout.gateway.server import GatewayServer

@@ -25,11 +25,11 @@ from datetime import timedelta
 import torch
 
 from benchmarks.kernels.measure import peak_allocated_bytes
+from megarl.cluster.process.ports import find_unused_port
 from megarl.config.trainer import ParallelConfig
-from megarl.device_memory import activations
-from megarl.device_memory.activations import HeadKind, TokenLoad, logits_bytes
 from megarl.errors import ConfigError, MegarlError
-from megarl.process.ports import find_unused_port
+from megarl.run.memory import activations
+from megarl.run.memory.activations import HeadKind, TokenLoad, logits_bytes
 from megarl_kernels import clear_dummy_gradients, linear_logprob
 
 LOGITS = (4096, 151_936)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks.results_file import write_results
 from benchmarks.text_table import markdown_rows, print_rows
-from megarl.device_memory.activations import head_chunk_columns
-from megarl.placement.gpu_types import GPU_TYPES, GpuType
+from megarl.cluster.placement.hardware import GPU_TYPES, GpuType
+from megarl.run.memory.activations import head_chunk_columns
 
 TILE = (128, 256)
 ELEMENT_BYTES, FLOAT32_BYTES = 2, 4

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.placement.gpu_types import find_gpu_type
+from megarl.cluster.placement.hardware import find_gpu_type
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,12 @@ from benchmarks.reshard.measure import WARM_UP_SYNCS, measure
 from benchmarks.reshard.megatron_limits import megatron_grids, require_megatron_core_support
 from benchmarks.reshard.show import MEGATRON_CORE, NCCL_M2N, LeftOut, plot, print_table
 from benchmarks.reshard.synthetic import engine_layouts, synthetic_model
+from megarl.cli.tools.reshard_explain import make_scenario, model_name
+from megarl.cluster.placement.network import use_network_to_master
 from megarl.errors import ConfigError, MegarlError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.runtime import platform
-from megarl.offline.reshard_explain import make_scenario, model_name
-from megarl.placement.network import use_network_to_master
 from megarl.reshard.analysis.scenario import Scenario
 from megarl.reshard.analysis.sync_report import SyncReport
 from megarl.reshard.layout.layout import WeightLayout
@@ -157,7 +157,7 @@ def _traced(model: str, tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightL
     """Return SGLang's layouts of the model on GPUs, traced on rank 0 and broadcast."""
     out: list[Sequence[WeightLayout]] = [()]
     if dist.get_rank() == 0:
-        from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts
+        from megarl.engines.sglang.weight_layout.offline_trace import trace_layouts
 
         out = [trace_layouts(model, tp=tp, ep=ep, device="cuda", dtype=dtype)]
     dist.broadcast_object_list(out)

@@ -42,19 +42,18 @@ from benchmarks.reshard.contender import HandOver
 from benchmarks.reshard.content import Shard
 from benchmarks.reshard.megatron_limits import megatron_grids
 from benchmarks.reshard.show import NCCL_M2N
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.config.megatron import MegatronConfig
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.pipeline_stages import EVEN
-from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.megatron.families.trainer_layouts import EVEN, trainer_layouts
 from megarl.megatron.hf_weights.local_layout import local_tensors
-from megarl.megatron.modeling.backend import layer_backend
 from megarl.megatron.modeling.gpt_model import build_chunks
 from megarl.megatron.modeling.language_head import HeadOptions
+from megarl.megatron.modeling.layer_spec import layer_backend
 from megarl.megatron.modeling.transformer_config import transformer_config
 from megarl.megatron.runtime import platform
-from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.scenario import Arrangement, Scenario
 from megarl.reshard.layout.layout import WeightLayout, volume
 from megarl.reshard.layout.micro_dp import GenerationPlace

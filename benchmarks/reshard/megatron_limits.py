@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention
 from megarl.megatron.families.trainer_layouts import padded_vocab
-from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.scenario import Scenario
 
 

@@ -21,17 +21,15 @@ from benchmarks.reshard.scale_rank import (
     peers_outside_machine,
     sync_cpu_seconds,
 )
+from megarl.cli.tools.reshard_explain import GEN_AXES, TRAIN_AXES, parse_sizes
+from megarl.cluster.placement.pool import Slot, SlotPool
+from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.cluster.workers.group import WorkerGroup
 from megarl.config.weight_sync import WeightSyncConfig
-from megarl.groups.engine_group import EngineHandles, StartedEngine
-from megarl.groups.trainer_group import TrainerGroup
-from megarl.groups.weight_sync import WeightSync
+from megarl.engines.engine import UpdateReport
 from megarl.megatron.families.load_architecture import load_architecture
-from megarl.megatron.families.pipeline_stages import PipelineSplit
-from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.megatron.families.trainer_layouts import PipelineSplit, trainer_layouts
 from megarl.megatron.requests import PreparedSync, PushResult, SyncSetup
-from megarl.offline.reshard_explain import GEN_AXES, TRAIN_AXES, parse_sizes
-from megarl.placement.pool import Slot, SlotPool
-from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import WeightLayout, WeightNeeds
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
@@ -42,8 +40,9 @@ from megarl.reshard.transfer.box_channel import BoxOffer
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, TransferredBytes
 from megarl.reshard.transfer.layout_exchange import exchange_layouts
 from megarl.reshard.transfer.sink import Parameters
-from megarl.rollout.engine import UpdateReport
-from megarl.workers.group import WorkerGroup
+from megarl.run.remote.engine_group import EngineHandles, StartedEngine
+from megarl.run.remote.trainer_group import TrainerGroup
+from megarl.run.sync.weight_sync import WeightSync
 
 ArrangementName = Literal["colocated", "disaggregated"]
 

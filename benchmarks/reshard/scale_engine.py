@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megarl.engines.sglang.request_runner import RequestRunner
+from megarl.engines.sglang.weight_update.messages import Command, Reply, send_reply
+from megarl.engines.sglang.weight_update.planned_boxes import PlannedBoxes
+from megarl.engines.sglang.weight_update.rank_files import RankFiles
+from megarl.engines.sglang.weight_update.update_session import WeightSession
 from megarl.errors import WeightSyncError
 from megarl.reshard.transfer.box_channel import BoxReceiver, BoxSender
 from megarl.reshard.transfer.bucket import BoxSlot
-from megarl.rollout.sglang.request_runner import RequestRunner
-from megarl.rollout.sglang.weight_update.messages import Command, Reply, send_reply
-from megarl.rollout.sglang.weight_update.planned_boxes import PlannedBoxes
-from megarl.rollout.sglang.weight_update.rank_files import RankFiles
-from megarl.rollout.sglang.weight_update.update_session import WeightSession
 
 ENGINE_SECONDS = 60.0
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.attention import GroupedQueryAttention
+from megarl.megatron.families.attention import GroupedQueryAttention, Rope
 from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts, Routing
-from megarl.megatron.families.rope import Rope
 from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout
 
 LAYERS, HEADS, VOCAB = 8, 48, 1536

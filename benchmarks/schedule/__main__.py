@@ -46,10 +46,11 @@ step, or for a quarter. The first fifth of the {steps} steps does not count.
   groups above the cap.
 
 """
-SIMULATED = "Simulated: the state machine of `megarl/schedule` drives engines and a trainer that are numbers."
+SIMULATED = "Simulated: the state machine of `megarl/run/schedule` drives engines and a trainer that are numbers."
 SCRIPTED = """\
-Ray processes: the state machine of `megarl/schedule` drives an engine and a trainer, which sleep {seconds:g} s a step
-with all slots busy. The same groups are also simulated. The driver used at most {cpu:.1%} of a CPU core."""
+Ray processes: the state machine of `megarl/run/schedule` drives an engine and a trainer, which sleep
+{seconds:g} s a step with all slots busy. The same groups are also simulated. The driver used at most {cpu:.1%}
+of a CPU core."""
 EVENTS = """\
 # CPU time of the events of a schedule
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.schedule.cases import Case
 from benchmarks.schedule.workload import Workload
-from megarl.schedule.policy import Late
-from megarl.schedule.staleness import token_staleness
+from megarl.run.schedule.settings import Late, token_staleness
 
 WARM_UP = 0.2
 """Share of the steps, at the beginning, that do not count."""

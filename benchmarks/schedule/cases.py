@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megarl.schedule.policy import Late, SchedulePolicy, Update
+from megarl.run.schedule.settings import Late, SchedulePolicy, Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

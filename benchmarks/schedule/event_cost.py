@@ -11,15 +11,15 @@ from tempfile import TemporaryDirectory
 from typing import cast
 
 from megarl.batch.trajectory import Prompt, Trajectory
-from megarl.groups.group_stream import FinishedGroup
-from megarl.rollout.engine import Sampling
+from megarl.cluster.workers.payload import StoredItem
+from megarl.engines.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, TrajectorySummary
+from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.schedule.events import OpenGroup
+from megarl.run.schedule.schedule import Schedule
+from megarl.run.schedule.settings import SchedulePolicy
 from megarl.run.schedule_log import ScheduleLog
 from megarl.run.scheduled_groups import ScheduledGroups
-from megarl.schedule.events import OpenGroup
-from megarl.schedule.policy import SchedulePolicy
-from megarl.schedule.schedule import Schedule
-from megarl.workers.payload import StoredItem
 
 LOOKAHEAD, MAX_STALENESS = 4, 8
 GROUP_SIZE, NUM_TOKENS = 8, 100

@@ -11,7 +11,7 @@ import ray
 from benchmarks.schedule.accounts import Accounts
 from benchmarks.schedule.cases import Case
 from benchmarks.schedule.workload import Workload
-from megarl.schedule.schedule import Schedule
+from megarl.run.schedule.schedule import Schedule
 
 
 class ScriptedEngine:

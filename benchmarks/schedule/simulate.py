@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from benchmarks.schedule.accounts import Accounts
 from benchmarks.schedule.cases import Case
 from benchmarks.schedule.workload import Workload
-from megarl.schedule.schedule import Schedule
+from megarl.run.schedule.schedule import Schedule
 
 ROUNDING = 1e-9
 """Shortest time that a version is said to have worked on a sample."""

@@ -19,8 +19,8 @@ from megarl.batch.pack import PackedBatch
 from megarl.config.algorithms.group_baseline import GrpoConfig
 from megarl.config.algorithms.policy import DecoupledConfig, RolloutIsConfig
 from megarl.functional import Denominators, Sequences, group_advantages
-from megarl.megatron.losses.loss import LossBatch, TokenScores
-from megarl.megatron.losses.policy import ClippedLoss, PolicyLoss
+from megarl.losses.loss import LossBatch, TokenScores
+from megarl.losses.policy_loss import ClippedLoss, PolicyLoss
 
 CORRECTIONS: Mapping[str, GrpoConfig] = {
     "token_tis": GrpoConfig(kl_loss=None, rollout_is=RolloutIsConfig()),

@@ -11,8 +11,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from megarl.cli.tools.config_reference import make_reference
 from megarl.config import STAGES
-from megarl.offline.config_reference import make_reference
 
 PLACE_OF_LINKS = "<!-- pages of all keys -->"
 

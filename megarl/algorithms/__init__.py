@@ -2,12 +2,18 @@
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.group_baseline import GroupPolicyConfig
-from megarl.config.algorithms.model_sections import CriticConfig, FrozenModelConfig, ModelUse, TrainedModelConfig
-from megarl.config.algorithms.policy import ClippedPolicyConfig, PolicyConfig
+from megarl.config.algorithms.policy import (
+    ClippedPolicyConfig,
+    CriticConfig,
+    FrozenModelConfig,
+    ModelUse,
+    PolicyConfig,
+    TrainedModelConfig,
+)
 from megarl.functional import PolicyLossOutput
-from megarl.groups.estimation.estimators import CompletionBatch, EstimatorOutput, TokenBatch, by_completions, by_groups
-from megarl.megatron.losses.loss import Loss, LossBatch, LossOutput, TokenLoss, TokenScores, ValueHeadLoss
-from megarl.megatron.losses.policy import ClippedLoss
+from megarl.losses.loss import Loss, LossBatch, LossOutput, TokenLoss, TokenScores, ValueHeadLoss
+from megarl.losses.policy_loss import ClippedLoss
+from megarl.rollout.estimation.estimators import CompletionBatch, EstimatorOutput, TokenBatch, by_completions, by_groups
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import override
 
 from megarl.algorithms.algorithm import Algorithm
-from megarl.config.algorithms.model_advantages import DistillationConfig
-from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
-from megarl.megatron.losses.policy import ClippedLoss
+from megarl.config.algorithms.actor_critic import DistillationConfig
+from megarl.losses.policy_loss import ClippedLoss
+from megarl.rollout.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
 from megarl.run.rl_run import RLRun
 
 

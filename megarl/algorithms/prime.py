@@ -6,13 +6,13 @@ from functools import partial
 from typing import override
 
 from megarl.algorithms.algorithm import Algorithm
-from megarl.algorithms.dapo import SAMPLED_REWARD
-from megarl.config.algorithms.model_advantages import PrimeConfig
+from megarl.algorithms.grpo import SAMPLED_REWARD
+from megarl.config.algorithms.actor_critic import PrimeConfig
 from megarl.functional import prime_rewards
-from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
-from megarl.groups.group_stream import FinishedGroup
-from megarl.megatron.losses.policy import ClippedLoss
-from megarl.megatron.losses.supervised import ImplicitPrmLoss
+from megarl.losses.policy_loss import ClippedLoss
+from megarl.losses.supervised_loss import ImplicitPrmLoss
+from megarl.rollout.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
+from megarl.run.remote.group_stream import FinishedGroup
 from megarl.run.rl_run import RLRun
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 from megarl.algorithms.algorithm import Algorithm
-from megarl.algorithms.dapo import Dapo
 from megarl.algorithms.distillation import Distillation
-from megarl.algorithms.grpo import Cispo, DrGrpo, Gmpo, Grpo, Gspo, Rloo
-from megarl.algorithms.ppo import PfPpo, Ppo
+from megarl.algorithms.grpo import Cispo, Dapo, DrGrpo, Gmpo, Grpo, Gspo, Rloo
+from megarl.algorithms.ppo import PfPpo, Ppo, SafeRlhf, Vapo
 from megarl.algorithms.prime import Prime
 from megarl.algorithms.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline, Remax
-from megarl.algorithms.safe_rlhf import SafeRlhf
-from megarl.algorithms.vapo import Vapo
 from megarl.config.algorithms.algorithm import load_algorithm_class
 from megarl.run.rl_run import RLRun
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TypeVar, override
 
 from megarl.algorithms.algorithm import Algorithm
-from megarl.config.algorithms.reinforce_family import (
+from megarl.config.algorithms.group_baseline import (
     ReinforcePlusPlusBaselineConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,
 )
 from megarl.functional import discounted_returns, group_advantages, remax_advantages, spread_completions
-from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
-from megarl.megatron.losses.policy import ClippedLoss
-from megarl.run.kl_penalty import reward_kl_penalty
+from megarl.losses.policy_loss import ClippedLoss
+from megarl.rollout.estimation.estimators import EstimatorOutput, TokenBatch, by_groups, reward_kl_penalty
 from megarl.run.rl_run import RLRun
 
 C = TypeVar("C", ReinforcePlusPlusConfig, ReinforcePlusPlusBaselineConfig)

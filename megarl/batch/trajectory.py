@@ -168,3 +168,22 @@ class Prompt:
 
     max_new_tokens: int | None = None
     """Limit of its source for completions, in tokens; None: that of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermReport:
+    """How one reward term was computed on the completions of a group."""
+
+    seconds: float
+    """Time from the call of the term to its last value, calls after a failure included."""
+    num_retried: int
+    """Number of completions on which the first call failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """The completions of a prompt with their rewards."""
+
+    trajectories: list[Trajectory]
+    terms: Mapping[str, TermReport] = field(default_factory=dict)
+    """By name of the term."""

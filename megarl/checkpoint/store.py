@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,26 +23,42 @@ from pathlib import Path
 
 from megarl.checkpoint.manifest import (
     MANIFEST,
+    READERS,
     CheckpointMetadata,
     FileRecord,
     Manifest,
-    UnsupportedFormatError,
-    read_manifest,
-    step_name,
-)
-from megarl.checkpoint.retention import select_kept_steps
-from megarl.checkpoint.run_lock import require_lock
-from megarl.checkpoint.verify import (
-    READERS,
     ReadCallback,
+    UnsupportedFormatError,
     find_damage,
     find_problems,
     hash_file,
     list_files,
+    read_manifest,
+    step_name,
     verify_and_report,
 )
+from megarl.checkpoint.run_lock import require_lock
+from megarl.cluster.process.atomic_files import sync_path
 from megarl.errors import DataError
-from megarl.process.atomic_files import sync_path
+
+
+def select_kept_steps(candidates: Iterable[int], *, keep_last: int, keep_every: int) -> dict[int, str]:
+    """Return the steps whose checkpoints are kept, each with the configuration key that keeps it.
+
+    Args:
+        candidates: steps to choose from, in any order.
+        keep_last: number of latest steps to keep; at least 1.
+        keep_every: also keep the multiples of this number of steps; 0: no others.
+    """
+    assert keep_last >= 1, keep_last
+    steps = sorted(candidates)
+    last = set(steps[-keep_last:])
+    return {
+        step: "keep_last" if step in last else "keep_every"
+        for step in steps
+        if step in last or (keep_every and step % keep_every == 0)
+    }
+
 
 FOLDER = "checkpoints"
 
@@ -255,7 +271,7 @@ class CheckpointStore:
         """Remove the checkpoints that no retention rule keeps; return them. The latest valid one is always kept.
 
         Args:
-            newest: as in `retention`.
+            newest: as in `config.checkpoint`.
 
         Raises:
             DataError: a checkpoint cannot be removed.

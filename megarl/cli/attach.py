@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megarl.cli.options import file_path
-from megarl.cli.output import console
+from megarl.cli.options import console, file_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

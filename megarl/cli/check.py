@@ -10,24 +10,27 @@ import argparse
 from collections.abc import Sequence
 
 from megarl.cli.options import add_config_options
+from megarl.cluster.launch.node_world import parse_time_limit
+from megarl.cluster.placement.assign import ClusterNode, assign_nodes, planned_nodes, resolve_device
 from megarl.config import STAGES, dump_config, load_config
-from megarl.config.import_path import recorded_imports
 from megarl.config.limits import describe_auto, describe_healthy
 from megarl.config.run import RunConfig, StageConfig
-from megarl.data.hub_datasets import with_local_data
-from megarl.device_memory.gpus import gpu_type
+from megarl.config.section import recorded_imports
+from megarl.controller.preflight.code_reward_checks import report_code_rows
+from megarl.controller.preflight.machine_checks import find_device
+from megarl.controller.preflight.model_checks import (
+    describe_trainer,
+    find_model_notices,
+    require_attention,
+    will_write_model,
+)
+from megarl.controller.preflight.run_checks import check_or_raise, find_warmup_notices
+from megarl.controller.preflight.schedule_checks import find_journal_notices, find_schedule_notices
+from megarl.controller.preflight.weight_sync_checks import find_weight_sync_notices
+from megarl.data.rows import with_local_data
 from megarl.errors import ConfigError
-from megarl.launch.slurm_time_limit import parse_time_limit
 from megarl.model_files.hub import with_local_models
-from megarl.placement.assign import assign_nodes, resolve_device
-from megarl.placement.nodes import ClusterNode, planned_nodes
-from megarl.preflight.code_reward_checks import report_code_rows
-from megarl.preflight.machine_checks import find_device
-from megarl.preflight.model_checks import describe_trainer, find_model_notices, require_attention
-from megarl.preflight.run_checks import check_or_raise, find_warmup_notices
-from megarl.preflight.schedule_checks import find_journal_notices, find_schedule_notices
-from megarl.preflight.tiny_model import will_write_model
-from megarl.preflight.weight_sync_checks import find_weight_sync_notices
+from megarl.run.memory.gpus import gpu_type
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +132,7 @@ def _describe_memory(config: StageConfig, gpu: str) -> list[str]:
         ConfigError: a phase does not fit, or the policy has no attention kernels on these GPUs.
     """
     # imports the messages of a run, and with them Ray
-    from megarl.offline.memory_report import describe_memory, find_memory_problems, report_memory
+    from megarl.cli.tools.memory_report import describe_memory, find_memory_problems, report_memory
 
     if will_write_model(config):
         raise ConfigError(f"--gpu: needs the model in model.path, {config.model.path} has not been written yet")

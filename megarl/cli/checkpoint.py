@@ -12,13 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.cli.options import file_path
-from megarl.cli.output import console, print_error
+from megarl.cli.options import console, file_path, print_error
 from megarl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from megarl.checkpoint.manifest import ReadCallback
     from megarl.checkpoint.store import CheckpointEntry, CheckpointStore
-    from megarl.checkpoint.verify import ReadCallback
     from megarl.config.checkpoint import CheckpointConfig
 
 ACTIONS = {
@@ -108,8 +107,7 @@ def _list(store: CheckpointStore, run_dir: Path, *, as_json: bool) -> int:
 
 
 def _rows(store: CheckpointStore) -> Iterator[Row]:
-    from megarl.checkpoint.manifest import UnsupportedFormatError, read_manifest
-    from megarl.checkpoint.verify import find_damage
+    from megarl.checkpoint.manifest import UnsupportedFormatError, find_damage, read_manifest
 
     options = _retention_config(store)
     kept = store.retention(keep_last=options.keep_last, keep_every=options.keep_every)
@@ -169,8 +167,7 @@ def _format_layout(layout: Mapping[str, Any] | None) -> str:
 
 
 def _verify(store: CheckpointStore, step: int | None) -> int:
-    from megarl.checkpoint.manifest import UnsupportedFormatError
-    from megarl.checkpoint.verify import list_files
+    from megarl.checkpoint.manifest import UnsupportedFormatError, list_files
     from megarl.tracking.progress import format_si
 
     chosen = [saved for saved in store.entries() if step in (None, saved.step)]
@@ -202,7 +199,7 @@ def _verify(store: CheckpointStore, step: int | None) -> int:
 @contextmanager
 def _show_read_progress(name: str, num_bytes: int) -> Iterator[ReadCallback]:
     """Show how many bytes have been read: a progress bar on a terminal, else a line from time to time."""
-    from megarl.checkpoint.verify import make_progress_reporter
+    from megarl.checkpoint.manifest import make_progress_reporter
 
     if not sys.stderr.isatty():
         print(f"reading {name}", file=sys.stderr, flush=True)
@@ -245,9 +242,8 @@ def _find_latest_valid(store: CheckpointStore, *, deep: bool) -> int:
     Args:
         deep: compare checksums; else file sizes only.
     """
-    from megarl.checkpoint.manifest import UnsupportedFormatError
+    from megarl.checkpoint.manifest import UnsupportedFormatError, find_damage
     from megarl.checkpoint.store import summarize_problems
-    from megarl.checkpoint.verify import find_damage
 
     for saved in reversed(store.entries()):
         try:
@@ -281,8 +277,7 @@ def _retention_config(store: CheckpointStore) -> CheckpointConfig:
     """
     import yaml
 
-    from megarl.checkpoint.manifest import UnsupportedFormatError
-    from megarl.checkpoint.verify import find_damage
+    from megarl.checkpoint.manifest import UnsupportedFormatError, find_damage
     from megarl.config.checkpoint import CheckpointConfig
 
     for saved in reversed(store.entries()):
@@ -304,7 +299,7 @@ def _retention_config(store: CheckpointStore) -> CheckpointConfig:
 
 def _folder_bytes(folder: Path) -> int:
     """Return the total size in bytes of the files in `folder`."""
-    from megarl.checkpoint.verify import list_files
+    from megarl.checkpoint.manifest import list_files
 
     num_bytes = 0
     for path in list_files(folder).values():

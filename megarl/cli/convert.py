@@ -7,8 +7,7 @@ import sys
 from types import TracebackType
 from typing import Self
 
-from megarl.cli.options import add_family, add_overrides, file_path
-from megarl.cli.output import console
+from megarl.cli.options import add_family, add_overrides, console, file_path
 
 DIRECTIONS = {
     "hf-to-megatron": (
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from megarl.config import make_convert_config
 
     config = make_convert_config(args.overrides)
-    from megarl.offline.model_conversion import plan_export, plan_import  # after the checks: it imports Ray
+    from megarl.cli.tools.model_conversion import plan_export, plan_import  # after the checks: it imports Ray
 
     is_import = args.direction == "hf-to-megatron"
     if is_import:

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.cli.options import add_overrides, file_path
-from megarl.cli.output import console
+from megarl.cli.options import add_overrides, console, file_path
 from megarl.cli.train import print_results
 from megarl.config import RunConfig, SftConfig, load_config
 

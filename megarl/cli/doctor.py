@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING
 import psutil
 
 from megarl import __version__
-from megarl.cli.options import add_overrides, file_path
-from megarl.cli.output import console
+from megarl.cli.options import add_overrides, console, file_path
+from megarl.cluster.placement.hardware import (
+    GpuType,
+    find_gpu_type,
+    free_shared_memory,
+    package_version,
+    visible_gpu_names,
+)
 from megarl.config.megatron import MegatronConfig
 from megarl.errors import ConfigError
 from megarl.megatron.attention_kernels import attention_backend, find_flash_attn_problem
-from megarl.placement.gpu_types import GpuType, find_gpu_type
-from megarl.placement.hardware import free_shared_memory, package_version, visible_gpu_names
 from megarl.sandbox.tiers import find_local_tiers
 
 if TYPE_CHECKING:
@@ -126,8 +130,8 @@ def _run_cluster(args: argparse.Namespace) -> int:
     from rich.markup import escape
 
     from megarl.config.placement import PlacementConfig  # after the check of RAY_ADDRESS: Ray takes a second to import
-    from megarl.preflight.cluster.cluster_check import RequiredPaths, check_cluster, required_paths
-    from megarl.preflight.cluster.node_table import nodes_table
+    from megarl.controller.preflight.cluster.cluster_check import RequiredPaths, check_cluster, required_paths
+    from megarl.controller.preflight.cluster.findings import nodes_table
 
     config = None if args.config is None else _load_config(args)
     placement = PlacementConfig() if config is None else config.placement
@@ -149,7 +153,7 @@ def _load_config(args: argparse.Namespace) -> StageConfig:
     """Load the run's configuration, with local models, local data and absolute paths."""
     from megarl.config import STAGES, load_config
     from megarl.config.paths import with_absolute_paths
-    from megarl.data.hub_datasets import with_local_data
+    from megarl.data.rows import with_local_data
     from megarl.model_files.hub import with_local_models
 
     config = load_config(STAGES[args.stage], args.config, args.overrides)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from megarl.cli.options import add_config_options
-from megarl.cli.output import console
+from megarl.cli.options import add_config_options, console
 from megarl.config import RunConfig, load_config
 from megarl.errors import ConfigError
 

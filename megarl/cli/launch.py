@@ -14,11 +14,10 @@ import os
 import sys
 from collections.abc import Mapping
 
+from megarl.cluster.launch.head_node import launch
+from megarl.cluster.launch.launch_node import LaunchOptions
+from megarl.cluster.launch.node_world import SECRET_VARIABLE, detect_node_world, parse_labels, with_secret
 from megarl.errors import ConfigError
-from megarl.launch.launch import launch
-from megarl.launch.launch_node import LaunchOptions
-from megarl.launch.node_labels import parse_labels
-from megarl.launch.node_world import SECRET_VARIABLE, detect_node_world, with_secret
 
 COMMANDS = ("train", "sft", "rm", "dpo", "eval", "score", "convert", "doctor")
 """Commands that can be launched: those that run on a Ray cluster."""

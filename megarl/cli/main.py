@@ -1,6 +1,6 @@
 """The `megarl` command.
 
-Each command is the module of its name, or an object in `supervised_stages`, that satisfies `Command`. Only the module
+Each command is the module of its name, or an object in `train`, that satisfies `Command`. Only the module
 of the requested command is imported: `megarl --help` does not wait for torch.
 """
 
@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from megarl import __version__
-from megarl.cli.output import print_error
+from megarl.cli.options import print_error
+from megarl.cluster.process.early_stop_signal import stop_signal_blocked
 from megarl.errors import EarlyStop, MegarlError
-from megarl.process.early_stop_signal import stop_signal_blocked
 
 SUMMARIES = {
     "train": "train a policy by reinforcement learning",
@@ -37,7 +37,7 @@ SUMMARIES = {
 }
 
 STAGES_WITHOUT_ENGINES = ("sft", "rm", "dpo")
-"""Commands that share the module `supervised_stages`; every other command is the module of its name."""
+"""Commands that are objects in the module `train`; every other command is the module of its name."""
 
 INTERRUPTED = 130
 """Exit code after SIGINT: 128 + 2, as in shells."""
@@ -99,7 +99,7 @@ def _parser(name: str | None, command: Command | None) -> argparse.ArgumentParse
 
 def _import_command(name: str) -> Command:
     if name in STAGES_WITHOUT_ENGINES:
-        from megarl.cli import supervised_stages
+        from megarl.cli import train
 
-        return supervised_stages.COMMANDS[name]
+        return train.STAGE_COMMANDS[name]
     return cast("Command", import_module(f"megarl.cli.{name}"))

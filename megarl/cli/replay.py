@@ -8,8 +8,7 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 
-from megarl.cli.options import file_path
-from megarl.cli.output import console
+from megarl.cli.options import console, file_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay the run without engines; exit code 1 if a checkpoint differs from that of the run."""
-    from megarl.controller.replay_stage import replay_run  # imports Ray
+    from megarl.controller.replay import replay_run  # imports Ray
 
     with redirect_stdout(sys.stderr) if args.json else nullcontext():  # progress
         report = replay_run(args.run_dir.absolute(), (args.out or args.run_dir / "replay").absolute())

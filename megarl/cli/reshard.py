@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from megarl.cli.options import add_family, home_path
-from megarl.cli.output import console, print_error
+from megarl.cli.options import add_family, console, home_path, print_error
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.bucket_mb <= 0:
         raise ConfigError(f"--bucket-mb needs to be positive, got {args.bucket_mb:g}")
-    from megarl.offline.reshard_explain import explain_scenarios, trace_scenario
+    from megarl.cli.tools.reshard_explain import explain_scenarios, trace_scenario
 
     with _show_progress() as show_phase:
         show_phase("computing the layouts of trainer and engines")

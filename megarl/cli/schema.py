@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from megarl.cli.tools.config_reference import make_reference, make_schema
 from megarl.config import STAGES
-from megarl.offline.config_reference import make_reference
-from megarl.offline.config_schema import make_schema
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,14 +9,13 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from megarl.cli.options import add_family, add_overrides, file_path
-from megarl.cli.output import console
-from megarl.process.torchrun_env import TorchrunWorld, report_on_rank0, torchrun_world
+from megarl.cli.options import add_family, add_overrides, console, file_path
+from megarl.cluster.process.torchrun_env import TorchrunWorld, report_on_rank0, torchrun_world
 
 if TYPE_CHECKING:
+    from megarl.cli.tools.token_scoring import ScoreProgress
     from megarl.config import ScoreConfig
     from megarl.data.token_file import TokenCount
-    from megarl.offline.token_scoring import ScoreProgress
 
 PROGRESS_INTERVAL_SECONDS = 10.0
 """Seconds between two progress lines where stderr is not a terminal."""
@@ -76,7 +75,7 @@ def _score_on_ray(config: ScoreConfig, args: argparse.Namespace) -> None:
 
     config = with_local_models(config, notify=_print_notice)
     with partial_file(args.output, source=args.input) as out:
-        from megarl.offline.token_scoring import (  # imports torch: after the configuration is checked
+        from megarl.cli.tools.token_scoring import (  # imports torch: after the configuration is checked
             open_tokens,
             score_file,
             scorer_processes,
@@ -88,10 +87,10 @@ def _score_on_ray(config: ScoreConfig, args: argparse.Namespace) -> None:
 
 
 def _score_on_ranks(config: ScoreConfig, args: argparse.Namespace, world: TorchrunWorld) -> None:
-    from megarl.controller.torchrun_ranks import join_ranks
+    from megarl.cli.tools.token_scoring import open_tokens, score_file, score_with_first
+    from megarl.controller.spmd_stage import join_ranks
     from megarl.data.token_file import partial_file
     from megarl.model_files.hub import with_local_models
-    from megarl.offline.token_scoring import open_tokens, score_file, score_with_first
 
     with join_ranks(config.sized_placement, world) as ranks:
         config = ranks.run_on_rank0(partial(with_local_models, config, notify=_print_notice))

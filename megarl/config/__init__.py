@@ -1,11 +1,17 @@
 """Frozen, validated configuration: one file per section, composed in `run`, loaded by `load`."""
 
-from megarl.config.commands import STAGES, command_of, load_resolved
-from megarl.config.convert import ConvertConfig, make_convert_config
+from megarl.config.commands import (
+    STAGES,
+    ConvertConfig,
+    ScoreConfig,
+    command_of,
+    load_resolved,
+    make_convert_config,
+    make_score_config,
+)
 from megarl.config.load import dump_config, load_config
 from megarl.config.preference import DpoConfig, RmConfig
 from megarl.config.run import RunConfig, SftConfig, StageConfig, SupervisedStageConfig
-from megarl.config.score import ScoreConfig, make_score_config
 
 __all__ = [
     "STAGES",

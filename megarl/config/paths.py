@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl.config.algorithms.model_sections import FrozenModelConfig
+from megarl.config.algorithms.policy import FrozenModelConfig
 from megarl.config.data import DataConfig, SourceConfig
 from megarl.config.model import ModelConfig
 from megarl.config.reward import ModelRewardConfig

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megarl.config.algorithms.model_sections import FrozenModelConfig
+from megarl.config.algorithms.policy import FrozenModelConfig
 from megarl.config.run import SupervisedStageConfig
 from megarl.config.section import Section
 

@@ -6,11 +6,203 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, field_validator, model_validator
 
-from megarl.config.reward_code import CodeRewardConfig
-from megarl.config.reward_services import HttpRewardConfig, JudgeRewardConfig
-from megarl.config.reward_term import RewardTerm, RuleConfig
+from megarl.config.sandbox import SandboxConfig
 from megarl.config.section import FilePath, Section, discriminate_by_type
 from megarl.config.trainer import ParallelConfig
+
+
+class RewardTerm(Section):
+    """Fields of every reward term."""
+
+    weight: float = 1.0
+    """Factor of the term in the sum. 0: the term is only logged."""
+
+
+class RuleConfig(RewardTerm):
+    """Fields of a rule: a reward that rollout workers compute, without a reward model."""
+
+    timeout_seconds: float = Field(default=30.0, gt=0)
+    """Timeout in seconds for one completion, or for one group with `per: group`."""
+
+    on_error: Literal["drop", "raise"] = "drop"
+    """What to do with a completion on which the term fails twice: it raises an exception, takes longer than
+    `timeout_seconds` or returns no finite number, and fails again when it is called once more. `drop`: leave the
+    completion out of the step, so that it counts neither for baselines and metrics nor for the loss. `raise`: end the
+    run. Default: `drop`, because a failure is no judgement of the completion, and one among thousands should not end a
+    run; a term with a defect fails on many, and then `reward.max_failed_share` ends the run."""
+
+
+SERVICE_SETTINGS = frozenset(
+    {
+        "url",
+        "api_key_env",
+        "timeout_seconds",
+        "max_retries",
+        "backoff_seconds",
+        "max_concurrent_requests",
+        "breaker",
+        "max_batch_size",
+        "batch_wait_seconds",
+    }
+)
+"""Fields that say where and how a service is called, and not what it returns: they may change on resume."""
+
+
+class BreakerConfig(Section):
+    """When requests to a service are held back: while it is down, only one request at a time is sent to try it."""
+
+    failures: int = Field(default=5, ge=1)
+    """Number of consecutive failed requests of a rollout worker after which it holds back further ones."""
+
+    cooldown_seconds: float = Field(default=10.0, gt=0)
+    """Time until one request tries the service again; the others wait for its result."""
+
+
+class ServiceRewardConfig(RuleConfig):
+    """Fields of a reward term that calls a service. Limits and counts are those of one rollout worker."""
+
+    url: str
+    """Address of the service, beginning with http:// or https://."""
+
+    api_key_env: str | None = None
+    """Name of an environment variable of the rollout workers, whose value is sent as `Authorization: Bearer VALUE`.
+    Default: no such header."""
+
+    timeout_seconds: float = Field(default=30.0, gt=0)
+    """Timeout in seconds of one request."""
+
+    max_retries: int = Field(default=4, ge=0)
+    """Number of times that a request is sent again after a timeout, a lost connection, or a status 408, 429 or 5xx.
+    Then the term has failed on the completion."""
+
+    backoff_seconds: float = Field(default=0.5, gt=0)
+    """Mean time before the first retry. It doubles with each retry, up to 30 seconds, and is random between 0 and
+    twice its mean, so that workers do not retry all at once. A longer `Retry-After` of the service is obeyed."""
+
+    max_concurrent_requests: int = Field(default=16, ge=1)
+    """Number of requests that are in flight at once."""
+
+    breaker: BreakerConfig = BreakerConfig()
+
+    @model_validator(mode="after")
+    def _check_url(self) -> ServiceRewardConfig:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url needs to begin with http:// or https://, got {self.url!r}")
+        return self
+
+
+class HttpRewardConfig(ServiceRewardConfig):
+    """Reward from a service of one's own, which scores batches of completions of all groups.
+
+    A request is a POST of `{"completions": [{"prompt_id", "prompt", "completion", "finish_reason", "row", "answer"},
+    ...]}`; the answer is a list with one number per completion, or a mapping `{"reward": NUMBER, ...}` whose other
+    entries are logged as `reward/<term>/<key>`.
+    """
+
+    type: Literal["http"]
+
+    max_batch_size: int = Field(default=64, ge=1)
+    """Largest number of completions in one request."""
+
+    batch_wait_seconds: float = Field(default=0.02, ge=0)
+    """Time that a completion waits for others to be sent in the same request."""
+
+
+class JudgeRewardConfig(ServiceRewardConfig):
+    """Score that a language model gives a completion, asked through an OpenAI-compatible chat endpoint.
+
+    `url` is the address before `/chat/completions`, such as `http://judge:8000/v1`.
+    """
+
+    type: Literal["judge"]
+
+    model: str
+    """Name of the model, as the endpoint knows it."""
+
+    rubric: str
+    """The message to the judge, with `{prompt}`, `{completion}` and, if rows have one, the reference `{answer}`."""
+
+    system: str | None = None
+    """System message before the rubric. Default: none."""
+
+    pattern: str = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
+    """Regular expression that finds the score in the judge's reply. Its first group is the number; the last match
+    counts. Default: the number after the last word "score"."""
+
+    min_score: float = 0.0
+    """Score that gives reward 0. A reply with a score below it is a failure."""
+
+    max_score: float = 10.0
+    """Score that gives reward 1. A reply with a score above it is a failure."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature of the judge."""
+
+    max_tokens: int = Field(default=512, ge=1)
+    """Largest number of tokens of the judge's reply."""
+
+    extra_body: dict[str, Any] = Field(default={})
+    """Further fields of the request, such as `seed` or `response_format`."""
+
+    @model_validator(mode="after")
+    def _check_scores(self) -> JudgeRewardConfig:
+        if self.min_score >= self.max_score:
+            raise ValueError(f"min_score needs to be below max_score, got {self.min_score:g} >= {self.max_score:g}")
+        if "{completion}" not in self.rubric:
+            raise ValueError("rubric needs to contain {completion}, which the text of the completion replaces")
+        return self
+
+
+AUTO = "auto"
+"""Name of no field: the fields of the layout in which the row is published."""
+
+
+class CodeRewardConfig(RuleConfig):
+    """Share of a row's test cases that the completion's program passes, in a sandbox that gets inputs only.
+
+    The program is the last block of the completion that is labelled as Python, or else the last one without a label, or
+    else all of the completion. Test cases are those of MBPP,
+    HumanEval, APPS, LiveCodeBench and other data sets as they are published; or lists of
+    `{"call": "f(1)", "expected": 2}` and, for programs that read stdin and print, of `{"input": TEXT, "output": TEXT}`,
+    where `accepted`, in place of `expected` or `output`, has a list of all outputs that are right.
+    """
+
+    type: Literal["code"]
+
+    tests_field: str = AUTO
+    """Field of a row with its test cases. `auto`: the first of `test_list` (MBPP), `test` with `entry_point` (HumanEval
+    and HumanEval+), `input_output` (APPS, TACO), `public_test_cases` and `private_test_cases` (LiveCodeBench),
+    `public_tests`, `private_tests` and `generated_tests` (CodeContests), `tests`, `test_cases`, `official_tests`,
+    `verification_info` and `reward_model`."""
+
+    setup_field: str | None = AUTO
+    """Field of a row with source, or a list of its lines, that is executed after the program and before calls. `auto`:
+    `test_imports` and `test_setup_code`; rows without them have none."""
+
+    solution_field: str | None = AUTO
+    """Field of a row with a program that passes its test cases, for `megarl check`, which runs some of them, and for
+    expected values that are no literals. `auto`: `code`, `canonical_solution` or the first of `solutions`."""
+
+    ungradable_rows: Literal["error", "drop"] = "error"
+    """What to do with rows whose test cases cannot be used: end with an error before the run, or drop them."""
+
+    score: Literal["all", "share"] = "all"
+    """`all`: 1.0 if all test cases pass, else 0.0; those after the first failure are not run. `share`: the share that
+    passes."""
+
+    require_block: bool = False
+    """Give a completion without a block in backticks 0.0 instead of running all of it."""
+
+    max_concurrent: int = Field(default=4, ge=1)
+    """Number of sandboxes of a rollout worker that run at once."""
+
+    timeout_seconds: float = Field(default=120.0, gt=0)
+    """Seconds for all test cases of a completion, from the start of its sandbox; each has at most
+    `sandbox.wall_seconds`. Cases that are not done by then count as failed, since the program has used up the time."""
+
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where programs run."""
+
 
 RESERVED_NAMES = frozenset({"mean", "informative_groups", "sampled_mean", "dropped"})
 """Metrics `reward/<name>` that are not the mean of a term."""

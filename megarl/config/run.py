@@ -8,16 +8,12 @@ from pydantic import model_validator
 
 from megarl.config.algorithms.algorithm import AlgorithmConfig
 from megarl.config.algorithms.group_baseline import GrpoConfig
-from megarl.config.algorithms.model_sections import CriticConfig
-from megarl.config.algorithms.policy import RolloutIsConfig
-from megarl.config.auxiliary_model import AuxiliaryModel, auxiliary_models_of
-from megarl.config.checkpoint import CheckpointConfig
-from megarl.config.data import DataConfig
-from megarl.config.evaluation import EvalConfig
+from megarl.config.algorithms.policy import CriticConfig, RolloutIsConfig
+from megarl.config.checkpoint import CheckpointConfig, RecoveryConfig
+from megarl.config.data import DataConfig, EvalConfig
 from megarl.config.limits import LimitsConfig
-from megarl.config.model import ModelConfig
+from megarl.config.model import AuxiliaryModel, ModelConfig, auxiliary_models_of
 from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig, pool_key, require_layout
-from megarl.config.recovery import RecoveryConfig
 from megarl.config.reward import RewardsConfig
 from megarl.config.rollout import EnvironmentConfig, RolloutConfig
 from megarl.config.schedule import ScheduleConfig

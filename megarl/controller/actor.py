@@ -16,12 +16,12 @@ import ray
 
 from megarl import IMPORT_STARTED_AT
 from megarl.checkpoint.run_lock import LockClaim, RunLock, adopt_claim
+from megarl.cluster.workers.failures import interruptible
 from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig
 from megarl.controller.detached import acquire_when_free
 from megarl.errors import MegarlError, RewardError, WorkerError
-from megarl.run.events import Event, EventLog, MessageEvent
+from megarl.run.run_events import Event, EventLog, MessageEvent
 from megarl.tracking.startup import Startup
-from megarl.workers.failures import interruptible
 
 LINGER_SECONDS = 60.0
 """How long the actor of a detached run stays alive after its end, so that `outcome` can still be read."""
@@ -153,7 +153,7 @@ class Controller:
 
     def sft(self, config: SftConfig, resume: Path | None = None) -> None:
         """Run supervised fine-tuning up to the export; `resume`: checkpoint folder to resume from."""
-        from megarl.groups.build import stage_processes
+        from megarl.run.remote.build import stage_processes
         from megarl.stages.build_stages import make_sft
 
         self._events.add(MessageEvent("starting trainer ranks"))
@@ -163,7 +163,7 @@ class Controller:
 
     def rm(self, config: RmConfig, resume: Path | None = None) -> None:
         """Train a reward or cost model on preference pairs; arguments as in `sft`."""
-        from megarl.groups.build import stage_processes
+        from megarl.run.remote.build import stage_processes
         from megarl.stages.build_stages import make_rm
 
         self._events.add(MessageEvent("starting trainer ranks"))
@@ -173,7 +173,7 @@ class Controller:
 
     def dpo(self, config: DpoConfig, resume: Path | None = None) -> None:
         """Run direct preference optimization; arguments as in `sft`."""
-        from megarl.groups.build import stage_processes
+        from megarl.run.remote.build import stage_processes
         from megarl.stages.build_stages import make_dpo
 
         self._events.add(MessageEvent("starting trainer ranks"))
@@ -200,8 +200,8 @@ class Controller:
         Raises:
             RewardError: the reward failed on all completions.
         """
-        from megarl.groups.build import build_evaluation
-        from megarl.run.evaluation import evaluate
+        from megarl.run.remote.build import build_evaluation
+        from megarl.run.sampling_run import evaluate
 
         self._events.add(MessageEvent("starting rollout engines"))
         with self._stage() as closing:

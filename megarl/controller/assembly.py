@@ -11,29 +11,29 @@ from typing import TYPE_CHECKING
 import ray
 from ray.util import remove_placement_group
 
+from megarl.cluster.placement.assign import cluster_nodes
+from megarl.cluster.placement.pool import reserve_pools
+from megarl.cluster.process.fast_imports import freeze_objects
+from megarl.cluster.workers.failures import find_losses, pause
+from megarl.cluster.workers.group import RemoteCall, WorkerProcesses
 from megarl.config import RunConfig
 from megarl.config.placement import MAIN_POOL
+from megarl.controller.preflight.schedule_checks import find_schedule_problems
+from megarl.engines.engine import KV_CACHE, WEIGHTS
 from megarl.errors import ConfigError, HungWorkerError, LostNodeError, MegarlError, WeightSyncError, WorkerError
-from megarl.groups.auxiliary_models import AuxiliaryModels
-from megarl.groups.build import read_prompts, shares_gpus, start_engines, trainer_spec
-from megarl.groups.engine_group import EngineGroup
-from megarl.groups.rollout_group import RolloutGroup
-from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group, read_gpu_bytes
-from megarl.placement.nodes import cluster_nodes
-from megarl.placement.pool import reserve_pools
-from megarl.preflight.schedule_checks import find_schedule_problems
-from megarl.process.frozen_objects import freeze_objects
-from megarl.rollout.engine import KV_CACHE, WEIGHTS
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
-from megarl.run.events import EventLog, MessageEvent
-from megarl.run.mem_fraction import engine_mem_fraction
+from megarl.run.memory.mem_fraction import engine_mem_fraction
+from megarl.run.remote.auxiliary_models import AuxiliaryModels
+from megarl.run.remote.build import read_prompts, shares_gpus, start_engines, trainer_spec
+from megarl.run.remote.engine_group import EngineGroup
+from megarl.run.remote.rollout_group import RolloutGroup
+from megarl.run.remote.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group, read_gpu_bytes
+from megarl.run.run_events import EventLog, MessageEvent
 from megarl.run.run_state import RunState
-from megarl.supervision.restart_budget import RestartBudget
-from megarl.supervision.run_monitor import RunMonitor
+from megarl.run.supervision.restart_budget import RestartBudget
+from megarl.run.supervision.run_monitor import RunMonitor
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
-from megarl.workers.failures import find_losses, pause
-from megarl.workers.group import RemoteCall, WorkerProcesses
 
 if TYPE_CHECKING:
     from megarl.run.rl_run import RLRun
@@ -119,8 +119,8 @@ class RunAssembly:
             self._processes = list(models.processes)
             starting.append(trainer.start_workers(trainer_spec(config, load_weights=load_weights)))
             # these import torch, which the processes that are starting need not wait for
-            from megarl.groups.engine_weights import EngineWeights
             from megarl.run.rl_run import RLRun
+            from megarl.run.sync.engine_weights import EngineWeights
 
             if is_first_start and engines.waits_for_memory:
                 engines.begin_start(self._choose_mem_fraction(gpu_bytes))

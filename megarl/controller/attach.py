@@ -10,17 +10,17 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 
+from megarl.cluster.workers.failures import to_megarl_error
 from megarl.config import RunConfig, load_config
 from megarl.controller.detached import find_controller
 from megarl.controller.ray_session import defer_sigterm
 from megarl.controller.run_stage import POLL_SECONDS, StopRequest, follow
 from megarl.run.reward_weights import parse_weights
 from megarl.tracking.progress import RunProgress
-from megarl.workers.failures import to_megarl_error
 
 
 def attach(run_dir: Path, *, stop: bool = False, settings: Sequence[str] = ()) -> None:
-    """Show the latest events of the run, at most `megarl.run.events.MAX_EVENTS`, then its progress until it ends.
+    """Show the latest events of the run, at most `megarl.run.run_events.MAX_EVENTS`, then its progress until it ends.
 
     Several processes can be attached to one run; each shows all events.
 

@@ -13,10 +13,10 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.checkpoint.run_lock import LOCK_TIMEOUT_SECONDS, RunLock
+from megarl.cluster.process.atomic_files import atomic_write
 from megarl.config import StageConfig
 from megarl.errors import ConfigError, DataError, WorkerError
-from megarl.process.atomic_files import atomic_write
-from megarl.tracking.heartbeat import HEARTBEAT_FILE
+from megarl.tracking.run_heartbeat import HEARTBEAT_FILE
 
 CONTROLLER_FILE = "controller.json"
 

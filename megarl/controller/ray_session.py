@@ -13,10 +13,10 @@ from types import FrameType
 import ray
 from ray.exceptions import RayError
 
+from megarl.cluster.placement.pool import SlotPool, reserve, start_cluster
+from megarl.cluster.workers.failures import to_megarl_error
 from megarl.config.placement import PlacementConfig
-from megarl.placement.pool import SlotPool, reserve, start_cluster
-from megarl.preflight.cluster.cluster_check import RequiredPaths, check_nodes_or_raise
-from megarl.workers.failures import to_megarl_error
+from megarl.controller.preflight.cluster.cluster_check import RequiredPaths, check_nodes_or_raise
 
 
 @contextmanager

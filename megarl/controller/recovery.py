@@ -1,6 +1,6 @@
 """Recovery of a run whose processes die: restart them and repeat the steps since the last checkpoint.
 
-- Engines and rollout workers are replaced within a step (`megarl.supervision`).
+- Engines and rollout workers are replaced within a step (`megarl.run.supervision`).
 - If a trainer rank dies, the others hang in collectives. All trainer ranks are restarted from the newest checkpoint.
   The steps after it are trained again on the rollouts in the run's journal, which gives the same weights.
 - If the controller's actor dies, Ray restarts it. It then restarts all processes from the newest checkpoint.
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from megarl.checkpoint.run_lock import require_lock
 from megarl.checkpoint.store import CheckpointStore
+from megarl.cluster.workers.failures import pause
 from megarl.config import RunConfig
 from megarl.controller.assembly import RunAssembly
 from megarl.controller.resume import latest_valid
@@ -33,16 +34,14 @@ from megarl.errors import (
     WeightSyncError,
     WorkerError,
 )
-from megarl.rollout.journal.journal_folder import journal_folder, list_steps, remove_steps_from
-from megarl.run.events import EventLog, MessageEvent
-from megarl.run.schedule_log import log_folder
-from megarl.run.schedule_recovery import continues_log
+from megarl.rollout.journal.journal import journal_folder, list_steps, remove_steps_from
+from megarl.run.run_events import EventLog, MessageEvent
+from megarl.run.schedule.events import ScheduleState
+from megarl.run.schedule_log import continues_log, log_folder
+from megarl.run.supervision.restart_budget import RESTARTS_FILE, RestartBudget, RestartLog
+from megarl.run.supervision.run_monitor import RunMonitor
 from megarl.run.update_log import update_folder
-from megarl.schedule.events import ScheduleState
-from megarl.supervision.restart_budget import RESTARTS_FILE, RestartBudget, RestartLog
-from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.startup import Startup
-from megarl.workers.failures import pause
 
 if TYPE_CHECKING:
     from megarl.run.rl_run import RLRun

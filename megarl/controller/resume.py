@@ -8,17 +8,21 @@ from datetime import date
 from pathlib import Path
 
 from megarl.checkpoint.config_diff import diff_configs, require_no_contradictions
-from megarl.checkpoint.manifest import CheckpointMetadata, Manifest, read_manifest, require_same_model
+from megarl.checkpoint.manifest import (
+    CheckpointMetadata,
+    Manifest,
+    hash_file,
+    read_manifest,
+    require_same_model,
+    verify_and_report,
+)
 from megarl.checkpoint.store import CheckpointEntry, CheckpointStore, summarize_problems
-from megarl.checkpoint.verify import hash_file, verify_and_report
 from megarl.config import RunConfig, StageConfig, command_of, load_resolved
 from megarl.errors import ConfigError, DataError
-from megarl.rollout.journal.journal import journal_fingerprint
-from megarl.rollout.journal.journal_folder import list_steps, read_fingerprints
+from megarl.rollout.journal.journal import journal_fingerprint, list_steps, read_fingerprints
 from megarl.run.run_state import RunState
-from megarl.run.schedule_log import log_folder
-from megarl.run.schedule_recovery import continues_log
-from megarl.schedule.events import ScheduleState
+from megarl.run.schedule.events import ScheduleState
+from megarl.run.schedule_log import continues_log, log_folder
 
 AUTO = "auto"
 

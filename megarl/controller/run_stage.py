@@ -16,11 +16,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.checkpoint.run_lock import RunLock, find_claim
 from megarl.checkpoint.store import CheckpointStore
+from megarl.cluster.placement.pool import start_cluster
+from megarl.cluster.process import early_stop_signal
+from megarl.cluster.process.atomic_files import write_durably
+from megarl.cluster.process.torchrun_env import torchrun_world
+from megarl.cluster.workers.failures import to_megarl_error
 from megarl.config import RunConfig, StageConfig, dump_config
+from megarl.config.checkpoint import RecoveryConfig
 from megarl.config.paths import with_absolute_paths
-from megarl.config.recovery import RecoveryConfig
 from megarl.controller.actor import Controller
 from megarl.controller.detached import detach_run, detached_options
+from megarl.controller.preflight.cluster.cluster_check import check_nodes_or_raise, required_paths
+from megarl.controller.preflight.model_checks import find_model_notices, write_missing_model
+from megarl.controller.preflight.run_checks import check_or_raise, find_warmup_notices
 from megarl.controller.ray_session import (
     SigtermFlag,
     defer_sigterm,
@@ -29,21 +37,12 @@ from megarl.controller.ray_session import (
     sigterm_as_interrupt,
 )
 from megarl.controller.resume import AUTO, RecordedInputs, ResumePlan, plan_resume, recorded_inputs
-from megarl.data.hub_datasets import with_local_data
+from megarl.data.rows import with_local_data
 from megarl.errors import ConfigError
 from megarl.model_files.hub import with_local_models
-from megarl.placement.pool import start_cluster
-from megarl.preflight.cluster.cluster_check import check_nodes_or_raise, required_paths
-from megarl.preflight.model_checks import find_model_notices
-from megarl.preflight.run_checks import check_or_raise, find_warmup_notices
-from megarl.preflight.tiny_model import write_missing_model
-from megarl.process import early_stop_signal
-from megarl.process.atomic_files import write_durably
-from megarl.process.torchrun_env import torchrun_world
-from megarl.run.events import Event, MessageEvent, PhaseEvent
+from megarl.run.run_events import Event, MessageEvent, PhaseEvent
 from megarl.tracking.progress import RunProgress, StepSummary
 from megarl.tracking.startup import Startup
-from megarl.workers.failures import to_megarl_error
 
 POLL_SECONDS = 0.2
 

@@ -12,13 +12,116 @@ from typing import TYPE_CHECKING, Any, Literal
 from megarl.batch.trajectory import Prompt
 from megarl.config.data import Source
 from megarl.data.chat_template import PromptTemplate
-from megarl.data.progress_bar import track
-from megarl.data.rows import Row, read_rows
-from megarl.data.stored_prompts import StoredPrompts
+from megarl.data.rows import Row, read_rows, track
 from megarl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+import os
+import pickle
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from typing import BinaryIO, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.config import RunConfig
+from megarl.errors import ConfigError
+
+
+class StoredPrompts(Sequence[Prompt]):
+    """A sequence of prompts that are read from a file at each access, in any order.
+
+    The file has no name: no other process can read or change it, and it ends with the last reference to it. Changes of
+    the data file have no effect on prompts that were stored.
+    """
+
+    def __init__(self, file: BinaryIO, starts_N: NDArray[np.int64], ends_N: NDArray[np.int64]) -> None:
+        """`starts_N`, `ends_N`: offsets of each prompt in the file."""
+        self._file, self._starts_N, self._ends_N = file, starts_N, ends_N
+
+    @classmethod
+    def store(cls, prompts: Iterable[Prompt], folder: Path | None = None) -> StoredPrompts:
+        """Write the prompts to a new file.
+
+        Args:
+            folder: of the file; created if missing. None: the system's folder for temporary files.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        ends = [0]
+        with _named_errors(folder):
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+            file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # closed with the last reference
+        for prompt in prompts:
+            stored = pickle.dumps(prompt, pickle.HIGHEST_PROTOCOL)
+            with _named_errors(folder):
+                ends.append(ends[-1] + file.write(stored))
+        with _named_errors(folder):
+            file.flush()
+        bounds = np.array(ends, np.int64)
+        return cls(file, bounds[:-1], bounds[1:])
+
+    def __len__(self) -> int:
+        return len(self._starts_N)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> StoredPrompts: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | StoredPrompts:
+        """Return one prompt, or those of a slice, which share the file."""
+        if isinstance(index, slice):
+            return StoredPrompts(self._file, self._starts_N[index], self._ends_N[index])
+        start, end = int(self._starts_N[index]), int(self._ends_N[index])
+        prompt: Prompt = pickle.loads(os.pread(self._file.fileno(), end - start, start))  # noqa: S301  # its own file
+        return prompt
+
+
+@contextmanager
+def _named_errors(folder: Path | None) -> Iterator[None]:
+    """Raise errors of the file as `DataError`s that name its folder."""
+    try:
+        yield
+    except OSError as error:
+        where = folder or tempfile.gettempdir()
+        raise DataError(f"{where}: tokenized prompts cannot be stored: {error.strerror}") from error
+
+
+def resolve_max_prompt_tokens(config: RunConfig, hf_config: Mapping[str, Any], source: Source) -> int:
+    """Return the maximum prompt length of a source in tokens.
+
+    This is its `max_prompt_tokens` if set, else the context length minus `rollout.max_new_tokens`.
+
+    Args:
+        hf_config: content of the model's config.json.
+
+    Raises:
+        ConfigError: prompt and completion together exceed the model's context.
+    """
+    context, completion = int(hf_config["max_position_embeddings"]), config.rollout.max_new_tokens
+    prompt, key = source.config.max_prompt_tokens, f"{source.key}.max_prompt_tokens"
+    if prompt is None:
+        if completion >= context:
+            raise ConfigError(
+                f"rollout.max_new_tokens: needs to leave room for a prompt in the model's max_position_embeddings = "
+                f"{context}, got {completion}, {context} - {completion} = {context - completion}"
+            )
+        return context - completion
+    if prompt + completion > context:
+        raise ConfigError(
+            f"{key}: prompt and completion need to fit the model's max_position_embeddings = "
+            f"{context}, got {key} + rollout.max_new_tokens = {prompt} + {completion} = "
+            f"{prompt + completion}"
+        )
+    return prompt
+
 
 logger = logging.getLogger(__name__)
 

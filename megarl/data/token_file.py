@@ -19,9 +19,9 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.progress_bar import track
+from megarl.data.rows import track
 from megarl.errors import ConfigError, DataError
-from megarl.model_files.lfs_pointer import refuse_lfs_pointer
+from megarl.model_files.json_object import refuse_lfs_pointer
 
 MAX_REPORTED_LINES = 20
 """Maximum number of bad lines that an error lists; further ones are only counted."""

@@ -30,7 +30,7 @@ from megarl.functional.moments import GroupMoments
 from megarl.functional.preference_losses import PreferenceLossOutput, dpo_loss, preference_loss, rpo_loss
 from megarl.functional.process_rewards import implicit_reward_loss, prime_rewards
 from megarl.functional.sequences import Sequences
-from megarl.functional.turns import turn_advantages, turn_of_tokens, turn_returns
+from megarl.functional.turn_advantages import turn_advantages, turn_of_tokens, turn_returns
 
 __all__ = [
     "AdaptiveKl",

@@ -18,11 +18,10 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from megarl.cluster.placement.hardware import BLACKWELL, HOPPER, Capability, package_version
 from megarl.config.megatron import MegatronConfig
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import LatentAttention
-from megarl.placement.gpu_types import BLACKWELL, HOPPER, Capability
-from megarl.placement.hardware import package_version
 
 KEY = "trainer.megatron.model.attention_backend"
 USE_TORCH_LAYERS = "set trainer.megatron.model.transformer_impl: local, for torch's layers"

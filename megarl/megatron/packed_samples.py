@@ -24,10 +24,9 @@ from megarl.batch.pack import ColumnName, PerToken
 from megarl.batch.packed_trajectories import PackedGroup, PackedTrajectories
 from megarl.batch.sample_table import SampleKey, SampleTable
 from megarl.batch.trajectory import Trajectory
+from megarl.cluster.workers.payload import LocalPayload, Payload, fetch_all
 from megarl.megatron.requests import ForwardRequest, TokenColumn, TrainRequest, Trajectories
-from megarl.megatron.token_column import merge_column
-from megarl.megatron.training.samples import payloads_by_index
-from megarl.workers.payload import LocalPayload, Payload, fetch_all
+from megarl.megatron.training.samples import merge_column, payloads_by_index
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
+from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches, plan_whole_groups
 from megarl.batch.pack import padded_length
 from megarl.batch.sample_table import SampleKey, SampleTable
-from megarl.batch.whole_groups import plan_whole_groups
+from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.cluster.workers.dispatch import Dispatch, from_output_rank
+from megarl.cluster.workers.payload import LocalPayload, Payload, RemoteResults
 from megarl.megatron.packed_samples import pack_samples
 from megarl.megatron.requests import (
     ForwardRequest,
@@ -29,10 +31,7 @@ from megarl.megatron.requests import (
     TrainRequest,
     TrainStats,
 )
-from megarl.megatron.token_column import ComputedColumn, select_samples, select_values
-from megarl.placement.rank_grid import RankGrid
-from megarl.workers.dispatch import Dispatch, from_output_rank
-from megarl.workers.payload import LocalPayload, Payload, RemoteResults
+from megarl.megatron.training.samples import ComputedColumn, select_samples, select_values
 
 MicroBatches = tuple[tuple[int, ...], ...]
 """Micro-batches as indices into the samples of a request."""

@@ -13,18 +13,18 @@ from megarl.batch.pack import ColumnName, PerToken
 from megarl.batch.sample_table import SampleKey, SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import LockClaim
+from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.cluster.workers.dispatch import Dispatch, to_all
+from megarl.cluster.workers.payload import Payload
 from megarl.config.limits import LimitConfig
 from megarl.config.megatron import MegatronConfig, MoeConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.config.weight_sync import WeightSyncConfig
-from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import WeightLayout
-from megarl.workers.dispatch import Dispatch, to_all
-from megarl.workers.payload import Payload
 
 if TYPE_CHECKING:
     from megarl.functional.losses import Denominators
-    from megarl.megatron.losses.loss import AnyLoss
+    from megarl.losses.loss import AnyLoss
     from megarl.reshard.planning.disaggregated import TransferSpec
     from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
     from megarl.reshard.transfer.box_channel import BoxOffer
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def _sft_loss() -> AnyLoss:
-    from megarl.megatron.losses.supervised import SftLoss  # imports torch
+    from megarl.losses.supervised_loss import SftLoss  # imports torch
 
     return SftLoss()
 

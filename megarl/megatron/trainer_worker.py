@@ -18,6 +18,8 @@ import numpy as np
 from megarl.batch.pack import PerToken
 from megarl.batch.sample_table import SampleKey
 from megarl.checkpoint.run_lock import require_claim
+from megarl.cluster.process.startup_trace import record_imports
+from megarl.cluster.workers.payload import fetch_all
 from megarl.config.trainer import OffloadConfig
 from megarl.megatron.requests import (
     ForwardRequest,
@@ -35,21 +37,19 @@ from megarl.megatron.requests import (
     TrainStats,
 )
 from megarl.megatron.training.samples import payloads_by_index
-from megarl.process.startup_trace import record_imports
-from megarl.workers.payload import fetch_all
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megarl.cluster.workers.payload import Payload
+    from megarl.losses.loss import ModelOutput
     from megarl.megatron.hf_weights.weight_sync_worker import WeightSyncWorker
-    from megarl.megatron.losses.loss import ModelOutput
     from megarl.megatron.modeling.megatron_model import MegatronModel
     from megarl.megatron.runtime.offload import OffloadStats
     from megarl.megatron.training.trainer import MegatronTrainer
     from megarl.reshard.layout.sampled_boxes import SampledBox
     from megarl.reshard.transfer.process_groups import TransferGroup
     from megarl.reshard.transfer.sample_digests import PartDigests
-    from megarl.workers.payload import Payload
 
 TORCH_MODULES = ("torch", "torch.distributed.tensor", "torch.distributed.checkpoint")
 """What megatron-core imports of torch; imported at low priority, because engines take longer to start than trainers."""
@@ -150,7 +150,7 @@ class TrainerWorker(ForwardWorker):
             from megarl.megatron.runtime import platform
 
             platform.prepare()
-            from megarl.megatron.training.throughput import Throughput
+            from megarl.megatron.training.metric_sums import Throughput
             from megarl.megatron.training.trainer import MegatronTrainer
 
         self._spec = spec
@@ -162,7 +162,7 @@ class TrainerWorker(ForwardWorker):
 
     def train_step(self, request: TrainRequest) -> TrainStats:
         """Run one training step. Metrics are complete on each replica's output rank (`RankGrid.output_rank`)."""
-        from megarl.megatron.training.step_trace import traced
+        from megarl.megatron.training.trainer import traced
 
         with traced(request.profile):
             began = time.perf_counter()
@@ -267,13 +267,13 @@ class TrainerWorker(ForwardWorker):
 
 
 def _logprobs(output: ModelOutput) -> Tensor:
-    from megarl.megatron.losses.loss import token_scores
+    from megarl.losses.loss import token_scores
 
     return token_scores(output).logprobs_T[None]
 
 
 def _values(output: ModelOutput) -> Tensor:
-    from megarl.megatron.losses.loss import token_values
+    from megarl.losses.loss import token_values
 
     return token_values(output)[None]
 

@@ -18,8 +18,7 @@ from math import prod
 from pathlib import Path
 
 from megarl.errors import DataError
-from megarl.model_files.json_object import JsonObject
-from megarl.model_files.lfs_pointer import refuse_lfs_pointer
+from megarl.model_files.json_object import JsonObject, refuse_lfs_pointer
 
 MAX_HEADER_BYTES = 100_000_000
 """Maximum header length that the format allows."""

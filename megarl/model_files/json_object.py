@@ -8,7 +8,24 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from megarl.errors import DataError
-from megarl.model_files.lfs_pointer import refuse_lfs_pointer
+
+POINTER_START = b"version https://git-lfs.github.com/spec/"
+
+
+def refuse_lfs_pointer(file: Path) -> None:
+    """Return if `file` is something else than a Git LFS pointer, or cannot be read, which its reader reports.
+
+    Raises:
+        DataError: it is a pointer.
+    """
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(len(POINTER_START))
+    except OSError:
+        return
+    if start == POINTER_START:
+        raise DataError(f"{file} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository")
+
 
 JsonObject: TypeAlias = dict[str, Any]
 """A parsed JSON object, such as a config.json."""

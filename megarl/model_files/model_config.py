@@ -9,6 +9,7 @@ Trainer, engines and exports all read the corrected config. torch is not importe
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -23,6 +24,72 @@ from megarl.errors import DataError
 from megarl.model_files.header import StoredTensor
 from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object, read_optional_json_object
 from megarl.model_files.weight_index import EMBEDDING_TENSOR, HEAD_TENSOR, INDEX, copied_tensor_patterns, read_headers
+
+SWITCH = "model.trust_remote_code: true"
+
+CONFIG_FILES = ("config.json", "tokenizer_config.json")
+"""Files with an `auto_map`: class of transformers -> the class in the folder's code that replaces it."""
+
+
+def tokenizer_code(folder: Path) -> str | None:
+    """Return the class that `auto_map.AutoTokenizer` of tokenizer_config.json names, `MODULE.CLASS`; None: none."""
+    place = ("tokenizer_config.json", "auto_map.AutoTokenizer")
+    return next((name for *where, name in _named_classes(folder) if tuple(where) == place), None)
+
+
+def require_own_code(folder: Path) -> None:
+    """Return if all code that the folder names is in the folder.
+
+    Raises:
+        DataError: a class is `REPOSITORY--MODULE.CLASS`: transformers would download the newest code from there.
+    """
+    for file, key, name in _named_classes(folder):
+        if "--" in name:
+            raise DataError(
+                f"{folder / file}: {key} names {name}, code of another repository, of which no commit is pinned; with "
+                f"{SWITCH}, copy it into {folder} and name it without the repository"
+            )
+
+
+def _named_classes(folder: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield (file, key, class) for each class that an `auto_map` names."""
+    for file in CONFIG_FILES:
+        auto_map = read_optional_json_object(folder / file).get("auto_map")
+        entries = auto_map if isinstance(auto_map, dict) else {"AutoTokenizer": auto_map}  # a list: an older form
+        for key, named in entries.items():
+            for name in named if isinstance(named, list) else [named]:
+                if isinstance(name, str):
+                    yield file, f"auto_map.{key}", name
+
+
+TOKENIZER_PATTERNS = (
+    *("tokenizer*.json", "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "tekken.json"),
+    *("*.model", "*.model.v*", "*.tiktoken", "*.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+)
+"""Files that tokenizers and their chat templates are read from."""
+
+COMPANION_PATTERNS = (*TOKENIZER_PATTERNS, "*.json", "*.txt", "*.py")
+"""The same with config.json, generation_config.json, and the code that `auto_map` of these files names."""
+
+
+def find_companions(folder: Path, patterns: tuple[str, ...] = COMPANION_PATTERNS) -> Iterator[Path]:
+    """Yield the files that accompany the weights in `folder`, without indexes of weight files, once each."""
+    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    yield from sorted(file for file in files if not file.name.endswith(".index.json"))
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy all companions except config.json into the existing folder `target`; a no-op for those already there.
+
+    Raises:
+        OSError: a file cannot be copied.
+    """
+    for file in find_companions(source):
+        copy = target / file.relative_to(source)
+        if file.name != "config.json" and file.resolve() != copy.resolve():
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(file, copy)
+
 
 ARCHITECTURES: Mapping[str, str] = {
     "qwen2": "Qwen2ForCausalLM",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megarl.errors import DataError
 from megarl.model_files.block_fp8 import BLOCK, find_scale_problems, scale_name
-from megarl.model_files.file_boxes import Box, contiguous_runs, extent, relative_slices, split_box
+from megarl.model_files.file_plan import Box, contiguous_runs, extent, relative_slices, split_box
 from megarl.model_files.header import StoredTensor
 from megarl.model_files.weight_index import read_headers
 from megarl_kernels import fp8_block_dequantize

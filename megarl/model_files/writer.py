@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import DataError
-from megarl.model_files.file_boxes import Box, contiguous_runs, extent, relative_slices, split_box
-from megarl.model_files.file_plan import PlannedFile
+from megarl.model_files.file_plan import Box, PlannedFile, contiguous_runs, extent, relative_slices, split_box
 from megarl.model_files.reader import CHUNK_ELEMENTS
 from megarl.model_files.weight_index import INDEX
 

@@ -9,23 +9,23 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megarl.batch.scored_group import ScoredGroup, TermReport
-from megarl.batch.trajectory import MAX_REWARD, Prompt, Trajectory
+from megarl.batch.trajectory import MAX_REWARD, Prompt, ScoredGroup, TermReport, Trajectory
 from megarl.config.reward import (
     AnyRuleConfig,
+    CodeRewardConfig,
     EnvironmentRewardConfig,
     FormatRewardConfig,
+    HttpRewardConfig,
+    JudgeRewardConfig,
     MathRewardConfig,
     ModelRewardConfig,
     NumericRewardConfig,
     PythonRewardConfig,
     RewardsConfig,
+    RuleConfig,
 )
-from megarl.config.reward_code import CodeRewardConfig
-from megarl.config.reward_services import HttpRewardConfig, JudgeRewardConfig
-from megarl.config.reward_term import RuleConfig
 from megarl.errors import RewardError
-from megarl.reward.python_term import PythonTerm
+from megarl.reward.python_function import PythonTerm
 from megarl.reward.terms import (
     Completion,
     EnvironmentTerm,

@@ -3,20 +3,219 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import regex
 
-from megarl.batch.trajectory import Prompt, Trajectory
-from megarl.config.reward import FormatRewardConfig, MathRewardConfig, NumericRewardConfig
+from megarl.batch.trajectory import MAX_REWARD, Prompt, Trajectory
+from megarl.config.reward import TERM_METRICS, FormatRewardConfig, MathRewardConfig, NumericRewardConfig
 from megarl.errors import ConfigError, RewardError
-from megarl.reward.call_threads import CallThreads
-from megarl.reward.math_equivalence import MAX_CHECKERS, EquivalenceError, compare
-from megarl.reward.rules import compare_final_answer, numeric_reward
-from megarl.text import text_of
+from megarl.reward.answers.answer_structure import (
+    chosen_letter,
+    is_text,
+    read_base,
+    read_choice,
+    read_structure,
+    split_unit,
+    words_of,
+)
+from megarl.reward.answers.answer_text import clean_answer, is_too_deep
+from megarl.reward.answers.quantities import are_compatible, read_quantities
+from megarl.reward.math_equivalence import (
+    ANSWER_MARK,
+    CPU_SECONDS,
+    MAX_CHECKERS,
+    TIMEOUT_SECONDS,
+    Comparison,
+    EquivalenceError,
+    compare,
+    extract_final_answer,
+)
+from megarl.text import replace_surrogates, text_of
+from megarl.user_code import CallOutcome, outcome_of, read_number
+
+
+class CallThreads:
+    """Runs calls in daemon threads. A call that times out continues in its thread, because a thread cannot be killed.
+
+    Not an executor: a hung call in an executor would keep the process from exiting.
+    """
+
+    def __init__(self, label: str, max_threads: int) -> None:
+        """Create the runner; starts no thread.
+
+        Args:
+            label: name of the reward term, for error messages.
+            max_threads: maximum number of concurrent calls, and of calls that continue after their timeout.
+        """
+        self._label = label
+        self._max_threads = max_threads
+        self._slots = asyncio.Semaphore(max_threads)
+        self._num_hung = 0
+        self._lock = threading.Lock()
+
+    async def run(self, call: Callable[[], object], timeout_seconds: float | None) -> CallOutcome:
+        """Return the outcome of `call()`; the time spent waiting for a thread does not count towards the timeout.
+
+        Raises:
+            TimeoutError: the call takes longer than `timeout_seconds`.
+            RewardError: too many calls have not returned since their timeout.
+        """
+        async with self._slots:
+            with self._lock:
+                num_hung = self._num_hung
+            if num_hung >= self._max_threads:
+                raise RewardError(
+                    f"{self._label}: {num_hung} calls are still running after their timeout; make the reward return, "
+                    "for example with timeouts of its own, or write it as an async function, which can be cancelled"
+                )
+            return await asyncio.wait_for(self._run_in_thread(call), timeout_seconds)
+
+    async def call[T](self, call: Callable[[], T], timeout_seconds: float | None) -> T:
+        """Return what `call()` returns; raises what it raises, and as `run`."""
+        value, error = await self.run(call, timeout_seconds)
+        if error is not None:
+            raise error
+        return cast("T", value)
+
+    async def _run_in_thread(self, call: Callable[[], object]) -> CallOutcome:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[CallOutcome] = loop.create_future()
+        is_returned = is_hung = False
+
+        def work() -> None:
+            nonlocal is_returned
+            outcome = outcome_of(call)
+            with self._lock:
+                is_returned = True
+                self._num_hung -= is_hung
+            with suppress(RuntimeError):  # the loop may be closed
+                loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(outcome))
+
+        threading.Thread(target=work, name="reward", daemon=True).start()
+        try:
+            return await done
+        except asyncio.CancelledError:
+            with self._lock:
+                is_hung = not is_returned
+                self._num_hung += is_hung
+            raise
+
+
+MAX_ANSWER_LENGTH = 500
+"""Maximum number of characters of an answer that is read; a longer one equals only the same text."""
+
+
+def numeric_reward(text: str, answer: str, *, strict: bool, finished: bool) -> float:
+    r"""Return 1.0 if the final answer in `text` equals the reference number, else 0.0, in microseconds.
+
+    The final answer is the last `#### N` or `\boxed{N}`. The reference is the final answer in `answer`, or all of
+    `answer` if it has none; one that is no number equals only the same text. Numbers are compared exactly (72 = 72.0 =
+    \$72, 0.5 = 1/2), and their units where both have one. Arithmetic must be carried out: `#### 8+3` is not 11.
+
+    Args:
+        text: the completion.
+        answer: the answer in the data, for example GSM8K's "...\n#### 72".
+        strict: also require `finished`, and that `text` ends in exactly `#### <reference>`.
+        finished: whether the policy ended the completion with a stop token.
+    """
+    reference = extract_reference(answer)
+    if strict:
+        return float(finished and text.endswith(f"{ANSWER_MARK} {reference}"))
+    return float(compare_final_answer(text, answer) == "equal")
+
+
+def math_reward(
+    text: str, answer: str, *, cpu_seconds: float = CPU_SECONDS, timeout_seconds: float = TIMEOUT_SECONDS
+) -> Comparison:
+    """Compare the final answer in `text` with the reference in `answer`, both as in `numeric_reward`.
+
+    Numbers and texts take microseconds; expressions, sets, intervals, tuples, matrices, equations and inequalities are
+    compared with sympy, in milliseconds.
+
+    Args:
+        text: the completion.
+        answer: the answer in the data.
+        cpu_seconds: CPU time after which a comparison is undecided.
+        timeout_seconds: wall time after which the process of sympy is taken for hung.
+
+    Raises:
+        EquivalenceError: the reference cannot be compared with itself, or the process of sympy is lost.
+        RewardError: the process of sympy does not start.
+    """
+    compared = compare_final_answer(text, answer)
+    return compared if isinstance(compared, str) else compare(*compared, cpu_seconds, timeout_seconds)
+
+
+def compare_final_answer(text: str, answer: str) -> Comparison | tuple[str, str]:
+    """Return the value of `math_reward` if it takes only microseconds, else what `compare_texts` returns."""
+    prediction = extract_final_answer(text)
+    return "unequal" if prediction is None else compare_texts(prediction, extract_reference(answer))
+
+
+def compare_texts(prediction: str, reference: str) -> Comparison | tuple[str, str]:
+    """Compare what needs no algebra: equal texts, numbers, words and choices.
+
+    Returns:
+        The result; or the structures of the two answers as JSON, whose comparison needs algebra.
+    """
+    if prediction == reference:
+        return "equal"
+    if max(len(prediction), len(reference)) > MAX_ANSWER_LENGTH:
+        return "unequal"
+    got, wanted = clean_answer(prediction), clean_answer(reference)
+    if _without_spaces(got) == _without_spaces(wanted):
+        return "equal"
+    quantities = read_quantities(wanted, is_reference=True)
+    if quantities:
+        found = read_quantities(got)
+        return "equal" if any(one.equals(other) for one in found for other in quantities) else "unequal"
+    letter = read_choice(wanted)
+    if letter is not None:
+        return "equal" if chosen_letter(got) == letter else "unequal"
+    if is_text(wanted):
+        return "equal" if words_of(got) == words_of(wanted) else "unequal"
+    if read_base(got) or read_base(wanted):
+        return "equal" if read_base(got) == read_base(wanted) else "unequal"
+    if not are_compatible(split_unit(got)[1], split_unit(wanted)[1]):
+        return "unequal"
+    if is_too_deep(got):
+        return "undecided"
+    return json.dumps(read_structure(got)), json.dumps(read_structure(wanted))
+
+
+def _without_spaces(text: str) -> str:
+    """Return a text without the spaces beside signs; those between letters and digits have a meaning."""
+    return re.sub(r"\s*([^\w\s])\s*", r"\1", text)
+
+
+def is_number(answer: str) -> bool:
+    """Whether the reference in an answer of the data is a number, as the reward `numeric` needs it."""
+    reference = extract_reference(answer)
+    return len(reference) <= MAX_ANSWER_LENGTH and bool(read_quantities(clean_answer(reference), is_reference=True))
+
+
+def reference_structure(answer: str) -> str | None:
+    """Return the structure of a reference as JSON if its comparison needs algebra, else None."""
+    reference = extract_reference(answer)
+    if len(reference) > MAX_ANSWER_LENGTH:
+        return None
+    compared = compare_texts("\\emptyset", reference)
+    return None if isinstance(compared, str) else compared[1]
+
+
+def extract_reference(answer: str) -> str:
+    """Return the final answer in an answer of the data, or all of it if it has none."""
+    return extract_final_answer(answer) or answer.strip()
+
 
 MAX_QUOTE_LENGTH = 300
 """Maximum number of characters of a completion that an error message quotes."""
@@ -228,3 +427,41 @@ def abbreviate(value: object) -> str:
         if len(text) <= MAX_QUOTE_LENGTH
         else f"{text[: MAX_QUOTE_LENGTH // 2]} ... {text[-MAX_QUOTE_LENGTH // 2 :]}"
     )
+
+
+REWARD_KEY = "reward"
+"""Key of the reward in a mapping; all other keys are only logged."""
+
+
+def read_result(label: str, result: object, where: str) -> TermValue | TermError:
+    """Return the value of one completion: a finite number, or a mapping of such numbers with the key `reward`.
+
+    Args:
+        label: name of the term, for error messages.
+        where: the completion, for error messages.
+    """
+    if not isinstance(result, Mapping):
+        return _read_numbers(label, {REWARD_KEY: result}, where)
+    keys = abbreviate(list(result))
+    if REWARD_KEY not in result:
+        return TermError(f"{label} returned a mapping without the key {REWARD_KEY!r}, but {keys}, {where}")
+    if not all(isinstance(name, str) and name not in TERM_METRICS for name in result):
+        what = f"needs to return a mapping whose keys are strings other than {', '.join(TERM_METRICS)}"
+        return TermError(f"{label} {what}, got {keys}, {where}")
+    return _read_numbers(label, result, where)
+
+
+def _read_numbers(label: str, result: Mapping[str, object], where: str) -> TermValue | TermError:
+    found: dict[str, float] = {}
+    for name, value in result.items():
+        at = "" if name == REWARD_KEY else f" for {abbreviate(name)}"
+        number = read_number(value)
+        if number is None:
+            got = f"{type(value).__name__} {abbreviate(value)}{at}"
+            return TermError(f"{label} returned {got}, not a number, {where}")
+        if not math.isfinite(number):
+            return TermError(f"{label} returned {abbreviate(value)}{at}, not a finite number, {where}")
+        if name == REWARD_KEY and abs(number) > MAX_REWARD:
+            return TermError(f"{label} returned {abbreviate(value)}, a reward beyond {MAX_REWARD:g}, {where}")
+        found[replace_surrogates(name)] = number
+    return TermValue(found.pop(REWARD_KEY), found)

@@ -1,1 +1,1 @@
-"""Rollouts: engines, the pool that balances load over them, and the worker that runs agents and scores groups."""
+"""Rollouts: agents and environments, the worker that runs them and scores groups, advantage estimation."""

@@ -18,33 +18,49 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.batch.object_columns import ObjectColumns
-from megarl.batch.scored_group import TermReport
+from megarl.batch.packed_trajectories import ObjectColumns
 from megarl.batch.trajectory import (
     TIME_LIMIT,
     TRUNCATED_REASONS,
     Prompt,
+    TermReport,
     Trajectory,
     count_turns,
     find_mixed_kv,
     join_segments,
 )
 from megarl.config.rollout import AgentConfig, RolloutConfig
+from megarl.engines.batching_engine import EngineFailedError
+from megarl.engines.engine import GenerationEngine, Sampling
+from megarl.engines.engine_pool import ContinuingEngine, EngineLease, EnginePool
+from megarl.engines.request_clock import RequestClock, TimeLimit
 from megarl.errors import LostEngineError, MegarlError, StalledEngineError
-from megarl.rollout.agents.agent import Agent
+from megarl.rollout.agents.agent import Agent, run_agent
 from megarl.rollout.agents.episode import Episode, RefusedTextError
-from megarl.rollout.agents.run_agent import run_agent
 from megarl.rollout.agents.single_turn import single_turn
-from megarl.rollout.batching_engine import EngineFailedError
-from megarl.rollout.continuing_engine import ContinuingEngine
-from megarl.rollout.engine import GenerationEngine, Sampling
-from megarl.rollout.engine_pool import EngineLease, EnginePool
-from megarl.rollout.environments.calls import EnvironmentFailedError
-from megarl.rollout.request_clock import RequestClock, TimeLimit
-from megarl.rollout.scorer import Scorer
+from megarl.rollout.environments.conversation import EnvironmentFailedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+from typing import Protocol
+
+from megarl.batch.trajectory import ScoredGroup
+
+
+class Scorer(Protocol):
+    """Computes the rewards of finished trajectories."""
+
+    async def score(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> ScoredGroup:
+        """Return the trajectories, which are all completions of `prompt`, with their rewards.
+
+        Raises:
+            RewardError: a reward could not be computed, and its configuration does not allow to drop the completion.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release what the rewards hold, such as connections."""
+        ...
 
 
 ENVIRONMENT = "environment"

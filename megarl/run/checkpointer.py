@@ -18,18 +18,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from megarl.checkpoint.manifest import CheckpointMetadata, FileRecord
+from megarl.checkpoint.manifest import CheckpointMetadata, FileRecord, hash_file
 from megarl.checkpoint.run_lock import require_lock
 from megarl.checkpoint.store import CheckpointStore, PendingCheckpoint
-from megarl.checkpoint.verify import hash_file
 from megarl.config import RunConfig, StageConfig, dump_config
 from megarl.errors import DataError
-from megarl.groups.trainer_group import TrainerGroup
 from megarl.megatron.requests import SavedShard, SaveRequest
-from megarl.rollout.journal.journal_folder import journal_folder, remove_steps
+from megarl.rollout.journal.journal import journal_folder, remove_steps
+from megarl.run.remote.trainer_group import TrainerGroup
 from megarl.run.run_state import RunState
-from megarl.run.schedule_log import log_folder, remove_events
-from megarl.run.schedule_recovery import first_needed_step
+from megarl.run.schedule_log import first_needed_step, log_folder, remove_events
 from megarl.run.update_log import update_folder
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.batch.sample_table import SampleKey
-from megarl.groups.group_stream import FinishedGroup
 from megarl.rollout.rollout_worker import TrajectorySummary
+from megarl.run.remote.group_stream import FinishedGroup
 
 
 class KeptCompletions:

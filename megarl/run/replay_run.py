@@ -6,19 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, override
 
-from megarl.groups.sync_update import PushReport
 from megarl.reshard.planning.strategy import SyncStats
-from megarl.rollout.journal.journal_folder import journal_folder
+from megarl.rollout.journal.journal import journal_folder
 from megarl.run.reward_weights import RewardWeights
 from megarl.run.rl_run import RLRun
+from megarl.run.schedule.events import Pushed, ScheduleState
+from megarl.run.schedule.rebuild import recover
+from megarl.run.schedule.schedule import Schedule
+from megarl.run.schedule.settings import SchedulePolicy
 from megarl.run.schedule_log import list_files, log_folder, read_log
 from megarl.run.scheduled_groups import ScheduledGroups
 from megarl.run.step_limits import LimitDecision
+from megarl.run.sync.sync_update import PushReport
 from megarl.run.update_log import UpdateLog
-from megarl.schedule.events import Pushed, ScheduleState
-from megarl.schedule.policy import SchedulePolicy
-from megarl.schedule.recovery import recover
-from megarl.schedule.schedule import Schedule
 
 
 class NoWeights:

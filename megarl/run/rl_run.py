@@ -2,6 +2,7 @@
 
 One step of a loop: `sample`, `add_reference_logprobs` / `add_values`, `estimate`, `train_critic`, `train_policy`,
 `finish_step`. All of them work on a `RolloutBatch`; tokens stay in the workers, the controller passes references on.
+
 """
 
 from __future__ import annotations
@@ -12,44 +13,175 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar, override
 
+import numpy as np
 import psutil
 
 from megarl.batch.pack import ColumnName
-from megarl.batch.trajectory import Prompt
+from megarl.batch.sample_table import SampleKey
+from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.checkpoint.run_lock import require_lock
+from megarl.cluster.workers.group import WorkerFuture
 from megarl.config import RunConfig
-from megarl.config.algorithms.model_sections import CriticConfig
-from megarl.data.run_prompts import RunPrompts
+from megarl.config.algorithms.policy import CriticConfig
+from megarl.data.sampler import RunPrompts
 from megarl.errors import LimitError, OutdatedEngineError
-from megarl.groups.auxiliary_models import AuxiliaryModels
-from megarl.groups.engine_weights import EngineWeights
-from megarl.groups.rollout_group import RolloutGroup
-from megarl.groups.trainer_group import TrainerGroup
-from megarl.megatron.losses.loss import Loss, TokenLoss
-from megarl.megatron.losses.policy import PolicyLoss
-from megarl.megatron.losses.supervised import ValueLoss
-from megarl.megatron.requests import LOGPROB_MISMATCH, RATIO_MEAN, RATIO_SQUARE_MEAN, TrainRequest, TrainStats
-from megarl.run.batch_metrics import batch_metrics
+from megarl.losses.loss import Loss, TokenLoss
+from megarl.losses.policy_loss import PolicyLoss
+from megarl.losses.supervised_loss import ValueLoss
+from megarl.megatron.requests import (
+    LOGPROB_MISMATCH,
+    MISMATCH_METRICS,
+    RATIO_MEAN,
+    RATIO_SQUARE_MEAN,
+    TrainRequest,
+    TrainStats,
+)
+from megarl.rollout.estimation.estimate_job import EstimateJob, estimate_completions
+from megarl.rollout.estimation.estimators import KL_METRIC, Estimator, is_by_completions
 from megarl.run.checkpointer import Checkpointer, remove_journal
-from megarl.run.engine_probe import PROBE_TOKENS, compare_engines
-from megarl.run.events import EventLog
-from megarl.run.kl_penalty import KL_METRIC
-from megarl.run.rollout_batch import RolloutBatch
+from megarl.run.memory.step_ledger import ReleasingEngines
+from megarl.run.remote.auxiliary_models import AuxiliaryModels
+from megarl.run.remote.rollout_group import RolloutGroup
+from megarl.run.remote.trainer_group import TrainerGroup
+from megarl.run.rollout_batch import RolloutBatch, batch_metrics, term_metrics
+from megarl.run.run_events import EventLog
 from megarl.run.run_state import RunState
+from megarl.run.sampling_run import SamplingRun
 from megarl.run.scheduled_groups import ScheduledGroups
-from megarl.run.scoring_run import ScoringRun
 from megarl.run.stage_run import SAMPLER_NAME
 from megarl.run.step_limits import LimitDecision, StepLimits, StepStage
-from megarl.run.step_memory import ReleasingEngines
-from megarl.run.term_metrics import term_metrics
+from megarl.run.supervision.restart_budget import RestartBudget
+from megarl.run.supervision.run_monitor import RunMonitor
+from megarl.run.sync.engine_weights import EngineWeights
 from megarl.run.update_log import StepUpdate, UpdateLog, batch_hash
-from megarl.supervision.restart_budget import RestartBudget
-from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.phases import PhaseTimer
-from megarl.tracking.progress import StepSummary
+from megarl.tracking.progress import RunSummary, StepSummary
 from megarl.tracking.startup import Startup
-from megarl.tracking.summary import RunSummary
-from megarl.workers.group import WorkerFuture
+
+PROBE_TOKENS = 16
+"""Largest number of tokens that an engine samples."""
+
+
+def compare_engines(config: RunConfig, trainer: TrainerGroup, probe: RolloutBatch) -> dict[str, float]:
+    """Return the metrics of the mismatch over the sampled tokens of `probe`, which are of the trainer's weights."""
+    if not probe.groups:  # an environment has failed in all of them
+        return {}
+    column = trainer.logprobs(probe.forward_request(config)).fetch()
+    logprobs: Mapping[SampleKey, np.ndarray] = {key: values for part in column for key, values in part.items()}
+    differences = [
+        (logprobs[key] - trajectory.logprobs)[trajectory.loss_mask] for key, trajectory in _trajectories(probe).items()
+    ]
+    difference = np.concatenate(differences).astype(np.float64)
+    if not len(difference):
+        return {}
+    # k3 estimate of KL(rollout || trainer), as over the tokens of a batch
+    values = {
+        "logprob_abs_max": np.abs(difference).max(),
+        "logprob_abs_p99": np.quantile(np.abs(difference), 0.99),
+        "logprob_kl": (np.exp(difference) - 1 - difference).mean(),
+    }
+    return {MISMATCH_METRICS[key]: float(value) for key, value in values.items()}
+
+
+def _trajectories(probe: RolloutBatch) -> dict[SampleKey, Trajectory]:
+    groups = [group.payload.fetch() for group in probe.groups]
+    return {key: groups[key[0]][key[1]] for keys in probe.segment_keys for key in keys}
+
+
+class ScoringRun(SamplingRun):
+    """Base class of `RLRun`: adds log-probabilities, values and advantages to the batches that were sampled."""
+
+    def add_logprobs(self, batch: RolloutBatch) -> None:
+        """Add the column `old_logprobs`: token log-probs of the policy before the first update of the step."""
+        if not batch.groups:
+            return
+        self._sync.begin_scoring()
+        with self.phase("logprobs"):
+            batch.columns["old_logprobs"] = self.trainer.logprobs(batch.forward_request(self.config))
+
+    def add_reference_logprobs(self, batch: RolloutBatch) -> None:
+        """Add `ref_logprobs` if the algorithm uses a reference, and `old_logprobs` if the reward has a KL penalty."""
+        if not batch.groups:
+            return
+        algorithm = self.config.algorithm
+        if algorithm.kl_reward is not None:
+            self.add_logprobs(batch)
+        if algorithm.uses_reference:
+            self._sync.begin_scoring("reference")
+            with self.phase("reference"):
+                reference = self.models.frozen["reference"]
+                batch.columns["ref_logprobs"] = reference.logprobs(batch.forward_request(self.config))
+
+    def add_model_logprobs(
+        self, batch: RolloutBatch, model: str, column: ColumnName, *, phase: str | None = None
+    ) -> None:
+        """Add a column of token log-probs from an auxiliary language model; `phase` defaults to the model's name."""
+        if not batch.groups:
+            return
+        self._sync.begin_scoring(model)
+        with self.phase(phase or model):
+            worker = self.models.trained.get(model) or self.models.frozen[model]
+            batch.columns[column] = worker.logprobs(batch.forward_request(self.config))
+
+    def add_values(self, batch: RolloutBatch, *, critic: str = "critic", column: ColumnName = "values") -> None:
+        """Add a column of token values from a critic: V of the state before each token."""
+        if not batch.groups:
+            return
+        self._sync.begin_scoring(critic)
+        with self.phase("values"):
+            batch.columns[column] = self.models.trained[critic].values(batch.forward_request(self.config))
+
+    @property
+    def kl_coefficient(self) -> float:
+        """Current coefficient of the KL penalty in the reward; 0 without one."""
+        return 0.0 if self._adaptive_kl is None else self._adaptive_kl.coefficient
+
+    def estimate(
+        self, estimator: Estimator, batch: RolloutBatch, *arguments: object, outputs: tuple[ColumnName, ...] = ()
+    ) -> None:
+        """Run `estimator(tokens, *arguments)` where the tokens are, in rollout workers; store its results in `batch`.
+
+        Args:
+            estimator: a module-level function, such as `group_estimates`. With `by_groups`, each worker runs it on some
+                of the groups; otherwise one worker runs it on all. With `by_completions`, it runs here if it needs no
+                tokens. They have the columns and scalars of `batch`.
+            outputs: columns (per token) that it returns; scalars (per completion) and metrics need no declaration.
+        """
+        if not batch.groups:
+            return
+        with self.phase("estimate"):
+            job = EstimateJob(
+                estimator=estimator,
+                arguments=arguments,
+                keys_S=batch.kept.sequence_keys,
+                groups_N=batch.kept.group_numbers,
+                rewards_N=np.array(batch.rewards, np.float64),
+                scalars={name: np.array(values, np.float64) for name, values in batch.scalars.items()},
+                columns=dict(batch.columns),
+                outputs=outputs,
+                num_tokens=int(batch.kept.sequence_tokens.sum()),
+                turn_weight=self._turn_weight,
+            )
+            reads_tokens = outputs or job.turn_weight is not None or self.config.algorithm.kl_reward is not None
+            if is_by_completions(estimator) and not reads_tokens:
+                summary = estimate_completions(job)
+            else:
+                summary, columns = self.rollout.estimate(job, batch.groups)
+                batch.columns.update(columns)
+        batch.scalars.update({name: values_N.tolist() for name, values_N in summary.scalars.items()})
+        metrics = summary.metric_values
+        self._step_metrics.update(metrics)
+        if self._adaptive_kl is not None and KL_METRIC in metrics:
+            self._step_metrics["kl/coefficient"] = self._adaptive_kl.coefficient
+
+    @property
+    def _turn_weight(self) -> float | None:
+        """Weight of the environment's rewards, if advantages are per turn."""
+        environments = [name for name in self.config.reward.environments if name in self._weights.current]
+        if self.config.algorithm.advantages_per != "turn" or not environments:
+            return None
+        return sum(self._weights.current[name] for name in environments)
+
 
 D = TypeVar("D")
 

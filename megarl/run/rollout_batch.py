@@ -7,9 +7,10 @@ not among them: they are left out here, before anything is estimated, logged or 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, groupby, pairwise
+from itertools import chain, count, groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +18,14 @@ from numpy.typing import NDArray
 from megarl.batch.pack import EPISODE_TOKENS, ColumnName
 from megarl.batch.sample_table import SampleKey, SampleTable
 from megarl.batch.trajectory import TRUNCATED_REASONS, Trajectory
+from megarl.cluster.workers.payload import Payload, StoredItem
 from megarl.config import RunConfig
 from megarl.functional import Denominators
-from megarl.groups.group_stream import FinishedGroup, groups_per_object
-from megarl.megatron.losses.loss import AnyLoss
+from megarl.losses.loss import AnyLoss
 from megarl.megatron.requests import ForwardRequest, MiniBatch, TokenColumn, TrainRequest, VersionRange
-from megarl.rollout.rollout_worker import TrajectorySummary
+from megarl.rollout.rollout_worker import GroupSummary, TrajectorySummary
 from megarl.run.kept_completions import KeptCompletions
-from megarl.workers.payload import Payload, StoredItem
+from megarl.run.remote.group_stream import FinishedGroup, groups_per_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,3 +371,126 @@ class KeptSample:
     def groups(self) -> list[FinishedGroup]:
         """All groups that were sampled, without dropped ones."""
         return [group for batch in self.sampled for group in batch.groups]
+
+
+def term_metrics(batch: RolloutBatch, weights: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics `reward/<term>/<key>` of a batch; a quantity that is not defined is left out.
+
+    `weight`; `share`: sum of |weight * value| over the completions, as a share of that of all terms; `seconds_mean` and
+    `seconds_max`: time that the term took for a group; `length_correlation`: Pearson correlation of the term's value
+    and the number of sampled tokens.
+
+    Args:
+        weights: of the terms of the reward, in this step.
+    """
+    metrics = {f"reward/{name}/weight": weight for name, weight in weights.items()}
+    seconds: dict[str, list[float]] = {}
+    for group in batch.all_groups:
+        for name, report in group.summary.terms.items():
+            seconds.setdefault(name, []).append(report.seconds)
+    for name, times in seconds.items():
+        metrics[f"reward/{name}/seconds_mean"] = sum(times) / len(times)
+        metrics[f"reward/{name}/seconds_max"] = max(times)
+    found: dict[str, tuple[list[float], list[int]]] = {}
+    """By term, its values and the numbers of sampled tokens of the completions whose source has the term."""
+    terms, response_lengths = batch.kept.column("rewards"), batch.kept.response_lengths
+    for name in weights:
+        scored = [(of_one[name], n) for of_one, n in zip(terms, response_lengths, strict=True) if name in of_one]
+        if scored:
+            found[name] = [value for value, _ in scored], [n for _, n in scored]
+    parts = {name: sum(abs(weights[name] * value) for value in values) for name, (values, _) in found.items()}
+    total = sum(parts.values())
+    for name, (values, lengths) in found.items():
+        if total > 0:
+            metrics[f"reward/{name}/share"] = parts[name] / total
+        correlation = _correlation(values, lengths)
+        if correlation is not None:
+            metrics[f"reward/{name}/length_correlation"] = correlation
+    return metrics
+
+
+def _correlation(values: Sequence[float], others: Sequence[float]) -> float | None:
+    """Return the Pearson correlation, or None where one of the two is constant."""
+    x, y = np.array(values, np.float64), np.array(others, np.float64)
+    if np.ptp(x) == 0 or np.ptp(y) == 0:
+        return None
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+ENDINGS = ("stop", *TRUNCATED_REASONS)
+"""Endings of episodes whose number is logged even if it is 0."""
+
+
+def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Return the metrics of a batch: means over its completions. A batch without completions has no means."""
+    groups, kept, rewards = batch.groups, batch.kept, batch.rewards
+    num = len(kept)
+    seconds = [group.summary.generation_seconds for group in batch.all_groups]
+    metrics: dict[str, float] = {
+        "rollout/generation_seconds_mean": sum(seconds) / len(seconds),
+        "rollout/generation_seconds_max": max(seconds),
+        "rollout/scoring_seconds_max": max(group.summary.scoring_seconds for group in batch.all_groups),
+        **_retry_metrics(batch),
+    }
+    if not num:
+        return metrics
+    reasons = Counter(kept.column("finish_reason"))
+    rewards_by_group = [set(rewards[first:stop]) for first, stop in pairwise([*batch.group_offsets, num])]
+    metrics |= {
+        "reward/mean": sum(rewards) / num,
+        "reward/informative_groups": sum(len(distinct) > 1 for distinct in rewards_by_group) / len(groups),
+        "response/length": sum(kept.response_lengths) / num,
+        "response/truncated": sum(reasons[reason] for reason in TRUNCATED_REASONS) / num,
+        "policy_version/min": min([tokens[0][0] if tokens else -1 for tokens in kept.column("tokens_by_version")]),
+    }
+    terms = kept.column("rewards")
+    for name in dict.fromkeys(chain.from_iterable(terms)):
+        values = [of_one[name] for of_one in terms if name in of_one]  # a function may leave sub-metrics out
+        metrics[f"reward/{name}"] = sum(values) / len(values)
+    metrics |= _source_metrics(batch)
+    if (advantages := batch.scalars.get("advantages")) is not None:
+        metrics["advantage/abs_mean"] = sum(map(abs, advantages)) / num
+    return metrics | _episode_metrics(kept, reasons)
+
+
+def _retry_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Return the numbers of requests of lost engines and of tokens that they continued from; none without losses."""
+    summaries = [group.summary for group in batch.all_groups]
+    num_retried = sum(summary.num_retried for summary in summaries)
+    if not num_retried:
+        return {}
+    return {
+        "rollout/retried_requests": float(num_retried),
+        "rollout/kept_tokens": float(sum(summary.num_kept_tokens for summary in summaries)),
+    }
+
+
+def _episode_metrics(kept: KeptCompletions, endings: Counter[str]) -> dict[str, float]:
+    """Return turns, forked segments and endings of episodes; none if all of them are single completions."""
+    turns = kept.column("num_turns")
+    if max(turns) <= 1 and endings.keys() <= {"stop", "length"}:
+        return {}
+    return {
+        "rollout/turns": sum(turns) / len(turns),
+        "rollout/forked_segments": float(kept.num_segments.sum() - len(kept)),
+        **{f"rollout/ended_{reason}": float(endings[reason]) for reason in dict.fromkeys((*ENDINGS, *endings))},
+    }
+
+
+def _source_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Return the metrics of each source of a mixture; none in a run with one data file."""
+    by_source: dict[str, list[GroupSummary]] = {}
+    for group in batch.groups:
+        by_source.setdefault(group.summary.source, []).append(group.summary)
+    metrics: dict[str, float] = {}
+    for source, groups in by_source.items():
+        if not source:
+            continue
+        own = [group.trajectories[i] for group in groups for i in group.kept]
+        metrics |= {
+            f"source/{source}/groups": float(len(groups)),
+            f"source/{source}/reward": sum(t.reward for t in own) / len(own),
+            f"source/{source}/length": sum(t.response_length for t in own) / len(own),
+            f"source/{source}/truncated": sum(t.finish_reason in TRUNCATED_REASONS for t in own) / len(own),
+        }
+    return metrics

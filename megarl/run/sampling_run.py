@@ -1,4 +1,4 @@
-"""The first part of an RL step: choose prompts, sample groups, sum up rewards; and the evaluation.
+"""The first part of an RL step: choose prompts, sample groups, sum up rewards, filter; and the evaluation.
 
 All methods work on a `RolloutBatch`; tokens stay in the workers, the controller passes references on.
 """
@@ -6,45 +6,184 @@ All methods work on a `RolloutBatch`; tokens stay in the workers, the controller
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import comb, fsum
 from pathlib import Path
 
 from megarl.batch.trajectory import Prompt
 from megarl.checkpoint.run_lock import require_lock
 from megarl.config import RunConfig
-from megarl.data.run_prompts import RunPrompts
+from megarl.config.data import DifficultyConfig
+from megarl.data.sampler import RunPrompts
+from megarl.engines.engine import Sampling
 from megarl.errors import ConfigError, DataError, RewardError
-from megarl.groups.auxiliary_models import AuxiliaryModels
-from megarl.groups.engine_weights import EngineWeights
-from megarl.groups.group_stream import FinishedGroup
-from megarl.groups.rollout_group import RolloutGroup
-from megarl.groups.trainer_group import TrainerGroup
-from megarl.rollout.engine import Sampling
-from megarl.rollout.journal.journal_folder import journal_folder, list_steps, remove_steps_from
+from megarl.rollout.estimation.estimators import make_adaptive_kl
+from megarl.rollout.journal.journal import journal_folder, list_steps, remove_steps_from
 from megarl.run.checkpointer import POLICY, Checkpointer
-from megarl.run.difficulty import DifficultyGate
-from megarl.run.evaluation import evaluate
-from megarl.run.events import EventLog
-from megarl.run.group_jobs import GroupJobs
-from megarl.run.kl_penalty import make_adaptive_kl
-from megarl.run.policy_sync import PolicySync
-from megarl.run.reward_failures import RewardFailures
-from megarl.run.reward_weights import RewardWeights
+from megarl.run.memory.step_ledger import ReleasingEngines, StepMemory
+from megarl.run.remote.auxiliary_models import AuxiliaryModels
+from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import RolloutGroup
+from megarl.run.remote.trainer_group import TrainerGroup
+from megarl.run.reward_weights import RewardFailures, RewardWeights
 from megarl.run.rollout_batch import BatchVersions, KeptSample, RolloutBatch, weighted_sum
+from megarl.run.run_events import EventLog
 from megarl.run.run_state import RunState
-from megarl.run.schedule_log import ScheduleLog, log_folder
-from megarl.run.schedule_recovery import open_schedule
-from megarl.run.scheduled_groups import Keep, ScheduledGroups
+from megarl.run.schedule.events import ScheduleState
+from megarl.run.schedule.schedule import Schedule
+from megarl.run.schedule.settings import Update
+from megarl.run.schedule_log import ScheduleLog, log_folder, open_schedule
+from megarl.run.scheduled_groups import GroupJobs, Keep, ScheduledGroups
 from megarl.run.stage_run import StageRun
-from megarl.run.step_memory import ReleasingEngines, StepMemory
-from megarl.schedule.events import ScheduleState
-from megarl.schedule.policy import Update
-from megarl.schedule.schedule import Schedule
-from megarl.supervision.run_monitor import RunMonitor
+from megarl.run.supervision.run_monitor import RunMonitor
+from megarl.run.sync.engine_weights import EngineWeights, PolicySync
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Result of an evaluation."""
+
+    score: float | None
+    """Mean of `reward.eval_term` over prompts and samples; None if it failed on all completions."""
+    metrics: Mapping[str, float]
+    """The same as `eval/<term>`, pass@k, and both for each source as `eval/<source>/<term>`."""
+    num_dropped: int
+    """Number of completions on which the term failed; they do not count."""
+
+
+def evaluate(config: RunConfig, rollout: RolloutGroup, prompts: Sequence[Prompt], *, label: str) -> Evaluation:
+    """Evaluate `reward.eval_term` on `eval.samples` completions of each prompt; a single one is greedy.
+
+    A source that does not have the term is evaluated by the first of its own.
+    """
+    options, sampled = config.eval, config.rollout.sampling
+    limit = config.rollout.max_new_tokens
+    sampling = Sampling(temperature=0.0, max_new_tokens=limit)
+    seed: tuple[int, ...] = ()
+    if options.samples > 1:
+        seed = (config.seed,)
+        sampling = Sampling(
+            temperature=sampled.temperature, top_p=sampled.top_p, top_k=sampled.top_k, max_new_tokens=limit
+        )
+    groups = rollout.collect(prompts, num_samples=options.samples, sampling=sampling, label=label, seed=seed)
+    versions = {v for group in groups for t in group.summary.trajectories for v, _ in t.tokens_by_version}
+    assert len(versions) <= 1, f"{label}: weights were pushed during the evaluation, versions {sorted(versions)}"
+    values: dict[tuple[str, str], list[list[float]]] = {}
+    num_dropped = 0
+    for group in groups:
+        prompt = prompts[group.summary.group_id]
+        term = source_term(config, prompt)
+        scored = [t.rewards[term] for t in group.summary.trajectories if term in t.rewards]
+        num_dropped += len(group.summary.trajectories) - len(scored)
+        values.setdefault((prompt.source, term), []).append(scored)
+    metrics: dict[str, float] = {}
+    for (source, term), by_prompt in values.items():
+        if source:
+            metrics |= _metrics(f"eval/{source}/{term}", by_prompt, config)
+    of_all = [scored for by_prompt in values.values() for scored in by_prompt]
+    metrics |= _metrics(f"eval/{config.reward.eval_name}", of_all, config)
+    return Evaluation(score=_mean(of_all), metrics=metrics, num_dropped=num_dropped)
+
+
+def source_term(config: RunConfig, prompt: Prompt) -> str:
+    """Return the name of the term that evaluates completions of the prompt."""
+    name, own = config.reward.eval_name, prompt.reward_terms
+    return name if own is None or name in own else own[0]
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Return the probability that at least one of k of the samples, drawn without replacement, has passed.
+
+    The unbiased estimator of Chen et al., arXiv 2107.03374, section 2.1: 1 - C(n - c, k) / C(n, k).
+    """
+    assert 0 <= num_passed <= num_samples, f"{num_passed} of {num_samples} samples"
+    assert 1 <= k <= num_samples, f"pass@{k} needs at least {k} samples, got {num_samples}"
+    return 1 - comb(num_samples - num_passed, k) / comb(num_samples, k)
+
+
+def _metrics(name: str, by_prompt: Sequence[Sequence[float]], config: RunConfig) -> dict[str, float]:
+    """Return the mean of the term and pass@k, by metric name; prompts with fewer than k scored samples do not count."""
+    mean = _mean(by_prompt)
+    metrics = {} if mean is None else {name: mean}
+    most = config.eval.samples
+    for k in sorted({most, *(2**i for i in range(1, most.bit_length()))}) if most > 1 else ():
+        passed = [
+            pass_at_k(len(scored), sum(value >= config.eval.pass_reward for value in scored), k)
+            for scored in by_prompt
+            if len(scored) >= k
+        ]
+        if passed:
+            metrics[f"{name}/pass@{k}"] = fsum(passed) / len(passed)
+    return metrics
+
+
+def _mean(by_prompt: Sequence[Sequence[float]]) -> float | None:
+    values = [value for scored in by_prompt for value in scored]
+    return sum(values) / len(values) if values else None
+
+
+@dataclass(slots=True)
+class SolvedRows:
+    """State of a run that belongs to its checkpoints."""
+
+    in_a_row: dict[str, int] = field(default_factory=dict)
+    """Prompt id -> number of groups, without interruption until the last one, whose completions have all passed."""
+
+
+class DifficultyGate:
+    """Applies `data.difficulty`. The pass rate of a group is the share of its completions that pass."""
+
+    def __init__(self, config: DifficultyConfig, term: str) -> None:
+        """`term`: name of the reward term, where the configuration names none."""
+        self._config, self._term = config, config.term or term
+        self.max_batches = config.max_batches
+        self.solved = SolvedRows()
+
+    def keep(self, group: FinishedGroup) -> bool:
+        """Return whether to train on the group; True for one of a source without the term."""
+        rate = self.pass_rate(group)
+        return rate is None or self._config.min_pass_rate <= rate <= self._config.max_pass_rate
+
+    def pass_rate(self, group: FinishedGroup) -> float | None:
+        """Return the pass rate of a group; None if its source is not scored by the term."""
+        kept = [group.summary.trajectories[i] for i in group.summary.kept]
+        values = [t.rewards[self._term] for t in kept if self._term in t.rewards]
+        return sum(value >= self._config.pass_reward for value in values) / len(values) if values else None
+
+    def record(self, groups: Iterable[FinishedGroup]) -> None:
+        """Count the groups whose completions have all passed."""
+        for group in groups:
+            name, rate = group.summary.prompt_id, self.pass_rate(group)
+            if rate == 1:
+                self.solved.in_a_row[name] = self.solved.in_a_row.get(name, 0) + 1
+            elif rate is not None:
+                self.solved.in_a_row.pop(name, None)
+
+    def is_retired(self, prompt: Prompt) -> bool:
+        """Return whether the prompt is not sampled any more."""
+        limit = self._config.retire_after
+        return limit is not None and self.solved.in_a_row.get(prompt.prompt_id, 0) >= limit
+
+    @property
+    def num_retired(self) -> int:
+        """Number of prompts that are not sampled any more."""
+        limit = self._config.retire_after
+        return 0 if limit is None else sum(num >= limit for num in self.solved.in_a_row.values())
+
+    def metrics(self, groups: Iterable[FinishedGroup]) -> dict[str, float]:
+        """Return the mean pass rate of sampled groups, the share that is kept, and the number of retired prompts."""
+        groups = list(groups)
+        rates = [rate for group in groups if (rate := self.pass_rate(group)) is not None]
+        metrics = {"difficulty/retired": float(self.num_retired)} if self._config.retire_after is not None else {}
+        if rates:
+            metrics["difficulty/pass_rate"] = sum(rates) / len(rates)
+            metrics["difficulty/kept"] = sum(map(self.keep, groups)) / len(groups)
+        return metrics
+
 
 DEFAULT_MAX_BATCHES = 10
 """Number of batches that a step of a schedule samples at most to replace groups that are not kept."""

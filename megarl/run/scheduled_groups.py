@@ -11,20 +11,55 @@ rollout journal and trained again, finished groups are read from it, and unfinis
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megarl.batch.trajectory import Prompt
-from megarl.groups.group_stream import FinishedGroup
+from megarl.cluster.workers.dispatch import LINGER_SECONDS
+from megarl.config import RunConfig
+from megarl.data.sampler import RowOrder
+from megarl.engines.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob
+from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.schedule.events import Admitted, OpenGroup, Outcome, ScheduleState
+from megarl.run.schedule.schedule import Schedule, place
+from megarl.run.schedule.settings import TokenStaleness, token_staleness
 from megarl.run.schedule_log import ScheduleLog
-from megarl.schedule.events import Admitted, OpenGroup, Outcome, ScheduleState
-from megarl.schedule.schedule import Schedule
-from megarl.schedule.staleness import TokenStaleness, token_staleness
-from megarl.workers.call_batches import LINGER_SECONDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupJobs:
+    """Makes the job of any group of a run, the same one each time."""
+
+    config: RunConfig
+    prompts: Sequence[Prompt]
+    order: RowOrder
+    first: int
+    """Ordinal, in the order of the prompts, of the schedule's first group; others came before in a warm-up."""
+    sampling: Sampling
+
+    def job(self, group: OpenGroup) -> GroupJob:
+        """Return the job of a group; ids and seeds are those of the same prompt in a synchronous run.
+
+        A group that is sampled again has another id: the journal may have samples of other weights under the first one.
+        """
+        algorithm = self.config.algorithm
+        step, index = place(group.ordinal, algorithm.prompts_per_step)
+        again = f"-again{group.attempt}" if group.attempt else ""
+        prompt = self.prompts[self.order.row_at(self.first + group.ordinal)]
+        return GroupJob(
+            prompt=prompt,
+            group_id=index,
+            num_samples=algorithm.group_size,
+            sampling=self.sampling.within(prompt.max_new_tokens),
+            request_id=f"step-{step}{again}-{index}",
+            seed=(self.config.seed, step),
+            has_baseline=algorithm.needs_greedy_baseline,
+        )
+
 
 Keep = Callable[[FinishedGroup], bool]
 """Whether a step may train on a group; others are removed, and replaced by the next prompts."""

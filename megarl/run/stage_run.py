@@ -12,12 +12,12 @@ from megarl.checkpoint.run_lock import require_lock
 from megarl.config import StageConfig
 from megarl.data.sampler import PromptSampler, RowOrder
 from megarl.errors import EarlyStop
-from megarl.groups.trainer_group import TrainerGroup
 from megarl.megatron.requests import ProfileSpec, TrainRequest
 from megarl.run.checkpointer import Checkpointer
-from megarl.run.events import EventLog, MessageEvent, PhaseEvent
+from megarl.run.remote.trainer_group import TrainerGroup
+from megarl.run.run_events import EventLog, MessageEvent, PhaseEvent
 from megarl.run.run_state import RunState, resumed_metrics
-from megarl.supervision.run_monitor import RunMonitor
+from megarl.run.supervision.run_monitor import RunMonitor
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepSummary
 from megarl.tracking.tracker import Tracker

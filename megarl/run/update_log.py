@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.run_lock import require_lock
+from megarl.cluster.process.atomic_files import append_line, read_lines
 from megarl.config.limits import LimitConfig
 from megarl.errors import DataError
-from megarl.groups.group_stream import FinishedGroup
 from megarl.megatron.requests import TrainStats, UpdateGuardSpec
-from megarl.process.line_file import append_line, read_lines
-from megarl.rollout.journal.journal_folder import journal_folder
+from megarl.rollout.journal.journal import journal_folder
+from megarl.run.remote.group_stream import FinishedGroup
 from megarl.run.schedule_log import SUFFIX, list_files
 from megarl.run.step_limits import SKIPPED_METRICS
 

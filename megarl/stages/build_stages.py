@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.cluster.workers.group import Processes
 from megarl.config import DpoConfig, RmConfig, SftConfig, StageConfig
-from megarl.groups.build import build_dpo, build_trainer
-from megarl.groups.trainer_group import TrainerGroup
 from megarl.run.checkpointer import POLICY, Checkpointer
-from megarl.run.events import EventLog, MessageEvent
+from megarl.run.remote.build import build_dpo, build_trainer
+from megarl.run.remote.trainer_group import TrainerGroup
+from megarl.run.run_events import EventLog, MessageEvent
 from megarl.stages.dpo import DpoRun
-from megarl.stages.reward_model import RewardModelRun
-from megarl.stages.sft import SftRun
-from megarl.workers.group import Processes
+from megarl.stages.pairwise import RewardModelRun
+from megarl.stages.supervised import SftRun
 
 
 def make_sft(config: SftConfig, events: EventLog, processes: Processes, resume: Path | None = None) -> SftRun:

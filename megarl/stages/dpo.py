@@ -12,11 +12,11 @@ from megarl.batch.pack import PerToken
 from megarl.batch.trajectory import Trajectory
 from megarl.config import DpoConfig
 from megarl.data.sampler import PromptOrder, PromptSampler
-from megarl.groups.trainer_group import FrozenGroup, TrainerGroup
-from megarl.megatron.losses.preference import DpoLoss
+from megarl.losses.preference_loss import DpoLoss
 from megarl.megatron.requests import TrainRequest
 from megarl.run.checkpointer import Checkpointer
-from megarl.run.events import EventLog, PhaseEvent
+from megarl.run.remote.trainer_group import FrozenGroup, TrainerGroup
+from megarl.run.run_events import EventLog, PhaseEvent
 from megarl.stages.pairwise import PairRewards, PairwiseRun, flatten_pairs, iter_forward_requests, make_pair_request
 
 

@@ -12,19 +12,19 @@ from megarl.batch.pack import ColumnName, PerToken
 from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import require_lock
-from megarl.config import SupervisedStageConfig
+from megarl.cluster.process.torchrun_env import torchrun_world
+from megarl.cluster.workers.payload import LocalPayload
+from megarl.config import RmConfig, SupervisedStageConfig
 from megarl.data.preference_pairs import PreferencePair, load_preferences
 from megarl.data.tokenizer import load_tokenizer
 from megarl.functional import Denominators
-from megarl.groups.trainer_group import FrozenGroup, TrainerGroup
-from megarl.megatron.families.model_folder import read_hf_config
-from megarl.megatron.losses.preference import BradleyTerryLoss, DpoLoss
+from megarl.losses.preference_loss import BradleyTerryLoss, DpoLoss
+from megarl.megatron.families.load_architecture import read_hf_config
 from megarl.megatron.requests import ForwardRequest, MiniBatch, TrainRequest
-from megarl.process.torchrun_env import torchrun_world
 from megarl.run.checkpointer import Checkpointer
-from megarl.run.events import EventLog
+from megarl.run.remote.trainer_group import FrozenGroup, TrainerGroup
+from megarl.run.run_events import EventLog
 from megarl.stages.supervised import SupervisedRun
-from megarl.workers.payload import LocalPayload
 
 PairRewards = Sequence[tuple[float, float]]
 """Reward of the chosen and of the rejected answer of each pair; higher is better."""
@@ -165,3 +165,35 @@ def make_forward_request(answers: Sequence[Trajectory], max_tokens: int) -> Forw
         payloads=(LocalPayload(list(answers)),),
         max_tokens_per_micro_batch=max_tokens,
     )
+
+
+class RewardModelRun(PairwiseRun):
+    """Trains a value model whose last value scores how good (reward) or how harmful (cost) an answer is."""
+
+    def __init__(
+        self,
+        config: RmConfig,
+        events: EventLog,
+        trainer: TrainerGroup,
+        *,
+        checkpoints: Checkpointer | None = None,
+        resume: Path | None = None,
+    ) -> None:
+        """Arguments as for `SupervisedRun`."""
+        self._loss = BradleyTerryLoss(kind=config.rm.kind)
+        safety = config.rm.kind == "cost"
+        super().__init__(config, events, trainer, safety=safety, checkpoints=checkpoints, resume=resume)
+
+    @override
+    def make_train_request(self, rows: Sequence[int]) -> TrainRequest:
+        return make_pair_request([self.pairs[i] for i in rows], self._loss, max_tokens=self.max_tokens)
+
+    @override
+    def compute_held_out_rewards(self) -> PairRewards:
+        """Return the scores of the held-out pairs, negated for a cost model."""
+        sign = 1.0 if self._loss.kind == "reward" else -1.0
+        scores: list[float] = []
+        for chunk in iter_forward_requests(flatten_pairs(self.held_out), self.trainer, self.max_tokens):
+            found = self.trainer.scores(chunk)
+            scores += [sign * found[ref.key] for ref in chunk.samples]
+        return list(zip(scores[::2], scores[1::2], strict=True))

@@ -7,18 +7,26 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import override
 
-from megarl.config import SupervisedStageConfig
+from megarl.batch.sample_table import SampleRef
+from megarl.batch.trajectory import Trajectory
+from megarl.cluster.workers.group import WorkerFuture
+from megarl.cluster.workers.payload import LocalPayload
+from megarl.config import SftConfig, SupervisedStageConfig
+from megarl.data.preference_pairs import load_demonstrations
 from megarl.data.sampler import PromptOrder
-from megarl.groups.trainer_group import TrainerGroup
-from megarl.megatron.requests import TrainRequest, TrainStats
+from megarl.data.tokenizer import load_tokenizer
+from megarl.functional import Denominators
+from megarl.megatron.families.load_architecture import read_hf_config
+from megarl.megatron.requests import MiniBatch, TrainRequest, TrainStats
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
-from megarl.run.events import EventLog
+from megarl.run.remote.trainer_group import TrainerGroup
+from megarl.run.run_events import EventLog
 from megarl.run.run_state import RunState
 from megarl.run.stage_run import StageRun
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepSummary
-from megarl.workers.group import WorkerFuture
 
 STEPS_AHEAD = 2
 """Steps in flight at the trainer: it does not idle between steps, except for evaluations and checkpoints."""
@@ -126,3 +134,40 @@ class SupervisedRun(StageRun, ABC):
     def _is_step_shown(self) -> bool:
         every = max(1, self._stage_config.trainer.steps // 20)
         return self.step % every == 0 or self.step == self._stage_config.trainer.steps
+
+
+class SftRun(SupervisedRun):
+    """A supervised run on demonstrations, with one optimizer step per batch."""
+
+    def __init__(
+        self,
+        config: SftConfig,
+        events: EventLog,
+        trainer: TrainerGroup,
+        *,
+        checkpoints: Checkpointer | None = None,
+        resume: Path | None = None,
+    ) -> None:
+        """Arguments as for `SupervisedRun`."""
+        context = int(read_hf_config(Path(config.model.path))["max_position_embeddings"])
+        tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        self._config = config
+        self._rows = load_demonstrations(config.data, tokenizer, max_tokens=context)
+        super().__init__(config, events, trainer, num_rows=len(self._rows), checkpoints=checkpoints, resume=resume)
+
+    @override
+    def make_train_request(self, rows: Sequence[int]) -> TrainRequest:
+        return make_sft_request(self._config, [self._rows[i] for i in rows])
+
+
+def make_sft_request(config: SftConfig, rows: Sequence[Trajectory]) -> TrainRequest:
+    """Return the request for one optimizer step on `rows`."""
+    samples = tuple(SampleRef(payload=0, index=i, num_tokens=row.num_tokens) for i, row in enumerate(rows))
+    tokens = sum(int(row.loss_mask.sum()) for row in rows)
+    return TrainRequest(
+        mini_batches=(
+            MiniBatch(samples=samples, denominators=Denominators(num_tokens=tokens, num_sequences=len(rows))),
+        ),
+        payloads=(LocalPayload(list(rows)),),
+        max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
+    )

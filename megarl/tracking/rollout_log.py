@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from megarl.batch.trajectory import Trajectory
-from megarl.process.atomic_files import atomic_write
+from megarl.cluster.process.atomic_files import atomic_write
 from megarl.text import map_text, replace_surrogates
 
 SCHEMA = pa.schema(

@@ -23,9 +23,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from megarl.cluster.process.atomic_files import atomic_write
+from megarl.cluster.process.startup_trace import STARTED_VARIABLE, Interval, StartupTiming, process_creation_time
 from megarl.errors import ConfigError
-from megarl.process.atomic_files import atomic_write
-from megarl.process.startup_trace import STARTED_VARIABLE, Interval, StartupTiming, process_creation_time
 
 Kind = Literal["launch", "imports", "ray", "sglang", "megarl"]
 """An instant is assigned to the first kind that applies."""

@@ -18,25 +18,24 @@ import numpy as np
 from megarl.algorithms.registry import train
 from megarl.batch.sample_table import SampleKey, SampleRef
 from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.cluster.workers.payload import LocalPayload
 from megarl.config import RunConfig
 from megarl.config.trainer import OffloadConfig
-from megarl.data.run_prompts import RunPrompts
-from megarl.data.sampler import PromptOrder
-from megarl.groups.auxiliary_models import AuxiliaryModels
-from megarl.groups.estimation.estimate_job import EstimateJob
-from megarl.groups.group_stream import FinishedGroup
-from megarl.groups.sync_update import PushReport
+from megarl.data.sampler import PromptOrder, RunPrompts
+from megarl.engines.engine import Sampling
 from megarl.megatron.requests import ForwardRequest, TrainRequest, TrainStats
 from megarl.reshard.planning.strategy import SyncStats
-from megarl.rollout.engine import Sampling
+from megarl.rollout.estimation.estimate_job import EstimateJob
 from megarl.rollout.rollout_worker import GroupJob
-from megarl.run.events import EventLog, MessageEvent
+from megarl.run.remote.auxiliary_models import AuxiliaryModels
+from megarl.run.remote.group_stream import FinishedGroup
 from megarl.run.rl_run import RLRun
+from megarl.run.run_events import EventLog, MessageEvent
 from megarl.run.run_state import RunState
+from megarl.run.sync.sync_update import PushReport
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
-from megarl.workers.payload import LocalPayload
-from tests.groups.estimates import estimate_here
+from tests.rollout.estimates import estimate_here
 from tests.run.finished_groups import completion, finished_group, run_config
 
 

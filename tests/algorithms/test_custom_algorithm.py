@@ -21,7 +21,7 @@ from megarl.config.algorithms.algorithm import AlgorithmConfig
 from megarl.config.algorithms.group_baseline import GrpoConfig
 from megarl.errors import ConfigError
 from megarl.functional import Denominators, Sequences
-from megarl.megatron.losses.loss import LossBatch, TokenScores
+from megarl.losses.loss import LossBatch, TokenScores
 from megarl.megatron.requests import TrainRequest
 from tests.algorithms.scripted_run import FinishedRun, run_script
 from tests.algorithms.test_all_algorithms import columns_of

@@ -10,19 +10,18 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from megarl.algorithms.dapo import apply_overlong_penalty, differs_in
+from megarl.algorithms.grpo import apply_overlong_penalty, differs_in
+from megarl.algorithms.ppo import ConvergenceMonitor
 from megarl.algorithms.prime import has_useful_accuracy
-from megarl.algorithms.vapo import ConvergenceMonitor
-from megarl.config.algorithms.actor_critic import ValuePretrainingConfig
+from megarl.config.algorithms.actor_critic import PrimeConfig, ValuePretrainingConfig
 from megarl.config.algorithms.group_baseline import DapoConfig
-from megarl.config.algorithms.model_advantages import PrimeConfig
 from megarl.config.trainer import TrainerConfig
 from megarl.errors import DataError
-from megarl.megatron.losses.policy import PolicyLoss
-from megarl.megatron.losses.supervised import ImplicitPrmLoss, ValueLoss
+from megarl.losses.policy_loss import PolicyLoss
+from megarl.losses.supervised_loss import ImplicitPrmLoss, ValueLoss
 from megarl.megatron.requests import ProfileSpec, TrainRequest
-from megarl.run.events import EventLog
 from megarl.run.rollout_batch import RolloutBatch
+from megarl.run.run_events import EventLog
 from tests.algorithms.scripted_run import FinishedRun, run_script, token_values
 from tests.algorithms.test_all_algorithms import columns_of
 from tests.run.finished_groups import completion, finished_group, groups_with_rewards, run_config

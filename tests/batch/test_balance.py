@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megarl.batch.balance import QWEN2_5_7B, SequenceCost, fill_to_targets, plan_micro_batches
-from megarl.batch.whole_groups import MAX_IMBALANCE, _find_swap, plan_whole_groups
+from megarl.batch.balance import (
+    MAX_IMBALANCE,
+    QWEN2_5_7B,
+    SequenceCost,
+    _find_swap,
+    fill_to_targets,
+    plan_micro_batches,
+    plan_whole_groups,
+)
 
 SMALL = SequenceCost(matmul_parameters=400, attention_layers=2, attention_width=2)
 """Cost model whose attention costs as much as the rest at 200 tokens."""

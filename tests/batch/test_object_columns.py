@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from megarl.batch.object_columns import ObjectColumns
+from megarl.batch.packed_trajectories import ObjectColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ from megarl.config.load import make_config, read_tree
 from megarl.functional import gae
 from megarl.megatron.families.load_architecture import FAMILY_READERS
 from megarl.rollout.environments.environment import Task
-from megarl.schedule.policy import SchedulePolicy
+from megarl.run.schedule.settings import SchedulePolicy
 from tests.benchmarks.fake_reports import chaos_report, mismatch_report, schedule_report, start, timed_run
 
 

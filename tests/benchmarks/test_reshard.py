@@ -19,8 +19,8 @@ from benchmarks.reshard.content import Shard, content
 from benchmarks.reshard.megatron_limits import megatron_grids, require_megatron_core_support
 from benchmarks.reshard.show import COLUMNS, rows, summary_rows
 from benchmarks.reshard.synthetic import engine_layouts, synthetic_model
+from megarl.cli.tools.reshard_explain import make_scenario
 from megarl.errors import ConfigError
-from megarl.offline.reshard_explain import make_scenario
 from megarl.reshard.analysis.scenario import STRATEGIES
 from megarl.reshard.analysis.sync_report import RUN_ONLY_FIELDS, SyncReport, explain
 from tests.megatron.ranks import run_ranks

@@ -4,9 +4,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from megarl.checkpoint.manifest import CheckpointMetadata, ModelIdentity
+from megarl.checkpoint.manifest import CheckpointMetadata, ModelIdentity, hash_file
 from megarl.checkpoint.store import CheckpointStore, PendingCheckpoint
-from megarl.checkpoint.verify import hash_file
 
 METADATA = CheckpointMetadata(
     model=ModelIdentity(architecture="Qwen3ForCausalLM", config={"hidden_size": 128}),

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from benchmarks.reshard.published import QWEN3_8B
+from megarl.cli.tools.memory_report import find_memory_problems, report_memory
 from megarl.config import RunConfig, load_config
-from megarl.device_memory.gpus import GIB, gpu_memory
 from megarl.megatron import attention_kernels
 from megarl.megatron.families.load_architecture import load_architecture
-from megarl.offline.memory_report import find_memory_problems, report_memory
+from megarl.run.memory.gpus import GIB, gpu_memory
 from tests.cli.tiny_run import ROWS, write_config, write_rows, write_tiny_run
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from megarl.checkpoint.manifest import hash_file
 from megarl.checkpoint.run_lock import RunLock
 from megarl.checkpoint.store import CheckpointStore
-from megarl.checkpoint.verify import hash_file
 from megarl.config import RunConfig, dump_config
 from megarl.config.load import make_config
 from tests.checkpoint.run_folder import METADATA, write_files
@@ -23,7 +23,7 @@ FILE = "policy/__0_0.distcp"
 def run_dir(tmp_path, monkeypatch) -> Path:
     """Relative path of a run folder with checkpoints of steps 20 to 80; the run keeps the latest and every 40th."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megarl.checkpoint.verify.REPORT_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr("megarl.checkpoint.manifest.REPORT_SECONDS", HANG_SECONDS)
     folder = Path("runs/demo")
     tree: dict[str, Any] = {"run_dir": str(folder), "model": {"path": "m"}, "data": {"path": "d.jsonl"}}
     config = dump_config(make_config(RunConfig, tree, ["checkpoint.keep_last=1", "checkpoint.keep_every=40"]))
@@ -218,7 +218,7 @@ def test_a_checkpoint_removed_during_verify_is_not_reported_as_damaged(run_dir, 
 
 
 def test_verify_prints_progress(run_dir, run, monkeypatch):
-    monkeypatch.setattr("megarl.checkpoint.verify.REPORT_SECONDS", 0.0)
+    monkeypatch.setattr("megarl.checkpoint.manifest.REPORT_SECONDS", 0.0)
     code, _, err = run("checkpoint", "verify", run_dir, "20")
     printed = "comparing step-000020 with its checksums: 0.0 GiB read"
     assert (code, err.splitlines()) == (0, ["reading step-000020", *[printed] * 4])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.cli.output import print_error
+from megarl.cli.options import print_error
 from megarl.config import RunConfig, SftConfig
 from megarl.controller import run_stage as driver
 from megarl.errors import ConfigError, EarlyStop, LimitError, MegarlError, WorkerError

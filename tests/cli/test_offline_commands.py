@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from megarl.cli.main import main
 from megarl.cli.score import ScoreProgressBar
+from megarl.cli.tools import model_conversion
+from megarl.cli.tools.model_conversion import plan_export, plan_import
+from megarl.cli.tools.token_scoring import ScoreProgress
 from megarl.config import ConvertConfig, make_convert_config, make_score_config
 from megarl.data.token_file import TokenCount
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.checkpoint.checkpoint_files import find_weights
 from megarl.megatron.convert_worker import ConvertWorker
-from megarl.offline import model_conversion
-from megarl.offline.model_conversion import plan_export, plan_import
-from megarl.offline.token_scoring import ScoreProgress
 from tests.cli.tiny_run import write_rows
 from tests.megatron.fidelity.models import CONFIGS, build
 from tests.model_files.quantized import quantize_folder

@@ -23,16 +23,16 @@ from megarl.config import RunConfig
 from megarl.config.load import make_config
 from megarl.data.chat_template import ChatTemplateError, apply_chat_template
 from megarl.data.tokenizer import load_tokenizer
+from megarl.engines.engine_spec import EngineSpec, make_engine_spec
+from megarl.engines.sglang.server_args import make_engine_arguments
+from megarl.engines.sglang.weight_layout.offline_trace import trace_layouts
 from megarl.errors import ConfigError, DataError
-from megarl.rollout.engine_spec import EngineSpec, make_engine_spec
-from megarl.rollout.sglang.server_args import make_engine_arguments
-from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts
 from tests.cli.tiny_run import write_config, write_tiny_run
+from tests.engines.engine_server import ForkedProcess
+from tests.engines.remote import engine_variables, fork_traces, server_address
+from tests.engines.sglang.weight_layout.test_offline_trace import LATENT
 from tests.model_files.hostile_code import add_code, mark_of
-from tests.rollout.engine_server import ForkedProcess
 from tests.rollout.environments.chat_templates import DAY
-from tests.rollout.remote import engine_variables, fork_traces, server_address
-from tests.rollout.sglang.weight_layout.test_offline_trace import LATENT
 from tests.time_limits import HANG_SECONDS
 
 ROOT = Path(megarl.__file__).parents[1]
@@ -219,8 +219,8 @@ def test_engines_of_kimi_k2_need_no_code(tmp_path: Path, monkeypatch: pytest.Mon
 
 def build_unknown_model(model: str, known_model: str, error: str) -> None:
     """Build the model as an engine would, and write the error; runs where SGLang can be imported."""
-    from megarl.rollout.sglang.model_modules import skip_other_models
-    from megarl.rollout.sglang.weight_layout.trace_child import build_model
+    from megarl.engines.sglang.scheduler_process import skip_other_models
+    from megarl.engines.sglang.weight_layout.trace_child import build_model
 
     skip_other_models(known_model)  # importing all takes seconds
     try:

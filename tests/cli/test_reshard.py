@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from benchmarks.reshard.synthetic import engine_layouts
+from megarl.engines.sglang.weight_layout import offline_trace
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.model_files.block_fp8 import is_quantized, scale_shape
 from megarl.reshard.analysis import forecast
 from megarl.reshard.analysis.nccl_progress import Stall
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.quantized_layout import quantize_layout
-from megarl.rollout.sglang.weight_layout import offline_trace
+from tests.engines.remote import fork_traces
 from tests.megatron.families.outside import MISTRAL_PATH
 from tests.megatron.fidelity.models import CONFIGS
 from tests.model_files.quantized import QUANTIZATION
-from tests.rollout.remote import fork_traces
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

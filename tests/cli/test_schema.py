@@ -11,10 +11,9 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
+from megarl.cli.tools.config_reference import make_reference, make_schema
 from megarl.config import STAGES
 from megarl.config.load import read_tree
-from megarl.offline.config_reference import make_reference
-from megarl.offline.config_schema import make_schema
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted([*ROOT.glob("yaml/**/*.yaml"), *ROOT.glob("examples/*/*.yaml")])

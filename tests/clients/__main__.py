@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megarl.batch.trajectory import Trajectory
-from megarl.rollout.engine import Generation, GenerationRequest
+from megarl.engines.engine import Generation, GenerationRequest
 from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
 from tests.rollout.gateway.scripted import SeededEngine, make_agent, make_prompt, run_groups
 from tests.time_limits import UNREACHED_SECONDS

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from megarl.config import engine_options, megatron_fields
+from megarl.config import engine_options, megatron
 from megarl.config.engine_options import ALLOWED_OPTIONS, ALLOWED_VALUES, NUMERIC_OPTIONS, OWN_KEYS, REFUSED_OPTIONS
-from megarl.config.megatron import find_field_problems
-from megarl.config.megatron_fields import ALLOWED, CLASS_OF, NEEDS_TE, NEEDS_TE_LAYERS, REFUSED
+from megarl.config.megatron import ALLOWED, CLASS_OF, NEEDS_TE, NEEDS_TE_LAYERS, REFUSED, find_field_problems
 from tests.config.runs import error_message, has_parts, make_run
 
 SOURCES = {
@@ -63,14 +62,14 @@ def read_fields(part: str) -> dict[str, str]:
 
 def test_the_tables_are_those_of_the_installed_versions() -> None:
     assert distribution("sglang").version == engine_options.SGLANG_VERSION
-    assert distribution("megatron-core").version == megatron_fields.MEGATRON_VERSION
+    assert distribution("megatron-core").version == megatron.MEGATRON_VERSION
 
 
 @pytest.mark.parametrize("part", COUNTS)
 def test_every_field_is_in_exactly_one_table_and_tables_name_nothing_else(part: Any) -> None:
     fields = read_fields(part)
     assert len(fields) == COUNTS[part]
-    classify = engine_options.classify if part == "sglang" else partial(megatron_fields.classify, part)
+    classify = engine_options.classify if part == "sglang" else partial(megatron.classify, part)
     assert {name: entries for name in fields if len(entries := classify(name)) != 1} == {}
     accepted = [*ALLOWED_OPTIONS, *OWN_KEYS] if part == "sglang" else ALLOWED[part]
     refusals = REFUSED_OPTIONS if part == "sglang" else REFUSED[part]

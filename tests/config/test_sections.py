@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from megarl.config import RunConfig, SftConfig, dump_config, load_config
+from megarl.config.commands import ScoreConfig
 from megarl.config.limits import AUTO_LIMITS, LimitConfig, LimitsConfig
 from megarl.config.load import make_config
 from megarl.config.paths import data_paths, model_paths
 from megarl.config.rollout import SglangConfig
-from megarl.config.score import ScoreConfig
 from megarl.config.section import Section
 from megarl.data.sampler import PromptOrder
 from megarl.errors import ConfigError
-from megarl.schedule.policy import Late, SchedulePolicy, Update
+from megarl.run.schedule.settings import Late, SchedulePolicy, Update
 from tests.config.runs import error_message, flow, has_parts, make_run
 
 

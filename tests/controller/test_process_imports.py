@@ -22,10 +22,10 @@ def test_heavy_modules_are_imported_late():
         # it imports torch once all other processes are requested, and transformers to read the prompts
         "import megarl.controller.recovery",
         # a rollout worker until it loads the tokenizer; torch only for the estimates, after the first completions
-        "import megarl.groups.rollout_actor",
-        "import megarl.workers.worker_host, megarl.megatron.trainer_worker",  # a trainer rank until it is built
+        "import megarl.run.remote.rollout_actor",
+        "import megarl.cluster.workers.worker_host, megarl.megatron.trainer_worker",  # a trainer rank until it is built
     )
-    engine_host = "import megarl.rollout.sglang.sglang_engine"
+    engine_host = "import megarl.engines.sglang.sglang_engine"
     *before, of_engine_host = heavy_modules(*light, engine_host)
     assert {statement: found for statement, found in zip(light, before, strict=True) if found} == {}
     assert of_engine_host <= {"torch"}

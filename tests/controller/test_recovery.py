@@ -12,11 +12,11 @@ from unittest.mock import Mock
 import pytest
 
 from megarl import errors
+from megarl.cluster.placement.pool import Slot, SlotPool
 from megarl.controller import assembly, recovery
 from megarl.controller.assembly import RunAssembly
 from megarl.controller.recovery import train_with_recovery
-from megarl.placement.pool import Slot, SlotPool
-from megarl.run.events import EventLog, MessageEvent
+from megarl.run.run_events import EventLog, MessageEvent
 from megarl.tracking.startup import Startup
 from tests.run.finished_groups import run_config
 from tests.time_limits import UNREACHED_SECONDS

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint.manifest import CheckpointMetadata, Manifest
+from megarl.checkpoint.manifest import CheckpointMetadata, Manifest, hash_file
 from megarl.checkpoint.store import CheckpointStore
-from megarl.checkpoint.verify import hash_file
 from megarl.config import RunConfig, SftConfig, StageConfig, dump_config
 from megarl.controller.resume import ResumePlan, latest_valid, plan_resume
 from megarl.controller.run_stage import RUN_ARTIFACTS
@@ -217,7 +216,7 @@ def test_a_journal_of_the_previous_format_is_refused(tmp_path, steps):
 
 def test_a_long_verification_reports_its_progress(tmp_path, monkeypatch):
     config = save(make_config(tmp_path), 2)
-    monkeypatch.setattr("megarl.checkpoint.verify.REPORT_SECONDS", 0.0)
+    monkeypatch.setattr("megarl.checkpoint.manifest.REPORT_SECONDS", 0.0)
     for which in ("auto", "2"):
         _, messages = find(config, which)
         assert messages == ["comparing step-000002 with its checksums: 0.0 GiB read"] * 3

@@ -14,20 +14,20 @@ import pytest
 
 from megarl.checkpoint import run_lock
 from megarl.checkpoint.run_lock import LOCK_TIMEOUT_SECONDS, RunLock, require_lock
+from megarl.cluster.process.torchrun_env import TorchrunWorld
+from megarl.cluster.workers.failures import run_abort_check
 from megarl.config import SftConfig
 from megarl.config.load import make_config
 from megarl.config.placement import PlacementConfig
-from megarl.controller import actor, detached, run_stage, torchrun_ranks
+from megarl.controller import actor, detached, run_stage, spmd_stage
 from megarl.controller.actor import Controller
 from megarl.controller.detached import acquire_when_free
 from megarl.controller.ray_session import discarded_native_stderr
-from megarl.controller.replay_stage import ReplayReport
+from megarl.controller.replay import ReplayReport
 from megarl.controller.run_stage import _start_controller, begin_run, follow
 from megarl.errors import ConfigError, LostLockError, MegarlError
-from megarl.process.torchrun_env import TorchrunWorld
-from megarl.run.events import EventLog, MessageEvent
+from megarl.run.run_events import EventLog, MessageEvent
 from megarl.tracking.startup import Startup
-from megarl.workers.failures import run_abort_check
 from tests.checkpoint.run_folder import take_over
 from tests.run.finished_groups import run_config
 from tests.time_limits import HANG_SECONDS
@@ -112,7 +112,7 @@ def test_stop_lets_the_thread_of_the_stage_close_what_it_uses(monkeypatch):
         except MegarlError as error:
             errors.append(error)
 
-    monkeypatch.setattr("megarl.groups.build.build_evaluation", wait_for_engines)
+    monkeypatch.setattr("megarl.run.remote.build.build_evaluation", wait_for_engines)
     controller = Controller(Startup(0.0), 0.0)
     stage = threading.Thread(target=evaluate)
     stage.start()
@@ -163,11 +163,11 @@ WORLD = TorchrunWorld(rank=0, size=8, local_rank=0, local_size=4)
     [("auto", 0, "cpu"), ("auto", 3, "cpu"), ("auto", 4, "cuda"), ("cpu", 4, "cpu"), ("cuda", 5, "cuda")],
 )
 def test_ranks_use_gpus_if_there_is_one_for_each(device, gpus, chosen, monkeypatch):
-    monkeypatch.setattr(torchrun_ranks, "visible_gpu_names", lambda: ["a GPU"] * gpus)
-    assert torchrun_ranks.choose_device(PlacementConfig(device=device), WORLD) == chosen
+    monkeypatch.setattr(spmd_stage, "visible_gpu_names", lambda: ["a GPU"] * gpus)
+    assert spmd_stage.choose_device(PlacementConfig(device=device), WORLD) == chosen
 
 
 def test_requested_gpus_must_exist(monkeypatch):
-    monkeypatch.setattr(torchrun_ranks, "visible_gpu_names", lambda: ["a GPU"] * 3)
+    monkeypatch.setattr(spmd_stage, "visible_gpu_names", lambda: ["a GPU"] * 3)
     with pytest.raises(ConfigError, match=r"^placement\.device: cuda needs a GPU for each of torchrun's 4 ranks .* 3$"):
-        torchrun_ranks.choose_device(PlacementConfig(device="cuda"), WORLD)
+        spmd_stage.choose_device(PlacementConfig(device="cuda"), WORLD)

@@ -17,13 +17,12 @@ from megarl.config import data as data_config
 from megarl.config.load import make_config
 from megarl.controller.actor import Controller
 from megarl.controller.run_stage import prepare_folder, resolve_and_check, run_stage
-from megarl.data.demonstrations import load_demonstrations
-from megarl.data.preference_pairs import load_preferences
+from megarl.data.preference_pairs import load_demonstrations, load_preferences
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError
-from megarl.groups.build import read_prompts
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.journal.journal import FinishedJob, Journal, open_journal
+from megarl.run.remote.build import read_prompts
 from tests.cli.tiny_run import write_rows, write_tiny_run
 from tests.rollout.environments.chat_templates import APPEND
 from tests.rollout.journal.test_journal import finished_group

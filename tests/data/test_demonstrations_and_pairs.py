@@ -11,8 +11,7 @@ import pytest
 
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config.data import DataConfig
-from megarl.data.demonstrations import load_demonstrations
-from megarl.data.preference_pairs import load_preferences
+from megarl.data.preference_pairs import load_demonstrations, load_preferences
 from megarl.data.prompts import load_prompts
 from megarl.errors import DataError
 from tests.data.conftest import Jsonl, Tokenizer

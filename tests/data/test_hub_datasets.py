@@ -12,8 +12,7 @@ import pytest
 
 from megarl.config import SftConfig, dump_config
 from megarl.controller.resume import recorded_inputs
-from megarl.data.hub_datasets import with_local_data
-from megarl.data.rows import read_rows
+from megarl.data.rows import read_rows, with_local_data
 from megarl.errors import ConfigError
 from tests.model_files.fake_hub import FakeHub, hub_of_this_process
 from tests.run.finished_groups import run_config

@@ -21,7 +21,7 @@ from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.data.token_file import TokenFile
 from megarl.data.tokenizer import TOKENIZER_CLASSES, load_tokenizer
 from megarl.errors import DataError
-from megarl.model_files.companions import copy_companions
+from megarl.model_files.model_config import copy_companions
 from megarl.rollout.environments.conversation import require_chat_template
 from tests.rollout.environments.chat_templates import DAY
 

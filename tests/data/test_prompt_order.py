@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megarl.config import RunConfig
-from megarl.data.mixture import MAX_PERIOD, MixtureOrder
-from megarl.data.run_prompts import load_run_prompts
-from megarl.data.sampler import PromptOrder, PromptSampler, SamplerState
+from megarl.data.sampler import MAX_PERIOD, MixtureOrder, PromptOrder, PromptSampler, SamplerState, load_run_prompts
 from megarl.errors import DataError
 from tests.data.conftest import Tokenizer
 from tests.run.finished_groups import run_config

@@ -19,9 +19,8 @@ import pytest
 from megarl.batch.trajectory import Prompt
 from megarl.config.data import DataConfig
 from megarl.data import prompts
-from megarl.data.progress_bar import track
-from megarl.data.prompts import load_prompts
-from megarl.data.stored_prompts import StoredPrompts
+from megarl.data.prompts import StoredPrompts, load_prompts
+from megarl.data.rows import track
 from megarl.errors import AgentError, ConfigError, DataError
 from megarl.rollout.environments.conversation import ChatRenderer
 from tests.data.conftest import Jsonl, Tokenizer, read_jsonl

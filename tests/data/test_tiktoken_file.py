@@ -16,10 +16,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from megarl.data.tiktoken_file import PATTERN, read_ranks
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import PATTERN, load_tokenizer, read_ranks
+from megarl.engines.engine_spec import read_stop_token_ids
 from megarl.errors import DataError
-from megarl.rollout.engine_spec import read_stop_token_ids
 from megarl.rollout.environments.conversation import ChatRenderer
 from tests.rollout.environments.chat_templates import DAY
 

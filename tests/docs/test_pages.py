@@ -25,8 +25,8 @@ from megarl.config.algorithms.presets import PRESETS
 from megarl.config.load import make_config
 from megarl.config.placement import AUXILIARY_ROLES
 from megarl.config.reward import RewardConfig
+from megarl.controller.preflight.run_checks import check_run
 from megarl.data.tiny_checkpoint import write_tiny_model
-from megarl.preflight.run_checks import check_run
 from megarl.reward.python_function import load_reward
 from megarl.rollout.agents.episode import Episode
 from tests.algorithms.scripted_run import run_script

@@ -20,34 +20,33 @@ from torch import Tensor
 
 from megarl.algorithms.registry import train as train_algorithm
 from megarl.batch.trajectory import Prompt
+from megarl.cluster.placement.pool import SlotPool, reserve, reserve_pools
+from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.cluster.workers.group import WorkerGroup, WorkerProcesses, by_node
 from megarl.config import RunConfig
 from megarl.config.algorithms.policy import ClippedPolicyConfig
 from megarl.config.placement import MAIN_POOL, PlacementConfig
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
-from megarl.groups.auxiliary_models import AuxiliaryModels
-from megarl.groups.build import read_prompts, start_engines, trainer_spec
-from megarl.groups.engine_group import EngineGroup
-from megarl.groups.engine_weights import EngineWeights
-from megarl.groups.group_stream import FinishedGroup
-from megarl.groups.rollout_group import RolloutGroup
-from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group, rank_environment
-from megarl.groups.weight_sync import WeightSync
-from megarl.megatron.losses.policy import ClippedLoss, PolicyLoss
+from megarl.engines.engine import EngineUpdate, Sampling
+from megarl.losses.policy_loss import ClippedLoss, PolicyLoss
 from megarl.megatron.requests import TrainStats
-from megarl.placement.pool import SlotPool, reserve, reserve_pools
-from megarl.placement.rank_grid import RankGrid
-from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec
-from megarl.reshard.transfer.sync_store import open_store
-from megarl.rollout.engine import EngineUpdate, Sampling
-from megarl.run.events import EventLog
+from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, open_store
+from megarl.run.remote.auxiliary_models import AuxiliaryModels
+from megarl.run.remote.build import read_prompts, start_engines, trainer_spec
+from megarl.run.remote.engine_group import EngineGroup
+from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import RolloutGroup
+from megarl.run.remote.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group, rank_environment
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
+from megarl.run.run_events import EventLog
+from megarl.run.sync.engine_weights import EngineWeights
+from megarl.run.sync.weight_sync import WeightSync
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
-from megarl.workers.group import WorkerGroup, WorkerProcesses, by_node
 from tests.end_to_end.tiny_world import run_tree
-from tests.rollout.remote import begin_and_load
+from tests.engines.remote import begin_and_load
 from tests.time_limits import HANG_SECONDS
 
 SMALL_BUCKETS = {"weight_sync": {"strategy": "gather_hf", "bucket_bytes": 60_000}}
@@ -68,7 +67,7 @@ class SharedRanks(WorkerProcesses):
 
     def __init__(self) -> None:
         pool = reserve(PlacementConfig(slots_per_node=2))
-        with patch("megarl.workers.group.ranks_by_relay", by_node):
+        with patch("megarl.cluster.workers.group.ranks_by_relay", by_node):
             super().__init__("trainer", pool, rank_environment(pool.device, pool.gpus))
         self._numbers = itertools.count()
 

@@ -109,12 +109,12 @@ def run_here(ranks: SharedRanks, monkeypatch: pytest.MonkeyPatch) -> RunCommand:
     The command neither starts a cluster nor an actor for its controller.
     """
     from megarl.cli.main import main
+    from megarl.cli.tools import model_conversion, token_scoring
+    from megarl.cluster.workers.group import WorkerGroup
     from megarl.config.placement import MAIN_POOL
     from megarl.controller import ray_session, replay, run_stage
     from megarl.controller.actor import Controller
-    from megarl.groups import build
-    from megarl.offline import model_conversion, token_scoring
-    from megarl.workers.group import WorkerGroup
+    from megarl.run.remote import build
 
     def run_on_cluster(config: Any, method: Any, arguments: Any, startup: Any, *, detach: bool) -> Any:
         return method(Controller(startup, time.time()), *arguments)

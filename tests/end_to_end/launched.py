@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from megarl.process.prctl import set_parent_death_signal
+from megarl.cluster.process.child_processes import set_parent_death_signal
 from tests.time_limits import HANG_SECONDS, wait_until
 
 MARKER = "MEGARL_TEST_RUN"

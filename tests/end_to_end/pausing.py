@@ -6,8 +6,8 @@ from pathlib import Path
 from megarl import algorithms as rl
 from megarl.algorithms.grpo import Grpo
 from megarl.batch.trajectory import Prompt
+from megarl.cluster.workers.failures import pause
 from megarl.config.algorithms.group_baseline import GrpoConfig
-from megarl.workers.failures import pause
 
 
 def pause_file(run_dir: str | Path, step: int) -> Path:

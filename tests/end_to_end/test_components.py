@@ -14,19 +14,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.algorithms.reinforce import reinforce_estimates
-from megarl.config.algorithms.reinforce_family import ReinforcePlusPlusConfig
+from megarl.config.algorithms.group_baseline import ReinforcePlusPlusConfig
+from megarl.engines.engine import Sampling
 from megarl.errors import RewardError, WorkerError
-from megarl.groups.build import trainer_spec
-from megarl.groups.estimation import estimate_job
-from megarl.groups.rollout_group import RolloutGroup
-from megarl.groups.trainer_group import make_trainer_group
-from megarl.groups.weight_sync import WeightSync
-from megarl.megatron.token_column import merge_column
-from megarl.rollout.engine import Sampling
+from megarl.megatron.training.samples import merge_column
+from megarl.rollout.estimation import estimate_job
+from megarl.run.remote.build import trainer_spec
+from megarl.run.remote.rollout_group import RolloutGroup
+from megarl.run.remote.trainer_group import make_trainer_group
+from megarl.run.sync.weight_sync import WeightSync
 from tests.end_to_end.components import Components, make_config, started
 from tests.end_to_end.launched import MISMATCH, list_steps
 from tests.end_to_end.tiny_world import PATIENCE
-from tests.groups.estimates import assert_same_bits, estimate_here, make_job
+from tests.rollout.estimates import assert_same_bits, estimate_here, make_job
 from tests.time_limits import HANG_SECONDS
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -14,12 +14,12 @@ import ray
 
 from megarl.config import RunConfig
 from megarl.errors import MegarlError, WeightSyncError, WorkerError
-from megarl.groups.sync_connections import make_transfer_spec
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.reshard.layout.sampled_boxes import SampledBox
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.transfer.sample_digests import PartDigests
+from megarl.run.sync.sync_connections import make_transfer_spec
 from tests.end_to_end.components import Components, engine_host, started
 from tests.end_to_end.launched import MISMATCH
 from tests.end_to_end.test_components import differing

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megarl.placement.hardware import visible_gpu_names
+from megarl.cluster.placement.hardware import visible_gpu_names
 from tests.end_to_end.conftest import Launch
 from tests.end_to_end.launched import LaunchedCommand, process_title
 from tests.end_to_end.pausing import pause_file

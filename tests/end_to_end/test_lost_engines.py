@@ -17,10 +17,10 @@ import ray
 
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
-from megarl.groups.group_stream import FinishedGroup
-from megarl.rollout.engine import Sampling
+from megarl.engines.engine import Sampling
 from megarl.rollout.rollout_worker import RetryCounts
-from megarl.supervision.restart_budget import RestartBudget
+from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.supervision.restart_budget import RestartBudget
 from tests.end_to_end.components import SMALL_BUCKETS, Components, SharedRanks, engine_host, started
 from tests.end_to_end.launched import has_ended
 from tests.end_to_end.test_components import differing

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config import make_score_config
-from megarl.groups import build
+from megarl.run.remote import build
 from tests.end_to_end.launched import RAY_AGENTS
 from tests.end_to_end.tiny_world import NUM_HELD_OUT, write_run
 from tests.megatron.families.outside import STORY_PATH, write_story

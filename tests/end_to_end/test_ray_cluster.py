@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.process.ports import find_unused_port
+from megarl.cluster.process.ports import find_unused_port
 from tests.end_to_end.conftest import Launch
 from tests.end_to_end.launched import LaunchedCommand, process_title, run_program
 from tests.end_to_end.tiny_world import run_tree, write_run

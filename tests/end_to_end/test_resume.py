@@ -17,7 +17,7 @@ from tests.end_to_end.conftest import FinishedRun, Launch
 from tests.end_to_end.launched import RAY_AGENTS, LaunchedCommand, list_steps, process_title
 from tests.end_to_end.pausing import pause_file
 from tests.end_to_end.tiny_world import EVERY, LR, STEPS, write_run
-from tests.rollout.sglang.test_scheduler_process import assert_waited_before_allocating
+from tests.engines.sglang.test_scheduler_process import assert_waited_before_allocating
 from tests.time_limits import wait_until
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megarl.cli.main import main
 from megarl.config import SftConfig
 from megarl.errors import DataError
-from megarl.groups.trainer_group import TrainerGroup
-from megarl.run.events import EventLog
+from megarl.run.remote.trainer_group import TrainerGroup
+from megarl.run.run_events import EventLog
 
 
 class Failing:
@@ -33,9 +33,9 @@ class Failing:
 
 
 if __name__ == "__main__":
-    import megarl.stages.sft
+    import megarl.stages.supervised
 
-    module: Any = megarl.stages.sft
+    module: Any = megarl.stages.supervised
     Failing.how = sys.argv.pop()
     module.SftRun = Failing
     sys.exit(main())

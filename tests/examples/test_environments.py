@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from megarl.batch.trajectory import Prompt
-from megarl.config.import_path import load_object
+from megarl.config.section import load_object
 from megarl.data.tiny_checkpoint import CHAT_TEMPLATE
 from megarl.rollout.environments.environment import Task
 from megarl.rollout.gateway.reply_parser import ParsedReply, SglangParser

@@ -17,7 +17,7 @@ from megarl.cli.main import main
 from megarl.config import STAGES, load_config
 from megarl.config.tracking import TrackingConfig
 from megarl.data.tiny_checkpoint import train_tokenizer
-from megarl.megatron.families.model_folder import load_architecture_from_folder
+from megarl.megatron.families.load_architecture import load_architecture_from_folder
 from megarl.model_files.header import encode_header
 from megarl.tracking.tracker import Tracker
 from tests.gsm8k import OWN_ROWS, PUBLISHED, needs_published

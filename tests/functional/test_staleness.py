@@ -24,8 +24,8 @@ from megarl.batch.trajectory import Trajectory
 from megarl.config.algorithms.group_baseline import GrpoConfig
 from megarl.config.algorithms.policy import DecoupledConfig, RolloutIsConfig
 from megarl.functional import Denominators, Sequences
-from megarl.megatron.losses.loss import LossBatch, TokenScores
-from megarl.megatron.losses.policy import ClippedLoss, PolicyLoss
+from megarl.losses.loss import LossBatch, TokenScores
+from megarl.losses.policy_loss import ClippedLoss, PolicyLoss
 from megarl.megatron.requests import VersionRange
 from megarl.megatron.training.samples import StepSamples
 from tests.megatron.fidelity.measure import as_trajectory

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.config.megatron import MegatronConfig
 from megarl.config.trainer import OffloadConfig, OptimizerConfig
-from megarl.device_memory.training_state import ElementBytes, library_caches
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
-from megarl.megatron.families.pipeline_stages import EVEN
+from megarl.megatron.families.trainer_layouts import EVEN
 from megarl.megatron.request_split import split_by_dp
 from megarl.megatron.requests import ProfileSpec
 from megarl.megatron.trainer_worker import TrainerWorker
-from megarl.placement.rank_grid import RankGrid
+from megarl.run.memory.training_memory import ElementBytes, library_caches
 from tests.megatron.checkpoint.test_training_state import differences, full_state, save
 from tests.megatron.conftest import save_model
 from tests.megatron.fidelity.measure import _on_rank, measure, nll_request, worst_gradient

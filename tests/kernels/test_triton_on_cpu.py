@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.rollout.sglang.engine_environment import make_engine_environment
+from megarl.engines.sglang.engine_environment import make_engine_environment
 from megarl_kernels import backend
 from tests.time_limits import HANG_SECONDS
 

@@ -73,16 +73,16 @@ MUTANTS = (
     ),
     # schedules
     Mutant(
-        "megarl/schedule/deadline_queue.py",
+        "megarl/run/schedule/deadline_queue.py",
         "if num_due > max(0, deadline - step) * self._groups_per_step:",
         "if num_due > max(0, deadline - step + 1) * self._groups_per_step:",
-        "tests/schedule",
+        "tests/run/schedule",
     ),
     Mutant(
-        "megarl/schedule/deadline_queue.py",
+        "megarl/run/schedule/deadline_queue.py",
         "insort(bucket.finished, ordinal)",
         "bucket.finished.append(ordinal)",
-        "tests/schedule",
+        "tests/run/schedule",
     ),
     # planning and moving weights
     Mutant(
@@ -95,7 +95,7 @@ MUTANTS = (
         "megarl/reshard/transfer/commit_decision.py",
         "while self._add_nothing(_RECEIVED) < self._spec.size:",
         "while self._add_nothing(_RECEIVED) < self._spec.size - 1:",
-        "tests/reshard/transfer tests/groups tests/rollout/sglang/weight_update/test_update_session.py",
+        "tests/reshard/transfer tests/run/remote tests/engines/sglang/weight_update/test_update_session.py",
     ),
     Mutant("megarl/reshard/planning/rounds.py", "ALIGNMENT = 16", "ALIGNMENT = 2", "tests/reshard"),
     Mutant(
@@ -106,7 +106,7 @@ MUTANTS = (
     ),
     # trainer ranks
     Mutant(
-        "megarl/megatron/losses/loss.py",
+        "megarl/losses/loss.py",
         "values_S.sum() / (self.denominators.num_sequences * self.cp_size)",
         "values_S.sum() / self.denominators.num_sequences",
         "tests/megatron/training/test_loss.py",
@@ -119,16 +119,16 @@ MUTANTS = (
     ),
     # rollouts
     Mutant(
-        "megarl/rollout/continuation.py",
+        "megarl/engines/batching_engine.py",
         "sampling=replace(request.sampling, max_new_tokens=left)",
         "sampling=request.sampling",
-        "tests/rollout/test_rollout_worker.py tests/rollout/sglang/test_sglang_engine.py",
+        "tests/rollout/test_rollout_worker.py tests/engines/sglang/test_sglang_engine.py",
     ),
     Mutant(
-        "megarl/rollout/continuation.py",
+        "megarl/engines/batching_engine.py",
         "policy_versions=np.concatenate([part.policy_versions, rest.policy_versions])",
         "policy_versions=np.concatenate([part.policy_versions, rest.policy_versions])[::-1]",
-        "tests/rollout/test_rollout_worker.py tests/rollout/sglang/test_sglang_engine.py",
+        "tests/rollout/test_rollout_worker.py tests/engines/sglang/test_sglang_engine.py",
     ),
     Mutant(
         "megarl/rollout/journal/journal.py",
@@ -143,9 +143,9 @@ MUTANTS = (
         "tests/rollout/journal",
     ),
     # rewards
-    Mutant("megarl/reward/rules.py", "float(finished and text.endswith", "float(text.endswith", "tests/reward"),
+    Mutant("megarl/reward/terms.py", "float(finished and text.endswith", "float(text.endswith", "tests/reward"),
     Mutant(
-        "megarl/reward/answer_extraction.py",
+        "megarl/reward/math_equivalence.py",
         "if boxed > marked:",
         "if boxed >= 0:",
         "tests/reward",
@@ -158,20 +158,20 @@ MUTANTS = (
         "tests/data",
     ),
     Mutant(
-        "megarl/data/mixture.py",
+        "megarl/data/sampler.py",
         "before = period * self._weights[source] + int(self._ranks[position])",
         "before = period + int(self._ranks[position])",
         "tests/data",
     ),
     # checkpoints
     Mutant(
-        "megarl/checkpoint/verify.py",
+        "megarl/checkpoint/manifest.py",
         "if found.sha256 == record.sha256:",
         "if found.bytes == record.bytes:",
         "tests/checkpoint",
     ),
     Mutant(
-        "megarl/checkpoint/retention.py",
+        "megarl/checkpoint/store.py",
         "steps = sorted(candidates)",
         "steps = list(candidates)",
         "tests/checkpoint tests/run",
@@ -181,30 +181,30 @@ MUTANTS = (
         "megarl/run/step_limits.py", "if self.skips_in_a_row > most:", "if self.skips_in_a_row >= most:", "tests/run"
     ),
     Mutant(
-        "megarl/run/difficulty.py",
+        "megarl/run/sampling_run.py",
         "                self.solved.in_a_row.pop(name, None)",
         "                pass",
         "tests/run tests/algorithms",
     ),
     # supervision
     Mutant(
-        "megarl/supervision/restart_budget.py",
+        "megarl/run/supervision/restart_budget.py",
         "            self._failures.clear()\n",
         "",
-        "tests/supervision",
+        "tests/run/supervision",
     ),
     Mutant(
-        "megarl/supervision/restart_budget.py",
+        "megarl/run/supervision/restart_budget.py",
         "2.0 ** min(recent - 1, 60)",
         "2.0 ** min(recent, 60)",
-        "tests/supervision",
+        "tests/run/supervision",
     ),
     # workers
     Mutant(
-        "megarl/workers/dispatch.py",
+        "megarl/cluster/workers/dispatch.py",
         "return results[grid.output_rank(0)]",
         "return results[0]",
-        "tests/workers tests/megatron/test_request_split.py",
+        "tests/cluster/workers tests/megatron/test_request_split.py",
     ),
 )
 """Thirty faults in twelve packages."""

@@ -17,7 +17,7 @@ for name in (
     "megatron.core.transformer.multi_token_prediction",
     "megarl.algorithms.registry",
     "megarl.megatron.training.trainer",
-    "megarl.offline.model_conversion",
+    "megarl.cli.tools.model_conversion",
     "megarl.stages.pairwise",
     "pyarrow.parquet",
     "pytest",

@@ -13,18 +13,17 @@ from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
 from megarl.batch.pack import padded_length
 from megarl.batch.sample_table import SampleKey, SampleRef, SampleTable
 from megarl.batch.trajectory import Trajectory
+from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.cluster.workers.dispatch import BROADCAST
+from megarl.cluster.workers.payload import LocalPayload, RemoteResults, StoredItem, StoredPayload
 from megarl.functional.losses import Denominators
 from megarl.megatron import request_split
 from megarl.megatron.packed_samples import pack_samples
 from megarl.megatron.request_split import computed_column, split_by_dp, split_forward_by_dp, train_dispatch
 from megarl.megatron.requests import PUSH, ForwardRequest, MiniBatch, PushRequest, PushResult, TrainRequest, TrainStats
-from megarl.megatron.token_column import ComputedColumn, merge_column
-from megarl.megatron.training.samples import StepSamples, payloads_by_index
-from megarl.megatron.training.throughput import Throughput
-from megarl.placement.rank_grid import RankGrid
+from megarl.megatron.training.metric_sums import Throughput
+from megarl.megatron.training.samples import ComputedColumn, StepSamples, merge_column, payloads_by_index
 from megarl.reshard.planning.strategy import SyncStats
-from megarl.workers.dispatch import BROADCAST
-from megarl.workers.payload import LocalPayload, RemoteResults, StoredItem, StoredPayload
 from tests.megatron.fidelity.measure import as_trajectory
 
 GRIDS = [

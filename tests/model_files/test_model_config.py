@@ -12,15 +12,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import DataError
-from megarl.megatron.families.load_architecture import FAMILY_READERS
-from megarl.megatron.families.model_folder import find_folder_notices, find_weight_problems, read_hf_config
-from megarl.megatron.families.model_folder import load_architecture_from_folder as load
+from megarl.megatron.families.load_architecture import (
+    FAMILY_READERS,
+    find_folder_notices,
+    find_weight_problems,
+    read_hf_config,
+)
+from megarl.megatron.families.load_architecture import load_architecture_from_folder as load
 from megarl.model_files import model_config
-from megarl.model_files.companions import copy_companions
 from megarl.model_files.header import read_header
 from megarl.model_files.json_object import read_json_object
 from megarl.model_files.model_config import (
     ARCHITECTURES,
+    copy_companions,
     describe_unread_file,
     find_corrections,
     has_own_head,

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from megarl.errors import DataError
 from megarl.model_files import reader
 from megarl.model_files.block_fp8 import find_config_problem
-from megarl.model_files.file_boxes import contiguous_runs, extent, split_box
+from megarl.model_files.file_plan import contiguous_runs, extent, split_box
 from megarl.model_files.reader import SafetensorsReader
 from megarl.model_files.weight_index import find_tensor_mismatches
 from tests.model_files.quantized import QUANTIZATION, dequantize, quantize

@@ -60,7 +60,7 @@ def test_wheel_has_every_file_of_both_packages_and_no_others(files):
     assert packed.keys() == source.keys()
     assert packed == source
     assert {"megarl/recipes/demo.yaml", "megarl/recipes/demo-sft.yaml", "megarl/requirements/cpu.txt"} <= packed.keys()
-    assert "megarl/rollout/sglang/stubs/triton/__init__.py" in packed
+    assert "megarl/engines/sglang/stubs/triton/__init__.py" in packed
 
 
 def test_wheel_has_command_and_license(files):

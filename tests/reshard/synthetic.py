@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from megarl.placement.rank_grid import RankGrid
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.scenario import Scenario, even_nodes
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout
 

@@ -18,12 +18,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import RewardError
-from megarl.reward import math_equivalence, rules
-from megarl.reward.answer_extraction import extract_final_answer
-from megarl.reward.answers.arithmetic import evaluate
-from megarl.reward.answers.quantities import parse_number
-from megarl.reward.math_equivalence import CheckerPool, EquivalenceChecker, EquivalenceError, require_comparable
-from megarl.reward.rules import compare_final_answer, is_number, math_reward, numeric_reward, reference_structure
+from megarl.reward import math_equivalence, terms
+from megarl.reward.answers.quantities import evaluate, parse_number
+from megarl.reward.math_equivalence import (
+    CheckerPool,
+    EquivalenceChecker,
+    EquivalenceError,
+    extract_final_answer,
+    require_comparable,
+)
+from megarl.reward.terms import compare_final_answer, is_number, math_reward, numeric_reward, reference_structure
 from tests.gsm8k import GSM8K_FOLDERS
 from tests.hostile_texts import sampled_hostile_texts
 from tests.time_limits import HANG_SECONDS, wait_until
@@ -135,7 +139,7 @@ def no_sympy(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(prediction: str, reference: str, *limits: float) -> str:
         raise AssertionError(f"sympy was called for {prediction!r} and {reference!r}")
 
-    monkeypatch.setattr(rules, "compare", fail)
+    monkeypatch.setattr(terms, "compare", fail)
 
 
 @pytest.fixture(scope="module", params=GSM8K_FOLDERS)

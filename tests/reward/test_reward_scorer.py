@@ -19,11 +19,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from megarl.batch.scored_group import ScoredGroup
-from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.batch.trajectory import Prompt, ScoredGroup, Trajectory
 from megarl.config.reward import PythonRewardConfig, RewardsConfig
 from megarl.errors import ConfigError, RewardError
-from megarl.reward import math_equivalence, python_term, terms
+from megarl.reward import math_equivalence, python_function, terms
 from megarl.reward.python_function import PythonReward, load_reward
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.reward.terms import FormatTerm
@@ -104,7 +103,7 @@ async def slow_async(trajectory: Any, text: str, row: Any) -> float:
     return 1.0
 
 
-ALL_THREADS = threading.Barrier(python_term.MAX_THREADS)
+ALL_THREADS = threading.Barrier(python_function.MAX_THREADS)
 
 
 def meet(trajectory: Any, text: str, row: Any) -> float:
@@ -281,7 +280,7 @@ def test_algebra_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sync_functions_run_concurrently(prompt: Prompt) -> None:
-    num = python_term.MAX_THREADS
+    num = python_function.MAX_THREADS
     assert [t.reward for t in score_texts(make_scorer(meet=python("meet")), prompt, *["x"] * num)] == [1.0] * num
 
 
@@ -451,7 +450,7 @@ def test_reference_that_cannot_be_compared_is_an_error_and_not_a_zero(monkeypatc
 
 
 def test_a_reward_that_keeps_hanging_ends_the_run(prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_term, "MAX_THREADS", 4)
+    monkeypatch.setattr(python_function, "MAX_THREADS", 4)
     s = make_scorer(slow=python("slow", on_error="drop", timeout_seconds=0.05))
     scored = score_texts(s, prompt, "a", "b")
     assert all("took longer" in t.reward_errors["slow"] for t in scored)

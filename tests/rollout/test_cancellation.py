@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from megarl.batch.trajectory import Trajectory
+from megarl.cluster.workers.dispatch import CallBatches
+from megarl.cluster.workers.worker_host import AsyncWorkerHost
+from megarl.engines.batching_engine import BatchingEngine
+from megarl.engines.engine import FinishedRequest, Generation, GenerationRequest, Sampling
+from megarl.engines.sglang import request_runner
+from megarl.engines.sglang.request_gate import SglangLoad
+from megarl.engines.sglang.request_runner import ABORT_SECONDS, EARLY_ABORT_SECONDS, RequestRunner
 from megarl.errors import AgentError, LostEngineError, MegarlError
 from megarl.rollout.agents.agent import Agent
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.agents.single_turn import single_turn
-from megarl.rollout.batching_engine import BatchingEngine
-from megarl.rollout.engine import FinishedRequest, Generation, GenerationRequest, Sampling
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
-from megarl.rollout.sglang import request_runner
-from megarl.rollout.sglang.request_gate import SglangLoad
-from megarl.rollout.sglang.request_runner import ABORT_SECONDS, EARLY_ABORT_SECONDS, RequestRunner
-from megarl.workers.call_batches import CallBatches
-from megarl.workers.worker_host import AsyncWorkerHost
 from tests.rollout.clock import LOOP_CLOCK, in_virtual_time
 from tests.rollout.whole_batches import NoScores, make_generation, make_group_job
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from megarl.batch.scored_group import ScoredGroup, TermReport
+from megarl.batch.trajectory import ScoredGroup, TermReport
+from megarl.engines import batching_engine
+from megarl.engines.batching_engine import BatchingEngine, tokens_from
+from megarl.engines.engine import UNFINISHED, Generation, GenerationRequest, Sampling
 from megarl.errors import AgentError, LostEngineError, RewardError, WorkerError
-from megarl.rollout import partial_outputs, rollout_worker
+from megarl.rollout import rollout_worker
 from megarl.rollout.agents.single_turn import single_turn
-from megarl.rollout.batching_engine import BatchingEngine
-from megarl.rollout.continuation import tokens_from
-from megarl.rollout.engine import UNFINISHED, Generation, GenerationRequest, Sampling
 from megarl.rollout.rollout_worker import RetryCounts, RolloutWorker, RolloutWorkerSpec, SourceAgent
 from tests.rollout.clock import LOOP_CLOCK, in_virtual_time
 from tests.rollout.whole_batches import NoScores, WholeBatches, make_generation, make_group_job
@@ -343,7 +343,7 @@ def rollout(*engines, restarts=(), num_samples=8, agent=None):
 
 @pytest.fixture
 def report_each_token(monkeypatch):
-    monkeypatch.setattr(partial_outputs, "REPORT_SECONDS", TOKEN_SECONDS / 4)
+    monkeypatch.setattr(batching_engine, "REPORT_SECONDS", TOKEN_SECONDS / 4)
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 7, 20, MAX_NEW_TOKENS - 1])

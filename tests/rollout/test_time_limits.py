@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.batch.scored_group import ScoredGroup
+from megarl.batch.trajectory import ScoredGroup
 from megarl.config.reward import RewardsConfig
+from megarl.engines import batching_engine
+from megarl.engines.batching_engine import tokens_from
+from megarl.engines.engine import UNFINISHED, FinishedRequest, Generation, GenerationRequest
 from megarl.errors import LostEngineError, RewardError, WorkerError
-from megarl.groups.group_stream import FinishedGroup
-from megarl.rollout import partial_outputs
-from megarl.rollout.agents import run_agent
+from megarl.rollout.agents.agent import GRACE_SECONDS
 from megarl.rollout.agents.single_turn import single_turn
-from megarl.rollout.continuation import tokens_from
-from megarl.rollout.engine import UNFINISHED, FinishedRequest, Generation, GenerationRequest
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
-from megarl.run.reward_failures import RewardFailures
+from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.reward_weights import RewardFailures
 from tests.rollout.clock import in_virtual_time
 from tests.rollout.whole_batches import make_generation, make_group_job
 from tests.virtual_time import run_in_virtual_time
@@ -180,8 +180,8 @@ def test_a_sample_over_its_limit_is_truncated_scored_and_trained_on(answers_abor
 
     ended = run_in_virtual_time(main())
     assert sorted(engine.aborted) == ["1-3-0", "1-3-1", "1-3-2"]
-    first_token_is_known = 1.5 * partial_outputs.REPORT_SECONDS
-    assert ended <= first_token_is_known + 20 + (1 if answers_aborts else partial_outputs.ABORT_GRACE_SECONDS + 1)
+    first_token_is_known = 1.5 * batching_engine.REPORT_SECONDS
+    assert ended <= first_token_is_known + 20 + (1 if answers_aborts else batching_engine.ABORT_GRACE_SECONDS + 1)
 
 
 @in_virtual_time
@@ -304,7 +304,7 @@ def test_an_agent_may_work_for_longer_than_the_limit_before_its_first_request() 
 def test_an_agent_that_ends_soon_after_the_limit_without_a_further_request_is_complete() -> None:
     async def agent(episode: Any) -> Any:
         await episode.generate()
-        await asyncio.sleep(20 + run_agent.GRACE_SECONDS / 2)
+        await asyncio.sleep(20 + GRACE_SECONDS / 2)
         return episode.trajectory()
 
     summary, _ = ended_by_limit(agent)
@@ -471,4 +471,4 @@ def test_workers_ask_an_engine_at_different_times_in_one_call_each() -> None:
     assert len(set(times)) == len(times)
     for engine in engines:
         gaps = np.diff([0.0, *engine.report_times])
-        assert partial_outputs.REPORT_SECONDS <= gaps.min() <= gaps.max() <= partial_outputs.REPORT_SECONDS * 1.5
+        assert batching_engine.REPORT_SECONDS <= gaps.min() <= gaps.max() <= batching_engine.REPORT_SECONDS * 1.5

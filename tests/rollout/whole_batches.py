@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.batch.scored_group import ScoredGroup
-from megarl.batch.trajectory import Prompt, Trajectory
-from megarl.rollout.engine import FinishedRequest, Generation, GenerationRequest, Sampling
+from megarl.batch.trajectory import Prompt, ScoredGroup, Trajectory
+from megarl.engines.engine import FinishedRequest, Generation, GenerationRequest, Sampling
 from megarl.rollout.rollout_worker import GroupJob
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.cluster.workers.payload import LocalPayload
 from megarl.config import RunConfig
-from megarl.groups.group_stream import FinishedGroup
-from megarl.rollout.engine import Sampling
+from megarl.engines.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
-from megarl.schedule.events import OpenGroup
-from megarl.schedule.schedule import place
-from megarl.workers.payload import LocalPayload
+from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.schedule.events import OpenGroup
+from megarl.run.schedule.schedule import place
 
 
 def completion(

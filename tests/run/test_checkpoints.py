@@ -15,24 +15,22 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint.manifest import read_manifest
+from megarl.checkpoint.manifest import hash_file, read_manifest
 from megarl.checkpoint.run_lock import RunLock
 from megarl.checkpoint.store import CheckpointStore
-from megarl.checkpoint.verify import hash_file
 from megarl.config import RunConfig, SftConfig
 from megarl.config.load import make_config
 from megarl.data.sampler import PromptOrder, SamplerState
 from megarl.errors import DataError, LostLockError
 from megarl.megatron.requests import SavedFile, SavedShard, SaveRequest, SaveStats, TrainRequest
-from megarl.rollout.journal.journal_folder import journal_folder, list_steps, step_folder
+from megarl.rollout.journal.journal import journal_folder, list_steps, step_folder
 from megarl.run.checkpointer import Checkpointer
-from megarl.run.events import EventLog
-from megarl.run.mismatch_limits import MismatchHistory
-from megarl.run.run_state import RunState
-from megarl.run.run_totals import RunTotals
+from megarl.run.run_events import EventLog
+from megarl.run.run_state import RunState, RunTotals
+from megarl.run.schedule.events import OpenGroup, ScheduleState
 from megarl.run.schedule_log import log_folder
 from megarl.run.stage_run import StageRun
-from megarl.schedule.events import OpenGroup, ScheduleState
+from megarl.run.step_limits import MismatchHistory
 from megarl.tracking.phases import PhaseTimer
 from tests.algorithms.scripted_run import FinishedRun, run_script
 from tests.algorithms.test_training_loops import SAFE_TERMS

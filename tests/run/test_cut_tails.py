@@ -20,17 +20,15 @@ import pytest
 
 from megarl.config import RunConfig
 from megarl.config.tracking import TrackingConfig
-from megarl.groups.group_stream import FinishedGroup
-from megarl.rollout.journal.journal import FinishedJob, parse_step
-from megarl.rollout.journal.journal_folder import journal_folder
+from megarl.rollout.journal.journal import FinishedJob, journal_folder, parse_step
 from megarl.rollout.journal.record_file import read_records
 from megarl.rollout.rollout_worker import GroupJob
+from megarl.run.remote.group_stream import FinishedGroup
 from megarl.run.reward_weights import RewardWeights, request_weights
-from megarl.run.schedule_log import ScheduleLog, log_folder
-from megarl.run.schedule_recovery import open_schedule
+from megarl.run.schedule.events import OpenGroup, ScheduleState
+from megarl.run.schedule_log import ScheduleLog, log_folder, open_schedule
 from megarl.run.scheduled_groups import ScheduledGroups
 from megarl.run.update_log import StepUpdate, UpdateLog, batch_hash
-from megarl.schedule.events import OpenGroup, ScheduleState
 from megarl.tracking.tracker import ResumedMetrics, Tracker
 from tests.run.finished_groups import completion, finished_group, group_job, run_config
 from tests.run.test_scheduled_groups import ScriptedStream

@@ -14,8 +14,8 @@ from megarl.config import SftConfig
 from megarl.config.load import make_config
 from megarl.errors import EarlyStop
 from megarl.megatron.requests import TrainStats
-from megarl.run import events as events_module
-from megarl.run.events import Event, EventLog, MessageEvent
+from megarl.run import run_events as events_module
+from megarl.run.run_events import Event, EventLog, MessageEvent
 from megarl.stages.supervised import SupervisedRun
 from tests.algorithms.scripted_run import FinishedRun, run_script
 from tests.config.runs import REQUIRED

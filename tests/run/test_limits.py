@@ -14,8 +14,7 @@ import pytest
 
 from megarl.config.limits import AUTO_LIMITS, MIN_REFERENCE_STEPS, REFERENCE_STEPS, AutoLimit, LimitConfig, LimitsConfig
 from megarl.errors import LimitError
-from megarl.run.mismatch_limits import MismatchHistory, MismatchLimits
-from megarl.run.step_limits import MAX_DUMPS, LimitDecision, StepLimits, StepStage
+from megarl.run.step_limits import MAX_DUMPS, LimitDecision, MismatchHistory, MismatchLimits, StepLimits, StepStage
 from tests.algorithms.scripted_run import run_script
 
 MISMATCH = "train_infer_mismatch/logprob_abs_max"

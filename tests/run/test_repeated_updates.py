@@ -12,11 +12,11 @@ import pytest
 from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.limits import LimitConfig
 from megarl.controller.recovery import discard_partial_journal
-from megarl.controller.replay_stage import first_difference
+from megarl.controller.replay import first_difference
 from megarl.errors import DataError, LimitError
-from megarl.groups.group_stream import FinishedGroup
 from megarl.megatron.requests import TrainRequest, TrainStats, UpdateGuardSpec
-from megarl.rollout.journal.journal_folder import journal_folder, list_steps, step_folder
+from megarl.rollout.journal.journal import journal_folder, list_steps, step_folder
+from megarl.run.remote.group_stream import FinishedGroup
 from megarl.run.run_state import RunState
 from megarl.run.schedule_log import list_files, log_folder
 from megarl.run.update_log import StepUpdate, UpdateLog, update_folder

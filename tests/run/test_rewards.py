@@ -11,19 +11,16 @@ from typing import Any
 
 import pytest
 
-from megarl.batch.scored_group import TermReport
-from megarl.batch.trajectory import Trajectory
+from megarl.batch.trajectory import TermReport, Trajectory
 from megarl.config.reward import RewardsConfig
 from megarl.errors import ConfigError, RewardError
-from megarl.groups.group_stream import FinishedGroup
-from megarl.rollout.journal.journal_folder import list_steps, step_folder
-from megarl.run.reward_failures import RewardFailures
-from megarl.run.reward_weights import FILE, RewardWeights, parse_weights, request_weights
-from megarl.run.rollout_batch import RolloutBatch, weighted_sum
+from megarl.rollout.journal.journal import list_steps, step_folder
+from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.reward_weights import FILE, RewardFailures, RewardWeights, parse_weights, request_weights
+from megarl.run.rollout_batch import RolloutBatch, term_metrics, weighted_sum
 from megarl.run.run_state import RunState
+from megarl.run.schedule.events import Leased
 from megarl.run.schedule_log import log_folder, read_log
-from megarl.run.term_metrics import term_metrics
-from megarl.schedule.events import Leased
 from tests.algorithms.scripted_run import FinishedRun, run_script
 from tests.algorithms.test_all_algorithms import trained_on
 from tests.run.finished_groups import completion, finished_group, run_config

@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 
 from megarl.batch.trajectory import Prompt
+from megarl.cluster.workers.payload import LocalPayload
+from megarl.engines.engine import Sampling
 from megarl.functional import Denominators
-from megarl.groups.group_stream import FinishedGroup
-from megarl.megatron.losses.supervised import SftLoss, ValueLoss
+from megarl.losses.supervised_loss import SftLoss, ValueLoss
 from megarl.megatron.requests import TrainRequest
-from megarl.rollout.engine import Sampling
-from megarl.run.batch_metrics import batch_metrics
-from megarl.run.evaluation import evaluate, pass_at_k
-from megarl.run.rollout_batch import RolloutBatch
-from megarl.workers.payload import LocalPayload
+from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.rollout_batch import RolloutBatch, batch_metrics
+from megarl.run.sampling_run import evaluate, pass_at_k
 from tests.run.finished_groups import completion, finished_group, groups_with_rewards, run_config
 
 NUM_SAMPLED = [[3, 1], [2, 2, 5], [4], [0, 6]]

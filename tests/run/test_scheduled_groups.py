@@ -21,21 +21,27 @@ from pydantic import TypeAdapter
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
 from megarl.config.schedule import ScheduleConfig
-from megarl.data.mixture import MixtureOrder
+from megarl.data.sampler import MixtureOrder
+from megarl.engines.engine import Sampling
 from megarl.errors import DataError, OutdatedEngineError
-from megarl.groups.group_stream import FinishedGroup
-from megarl.rollout.engine import Sampling
-from megarl.rollout.journal.journal import FinishedJob, Journal, open_journal, parse_step
-from megarl.rollout.journal.journal_folder import journal_folder
+from megarl.rollout.journal.journal import FinishedJob, Journal, journal_folder, open_journal, parse_step
 from megarl.rollout.rollout_worker import GroupJob, summarize
+from megarl.run.remote.group_stream import FinishedGroup
 from megarl.run.replay_run import last_logged_step
-from megarl.run.schedule_log import ScheduleLog, list_files, log_folder, read_log, remove_events
-from megarl.run.schedule_recovery import continues_log, first_needed_step, open_schedule
+from megarl.run.schedule.events import OpenGroup, Outcome, Removed, ScheduleState
+from megarl.run.schedule.schedule import Schedule
+from megarl.run.schedule.settings import Late, SchedulePolicy, TokenStaleness, token_staleness
+from megarl.run.schedule_log import (
+    ScheduleLog,
+    continues_log,
+    first_needed_step,
+    list_files,
+    log_folder,
+    open_schedule,
+    read_log,
+    remove_events,
+)
 from megarl.run.scheduled_groups import Keep, ScheduledGroups
-from megarl.schedule.events import OpenGroup, Outcome, Removed, ScheduleState
-from megarl.schedule.policy import Late, SchedulePolicy
-from megarl.schedule.schedule import Schedule
-from megarl.schedule.staleness import TokenStaleness, token_staleness
 from megarl.tracking.phases import PhaseTimer
 from tests.run.finished_groups import completion, finished_group, group_job, run_config
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.sandbox import fork_server_client, local_sandbox, service, session, tiers
+from megarl.sandbox import fork_server_client, service, session, tiers
 from megarl.sandbox.guest.limits import Limits
 from tests.required_tools import skip_or_fail
 from tests.time_limits import UNREACHED_SECONDS
@@ -18,7 +18,7 @@ PATIENT = {"wall_seconds": UNREACHED_SECONDS, "cpu_seconds": int(UNREACHED_SECON
 
 HOST_LIMITS = {
     fork_server_client: ("START_SECONDS",),
-    local_sandbox: ("GRACE_SECONDS", "SEND_SECONDS"),
+    tiers: ("GRACE_SECONDS", "SEND_SECONDS"),
     service: ("GRACE_SECONDS",),
     session: ("CLOSE_SECONDS",),
 }

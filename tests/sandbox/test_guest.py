@@ -16,8 +16,16 @@ import pytest
 
 from megarl.sandbox.fork_server_client import PACKAGES, python_path
 from megarl.sandbox.guest.channel import LENGTH, encode_reply, encode_request, read_request, write_reply
-from megarl.sandbox.guest.seccomp import ALLOW, AUDIT_ARCH, ENOSYS, EPERM, KILL, build_filter
-from megarl.sandbox.guest.syscalls import allowed_calls, other_calls
+from megarl.sandbox.guest.seccomp import (
+    ALLOW,
+    AUDIT_ARCH,
+    ENOSYS,
+    EPERM,
+    KILL,
+    allowed_calls,
+    build_filter,
+    other_calls,
+)
 from megarl.sandbox.session import ReplyBuffer
 
 HEADERS = {

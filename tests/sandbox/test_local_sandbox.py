@@ -18,9 +18,8 @@ from megarl.reward.code.grading import TestCase, is_passed
 from megarl.sandbox.fork_server_client import ForkServer
 from megarl.sandbox.guest.limits import MIB
 from megarl.sandbox.guest.program import _plain
-from megarl.sandbox.local_sandbox import LocalSandbox
 from megarl.sandbox.sandbox import Case, Interpreter, Outcome, Program
-from megarl.sandbox.tiers import LOCAL_TIERS, find_tier_problem
+from megarl.sandbox.tiers import LOCAL_TIERS, LocalSandbox, find_tier_problem
 from tests.sandbox.corpus.check import descendants, find_leftovers, find_traces, parent, state
 from tests.sandbox.local_tiers import best_tier, patient_limits, require_tier
 from tests.time_limits import HANG_SECONDS, wait_until
@@ -385,7 +384,7 @@ def test_sandboxes_end_with_their_host(server):
     source = f"""
 import os, signal
 from megarl.sandbox.guest.limits import Limits
-from megarl.sandbox.local_sandbox import LocalSandbox, shared_fork_server
+from megarl.sandbox.tiers import LocalSandbox, shared_fork_server
 interpreter = LocalSandbox({best_tier()!r}, Limits()).open_interpreter()
 interpreter.run("x = 1")
 print(shared_fork_server().pid, flush=True)

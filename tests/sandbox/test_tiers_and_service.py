@@ -21,9 +21,9 @@ from megarl.errors import ConfigError, SandboxError
 from megarl.sandbox import service as service_module
 from megarl.sandbox import tiers
 from megarl.sandbox.guest.limits import Limits
-from megarl.sandbox.local_sandbox import LocalSandbox
 from megarl.sandbox.sandbox import Case, Interpreter, Outcome, Program
 from megarl.sandbox.service import ServiceSandbox
+from megarl.sandbox.tiers import LocalSandbox
 from tests.sandbox.local_tiers import patient_limits
 
 

@@ -56,7 +56,7 @@ def join_world() -> Any:
     """Initialize torch.distributed and return the world of the calling ranks."""
     import torch.distributed as dist
 
-    from megarl.workers.spmd import SpmdWorld
+    from megarl.cluster.workers.spmd import SpmdWorld
 
     dist.init_process_group("gloo")
     return SpmdWorld("cpu")
@@ -71,7 +71,7 @@ def train(ranks: Any, stage: str, config: StageConfig, *, resume: str | None = N
     """
     from megarl.controller.run_stage import begin_run
     from megarl.controller.spmd_stage import NO_TRACKING
-    from megarl.run.events import EventLog, MessageEvent
+    from megarl.run.run_events import EventLog, MessageEvent
     from megarl.stages import build_stages
 
     events = EventLog()

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from megarl.batch.trajectory import Trajectory
+from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.cluster.workers.payload import LocalPayload
 from megarl.config import DpoConfig, RmConfig, StageConfig
 from megarl.config.load import make_config
 from megarl.config.paths import with_absolute_paths
+from megarl.controller.preflight.run_checks import check_run
 from megarl.data.preference_pairs import PreferencePair
 from megarl.data.sampler import PromptOrder, PromptSampler
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import ConfigError
-from megarl.placement.rank_grid import RankGrid
-from megarl.preflight.run_checks import check_run
 from megarl.stages.dpo import select_rows, sum_answer_logprobs
 from megarl.stages.pairwise import iter_forward_requests, make_pair_scalars, preference_accuracy
-from megarl.workers.payload import LocalPayload
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "11"}
 

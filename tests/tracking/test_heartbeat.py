@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megarl.errors import LostLockError
-from megarl.tracking import heartbeat as module
-from megarl.tracking.heartbeat import Heartbeat
+from megarl.tracking import run_heartbeat as module
+from megarl.tracking.run_heartbeat import Heartbeat
 from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 OFTEN = 0.05

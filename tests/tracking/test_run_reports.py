@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from megarl.cluster.process.startup_trace import StartupTiming
 from megarl.errors import ConfigError
-from megarl.process.startup_trace import StartupTiming
-from megarl.tracking.progress import RunProgress, StepSummary, format_si
+from megarl.tracking.progress import RunProgress, RunSummary, StepSummary, format_si
 from megarl.tracking.startup import KINDS, Span, Startup, command_startup, seconds_by_kind
-from megarl.tracking.summary import RunSummary
 
 SUMMARY = StepSummary(
     step=3,

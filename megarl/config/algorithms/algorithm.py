@@ -7,7 +7,14 @@ from typing import Annotated
 
 from pydantic import Discriminator, SerializeAsAny, Tag, ValidatorFunctionWrapHandler, WrapValidator
 
-from megarl.config.algorithms.actor_critic import PfPpoConfig, PpoConfig, SafeRlhfConfig, VapoConfig
+from megarl.config.algorithms.actor_critic import (
+    DistillationConfig,
+    PfPpoConfig,
+    PpoConfig,
+    PrimeConfig,
+    SafeRlhfConfig,
+    VapoConfig,
+)
 from megarl.config.algorithms.group_baseline import (
     CispoConfig,
     DapoConfig,
@@ -15,16 +22,13 @@ from megarl.config.algorithms.group_baseline import (
     GmpoConfig,
     GrpoConfig,
     GspoConfig,
-    RlooConfig,
-)
-from megarl.config.algorithms.model_advantages import DistillationConfig, PrimeConfig
-from megarl.config.algorithms.policy import PolicyConfig
-from megarl.config.algorithms.reinforce_family import (
     ReinforcePlusPlusBaselineConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,
+    RlooConfig,
 )
-from megarl.config.import_path import load_object
+from megarl.config.algorithms.policy import PolicyConfig
+from megarl.config.section import load_object
 from megarl.errors import ConfigError
 
 IMPORTED_TAG = "package.module:Class"

@@ -24,10 +24,10 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from megarl.cluster.process.atomic_files import sync_path
 from megarl.megatron.checkpoint.model_state import with_own_storage
 from megarl.megatron.requests import SavedFile
 from megarl.megatron.runtime import platform
-from megarl.process.atomic_files import sync_path
 
 BUFFER_BYTES = 2**28
 """Host memory is allocated in buffers of at most this size; each holds several tensors."""

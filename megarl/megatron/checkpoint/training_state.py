@@ -48,7 +48,7 @@ from megarl.megatron.checkpoint.storage_index import (
 from megarl.megatron.requests import LoadReport, SavedFile, SavedShard, SaveRequest, SaveStats
 from megarl.megatron.runtime import platform
 from megarl.megatron.runtime.rng_state import collect_rng_states, restore_rng_states
-from megarl.model_files.lfs_pointer import refuse_lfs_pointer
+from megarl.model_files.json_object import refuse_lfs_pointer
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer

@@ -21,13 +21,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from math import prod
+from typing import Literal, Protocol
 
-from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
-from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
-from megarl.megatron.families.layer_parts import LayerPart, ShardingUnit
+from megarl.batch.balance import SequenceCost
+from megarl.config.section import load_object
+from megarl.errors import ConfigError
+from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention, Rope
+from megarl.megatron.families.feed_forward import GatedMlp, LayerPart, MixtureOfExperts, ShardingUnit
 from megarl.megatron.families.parameter_map import ParameterMap, RowRange, replicated, split_rows
-from megarl.megatron.families.rope import Rope
+from megarl.model_files.json_object import JsonMapping
 from megarl.model_files.weight_index import EMBEDDING_TENSOR, HEAD_TENSOR
 from megarl.reshard.layout.model_tensors import ModelTensors, TensorSpec
 
@@ -245,3 +248,87 @@ def hf_tensors_of(maps: Iterable[ParameterMap], dtype: str) -> ModelTensors:
             for rows in part:
                 rows_of[rows.tensor] = (rows, mapping.dtype or dtype)
     return ModelTensors({name: TensorSpec(rows.shape, of) for name, (rows, of) in rows_of.items()})
+
+
+class FamilyReader(Protocol):
+    """Reader of one family's config.json."""
+
+    def __call__(self, config: JsonMapping, *, origin: str) -> ModelArchitecture:
+        """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """The models of one architecture name in config.json.
+
+        def read(config, *, origin):
+            return HfConfig.read(config, origin=origin).to_architecture("MistralForCausalLM", origin=origin)
+
+        FAMILY = ModelFamily(architecture="MistralForCausalLM", read=read)
+
+    `HfConfig` validates the keys that most families share; a family with further keys subclasses it. Checks of the
+    configuration need the keys in `megarl.megatron.families.load_architecture.REQUIRED_SIZES` under these names.
+    """
+
+    architecture: str
+    """Name under `architectures` in config.json, which ends in `ForCausalLM`. The family's value models have the same
+    name with `ForSequenceClassification`."""
+    read: FamilyReader
+
+
+def load_family(path: str, *, key: str = "model.family") -> ModelFamily:
+    """Import the `ModelFamily` at `package.module:name`.
+
+    Args:
+        path: the import path.
+        key: YAML path of the option, for error messages.
+
+    Raises:
+        ConfigError: it cannot be imported or is no `ModelFamily`.
+    """
+    family = load_object(path, key=key, kind="FAMILY")
+    if not isinstance(family, ModelFamily):
+        raise ConfigError(
+            f"{key} needs a ModelFamily (megarl.megatron.families.architecture), got {path}, a {type(family).__name__}"
+        )
+    return family
+
+
+def sequence_cost(model: ModelArchitecture) -> SequenceCost:
+    """Return the coefficients of the model's cost per sequence, from its sizes alone."""
+    attention = model.attention
+    if isinstance(attention, LatentAttention):
+        width = attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim)
+    else:
+        width = attention.num_heads * 2 * attention.head_dim
+    windows = [window for window in model.window_sizes if window]
+    return SequenceCost(
+        matmul_parameters=_num_matmul_parameters(model),
+        attention_layers=model.num_layers,
+        attention_width=width,
+        windowed_layers=len(windows),
+        window=max(windows, default=0),
+    )
+
+
+def _num_matmul_parameters(model: ModelArchitecture) -> int:
+    """Return the number of matrix parameters that one token is multiplied with, the output head included."""
+    first = {model.has_routed_experts(i): i for i in range(model.num_layers)}
+    count = {routed: _num_layer_parameters(model, number) for routed, number in first.items()}
+    outputs = model.vocab_size if model.head == "lm" else 1
+    return sum(count[model.has_routed_experts(i)] for i in range(model.num_layers)) + model.hidden_size * outputs
+
+
+def _num_layer_parameters(model: ModelArchitecture, number: int) -> int:
+    always = routed = 0
+    for part in model.layer_parts(number):
+        for name in part.parameter_names():
+            mapping = part.map_parameter("", name)
+            assert mapping is not None, name
+            rows = [rows for group in mapping.parts for rows in group if len(rows.shape) == 2]
+            elements = sum((r.stop - r.start) * prod(r.shape[1:]) for r in rows)
+            if mapping.expert is None:
+                always += elements
+            else:
+                routed += elements
+    return always + (routed * model.experts.routing.top_k // model.experts.num_experts if model.experts else 0)

@@ -18,9 +18,8 @@ from pydantic_core import ErrorDetails
 
 from megarl.errors import ConfigError
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.attention import GroupedQueryAttention
+from megarl.megatron.families.attention import GroupedQueryAttention, Rope
 from megarl.megatron.families.feed_forward import GatedMlp
-from megarl.megatron.families.rope import Rope
 from megarl.model_files.json_object import JsonMapping, JsonObject
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2"]

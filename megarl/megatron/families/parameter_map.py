@@ -7,10 +7,26 @@ stacked along dimension 0: query, key and value, interleaved by key-value group.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.reshard.layout.layout import Box, ShardPiece
+
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+|(?<=mlp\.experts\.linear_fc[12]\.weight)\d+")
+
+
+def global_name(name: str, layers: range, first_expert: int) -> str:
+    """Return `name` with global layer and expert numbers instead of those of the rank.
+
+    Args:
+        name: megatron-core's parameter name in the model chunk.
+        layers: global numbers of the chunk's layers.
+        first_expert: global number of the rank's first routed expert.
+    """
+    name = _LAYER.sub(lambda found: str(layers[int(found[0])]), name)
+    return _EXPERT.sub(lambda found: str(first_expert + int(found[0])), name)
 
 
 @dataclass(frozen=True, slots=True)

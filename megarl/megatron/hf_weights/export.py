@@ -7,6 +7,15 @@
 
 A folder without config.json is not a valid model, so an interrupted export never looks complete. Until all files are
 written, a model that was in the folder before stays intact.
+
+For engines that need weights in FP8, each rank quantizes its own before a weight sync:
+
+    held tensors     bfloat16 shards
+    maxima           the largest magnitude of each block, in this rank's part of it
+    all-reduce       over the tensor-parallel ranks, of the blocks that shards cut; none if they cut none
+    quantized        FP8 values and scales, beside the held tensors, until the sync has ended
+
+The all-reduce is one call for all weights of a group, in the trainer's process group and with its time-out.
 """
 
 from __future__ import annotations
@@ -21,18 +30,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megarl.cluster.process.atomic_files import atomic_write
 from megarl.errors import DataError, LostLockError, MegarlError, WeightSyncError
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.hf_weights.export_plan import num_bytes, plan_export
-from megarl.megatron.hf_weights.file_sink import FileSink
 from megarl.model_files.block_fp8 import CONFIG_KEY
-from megarl.model_files.companions import copy_companions
 from megarl.model_files.file_plan import PlannedFile
 from megarl.model_files.json_object import JsonMapping, JsonObject
-from megarl.model_files.model_config import read_model_config
+from megarl.model_files.model_config import copy_companions, read_model_config
 from megarl.model_files.weight_index import read_headers
 from megarl.model_files.writer import SafetensorsWriter, publish
-from megarl.process.atomic_files import atomic_write
 from megarl.reshard.layout.layout import TensorSpec, WeightLayout
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.strategy import Sinks, SyncContext
@@ -42,6 +48,274 @@ from megarl.reshard.transfer.layout_exchange import all_gather_bytes, exchange_l
 
 if TYPE_CHECKING:
     from megarl.megatron.modeling.megatron_model import MegatronModel
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+from torch import Tensor
+
+from megarl.model_files.block_fp8 import BLOCK, scale_shape
+from megarl.model_files.file_plan import assign_files, plan_files, relative_slices, split_box
+from megarl.reshard.layout.layout import Box, ShardPiece, extent, intersect, slices, volume
+from megarl.reshard.layout.model_tensors import ModelTensors
+from megarl.reshard.layout.quantized_layout import QuantizedPiece, find_quantized_pieces, quantize_layout
+from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, identify_memory, map_bucket
+from megarl_kernels import fp8_block_encode, fp8_block_maxima, fp8_block_scales
+
+
+class BlockQuantizer:
+    """Quantizes some weights of one rank. Collective over the ranks that share weights, as is every call."""
+
+    def __init__(
+        self,
+        layout: WeightLayout,
+        names: Collection[str],
+        groups: Sequence[dist.ProcessGroup],
+        group_number: Callable[[str], int],
+    ) -> None:
+        """Find out which blocks ranks share.
+
+        Args:
+            layout: what this rank holds.
+            names: weights to quantize.
+            groups: groups of this rank that share weights, in the same order on all ranks.
+            group_number: returns the index of the group that shares a local tensor.
+        """
+        self.layout = quantize_layout(layout, names)
+        """What this rank sends."""
+        self._shape = {name: layout.tensors[name].shape for name in names}
+        self._pieces = find_quantized_pieces(layout, names)
+        self._shared = [
+            (group, self._find_shared(group, number, group_number))
+            for number, group in enumerate(groups)
+            if group.size() > 1
+        ]
+        self.num_bytes = 0
+        """Memory of the values and scales of the last call."""
+
+    def quantize(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that `layout` names, of which those that are quantized are new.
+
+        Args:
+            tensors: what this rank holds, by local name.
+        """
+        maxima = self._find_maxima(tensors)
+        for group, names in self._shared:
+            if not names:
+                continue
+            grids = [maxima.setdefault(name, self._empty_grid(name, tensors)) for name in names]
+            flat = torch.cat([grid.view(-1) for grid in grids])
+            dist.all_reduce(flat, dist.ReduceOp.MAX, group)
+            for grid, part in zip(grids, torch.split(flat, [grid.numel() for grid in grids]), strict=True):
+                grid.copy_(part.view(grid.shape))
+        scales = {name: fp8_block_scales(grid) for name, grid in maxima.items()}
+        quantized: dict[str, Tensor] = {}
+        for piece in self._pieces:
+            held = tensors[piece.source.local]
+            weight = held[slices(piece.source.local_box)]
+            if piece.values not in quantized:
+                quantized[piece.values] = torch.empty(held.shape, dtype=torch.float8_e4m3fn, device=held.device)
+            out = quantized[piece.values][slices(piece.source.local_box)]
+            of_weight = scales[piece.source.tensor]
+            fp8_block_encode(weight, of_weight[slices(piece.touched_blocks)], out, **_offsets(piece))
+            quantized[piece.scales] = of_weight[slices(piece.scale_box)].contiguous()
+        self.num_bytes = sum(tensor.nbytes for tensor in quantized.values())
+        return {**tensors, **quantized}
+
+    def _find_maxima(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the largest magnitude of this rank's part of each block, by weight; 0 where it has no part."""
+        maxima: dict[str, Tensor] = {}
+        for piece in self._pieces:
+            name = piece.source.tensor
+            grid = maxima.setdefault(name, self._empty_grid(name, tensors))
+            part = grid[slices(piece.touched_blocks)]
+            weight = tensors[piece.source.local][slices(piece.source.local_box)]
+            torch.maximum(part, fp8_block_maxima(weight, **_offsets(piece)), out=part)
+        return maxima
+
+    def _empty_grid(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        device = next(iter(tensors.values())).device
+        return torch.zeros(scale_shape(self._shape[name]), dtype=torch.float32, device=device)
+
+    def _find_shared(self, group: dist.ProcessGroup, number: int, group_number: Callable[[str], int]) -> list[str]:
+        """Return the weights of which the ranks of the group share blocks, in the same order on all of them."""
+        cut = {
+            piece.source.tensor
+            for piece in self._pieces
+            if group_number(piece.source.local) == number and piece.cuts_blocks(self._shape[piece.source.tensor])
+        }
+        gathered: list[list[str]] = [[]] * group.size()
+        dist.all_gather_object(gathered, sorted(cut), group)
+        return sorted(set().union(*gathered))
+
+
+def _offsets(piece: QuantizedPiece) -> dict[str, int]:
+    (row, _), (column, _) = piece.source.box
+    return {"row_offset": row % BLOCK, "column_offset": column % BLOCK}
+
+
+MAX_JOINED_ELEMENTS = 2**19
+"""Maximum number of elements of rows that are joined before they are written."""
+
+
+class FileSink:
+    """Writes each round's boxes to this rank's files while the next round is transferred.
+
+    After a write error it keeps receiving rounds without writing them: the other ranks would wait for it.
+    """
+
+    def __init__(self, writer: SafetensorsWriter) -> None:
+        self._writer = writer
+        self._error: OSError | None = None
+        self._thread = ThreadPoolExecutor(1)
+        self._mapped: dict[tuple[int | str, ...], Tensor] = {}
+
+    def load_boxes(self, _: int, bucket: BoxBucket | None) -> Callable[[], None]:
+        """Write the boxes of a round in the background; the returned function waits for it (`ShardSink`)."""
+        if bucket is None:
+            return lambda: None
+        key, _size = identify_memory(bucket)
+        if key not in self._mapped:
+            self._mapped[key] = map_bucket(bucket)
+        return self._thread.submit(self._try_to_write, self._mapped[key], bucket.slots).result
+
+    def close(self) -> None:
+        """Wait for pending writes and unmap the buckets."""
+        self._thread.shutdown()
+        self._mapped.clear()
+
+    def finish(self) -> None:
+        """Fsync the files; raise the first OSError of the writes, if any."""
+        if self._error is not None:
+            raise self._error
+        self._writer.finish()
+
+    def _try_to_write(self, data: Tensor, slots: Sequence[BoxSlot]) -> None:
+        if self._error is None:
+            try:
+                self._write(data, slots)
+            except OSError as e:
+                self._error = e
+
+    def _write(self, data: Tensor, slots: Sequence[BoxSlot]) -> None:
+        boxes: dict[str, dict[Box, Tensor]] = defaultdict(dict)
+        for slot in slots:
+            elements = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
+            boxes[slot.local][slot.local_box] = elements.view(extent(slot.local_box))
+        for name, values in boxes.items():
+            union = _bounding_rows(list(values), self._writer.full_box(name))
+            if union is None:
+                for box, tensor in values.items():
+                    self._writer.write(name, box, tensor)
+            else:
+                self._write_joined(name, union, values)
+
+    def _write_joined(self, name: str, union: Box, values: Mapping[Box, Tensor]) -> None:
+        """Join rows whose columns come from several ranks, so that they are written at once, not per rank and row."""
+        for strip in split_box(union, MAX_JOINED_ELEMENTS):
+            rows = torch.empty(extent(strip), dtype=next(iter(values.values())).dtype)
+            for box, tensor in values.items():
+                shared = intersect(box, strip)
+                if shared is not None:
+                    rows[relative_slices(shared, strip)] = tensor[relative_slices(shared, box)].to(rows.device)
+            self._writer.write(name, strip, rows)
+
+
+def _bounding_rows(boxes: Sequence[Box], tensor: Box) -> Box | None:
+    """Return the union of the boxes if it is a box and some of them do not span full rows; else None."""
+    if all(box[1:] == tensor[1:] for box in boxes):
+        return None
+    union = tuple((min(box[dim][0] for box in boxes), max(box[dim][1] for box in boxes)) for dim in range(len(tensor)))
+    return union if volume(union) == sum(map(volume, boxes)) else None
+
+
+FILE_BYTES = 2 * 2**30
+"""Maximum size of a file's tensors in bytes; a larger tensor has its own file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """Files of an export and the ranks that write them; identical on every rank."""
+
+    files: tuple[PlannedFile, ...]
+    writers: tuple[int, ...]
+    """Writing rank of each file."""
+    needs: Mapping[int, WeightLayout]
+    """Layout that each writing rank needs: the tensors of its files, in full; local names are those in the files."""
+
+    def files_of(self, rank: int) -> list[PlannedFile]:
+        """Return the files that `rank` writes."""
+        return [file for file, writer in zip(self.files, self.writers, strict=True) if writer == rank]
+
+
+def plan_export(
+    folder: Path, layouts: Sequence[WeightLayout], copies: Mapping[str, str] = MappingProxyType({})
+) -> ExportPlan:
+    """Plan the files in `folder` and their writers, given the layouts of all ranks.
+
+    Args:
+        copies: additional name -> tensor that is also written under that name.
+    """
+    tensors = layouts[0].tensors
+    held = [_held_bytes(layout) for layout in layouts]
+    holders: dict[str, list[int]] = defaultdict(list)
+    for rank, of in enumerate(held):
+        for name in of:
+            holders[name].append(rank)
+    groups: dict[tuple[int, ...], dict[str, tuple[tuple[int, ...], str]]] = defaultdict(dict)
+    written = {name: name for name in tensors} | dict(copies)
+    for name, source in written.items():
+        groups[tuple(holders[source])][name] = (tensors[source].shape, tensors[source].dtype)
+    files = plan_files(folder, list(groups.values()), FILE_BYTES)
+    writers = assign_files(files, held)
+    order = _interleave_writers(files, writers)
+    names: dict[int, list[str]] = defaultdict(list)
+    for file, writer in zip(files, writers, strict=True):
+        names[writer] += file.tensors
+    specs = ModelTensors({name: tensors[name] for name in order if name in tensors})
+    needs = {
+        writer: WeightLayout(
+            specs, tuple(ShardPiece(written[n], specs[written[n]].box, n, specs[written[n]].box) for n in of)
+        )
+        for writer, of in names.items()
+    }
+    return ExportPlan(files, tuple(writers), needs)
+
+
+def _held_bytes(layout: WeightLayout) -> dict[str, int]:
+    """Return how many bytes of each tensor the rank holds; tensors that it does not hold are left out."""
+    table = layout.pieces
+    volumes = (table.boxes[..., 1].astype(np.int64) - table.boxes[..., 0]).prod(axis=1)
+    held = np.bincount(table.tensor, volumes, minlength=len(table.tensors))
+    specs = [layout.tensors[name] for name in table.tensors]
+    return {
+        # a rank may hold a tied embedding twice
+        name: min(int(count) * torch_dtype(spec.dtype).itemsize, num_bytes(spec))
+        for name, spec, count in zip(table.tensors, specs, held, strict=True)
+        if count
+    }
+
+
+def _interleave_writers(files: Sequence[PlannedFile], writers: Sequence[int]) -> list[str]:
+    """Return the tensors in an order that serves all writers evenly, so that they write at the same time."""
+    progress: dict[str, float] = {}
+    total: dict[int, int] = defaultdict(int)
+    for file, writer in zip(files, writers, strict=True):
+        for name, stored in file.tensors.items():
+            progress[name] = total[writer] + stored.num_bytes / 2
+            total[writer] += stored.num_bytes
+    for file, writer in zip(files, writers, strict=True):
+        for name in file.tensors:
+            progress[name] /= max(total[writer], 1)
+    return sorted(progress, key=lambda name: progress[name])
+
+
+def num_bytes(spec: TensorSpec) -> int:
+    """Return the size of the full tensor in bytes."""
+    return volume(spec.box) * torch_dtype(spec.dtype).itemsize
+
 
 BUCKET_BYTES = 64 * 2**20
 """Size of a transfer bucket in bytes; an export needs memory for two in addition to the parameters."""

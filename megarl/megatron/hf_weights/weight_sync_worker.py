@@ -10,10 +10,10 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megarl.megatron.hf_weights.block_quantizer import BlockQuantizer
+from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.megatron.hf_weights.export import BlockQuantizer
 from megarl.megatron.modeling.megatron_model import MegatronModel
 from megarl.megatron.requests import PreparedSync, PushRequest, PushResult, SyncSetup
-from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import ModelReplica, model_replicas
 from megarl.reshard.layout.quantized_layout import quantized_tensors

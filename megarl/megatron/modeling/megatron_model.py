@@ -21,19 +21,19 @@ from torch import Tensor
 
 from megarl.batch.pack import ColumnName, PackedBatch, PerToken, pack
 from megarl.batch.trajectory import Trajectory
-from megarl.megatron.families.layout_checks import pipeline_split
+from megarl.losses.loss import ModelOutput, TokenScores, token_scores, token_values
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
+from megarl.megatron.families.trainer_layouts import pipeline_split
 from megarl.megatron.hf_weights import local_layout
-from megarl.megatron.losses.loss import ModelOutput, TokenScores, token_scores, token_values
-from megarl.megatron.modeling.backend import layer_backend
 from megarl.megatron.modeling.gpt_model import build_chunks
 from megarl.megatron.modeling.language_head import HeadOptions, LanguageHead
+from megarl.megatron.modeling.layer_spec import layer_backend
 from megarl.megatron.modeling.packed_seq import TorchPackedSeqParams, describe_pack, local_index
 from megarl.megatron.modeling.router import find_routers, router_mask
 from megarl.megatron.modeling.transformer_config import token_multiple, transformer_config
 from megarl.megatron.requests import ModelSpec
 from megarl.megatron.runtime import parallel_state, platform
-from megarl.megatron.runtime.cuda_timer import CudaTimer
+from megarl.megatron.runtime.platform import CudaTimer
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel

@@ -19,8 +19,8 @@ from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
 from megarl.megatron.mcore_fields import override_model_fields
-from megarl.megatron.modeling.backend import layer_backend
-from megarl.megatron.modeling.rotary_embedding import attention_factor
+from megarl.megatron.modeling.gpt_model import attention_factor
+from megarl.megatron.modeling.layer_spec import layer_backend
 from megarl.megatron.modeling.router import LOAD_BALANCING_TYPES
 from megarl.megatron.runtime import platform
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megarl.cluster.workers.master_port import join_world
 from megarl.config.trainer import ParallelConfig
 from megarl.megatron.runtime import platform
-from megarl.workers.master_port import join_world
 
 _IMPORTED = dict(vars(parallel_state))
 """The globals of megatron-core's `parallel_state` as imported, before any group exists."""

@@ -4,11 +4,118 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from megarl.cluster.placement.hardware import find_gpu_type
+from megarl.megatron.modeling.megatron_model import MegatronModel
+from megarl.megatron.modeling.router import PackRouter, find_routers
+from megarl.megatron.requests import TrainRequest
+from megarl.megatron.runtime import platform
+
+if TYPE_CHECKING:
+    from megarl.megatron.modeling.megatron_model import MegatronModel
+
+
+PASSES = 3
+"""Cost of an update in forward passes: the backward pass computes two matrix products for each one of the forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """What the throughput of one model's training steps is computed from."""
+
+    num_gpus: int
+    """GPUs that train the model."""
+    peak_flops: float | None
+    """Operations per second that one of them can do in the model's dtype; None if not known."""
+
+    @classmethod
+    def on_this_gpu(cls, model: MegatronModel) -> Throughput:
+        """Return it for a model that all ranks train, on GPUs of the kind that this rank has."""
+        gpu = find_gpu_type(torch.cuda.get_device_name()) if model.dtype == torch.bfloat16 else None
+        peak = None if gpu is None else gpu.flops_per_second
+        return cls(num_gpus=dist.get_world_size(), peak_flops=peak)
+
+    def metrics(self, request: TrainRequest, seconds: float) -> dict[str, float]:
+        """Return the metrics of a training step that took so long.
+
+        Operations are those of the forward and backward passes of updates (PaLM, arXiv 2204.02311, appendix B): what
+        recomputation and forward passes for log-probabilities add does not count. Tokens are those of all samples.
+        """
+        totals = request.totals
+        assert totals is not None, "the request has not been split over replicas"
+        per_gpu = 1.0 / (seconds * self.num_gpus)
+        flops = per_gpu * PASSES * request.epochs * totals.forward_flops
+        out = {
+            "throughput/tokens_per_second_per_gpu": per_gpu * totals.num_tokens,
+            "throughput/tflops_per_gpu": flops / 1e12,
+        }
+        if self.peak_flops is not None:
+            out["throughput/mfu"] = flops / self.peak_flops
+        return out
+
+
+class ExpertLoad:
+    """Tokens per expert and layer in the training passes of a step; padding is not counted.
+
+    Counts stay on the device until the end of the step. A recomputed forward pass is counted once.
+    """
+
+    def __init__(self, model: MegatronModel) -> None:
+        self._groups = model.groups
+        self._counts_LE: Tensor | None = None
+        if model.architecture.experts is not None:
+            # on all pipeline stages, also those without such a layer, because they are summed over stages
+            shape = model.config.num_layers, model.architecture.num_experts
+            self._counts_LE = torch.zeros(shape, dtype=torch.int64, device=platform.device())
+        for router in find_routers(chunk.module for chunk in model.chunks):
+            router.register_forward_hook(self._count)
+
+    def _count(self, router: PackRouter, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+        # the first pass of a recomputed layer and passes for log-probabilities have no gradients
+        if torch.is_grad_enabled():
+            assert self._counts_LE is not None
+            self._counts_LE[router.layer_number - 1] += (output[1] & ~inputs[1][:, :1]).sum(0)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the load of the step, over all ranks, and start the next step; empty without experts. Collective call.
+
+        `expert_load/max_over_mean`: tokens of the busiest expert over the mean, averaged over layers;
+        `..._max`: in the worst layer; `expert_load/unused`: share of experts without a token.
+        """
+        if self._counts_LE is None:
+            return {}
+        counts_LE, self._counts_LE = self._counts_LE, torch.zeros_like(self._counts_LE)
+        for group in (self._groups.tp_dp_cp, self._groups.pp):
+            dist.all_reduce(counts_LE, group=group)
+        ratios, unused = max_over_mean(counts_LE.cpu())
+        if not ratios:
+            return {}
+        return {
+            "expert_load/max_over_mean": sum(ratios) / len(ratios),
+            "expert_load/max_over_mean_max": max(ratios),
+            "expert_load/unused": unused,
+        }
+
+
+def max_over_mean(counts_LE: Tensor) -> tuple[list[float], float]:
+    """Return the largest over the mean count of each layer with tokens, and the share of experts without any there."""
+    used_LE = counts_LE[counts_LE.sum(1) > 0].double()
+    if not len(used_LE):
+        return [], 0.0
+    return (used_LE.amax(1) / used_LE.mean(1)).tolist(), float((used_LE == 0).double().mean())
+
+
+def freeze_routers(model: MegatronModel) -> None:
+    """Exclude the weights of routers from training; needs to precede the creation of gradient buffers."""
+    for router in find_routers(chunk.module for chunk in model.chunks):
+        router.weight.requires_grad_(False)
+
 
 QUANTILE = 0.99
 

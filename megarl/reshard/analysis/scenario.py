@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
-from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.engine_ranks import place_engines_by_overlap
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import (

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
-from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.boxes import Ints
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import strided_places

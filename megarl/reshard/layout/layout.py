@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.model_files.file_boxes import Box as Box
-from megarl.model_files.file_boxes import extent as extent
+from megarl.model_files.file_plan import Box as Box
+from megarl.model_files.file_plan import extent as extent
 from megarl.reshard.layout.model_tensors import ModelTensors, Names, digest_of
 from megarl.reshard.layout.model_tensors import TensorSpec as TensorSpec
 from megarl.reshard.layout.piece_table import Columns as Columns

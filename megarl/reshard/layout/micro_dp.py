@@ -16,8 +16,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
-from megarl.placement.rank_grid import RankGrid
 
 ModelReplica = tuple[tuple[int, ...], ...]
 """Ranks of one copy of some parameters, by shard group: the ranks of a group (ascending) split the same parameters."""

@@ -17,7 +17,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.model_files.file_boxes import Box
+from megarl.model_files.file_plan import Box
 from megarl.model_files.header import itemsize
 
 COMPRESSION_LEVEL = 1

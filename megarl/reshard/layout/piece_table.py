@@ -13,7 +13,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.model_files.file_boxes import Box
+from megarl.model_files.file_plan import Box
 from megarl.reshard.layout.model_tensors import COMPRESSION_LEVEL, DIGEST_BYTES, Names, digest_of, hash_of
 
 _HEADER = struct.Struct(f"<III{DIGEST_BYTES}s")

@@ -18,7 +18,7 @@ from types import TracebackType
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from megarl.reshard.transfer.sync_store import connect_store, first_line
+from megarl.reshard.transfer.commit_decision import connect_store, first_line
 from megarl.reshard.transfer.transport import SyncActivity, list_ranks
 
 BEATS = 8

@@ -8,14 +8,13 @@ from dataclasses import replace
 from functools import partial
 
 from megarl.batch.trajectory import Prompt
-from megarl.config.reward_code import CodeRewardConfig
+from megarl.config.reward import CodeRewardConfig
 from megarl.errors import SandboxError
-from megarl.reward.call_threads import CallThreads
 from megarl.reward.code.assertions import TestCaseError
 from megarl.reward.code.grading import Grade, run_tests
 from megarl.reward.code.test_cases import ReferenceSandbox, RowTests, load_tests
-from megarl.reward.terms import Completion, TermError, TermValue, quote
-from megarl.sandbox.code_block import find_code
+from megarl.reward.terms import CallThreads, Completion, TermError, TermValue, quote
+from megarl.sandbox.session import find_code
 from megarl.sandbox.tiers import open_sandbox
 
 FAILURES = ("error", "timeout", "memory", "output", "killed", "undecided")

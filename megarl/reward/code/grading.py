@@ -6,8 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.reward.code.comparison import Tolerance, is_equal, is_same_text, to_json_types
-from megarl.reward.code.values import GradingClock, UndecidedError, read_value
+from megarl.reward.code.comparison import (
+    GradingClock,
+    Tolerance,
+    UndecidedError,
+    is_equal,
+    is_same_text,
+    read_value,
+    to_json_types,
+)
 from megarl.sandbox.sandbox import Case, Outcome, Program, Sandbox, Status
 
 Grade = Literal["passed", "failed", "undecided"] | Status

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from megarl.batch.trajectory import Prompt
-from megarl.config.reward_services import JudgeRewardConfig
+from megarl.config.reward import JudgeRewardConfig
 from megarl.errors import ConfigError, RewardError
 from megarl.reward.services.client import ServiceClient, ServiceError
 from megarl.reward.terms import Completion, TermError, TermValue, abbreviate, compile_pattern, quote

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
-from megarl.batch.trajectory import Trajectory
-from megarl.config.import_path import load_object
+import numpy as np
+
+from megarl.batch.trajectory import TIME_LIMIT, Trajectory, count_turns
 from megarl.config.rollout import AgentConfig
-from megarl.errors import ConfigError
-from megarl.rollout.agents.episode import Episode
+from megarl.config.section import load_object
+from megarl.data.tokenizer import describe_unknown_token, read_vocab_size
+from megarl.errors import AgentError, ConfigError, MegarlError
+from megarl.rollout.agents.episode import Episode, RefusedTextError
+from megarl.rollout.environments.conversation import EnvironmentFailedError
 from megarl.text import describe_error
-from megarl.user_code import outcome_of
+from megarl.user_code import CallOutcome, await_outcome, outcome_of
 
 Agent: TypeAlias = Callable[[Episode], Awaitable[Trajectory | Sequence[Trajectory]]]
 """Runs one episode and returns its trajectory, or after forks its trajectories; the rollout worker adds the rewards.
@@ -88,3 +93,105 @@ def _require_call(
         (signature.bind_partial if partially else signature.bind)(*arguments, **kwargs)
     except TypeError as e:
         raise ConfigError(f"{subject}{signature} {complaint}: {e}") from e
+
+
+GRACE_SECONDS = 20.0
+"""How long an agent may take after the time limit of its episode, of which the engine may take half to abort a request
+in progress."""
+
+CANCEL_SECONDS = 5.0
+"""How long an agent that is cancelled may take to clean up."""
+
+
+async def run_agent(
+    agent: Agent, episode: Episode, *, path: str, refuses_forks: str | None = None, key: str = "rollout.agent.path"
+) -> list[Trajectory]:
+    """Return the agent's trajectories of the episode, one for each of its segments.
+
+    Args:
+        path: import path of the agent, for error messages.
+        refuses_forks: why the algorithm cannot train on an episode of several segments; None: it can.
+        key: YAML path of the import path.
+
+    Raises:
+        EngineFailedError: as `Episode.generate`.
+        AgentError: the agent raised another exception, or returned something other than a valid trajectory.
+        RefusedTextError: a text that it continued with cannot be used.
+        EnvironmentFailedError: nothing was sampled within the time limit.
+    """
+    label = f"{key} ({path})"
+    result, error = await _run(agent, episode)
+    if isinstance(error, MegarlError):
+        raise error
+    if error is not None:
+        raise AgentError(f"{label} raised {describe_error(error)} on {episode.prompt.prompt_id}") from error
+    segments = list(result) if isinstance(result, list | tuple) and result else [result]
+    problem: str | None = None
+    for number, trajectory in enumerate(segments):
+        if not isinstance(trajectory, Trajectory):
+            raise AgentError(
+                f"{label} needs to return a trajectory, got {type(trajectory).__name__} on {episode.prompt.prompt_id}"
+            )
+        problem = problem or _find_problem(trajectory, number, episode)
+    if len(segments) > 1 and refuses_forks is not None:
+        problem = problem or f"is one of {len(segments)} of its episode, but {refuses_forks}"
+    if problem is not None:
+        raise AgentError(f"{label} returned a trajectory that {problem}, on {episode.prompt.prompt_id}")
+    for trajectory in cast("list[Trajectory]", segments):
+        token_ids = trajectory.token_ids.tolist()
+        unknown = describe_unknown_token(episode.tokenizer, token_ids, read_vocab_size(episode.tokenizer))
+        if unknown is not None:
+            raise RefusedTextError(f"{label} returned a trajectory on {episode.prompt.prompt_id}: {unknown}")
+    if episode.limit_reached.done() and not any(np.any(trajectory.loss_mask) for trajectory in segments):
+        raise EnvironmentFailedError(f"{label} sampled nothing within its time limit (rollout.request_timeout_seconds)")
+    return cast("list[Trajectory]", segments)
+
+
+async def _run(agent: Agent, episode: Episode) -> CallOutcome:
+    """Return what the agent returns or raises; the tokens so far if it fails, or does not end, after the time limit."""
+    task, reached = asyncio.ensure_future(await_outcome(partial(agent, episode))), episode.limit_reached
+    ends: list[asyncio.Future[Any]] = [task, reached]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and not episode.ends_by_itself:
+            await episode.clock.wait([task], GRACE_SECONDS)
+        elif not task.done():
+            await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait([task])
+        raise
+    result, error = task.result() if task.done() else (None, None)
+    has_failed = error is not None and not isinstance(error, MegarlError)
+    if task.done() and not (has_failed and reached.done()):
+        return result, error
+    task.cancel()
+    await asyncio.wait([task], timeout=CANCEL_SECONDS)
+    episode.finish_reason = TIME_LIMIT
+    return episode.trajectories(), None
+
+
+def _find_problem(trajectory: Trajectory, number: int, episode: Episode) -> str | None:
+    """Return what is wrong with a trajectory that an agent has made, which may not be that of the episode."""
+    expected = episode.prompt.prompt_id, episode.group_id
+    got = trajectory.prompt_id, trajectory.group_id
+    if got != expected:
+        return f"belongs to another prompt: prompt_id, group_id need to be {expected}, got {got}"
+    if trajectory.segment != number:
+        return f"is number {number} of its episode: its segment needs to be {number}, got {trajectory.segment}"
+    if trajectory.turn_rewards and len(trajectory.turn_rewards) != count_turns(trajectory.loss_mask):
+        return (
+            f"needs a reward for each of its {count_turns(trajectory.loss_mask)} turns, got "
+            f"{len(trajectory.turn_rewards)} turn_rewards"
+        )
+    if trajectory.num_tokens == 0 or trajectory.loss_mask[0]:
+        return "has no token before its first sampled one"
+    if trajectory.num_tokens > episode.max_num_tokens:
+        prompt = len(episode.prompt.token_ids)
+        return (
+            f"is too long: it may have prompt + rollout.max_new_tokens = {prompt} + {episode.max_num_tokens - prompt} "
+            f"= {episode.max_num_tokens} tokens, got {trajectory.num_tokens}"
+        )
+    if np.any(trajectory.logprobs[~trajectory.loss_mask]):
+        return "has log-probabilities for tokens that were not sampled"
+    return None

@@ -5,7 +5,102 @@ from __future__ import annotations
 import re
 
 from megarl.rollout.environments.environment import Step, Task
-from megarl.rollout.environments.expressions import ExpressionError, compute
+
+MAX_LENGTH = 100
+"""Maximum number of characters of an expression."""
+
+MAX_NESTING = 10
+"""Maximum depth of parentheses and signs."""
+
+MAX_DIGITS = 30
+"""Maximum number of digits of a result."""
+
+_TOKEN = re.compile(r"\s*(?:(\d+)|(.))")
+
+
+class ExpressionError(ValueError):
+    """A text is no expression, or has no integer value."""
+
+
+def compute(text: str) -> int:
+    """Return the value of an expression of integers, `+ - * /` and parentheses; division needs to leave no remainder.
+
+    >>> compute("2 * (3 + 4) - 8 / 4")
+    12
+
+    Raises:
+        ExpressionError: the text is too long or no such expression, or its value is too large or no integer.
+    """
+    if len(text) > MAX_LENGTH:
+        raise ExpressionError(f"an expression has at most {MAX_LENGTH} characters, got {len(text)}")
+    parser = _Parser([number or sign for number, sign in _TOKEN.findall(text.rstrip())])
+    value = parser.sum()
+    if parser.next is not None:
+        raise ExpressionError(f"unexpected {parser.next!r}")
+    return value
+
+
+class _Parser:
+    """Recursive descent over the tokens of an expression."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self._tokens, self._position, self._depth = tokens, 0, 0
+
+    @property
+    def next(self) -> str | None:
+        return self._tokens[self._position] if self._position < len(self._tokens) else None
+
+    def _take(self) -> str | None:
+        token = self.next
+        self._position += 1
+        return token
+
+    def sum(self) -> int:
+        value = self._product()
+        while self.next in ("+", "-"):
+            sign = 1 if self._take() == "+" else -1
+            value = _bounded(value + sign * self._product())
+        return value
+
+    def _product(self) -> int:
+        value = self._factor()
+        while self.next in ("*", "/"):
+            operator, right = self._take(), self._factor()
+            if operator == "*":
+                value = _bounded(value * right)
+            elif right == 0:
+                raise ExpressionError("division by zero")
+            elif value % right:
+                raise ExpressionError(f"{value} / {right} is no integer")
+            else:
+                value //= right
+        return value
+
+    def _factor(self) -> int:
+        token = self._take()
+        if token is not None and token.isdecimal():
+            return _bounded(int(token))
+        self._depth += 1
+        if self._depth > MAX_NESTING:
+            raise ExpressionError(f"nested more than {MAX_NESTING} times")
+        try:
+            if token == "-":  # noqa: S105 -- a sign
+                return -self._factor()
+            if token == "(":  # noqa: S105
+                value = self.sum()
+                if self._take() != ")":
+                    raise ExpressionError("a parenthesis is not closed")
+                return value
+        finally:
+            self._depth -= 1
+        raise ExpressionError("unexpected end" if token is None else f"unexpected {token!r}")
+
+
+def _bounded(value: int) -> int:
+    if abs(value) >= 10**MAX_DIGITS:
+        raise ExpressionError(f"a result has at most {MAX_DIGITS} digits")
+    return value
+
 
 CALL = re.compile(r"calc\(((?:[^()]|\([^()]*\))*)\)")
 """A call of the calculator; parentheses in it may be nested once."""

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 from megarl.batch.trajectory import MAX_REWARD, TIME_LIMIT, Trajectory
 from megarl.config.data import DataConfig
 from megarl.config.rollout import EnvironmentConfig
+from megarl.engines.batching_engine import EngineFailedError
 from megarl.errors import AgentError
 from megarl.rollout.agents.episode import Episode, RefusedTextError
-from megarl.rollout.batching_engine import EngineFailedError
-from megarl.rollout.environments.calls import EnvironmentFailedError, call_environment
-from megarl.rollout.environments.conversation import ChatRenderer, bounded, require_chat_template
-from megarl.rollout.environments.environment import Environment, Message, Step, Task
-from megarl.rollout.environments.load_environment import ENV, EnvironmentFactory
-from megarl.rollout.environments.tasks import Tasks
+from megarl.rollout.environments.conversation import (
+    ChatRenderer,
+    EnvironmentFailedError,
+    bounded,
+    call_environment,
+    require_chat_template,
+)
+from megarl.rollout.environments.environment import ENV, Environment, EnvironmentFactory, Message, Step, Task, Tasks
 from megarl.text import describe_error, text_of
 from megarl.user_code import outcome_of, read_number
 

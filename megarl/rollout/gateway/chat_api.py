@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.rollout.environments.environment import Message
 from megarl.rollout.gateway.chat_messages import make_message
-from megarl.rollout.gateway.prefix_memory import PrefixMemory
 from megarl.rollout.gateway.turn_request import (
     Applied,
     RefusedRequestError,
@@ -27,7 +26,7 @@ from megarl.rollout.gateway.turn_request import (
     require_list,
     shown,
 )
-from megarl.rollout.gateway.turns import Turn, call_id
+from megarl.rollout.gateway.turns import PrefixMemory, Turn, call_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.batch.trajectory import TIME_LIMIT, Trajectory
 from megarl.config.data import DataConfig
-from megarl.config.harness import HarnessConfig
+from megarl.config.rollout import HarnessConfig
 from megarl.rollout.agents.episode import Episode
-from megarl.rollout.environments.calls import EnvironmentFailedError
-from megarl.rollout.environments.conversation import ChatRenderer, require_chat_template
-from megarl.rollout.environments.environment import Task
-from megarl.rollout.environments.tasks import Tasks
-from megarl.rollout.gateway.program import HARNESS, check_harness, run_command, run_function
+from megarl.rollout.environments.conversation import ChatRenderer, EnvironmentFailedError, require_chat_template
+from megarl.rollout.environments.environment import Task, Tasks
+from megarl.rollout.gateway.harness_process import HARNESS, check_harness, run_command, run_function
 from megarl.rollout.gateway.reply_parser import PlainTextParser, ReplyParser, SglangParser
 from megarl.rollout.gateway.server import GatewayServer
 from megarl.rollout.gateway.session import Session

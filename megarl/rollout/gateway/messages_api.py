@@ -9,7 +9,6 @@ from typing import Any
 from megarl.rollout.environments.environment import Message
 from megarl.rollout.gateway.chat_api import count_tokens, split_text
 from megarl.rollout.gateway.chat_messages import make_message, parse_arguments
-from megarl.rollout.gateway.prefix_memory import PrefixMemory
 from megarl.rollout.gateway.turn_request import (
     Applied,
     RefusedRequestError,
@@ -27,7 +26,7 @@ from megarl.rollout.gateway.turn_request import (
     require_list,
     shown,
 )
-from megarl.rollout.gateway.turns import Turn, call_id
+from megarl.rollout.gateway.turns import PrefixMemory, Turn, call_id
 
 APPLIED: Applied = {
     **dict.fromkeys(("messages", "model", "system", "max_tokens", "stop_sequences", "stream", "tools"), always),

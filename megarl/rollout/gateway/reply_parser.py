@@ -30,11 +30,11 @@ from typing import Protocol
 
 from pydantic import BaseModel, ValidationError
 
+from megarl.cluster.process.child_processes import make_preexec
+from megarl.engines.sglang.engine_environment import make_engine_environment
 from megarl.errors import WorkerError
-from megarl.process.descendants import make_preexec
 from megarl.rollout.environments.environment import Message
 from megarl.rollout.gateway.chat_messages import parse_arguments
-from megarl.rollout.sglang.engine_environment import make_engine_environment
 from megarl.text import escape_controls, replace_surrogates
 
 logger = logging.getLogger(__name__)

@@ -25,11 +25,10 @@ from megarl.rollout.gateway.messages_api import (
     messages_response,
     read_messages_request,
 )
-from megarl.rollout.gateway.prefix_memory import PrefixMemory
 from megarl.rollout.gateway.responses_api import read_responses_request, responses_events, responses_response
 from megarl.rollout.gateway.session import Session
 from megarl.rollout.gateway.turn_request import RefusedRequestError, TurnRequest
-from megarl.rollout.gateway.turns import Turn
+from megarl.rollout.gateway.turns import PrefixMemory, Turn
 from megarl.text import describe_error, escape_controls, replace_surrogates
 
 if TYPE_CHECKING:

@@ -18,20 +18,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.batch.trajectory import TIME_LIMIT, Trajectory
-from megarl.config.harness import HarnessConfig
+from megarl.config.rollout import HarnessConfig
 from megarl.data.chat_template import chat_template_source
+from megarl.engines.batching_engine import EngineFailedError
+from megarl.engines.engine import Generation
 from megarl.errors import AgentError, MegarlError
 from megarl.rollout.agents.episode import Episode
-from megarl.rollout.batching_engine import EngineFailedError
-from megarl.rollout.engine import Generation
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Message
 from megarl.rollout.gateway.chat_messages import make_message, message_digest
-from megarl.rollout.gateway.history import Exchange, Exchanges, flatten, whole
-from megarl.rollout.gateway.prefix_memory import JsonMemory, PrefixMemory
 from megarl.rollout.gateway.reply_parser import ParsedReply, ReplyParser
 from megarl.rollout.gateway.turn_request import RefusedRequestError, TurnRequest
-from megarl.rollout.gateway.turns import Turn, call_id, make_trajectories, make_turn
+from megarl.rollout.gateway.turns import (
+    Exchange,
+    Exchanges,
+    JsonMemory,
+    PrefixMemory,
+    Turn,
+    call_id,
+    flatten,
+    make_trajectories,
+    make_turn,
+    whole,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,21 +4,247 @@ turn 0   prompt 0 | output 0
 turn 1             '- given 1 | output 1            the first turn after another continues its sequence
 turn 2             '- given 2 | output 2            a second one has a sequence of its own: prompt 0, output 0 and
                                                     given 2 are its prompt, of which nothing is trained on again
+
+A long conversation is rendered by a few of its exchanges:
+
+    exchange 0: question | reply    exchange 1: tool's result | reply    exchange 2: tool's result | reply    ...
+
+What a chat template writes for new messages depends on the messages before by their kinds alone: which roles there
+are, whether replies have thoughts and calls, and what marks of the template their texts have. New messages are
+therefore rendered after exchanges in which each kind occurs, instead of after the whole conversation.
+
+Clients send their full conversation with each request: a list that continues one that was read costs its new elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic_core import from_json
 
 from megarl.batch.trajectory import Prompt, Trajectory
-from megarl.rollout.engine import Generation
+from megarl.engines.engine import Generation
 from megarl.rollout.environments.environment import Message
-from megarl.rollout.gateway.history import Exchange
 from megarl.rollout.gateway.reply_parser import ParsedReply
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+MAX_BRANCHES = 16
+"""Lists that are kept, the least recently used ones are dropped. A list that continues another one replaces it."""
+
+
+class PrefixMemory[T, V]:
+    """Computes a value for each element of a list from the value before; not again for a prefix that is known.
+
+    Known prefixes are found by comparing elements, which for thousands of messages takes microseconds, where reading,
+    hashing and rendering them takes milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._branches: list[tuple[list[T], list[V]]] = []
+        """Elements and their values, the most recently used list last."""
+
+    def values(self, elements: Sequence[T], compute: Callable[[V | None, T], V]) -> list[V]:
+        """Return the value of each element; `compute` gets the value before, None for the first, and the element.
+
+        If it raises an exception, nothing is kept of this list.
+        """
+        lengths = [_common_length(known, elements) for known, _ in self._branches]
+        length = max(lengths, default=0)
+        found = lengths.index(length) if length else None
+        known = ([], []) if found is None else self._branches[found]
+        values = known[1][:length]
+        for element in elements[length:]:
+            values.append(compute(values[-1] if values else None, element))
+        if found is not None and length in (len(known[0]), len(elements)):
+            del self._branches[found]
+        else:
+            known = (known[0][:length], known[1][:length])
+        known[0].extend(elements[length:])
+        known[1].extend(values[length:])
+        self._branches = [*self._branches, known][-MAX_BRANCHES:]
+        return values
+
+
+class JsonMemory:
+    """Parses objects that have one long list each; not again the elements with which the text before began too.
+
+    before  {"model": "m", "messages": [A, B], "stream": true}
+    now     {"model": "m", "messages": [A, B, C, D], "stream": true}     parsed: {"model": "m", "messages": [C, D], ...
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name`: key of the list."""
+        self._name, self._key = name, re.compile(rf'"{name}"\s*:\s*\[')
+        self._head = self._known = ""
+        """The last text up to the beginning of the list, and up to the end of its last element."""
+        self._elements: list[Any] = []
+
+    def parse(self, text: str) -> Any:
+        """Return the value of a JSON text.
+
+        Raises:
+            ValueError: it is no JSON, has half of a surrogate pair, numbers of thousands of digits or that are not
+                finite, or is nested too deeply.
+        """
+        following = text[len(self._known) :].lstrip() if self._known and text.startswith(self._known) else ""
+        if following[:1] in (",", "]"):
+            head, elements, rest = self._head, self._elements, following.removeprefix(",")
+        else:
+            match = self._key.search(text)
+            head, elements, rest = "" if match is None else text[: match.end()], [], text[match.end() if match else 0 :]
+        found = from_json(head + rest, allow_inf_nan=False)
+        added = found.get(self._name) if isinstance(found, dict) else None
+        length = _elements_length(rest, added) if head and isinstance(added, list) else None
+        if isinstance(added, list) and length is not None:
+            self._head, self._elements = head, [*elements, *added]
+            self._known = text[: len(text) - len(rest) + length]
+            return {**found, self._name: self._elements}
+        if elements:  # the key occurs twice
+            self._known = ""
+            return self.parse(text)
+        return found
+
+
+def _elements_length(text: str, elements: Sequence[object]) -> int | None:
+    """Return the length of the elements with which a text begins; None: it does not begin with these."""
+    decode, end = json.JSONDecoder().raw_decode, 0
+    try:
+        for number, expected in enumerate(elements):
+            if number:
+                end = text.index(",", end) + 1
+            space = _SPACE.match(text, end)
+            found, end = decode(text, space.end() if space else end)
+            if found != expected:
+                return None
+    except ValueError:  # the elements are those of another list of this name
+        return None
+    return end
+
+
+def _common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return how many elements at the beginning are equal."""
+    low, high = 0, min(len(first), len(second))
+    middle = high
+    while low < high:
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low
+
+
+Shape = tuple[object, ...]
+
+_MARK = re.compile(r"<[^<>{}%'\"\\\s]+>|\[/?[A-Z_]+\]")
+"""Marks in the source of a chat template, such as `</think>` or `[INST]`."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Exchange:
+    """Messages that the policy was given, and its reply."""
+
+    before: Exchange | None
+    """The exchange before; None: this is the first one."""
+    given: tuple[Message, ...]
+    reply: Message
+    """The reply with its thoughts and calls apart from its content."""
+    text_reply: Message
+    """The reply with its text as content."""
+    shapes: tuple[Shape, ...]
+    """Kinds of the messages, that of the reply last; runs of equal kinds are one."""
+    depth: int
+    """Number of exchanges up to this one."""
+    summary: tuple[Exchange, ...] = ()
+    """Exchanges that stand for all up to this one: each kind occurs, the last reply is of the kind of this one, and
+    messages follow replies of the same kinds as in the conversation."""
+
+
+class Exchanges:
+    """Makes exchanges for conversations in one chat template."""
+
+    def __init__(self, chat_template: str) -> None:
+        self._marks = _find_marks(chat_template)
+
+    def follow(
+        self, before: Exchange | None, given: Sequence[Message], reply: Message, text_reply: Message | None = None
+    ) -> Exchange:
+        """Return the next exchange; `text_reply`: the reply with its text as content, by default as it is."""
+        text_reply = text_reply or reply
+        shapes = tuple(self._shapes([*given, {**reply, "content": f"{reply['content']}{text_reply['content']}"}]))
+        known = () if before is None else before.summary
+        exchange = Exchange(
+            before=before,
+            given=tuple(given),
+            reply=reply,
+            text_reply=text_reply,
+            shapes=shapes,
+            depth=1 if before is None else before.depth + 1,
+        )
+        exchange.summary = _summarize(known, exchange)
+        return exchange
+
+    def read(self, messages: tuple[Message, ...]) -> tuple[Exchange | None, tuple[Message, ...]]:
+        """Return the exchanges of a conversation, as the last one, and the messages after it."""
+        last: Exchange | None = None
+        start = 0
+        for end, message in enumerate(messages):
+            if message["role"] == "assistant":
+                last, start = self.follow(last, messages[start:end], message), end + 1
+        return last, messages[start:]
+
+    def _shapes(self, messages: Sequence[Message]) -> Iterator[Shape]:
+        last = None
+        for message in messages:
+            content = message["content"]
+            marks = frozenset(self._marks.findall(content))
+            num_calls = min(2, len(message.get("tool_calls", ())))
+            shape = (message["role"], bool(content.strip()), marks, num_calls, frozenset(message))
+            if shape != last:
+                yield shape
+            last = shape
+
+
+def whole(last: Exchange | None) -> list[Exchange]:
+    """Return all exchanges up to the last one."""
+    found = []
+    while last is not None:
+        found.append(last)
+        last = last.before
+    return found[::-1]
+
+
+def flatten(exchanges: Sequence[Exchange], *, as_text: bool) -> list[Message]:
+    """Return the messages of exchanges; `as_text`: replies have their text as content."""
+    return [message for each in exchanges for message in (*each.given, each.text_reply if as_text else each.reply)]
+
+
+def _summarize(known: tuple[Exchange, ...], exchange: Exchange) -> tuple[Exchange, ...]:
+    """Return exchanges that stand for the known ones and another one, without detours that show nothing new.
+
+    The known ones are cut after the last reply of the kind of the new one, if each kind still occurs.
+    """
+    for end in range(len(known), 0, -1):
+        seen = {each.shapes for each in known[:end]}
+        if known[end - 1].shapes[-1] == exchange.shapes[-1] and seen.issuperset(
+            each.shapes for each in (*known[end:], exchange)
+        ):
+            return known[:end]
+    return (*known, exchange)
+
+
+@lru_cache
+def _find_marks(chat_template: str) -> re.Pattern[str]:
+    marks = sorted(set(_MARK.findall(chat_template)), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, marks)) or r"(?!)")
 
 
 class TokenSequence:

@@ -4,32 +4,170 @@
 
 If several entries belong to the same job, the first one counts, with the files in the order of their names. The entry
 of a worker that was sent the job because another worker was lost comes first: the lost one may still be writing.
+
+A group is an Arrow message, one row per trajectory. Nothing is lost except surrogates in messages and names, which
+become U+FFFD.
+
+Workers read and write the files on one thread, in order. What arrives while the thread is busy is looked up, or
+appended, together: a thread that competes with the event loop for the interpreter takes milliseconds for each call,
+most of which it waits.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
 import os
 import re
+import shutil
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
-from megarl.batch.scored_group import TermReport
-from megarl.batch.trajectory import Trajectory, split_episodes
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from megarl.batch.trajectory import TermReport, Trajectory, split_episodes
 from megarl.checkpoint.run_lock import require_lock
+from megarl.cluster.workers.dispatch import call_for_all
 from megarl.config import RunConfig
-from megarl.config.reward_services import SERVICE_SETTINGS
-from megarl.errors import WorkerError
+from megarl.config.reward import SERVICE_SETTINGS
+from megarl.errors import DataError, WorkerError
 from megarl.model_files.json_object import JsonMapping
-from megarl.rollout.journal.group_codec import decode_group, encode_group
-from megarl.rollout.journal.journal_folder import FORMAT, SUFFIX, check_format, journal_folder, step_folder
 from megarl.rollout.journal.record_file import Record, RecordWriter, encode_record, read_body, read_records
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
+from megarl.text import map_text, replace_surrogates
+
+FORMAT = 5
+"""Version of the journal's files, written into the first record of each; format 1 did not write it."""
+
+SUFFIX = ".groups"
+
+
+def journal_folder(run_dir: str | Path) -> Path:
+    """Return the journal folder of a run."""
+    return Path(run_dir) / "journal"
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Return the folder of one step in the journal folder `folder`."""
+    return folder / f"step-{step:06d}"
+
+
+def list_steps(run_dir: str | Path) -> list[int]:
+    """Return the steps that have a folder in the journal, sorted; ignores entries with other names."""
+    names = (path.name.removeprefix("step-") for path in journal_folder(run_dir).glob("step-*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def remove_steps(run_dir: str | Path, *, up_to: int) -> None:
+    """Remove the steps up to and including `up_to`, which no checkpoint needs any more.
+
+    On a network file system, files that a worker still has open cannot be removed: the next call removes them.
+    """
+    for step in [each for each in list_steps(run_dir) if each <= up_to]:
+        shutil.rmtree(step_folder(journal_folder(run_dir), step), ignore_errors=True)
+
+
+def remove_steps_from(run_dir: str | Path, step: int) -> None:
+    """Remove the groups of `step` and all later ones, which a resumed run then samples again."""
+    for each in [each for each in list_steps(run_dir) if each >= step]:
+        shutil.rmtree(step_folder(journal_folder(run_dir), each), ignore_errors=True)
+
+
+def read_fingerprints(run_dir: str | Path) -> set[str]:
+    """Return the fingerprints of the runs that wrote the journal's files; empty for an empty journal.
+
+    Raises:
+        DataError: the journal has another format.
+    """
+    found: set[str] = set()
+    for path in journal_folder(run_dir).glob(f"step-*/*{SUFFIX}"):
+        records, _ = read_records(path)
+        for record in records:
+            if "fingerprint" in record.meta:
+                check_format(path, record.meta)
+                found.add(record.meta["fingerprint"])
+    return found
+
+
+def check_format(path: Path, meta: JsonMapping) -> None:
+    """Check that a journal file has this version's format; `meta`: the metadata of its first record.
+
+    Raises:
+        DataError: the file has another format; names the journal's folder.
+    """
+    got = meta.get("format", 1)
+    if got != FORMAT:
+        raise DataError(
+            f"the rollout journal {path.parent.parent} has format {got}, but this version of megarl reads format "
+            f"{FORMAT}: start a new run, or resume with the version that wrote the journal"
+        )
+
+
+SCHEMA = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("group_id", pa.int64()),
+        ("token_ids", pa.large_list(pa.int32())),
+        ("loss_mask", pa.large_list(pa.bool_())),
+        ("logprobs", pa.large_list(pa.float32())),
+        ("policy_versions", pa.large_list(pa.int32())),
+        ("rewards", pa.map_(pa.string(), pa.float64())),
+        ("reward", pa.float64()),
+        ("reward_errors", pa.map_(pa.string(), pa.string())),
+        ("finish_reason", pa.string()),
+        ("segment", pa.int32()),
+        ("turn_rewards", pa.list_(pa.float64())),
+    ]
+)
+PER_TOKEN = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "policy_versions": np.int32}
+
+
+def encode_group(trajectories: Sequence[Trajectory]) -> pa.Buffer:
+    """Return the trajectories as an Arrow record batch of `SCHEMA`, serialized as an IPC message."""
+    offsets = pa.array(np.cumsum([0, *(t.num_tokens for t in trajectories)]), pa.int64())
+    columns: list[pa.Array] = []
+    for column in SCHEMA:
+        values = [getattr(t, column.name) for t in trajectories]
+        if column.name in PER_TOKEN:
+            flat = pa.array(np.concatenate(values), column.type.value_type)
+            columns.append(pa.LargeListArray.from_arrays(offsets, flat))
+        elif pa.types.is_map(column.type):
+            pairs = [list(mapping.items()) for mapping in values]
+            columns.append(pa.array(map_text(pairs, replace_surrogates), column.type))
+        elif pa.types.is_list(column.type):
+            columns.append(pa.array(map(list, values), column.type))
+        else:
+            columns.append(pa.array(map_text(values, replace_surrogates), column.type))
+    return pa.record_batch(columns, schema=SCHEMA).serialize()
+
+
+def decode_group(body: bytes) -> list[Trajectory]:
+    """Return the trajectories that `encode_group` has serialized, bit for bit."""
+    batch = pa.ipc.read_record_batch(pa.py_buffer(body), SCHEMA)
+    columns: dict[str, Sequence[object]] = {
+        name: _split(batch.column(name), PER_TOKEN[name])
+        if name in PER_TOKEN
+        else batch.column(name).to_pylist(maps_as_pydicts="strict")
+        for name in SCHEMA.names
+    }
+    columns["turn_rewards"] = list(map(tuple, batch.column("turn_rewards").to_pylist()))
+    return [Trajectory(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+
+
+def _split(column: pa.LargeListArray, dtype: type[np.generic]) -> list[NDArray[np.generic]]:
+    flat = column.values.to_numpy(zero_copy_only=False).astype(dtype)  # a copy, so that it is aligned and writable
+    return np.split(flat, column.offsets.to_numpy()[1:-1])
+
 
 logger = logging.getLogger(__name__)
 
@@ -382,3 +520,46 @@ def _read_entry(location: _EntryLocation) -> JournalEntry | None:
 
 def _make_file_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
+
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class Replay:
+    """Looks jobs up in the journal and appends finished ones, without blocking the event loop."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._pending: dict[tuple[Callable[..., Any], int], list[tuple[Any, asyncio.Future[Any]]]] = {}
+        """By method of the journal and step, the arguments of calls that have not begun."""
+        self._calling: asyncio.Task[None] | None = None
+
+    async def lookup(self, step: int, job: GroupJob) -> JournalEntry | None:
+        """Return the journal entry of the job, or None if there is none; raises as `Journal.lookup`.
+
+        Jobs that are looked up together resume in the same iteration of the event loop, so that their requests still
+        go to the engine in one call.
+        """
+        return await self._call(self._journal.lookup, step, job)
+
+    async def append(
+        self, step: int, job: GroupJob, summary: GroupSummary, trajectories: Sequence[Trajectory]
+    ) -> JournalEntry:
+        """Append the group to the journal and return the entry that counts; raises as `Journal.append`."""
+        return await self._call(self._journal.append, step, FinishedJob(job, summary, trajectories))
+
+    async def _call(self, method: Callable[[int, Sequence[A]], Sequence[R]], step: int, argument: A) -> R:
+        """Return the item of `method(step, arguments)` for this one of the arguments."""
+        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._pending.setdefault((method, step), []).append((argument, future))
+        if self._calling is None or self._calling.done():
+            self._calling = asyncio.create_task(self._call_pending())
+        return await future
+
+    async def _call_pending(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._pending:
+            method, step = key = next(iter(self._pending))
+            await call_for_all(partial(loop.run_in_executor, self._thread, method, step), self._pending.pop(key))

@@ -16,8 +16,8 @@ from collections.abc import Buffer
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.cluster.process.atomic_files import make_durable_folder, sync_path
 from megarl.model_files.json_object import JsonMapping
-from megarl.process.atomic_files import make_durable_folder, sync_path
 
 logger = logging.getLogger(__name__)
 

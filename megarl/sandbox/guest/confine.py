@@ -9,13 +9,14 @@ import signal
 
 from megarl.sandbox.guest.landlock import restrict_files
 from megarl.sandbox.guest.limits import MIB, Limits
-from megarl.sandbox.guest.seccomp import build_filter, install_filter
-from megarl.sandbox.guest.syscalls import (
+from megarl.sandbox.guest.seccomp import (
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
+    build_filter,
     drop_bounding_set,
     drop_capabilities,
+    install_filter,
     prctl,
 )
 

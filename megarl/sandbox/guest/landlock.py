@@ -9,7 +9,7 @@ import ctypes
 import os
 import struct
 
-from megarl.sandbox.guest.syscalls import syscall
+from megarl.sandbox.guest.seccomp import syscall
 
 TYPE_CHECKING = False  # of `typing`, without its import, which delays the start of a sandbox
 if TYPE_CHECKING:

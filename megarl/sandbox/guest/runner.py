@@ -24,7 +24,7 @@ from megarl.sandbox.guest.channel import encode_request, read_request, write_rep
 from megarl.sandbox.guest.confine import FOLDER, confine, limit_cpu
 from megarl.sandbox.guest.limits import Limits
 from megarl.sandbox.guest.program import CELL_ENDS, end_of_cell, run_call, run_interpreter, run_program
-from megarl.sandbox.guest.syscalls import PR_SET_PDEATHSIG, libc_call, prctl
+from megarl.sandbox.guest.seccomp import PR_SET_PDEATHSIG, libc_call, prctl
 
 TYPE_CHECKING = False  # of `typing`, without its import, which delays the start of a sandbox
 if TYPE_CHECKING:

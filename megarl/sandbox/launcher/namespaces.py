@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from megarl.sandbox.guest.confine import DEVICES, FOLDER
 from megarl.sandbox.guest.limits import Limits
-from megarl.sandbox.guest.syscalls import libc_call, syscall
+from megarl.sandbox.guest.seccomp import libc_call, syscall
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000

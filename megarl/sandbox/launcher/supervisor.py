@@ -17,7 +17,7 @@ from megarl.sandbox.guest.channel import write_reply
 from megarl.sandbox.guest.confine import confine, limit_resources
 from megarl.sandbox.guest.limits import Limits
 from megarl.sandbox.guest.runner import CHANNEL, Runner
-from megarl.sandbox.guest.syscalls import PR_SET_PDEATHSIG, prctl
+from megarl.sandbox.guest.seccomp import PR_SET_PDEATHSIG, prctl
 from megarl.sandbox.launcher.bubblewrap import bubblewrap_command
 from megarl.sandbox.launcher.cgroup import ControlGroup
 from megarl.sandbox.launcher.namespaces import enter_namespaces, enter_root, enter_user_namespace

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megarl.megatron.checkpoint import background_writer
 from megarl.megatron.checkpoint.background_writer import HostStaging
-from megarl.megatron.checkpoint.index_unpickler import UntrustedIndexError, read_untrusted_index
-from megarl.megatron.checkpoint.shard_reader import read_box
+from megarl.megatron.checkpoint.checkpoint_files import UntrustedIndexError, read_untrusted_index
+from megarl.megatron.checkpoint.storage_index import read_box
 
 
 def next_power(num_bytes):

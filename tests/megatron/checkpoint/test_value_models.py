@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megarl.cli.tools.model_conversion import plan_export, plan_import
 from megarl.config import ConvertConfig
 from megarl.config.trainer import ParallelConfig
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.convert_worker import ConvertWorker
-from megarl.megatron.families.model_folder import find_weight_problems, load_architecture_from_folder
+from megarl.megatron.families.load_architecture import find_weight_problems, load_architecture_from_folder
 from megarl.megatron.hf_weights.export import _set_head, save
-from megarl.offline.model_conversion import plan_export, plan_import
 from tests.megatron.fidelity.measure import as_trajectory
 from tests.megatron.fidelity.models import CONFIGS
 from tests.megatron.fidelity.reference import draw

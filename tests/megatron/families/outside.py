@@ -7,9 +7,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.architecture import ModelArchitecture, ModelFamily
 from megarl.megatron.families.config_json import HfConfig
-from megarl.megatron.families.family import ModelFamily
 from megarl.model_files.json_object import JsonMapping
 from tests.megatron.fidelity.models import CONFIGS, build
 

@@ -12,21 +12,26 @@ from safetensors.numpy import save_file
 
 from benchmarks.reshard import published
 from megarl.batch.balance import QWEN2_5_7B
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
-from megarl.megatron.families import model_folder
-from megarl.megatron.families.cost import sequence_cost
-from megarl.megatron.families.load_architecture import FAMILY_READERS, load_architecture, load_architecture_and_dtype
-from megarl.megatron.families.model_folder import find_weight_problems, load_architecture_from_folder
-from megarl.megatron.families.rope import Rope
+from megarl.megatron.families.architecture import sequence_cost
+from megarl.megatron.families.attention import Rope
+from megarl.megatron.families.load_architecture import (
+    FAMILY_READERS,
+    find_folder_notices,
+    find_weight_problems,
+    load_architecture,
+    load_architecture_and_dtype,
+    load_architecture_from_folder,
+)
 from megarl.megatron.families.trainer_layouts import trainer_layouts
-from megarl.megatron.modeling.rotary_embedding import attention_factor, inverse_frequencies
-from megarl.placement.rank_grid import RankGrid
+from megarl.megatron.modeling.gpt_model import attention_factor, inverse_frequencies
 from tests.megatron.families.tiny import CONFIGS, DEEPSEEK_V3, PLAIN, QWEN3_MOE, tiny
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tensors_match_a_published_checkpoint(name: str, tmp_path: Path) -> None:
-    from megarl.rollout.sglang.weight_layout.trace_child import checkpoint_tensors
+    from megarl.engines.sglang.weight_layout.trace_child import checkpoint_tensors
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     published = {tensor: spec.shape for tensor, spec in checkpoint_tensors(str(tmp_path), "float32").items()}
@@ -215,7 +220,7 @@ def test_a_folder_without_mtp_tensors_is_loaded_without_mtp_layers(
     assert load_architecture_and_dtype(str(folder))[0] == model
     assert find_weight_problems(folder, model) == []
     notice = f"{folder}: config.json names {names}, the folder has none: ignoring {ignored}"
-    assert model_folder.find_folder_notices(folder) == [notice]
+    assert find_folder_notices(folder) == [notice]
 
 
 def test_copies_of_embedding_and_head_are_no_mtp_layer(tmp_path: Path) -> None:
@@ -233,23 +238,23 @@ def test_a_folder_with_some_mtp_tensors_is_rejected(tmp_path: Path, missing: str
     (problem,) = find_weight_problems(folder, model)
     assert problem.startswith(f"{folder} lacks ")
     assert f"first {missing}" in problem
-    assert model_folder.find_folder_notices(folder) == []
+    assert find_folder_notices(folder) == []
 
 
 def test_mtp_layers_are_kept_if_the_folder_has_them_or_has_no_weights(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     assert load_architecture_from_folder(folder).num_mtp_layers == 1
-    assert model_folder.find_folder_notices(folder) == []
+    assert find_folder_notices(folder) == []
     (folder / "model.safetensors").unlink()
     assert load_architecture_from_folder(folder).num_mtp_layers == 1
     assert load_architecture_and_dtype(str(folder / "config.json"))[0].num_mtp_layers == 1
-    assert model_folder.find_folder_notices(folder) == []
+    assert find_folder_notices(folder) == []
 
 
 def test_a_value_model_has_no_mtp_layers_to_ignore(tmp_path: Path) -> None:
     folder = write_model(tmp_path, without=MTP_PREFIXES)
     assert load_architecture_from_folder(folder, head="value").num_mtp_layers == 0
-    assert model_folder.find_folder_notices(folder, head="value") == []
+    assert find_folder_notices(folder, head="value") == []
 
 
 ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

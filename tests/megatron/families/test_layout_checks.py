@@ -4,9 +4,13 @@ import pytest
 
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
-from megarl.megatron.families.layout_checks import recomputable_modules, recompute_problems
 from megarl.megatron.families.load_architecture import load_architecture
-from megarl.megatron.families.pipeline_stages import PipelineSplit, stage_layers
+from megarl.megatron.families.trainer_layouts import (
+    PipelineSplit,
+    recomputable_modules,
+    recompute_problems,
+    stage_layers,
+)
 from tests.megatron.fidelity.models import CONFIGS
 
 SPLITS = [

@@ -8,13 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.cli.tools.model_conversion import plan_import
+from megarl.cli.tools.token_scoring import open_tokens
 from megarl.config import make_convert_config, make_score_config
 from megarl.errors import ConfigError
-from megarl.megatron.families.family import load_family
-from megarl.megatron.families.load_architecture import load_architecture, load_architecture_and_dtype, require_family
-from megarl.megatron.families.model_folder import find_weight_problems, load_architecture_from_folder
-from megarl.offline.model_conversion import plan_import
-from megarl.offline.token_scoring import open_tokens
+from megarl.megatron.families.architecture import load_family
+from megarl.megatron.families.load_architecture import (
+    find_weight_problems,
+    load_architecture,
+    load_architecture_and_dtype,
+    load_architecture_from_folder,
+    require_family,
+)
 from tests.megatron.families.outside import MISTRAL_PATH, STORY_PATH, story_name, write_story
 from tests.megatron.rank_models import assert_same_bits, make_trainer, model_spec, train_step, trainer_spec
 from tests.megatron.ranks import run_ranks

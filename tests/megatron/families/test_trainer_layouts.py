@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 
 from benchmarks.reshard.published import DEEPSEEK_V3
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
 from megarl.megatron.families import trainer_layouts as planner
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.layout_checks import pipeline_split
 from megarl.megatron.families.load_architecture import load_architecture
 from megarl.megatron.families.parameter_map import shard_pieces
-from megarl.megatron.families.pipeline_stages import PipelineSplit
-from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.megatron.families.trainer_layouts import PipelineSplit, pipeline_split, trainer_layouts
 from megarl.megatron.requests import ModelSpec
-from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import ShardPiece, slices
 from tests.megatron.families.tiny import CONFIGS, PLAIN, tiny
 from tests.megatron.rank_models import gather, make_model, model_spec

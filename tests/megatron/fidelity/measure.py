@@ -12,13 +12,13 @@ import torch
 
 from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
+from megarl.cluster.workers.payload import LocalPayload
 from megarl.config.megatron import MegatronConfig
 from megarl.config.trainer import OptimizerConfig, RecomputeConfig
 from megarl.functional.losses import Denominators
-from megarl.megatron.losses.supervised import ValueLoss
+from megarl.losses.supervised_loss import ValueLoss
 from megarl.megatron.requests import MiniBatch, ModelSpec, TrainerSpec, TrainRequest
 from megarl.megatron.training.samples import StepSamples
-from megarl.workers.payload import LocalPayload
 from tests.megatron import rank_models
 from tests.megatron.fidelity.reference import Tokens, draw_returns
 from tests.megatron.rank_models import gather, gather_full, make_model, make_trainer, model_spec, own_part, train_step
@@ -86,7 +86,7 @@ def _score_on_rank(spec: ModelSpec, sequences: Tokens, max_tokens: int) -> Score
 
 def _score(model: Any, request: TrainRequest) -> Scores:
     """Return the scores of all sequences: those of all ranks of a replica are bitwise the same."""
-    from megarl.megatron.losses.loss import token_values
+    from megarl.losses.loss import token_values
 
     (batch,), samples = request.mini_batches, StepSamples.fetch(request)
     refs = [[batch.samples[i] for i in indices] for indices in batch.micro_batches]

@@ -31,10 +31,10 @@ def export_on_rank(spec, target, options):
 def export_with(spec, target, file_bytes=60_000, faulty_rank=None, companions=None, num_lock_checks=9):
     """Export; return, by rank, the files written, the error, and the memory for transfers and for writes, in bytes."""
     model = make_model(spec)
-    from megarl.megatron.hf_weights import export, export_plan, file_sink
+    from megarl.megatron.hf_weights import export
 
     rank, wrote, memory = dist.get_rank(), [], {"transfer": 0, "written from": set()}
-    export.BUCKET_BYTES, export_plan.FILE_BYTES, file_sink.MAX_JOINED_ELEMENTS = BUCKET, file_bytes, JOINED // 4
+    export.BUCKET_BYTES, export.FILE_BYTES, export.MAX_JOINED_ELEMENTS = BUCKET, file_bytes, JOINED // 4
     writer_class, push = export.SafetensorsWriter, export.BoxStrategy.push
     finish, write = writer_class.finish, writer_class.write
 

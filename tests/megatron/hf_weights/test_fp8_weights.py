@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.megatron.requests import SyncSetup
-from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import slices
 from tests.megatron.fidelity.measure import as_trajectory
 from tests.megatron.fidelity.models import CONFIGS, append_prediction_layer, build
@@ -40,8 +40,8 @@ LAYOUTS = [
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     """Return, by model, its folder, the folder in FP8, and the layouts of an engine of the latter."""
-    from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts
-    from tests.rollout.remote import fork_traces
+    from megarl.engines.sglang.weight_layout.offline_trace import trace_layouts
+    from tests.engines.remote import fork_traces
 
     found = {}
     for name, config in MODELS.items():

@@ -35,7 +35,7 @@ def describe(name: str, path: str, on_gpu: bool, options: dict[str, Any]) -> dic
     from megatron.core.transformer.moe import moe_utils
 
     from megarl.megatron import attention_kernels
-    from megarl.megatron.modeling import backend
+    from megarl.megatron.modeling import layer_spec
     from megarl.megatron.modeling.transformer_config import token_multiple, transformer_config
 
     kernels = ("fused_permute", "fused_permute_with_probs", "fused_unpermute", "fused_sort_chunks_by_index")
@@ -49,7 +49,7 @@ def describe(name: str, path: str, on_gpu: bool, options: dict[str, Any]) -> dic
         patch.multiple(moe_utils, create=True, **dict.fromkeys(kernels, SimpleNamespace())),
         patch.multiple(rope_utils, create=True, fused_apply_rotary_pos_emb_thd=SimpleNamespace()),
         patch.object(platform, "uses_transformer_engine", lambda: on_gpu),
-        patch.object(backend, "find_spec", lambda _: SimpleNamespace()),
+        patch.object(layer_spec, "find_spec", lambda _: SimpleNamespace()),
         patch("megatron.core.transformer.transformer_config.is_te_min_version", lambda _: True),
     ):
         config = transformer_config(
@@ -60,7 +60,7 @@ def describe(name: str, path: str, on_gpu: bool, options: dict[str, Any]) -> dic
             megatron,
             MoeConfig(**options.get("moe", {})),
         )
-        te_layers = backend.layer_backend(architecture, megatron, dtype).te_layers
+        te_layers = layer_spec.layer_backend(architecture, megatron, dtype).te_layers
     plain = {name: value for name, value in vars(config).items() if isinstance(value, PLAIN)}
     return plain | {"te_layers": te_layers, "attention": config.attention_backend.name, "rows": token_multiple(config)}
 

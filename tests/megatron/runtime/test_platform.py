@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.megatron.runtime.cuda_timer import CudaTimer
+from megarl.megatron.runtime.platform import CudaTimer
 from tests.megatron.rank_models import make_model, model_spec
 from tests.megatron.ranks import run_ranks
 
@@ -58,7 +58,7 @@ def test_layers_come_from_transformer_engine(model_folder, tmp_path):
     pytest.importorskip("transformer_engine")
     _, _, modules = run_ranks(describe_model, 1, tmp_path, model_folder("qwen3"), device="cuda")
     assert "megatron.core.extensions.transformer_engine" in modules
-    assert "megarl.megatron.modeling.torch_attention" not in modules
+    assert "megarl.megatron.modeling.torch_layers" not in modules
 
 
 def test_kernel_package_that_needs_a_driver_is_not_imported_on_cpu(tmp_path):

@@ -149,7 +149,7 @@ def train(path, parallel, max_tokens, stand_ins, **fields):
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.optimizer import clip_grads
 
-    from megarl.megatron.modeling import backend, layer_spec
+    from megarl.megatron.modeling import layer_spec
 
     def block_spec(self, architecture, config, layers, vp_stage):
         assert self.te_layers
@@ -160,8 +160,8 @@ def train(path, parallel, max_tokens, stand_ins, **fields):
         if stand_ins:
             patches.enter_context(patch.object(platform, "uses_transformer_engine", lambda: True))
             patches.enter_context(patch.object(platform, "compute_capability", lambda: (9, 0)))
-            patches.enter_context(patch.object(backend, "needs_torch_layers", lambda *_: False))  # in float32
-            patches.enter_context(patch.object(backend.LayerBackend, "block_spec", block_spec))
+            patches.enter_context(patch.object(layer_spec, "needs_torch_layers", lambda *_: False))  # in float32
+            patches.enter_context(patch.object(layer_spec.LayerBackend, "block_spec", block_spec))
             patches.enter_context(patch.object(layer_spec, "TorchAttention", make_attention_class()))
             name = "fused_apply_rotary_pos_emb_thd"
             patches.enter_context(patch.object(rope_utils, name, rope_on_device, create=True))

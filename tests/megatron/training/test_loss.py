@@ -17,18 +17,18 @@ from torch.nn.functional import logsigmoid
 from megarl.algorithms.registry import find_algorithm
 from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
+from megarl.cluster.workers.payload import LocalPayload
 from megarl.config.algorithms.group_baseline import CispoConfig, GmpoConfig, GrpoConfig, GspoConfig
 from megarl.config.algorithms.policy import DecoupledConfig, KlLossConfig, RolloutIsConfig
 from megarl.data.preference_pairs import PreferencePair
 from megarl.functional.losses import Denominators
-from megarl.megatron.losses.loss import AnyLoss, ValueHeadLoss
-from megarl.megatron.losses.policy import PolicyLoss
-from megarl.megatron.losses.preference import BradleyTerryLoss, DpoLoss
-from megarl.megatron.losses.supervised import ImplicitPrmLoss, SftLoss, ValueLoss
+from megarl.losses.loss import AnyLoss, ValueHeadLoss
+from megarl.losses.policy_loss import PolicyLoss
+from megarl.losses.preference_loss import BradleyTerryLoss, DpoLoss
+from megarl.losses.supervised_loss import ImplicitPrmLoss, SftLoss, ValueLoss
 from megarl.megatron.requests import ForwardRequest, MiniBatch, TrainRequest
 from megarl.megatron.trainer_worker import TrainerWorker
 from megarl.stages.pairwise import make_pair_request
-from megarl.workers.payload import LocalPayload
 from tests.megatron import rank_models
 from tests.megatron.conftest import save_model
 from tests.megatron.fidelity.measure import as_trajectory, assert_same_gradients

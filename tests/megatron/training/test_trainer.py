@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.batch.sample_table import SampleRef
+from megarl.cluster.workers.payload import LocalPayload
 from megarl.config.algorithms.group_baseline import GrpoConfig
 from megarl.config.megatron import MoeConfig
 from megarl.functional.losses import Denominators
-from megarl.megatron.losses.policy import ClippedLoss, PolicyLoss
+from megarl.losses.policy_loss import ClippedLoss, PolicyLoss
 from megarl.megatron.requests import MiniBatch, TrainRequest, VersionRange
 from megarl.megatron.trainer_worker import TrainerWorker
-from megarl.workers.payload import LocalPayload
 from tests.megatron import rank_models
 from tests.megatron.fidelity.measure import as_trajectory, gradient_norm
 from tests.megatron.fidelity.reference import _load, score
@@ -157,8 +157,8 @@ def measure_mismatch(gap, is_current):
 
     platform.prepare()
     from megarl.batch.pack import pack
-    from megarl.megatron.training.loss import add_mismatch_metrics
     from megarl.megatron.training.metric_sums import MetricSums, read_metrics
+    from megarl.megatron.training.trainer import add_mismatch_metrics
 
     trajectory = as_trajectory(range(2, 8), logprob=-1.0)
     old, version = np.full(6, -1.0, np.float32), np.full(6, 3.0 if is_current else 2.0, np.float32)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.cluster.workers.payload import LocalPayload
 from megarl.config.algorithms.policy import RolloutIsConfig
 from megarl.config.limits import LimitConfig
 from megarl.config.trainer import ParallelConfig
@@ -18,7 +19,6 @@ from megarl.errors import LimitError
 from megarl.megatron.requests import MISMATCH_METRICS, ForwardRequest, UpdateGuardSpec
 from megarl.megatron.trainer_worker import TrainerWorker
 from megarl.megatron.training.metric_sums import DeviceMetrics, MetricSums, read_metrics
-from megarl.workers.payload import LocalPayload
 from tests.megatron import rank_models
 from tests.megatron.rank_models import assert_same_bits, gather, model_spec, train_step, trainer_spec
 from tests.megatron.ranks import run_ranks, sample

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks.reshard.published import QWEN3_8B
 from benchmarks.reshard.synthetic import engine_layouts
+from megarl.cli.tools.reshard_explain import make_scenario
 from megarl.megatron.families.load_architecture import load_architecture
-from megarl.offline.reshard_explain import make_scenario
 from megarl.reshard.analysis import plan_agreement
 from megarl.reshard.analysis.nccl_progress import PostedGroup, Stall, find_stalls, posted_groups
 from megarl.reshard.analysis.plan_agreement import find_disagreements, representative_plans

@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
-from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.scenario import arrange, even_nodes
 from megarl.reshard.analysis.sync_report import explain
 from megarl.reshard.layout.engine_ranks import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.placement.rank_grid import RankGrid
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.nccl_progress import PostedGroup, find_stalls, posted_groups
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.layout.micro_dp import consecutive_places, micro_dp_groups, strided_places

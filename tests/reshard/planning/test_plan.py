@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError, WeightSyncError
-from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.nccl_progress import find_stalls, posted_groups
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices, volume
 from megarl.reshard.layout.micro_dp import consecutive_places, micro_dp_groups, strided_places

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from megarl.cli.tools.reshard_explain import make_scenario
+from megarl.engines.sglang.weight_layout.offline_trace import trace_layouts
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
-from megarl.offline.reshard_explain import make_scenario
 from megarl.reshard.analysis.scenario import arrange
 from megarl.reshard.analysis.traffic import compute_traffic, make_traffic_spec
 from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds
-from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts
+from tests.engines.remote import fork_traces
 from tests.megatron.fidelity.models import CONFIGS
 from tests.reshard import simulate
-from tests.rollout.remote import fork_traces
 
 BUCKET = 12_000
 DTYPE = "bfloat16"

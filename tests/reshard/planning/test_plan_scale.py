@@ -5,10 +5,9 @@ import pickle
 import pytest
 
 from benchmarks.reshard.published import DEEPSEEK_V3, engine_layouts
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.megatron.families.load_architecture import load_architecture
-from megarl.megatron.families.pipeline_stages import PipelineSplit
-from megarl.megatron.families.trainer_layouts import trainer_layouts
-from megarl.placement.rank_grid import RankGrid
+from megarl.megatron.families.trainer_layouts import PipelineSplit, trainer_layouts
 from megarl.reshard.layout.layout import intersect, volume
 from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS
 from megarl.reshard.layout.topology import Topology

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import WeightSyncError
-from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.forecast import forecast
 from megarl.reshard.analysis.nccl_progress import PostedGroup, find_stalls
 from megarl.reshard.analysis.scenario import arrange, even_nodes

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch.distributed as dist
 
-from megarl.placement.rank_grid import RankGrid
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.reshard.layout.micro_dp import micro_dp_groups, strided_places
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import cached_plan

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.placement.rank_grid import RankGrid
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import extent, slices
 from megarl.reshard.layout.micro_dp import consecutive_places, micro_dp_groups, strided_places
 from megarl.reshard.layout.topology import Topology

@@ -2,9 +2,9 @@
 
 import pytest
 
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import WeightSyncError
 from megarl.megatron.families.trainer_layouts import trainer_layouts
-from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.scenario import arrange
 from megarl.reshard.planning.plan_cache import cached_plan, clear_plan_cache
 from megarl.reshard.transfer.layout_exchange import exchange_layouts

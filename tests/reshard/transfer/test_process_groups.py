@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from megarl.errors import LostRankError, WeightSyncError
-from megarl.reshard.transfer import heartbeat, process_groups, sync_store
+from megarl.reshard.transfer import commit_decision, heartbeat, process_groups
+from megarl.reshard.transfer.commit_decision import open_store
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec, HeartbeatTracker, RankHeartbeat
 from megarl.reshard.transfer.process_groups import NCCL_ORDER, TransferGroup, connect_group
-from megarl.reshard.transfer.sync_store import open_store
 from megarl.reshard.transfer.transport import Deadline, SyncActivity, Transport, wait_for
 from tests.megatron.ranks import run_ranks
 from tests.reshard.rank_process import RankProcess
@@ -183,7 +183,7 @@ def test_failure_is_passed_on_although_the_heartbeat_is_closed_at_once():
 
 
 def test_heartbeat_needs_its_store(monkeypatch):
-    monkeypatch.setattr(sync_store, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(commit_decision, "CONNECT_SECONDS", 0.5)
     port = open_store("127.0.0.1").port
     with pytest.raises(WeightSyncError, match=rf"the store at 127\.0\.0\.1:{port} does not answer"):
         HeartbeatSpec("127.0.0.1", port, "nobody", 1, 1.0).open()

@@ -16,7 +16,7 @@ from megarl.errors import ConfigError, SandboxError
 from megarl.reward.code.code_term import find_program
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.sandbox import tiers
-from megarl.sandbox.local_sandbox import LocalSandbox
+from megarl.sandbox.tiers import LocalSandbox
 from tests.reward.conftest import make_scorer, make_trajectory
 from tests.sandbox.corpus.forgeries import FORGERIES
 from tests.sandbox.local_tiers import PATIENT, patience

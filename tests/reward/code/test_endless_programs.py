@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.batch.trajectory import Prompt, Trajectory
-from megarl.sandbox.local_sandbox import LocalSandbox
+from megarl.sandbox.tiers import LocalSandbox
 from tests.reward.conftest import make_scorer, make_trajectory
 from tests.sandbox.local_tiers import PATIENT, best_tier, patience
 from tests.time_limits import wait_until

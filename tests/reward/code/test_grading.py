@@ -12,12 +12,12 @@ from types import MappingProxyType
 
 import pytest
 
-from megarl.reward.code import values
+from megarl.reward.code import comparison
 from megarl.reward.code.comparison import Tolerance
 from megarl.reward.code.grading import TestCase, grade, is_passed, output_bytes, run_tests
 from megarl.sandbox.guest.program import _plain
-from megarl.sandbox.local_sandbox import LocalSandbox
 from megarl.sandbox.sandbox import Case, Outcome, Program
+from megarl.sandbox.tiers import LocalSandbox
 from tests.hostile_texts import hostile_texts
 from tests.sandbox.local_tiers import best_tier, patience, patient_limits
 
@@ -174,7 +174,7 @@ def test_members_that_collide_are_not_compared(text):
 def test_a_case_has_a_limit_of_cpu_time(outcome, monkeypatch):
     test = TestCase(case=Case(call="f()" if outcome.value else None), expected=[1] if outcome.value else "1")
     assert grade(test, outcome) == "passed"
-    monkeypatch.setattr(values, "GRADING_SECONDS", -1.0)
+    monkeypatch.setattr(comparison, "GRADING_SECONDS", -1.0)
     assert grade(test, outcome) == "undecided"
 
 
@@ -185,7 +185,7 @@ def test_values_are_read_as_literal_eval_reads_them():
             expected = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             continue
-        found = values.read_value(text, values.GradingClock())
+        found = comparison.read_value(text, comparison.GradingClock())
         assert (repr(found), type(found)) == (repr(expected), type(expected))
 
 

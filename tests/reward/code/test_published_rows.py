@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.reward_code import CodeRewardConfig
+from megarl.config.reward import CodeRewardConfig
 from megarl.data.rows import read_rows
 from megarl.reward.code.assertions import TestCaseError
 from megarl.reward.code.comparison import Tolerance, is_same_text

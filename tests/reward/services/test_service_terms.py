@@ -25,14 +25,12 @@ from aiohttp import web
 from httpx import Response
 from openai.types.chat import ChatCompletion
 
-from megarl.batch.scored_group import ScoredGroup
-from megarl.batch.trajectory import Prompt, Trajectory
-from megarl.config.reward import RewardsConfig
-from megarl.config.reward_services import BreakerConfig
+from megarl.batch.trajectory import Prompt, ScoredGroup, Trajectory
+from megarl.config.reward import BreakerConfig, RewardsConfig
 from megarl.errors import ConfigError, RewardError
 from megarl.reward.reward_scorer import RewardScorer
-from megarl.reward.services.circuit_breaker import CircuitBreaker, CircuitOpenError
-from megarl.run.reward_failures import RewardFailures
+from megarl.reward.services.client import CircuitBreaker, CircuitOpenError
+from megarl.run.reward_weights import RewardFailures
 from tests.reward.conftest import make_scorer, make_trajectory
 from tests.run.finished_groups import finished_group
 from tests.time_limits import UNREACHED_SECONDS

@@ -5,15 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megarl.batch.scored_group import ScoredGroup
-from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.batch.trajectory import Prompt, ScoredGroup, Trajectory
 from megarl.config.data import DataConfig
 from megarl.config.rollout import EnvironmentConfig
-from megarl.rollout.engine import Generation, GenerationRequest
+from megarl.engines.engine import Generation, GenerationRequest
 from megarl.rollout.environments.environment import Step, Task
 from megarl.rollout.environments.environment_agent import EnvironmentAgent
-from megarl.rollout.rollout_worker import GroupJob, RolloutWorker, RolloutWorkerSpec
-from megarl.rollout.scorer import Scorer
+from megarl.rollout.rollout_worker import GroupJob, RolloutWorker, RolloutWorkerSpec, Scorer
 from tests.rollout.whole_batches import WholeBatches, make_generation, make_group_job
 
 

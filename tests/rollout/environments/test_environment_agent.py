@@ -12,8 +12,7 @@ from megarl.batch.trajectory import split_episodes
 from megarl.config.rollout import EnvironmentConfig, RolloutConfig
 from megarl.errors import AgentError, ConfigError
 from megarl.rollout.environments.conversation import PLACEHOLDER
-from megarl.rollout.environments.environment import Step, Task
-from megarl.rollout.environments.load_environment import check_environment
+from megarl.rollout.environments.environment import Step, Task, check_environment
 from tests.rollout.environments.chat_templates import APPEND, STRIPS_THOUGHTS, chat_tokenizer
 from tests.rollout.environments.scripted import Echo, TextEngine, make_job, make_worker, open_environments
 from tests.rollout.whole_batches import make_generation

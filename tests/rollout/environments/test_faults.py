@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megarl.batch.trajectory import Trajectory
+from megarl.cluster.workers.payload import LocalPayload
 from megarl.config.reward import RewardsConfig
 from megarl.functional import group_advantages
-from megarl.groups.group_stream import FinishedGroup
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.rollout.environments.environment import Step, Task
+from megarl.run.remote.group_stream import FinishedGroup
 from megarl.run.rollout_batch import RolloutBatch
-from megarl.workers.payload import LocalPayload
 from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
 from tests.rollout.environments.scripted import TextEngine, make_job, make_worker
 from tests.virtual_time import run_in_virtual_time

@@ -10,15 +10,13 @@ from rank_bm25 import BM25Okapi
 
 from megarl.errors import AgentError, SandboxError
 from megarl.rollout.environments import python_interpreter
-from megarl.rollout.environments.bm25 import Bm25, words
-from megarl.rollout.environments.calculator import Calculator
+from megarl.rollout.environments.calculator import Calculator, ExpressionError, compute
 from megarl.rollout.environments.environment import Step
-from megarl.rollout.environments.expressions import ExpressionError, compute
 from megarl.rollout.environments.guess import Guess
 from megarl.rollout.environments.python_interpreter import PythonInterpreter
-from megarl.rollout.environments.search import Search, normalize
+from megarl.rollout.environments.search import Bm25, Search, normalize, words
 from megarl.sandbox.guest.limits import Limits
-from megarl.sandbox.local_sandbox import LocalSandbox
+from megarl.sandbox.tiers import LocalSandbox
 from tests.rollout.environments.scripted import make_task
 from tests.sandbox.local_tiers import PATIENT, best_tier, patience
 

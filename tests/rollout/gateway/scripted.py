@@ -9,9 +9,9 @@ import numpy as np
 
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config.data import DataConfig
-from megarl.config.harness import HarnessConfig
+from megarl.config.rollout import HarnessConfig
+from megarl.engines.engine import Generation, GenerationRequest, Sampling
 from megarl.rollout.agents.episode import Episode
-from megarl.rollout.engine import Generation, GenerationRequest, Sampling
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.gateway.harness_agent import HarnessAgent
 from megarl.rollout.gateway.reply_parser import PlainTextParser, ReplyParser

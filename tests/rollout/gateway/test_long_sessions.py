@@ -13,17 +13,17 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from megarl.config.harness import HarnessConfig
+from megarl.config.rollout import HarnessConfig
+from megarl.engines.engine import Generation, GenerationRequest, Sampling
 from megarl.rollout.agents.episode import Episode
-from megarl.rollout.engine import Generation, GenerationRequest, Sampling
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Message
-from megarl.rollout.gateway import chat_messages, prefix_memory, session
+from megarl.rollout.gateway import chat_messages, session, turns
 from megarl.rollout.gateway.chat_api import chat_response, read_chat_request
-from megarl.rollout.gateway.prefix_memory import JsonMemory
 from megarl.rollout.gateway.reply_parser import ParsedReply, PlainTextParser, ReplyParser, ToolCall
 from megarl.rollout.gateway.server import GatewayServer
 from megarl.rollout.gateway.session import Session
+from megarl.rollout.gateway.turns import JsonMemory
 from tests.rollout.environments.chat_templates import APPEND, DAY, chat_tokenizer
 from tests.rollout.gateway.scripted import make_prompt
 from tests.rollout.whole_batches import WholeBatches, make_generation
@@ -180,10 +180,8 @@ def talk(base_url: str, num_turns: int) -> None:
 
 def test_the_gateway_does_as_much_for_turn_2000_as_for_turn_200(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[int] = []
-    parse = prefix_memory.from_json
-    monkeypatch.setattr(
-        prefix_memory, "from_json", lambda text, **options: parsed.append(len(text)) or parse(text, **options)
-    )
+    parse = turns.from_json
+    monkeypatch.setattr(turns, "from_json", lambda text, **options: parsed.append(len(text)) or parse(text, **options))
     tokenizer = chat_tokenizer(APPEND)
     engine = CountingEngine(_reply(tokenizer))
 

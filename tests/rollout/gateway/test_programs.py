@@ -15,15 +15,13 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from megarl.config.harness import HarnessConfig
-from megarl.config.rollout import RolloutConfig
+from megarl.config.rollout import HarnessConfig, RolloutConfig
+from megarl.engines.batching_engine import BatchingEngine, no_tokens
+from megarl.engines.engine import Generation, GenerationRequest
 from megarl.errors import ConfigError
-from megarl.rollout.batching_engine import BatchingEngine
-from megarl.rollout.continuation import no_tokens
-from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.rollout.environments.environment import Task
 from megarl.rollout.gateway import harness_agent
-from megarl.rollout.gateway.program import check_harness
+from megarl.rollout.gateway.harness_process import check_harness
 from megarl.rollout.gateway.reply_parser import SglangParser
 from megarl.rollout.gateway.turn_request import TurnRequest
 from megarl.rollout.rollout_worker import GroupSummary

@@ -10,15 +10,15 @@ import pytest
 
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.data.tokenizer import load_tokenizer
+from megarl.engines.engine import Generation, GenerationRequest
+from megarl.engines.engine_spec import EngineSpec
 from megarl.model_files.model_config import read_stop_token_ids
-from megarl.rollout.engine import Generation, GenerationRequest
-from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.environments.environment import Task
+from tests.engines.remote import RemoteEngine, started
 from tests.rollout.clock import ENGINE_LIMITS
 from tests.rollout.gateway.clients import KINDS, ask_raw, talk
 from tests.rollout.gateway.scripted import make_agent, make_prompt, run_groups
 from tests.rollout.gateway.test_tokens import sample_directly
-from tests.rollout.remote import RemoteEngine, started
 from tests.rollout.whole_batches import WholeBatches
 from tests.time_limits import wait_for
 

@@ -22,11 +22,11 @@ import pytest
 from jinja2 import TemplateError
 
 from megarl.batch.trajectory import Prompt
-from megarl.config.harness import HarnessConfig
+from megarl.config.rollout import HarnessConfig
 from megarl.data.tiny_checkpoint import train_tokenizer
+from megarl.engines.engine import Generation, GenerationRequest, Sampling
 from megarl.errors import AgentError
 from megarl.rollout.agents.episode import Episode
-from megarl.rollout.engine import Generation, GenerationRequest, Sampling
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Message
 from megarl.rollout.gateway import session

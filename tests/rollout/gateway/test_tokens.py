@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from megarl.engines.engine import Generation, GenerationRequest
 from megarl.rollout.agents.episode import Episode
-from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Message, Task
 from megarl.rollout.gateway.reply_parser import ParsedReply, ToolCall

@@ -17,14 +17,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.batch.scored_group import TermReport
-from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.batch.trajectory import Prompt, TermReport, Trajectory
 from megarl.config import RunConfig
 from megarl.errors import DataError, WorkerError
-from megarl.rollout.journal.journal import FinishedJob, Journal, journal_fingerprint, parse_step, read_step
-from megarl.rollout.journal.journal_folder import list_steps, read_fingerprints, remove_steps
+from megarl.rollout.journal.journal import (
+    FinishedJob,
+    Journal,
+    Replay,
+    journal_fingerprint,
+    list_steps,
+    parse_step,
+    read_fingerprints,
+    read_step,
+    remove_steps,
+)
 from megarl.rollout.journal.record_file import read_records
-from megarl.rollout.journal.replay import Replay
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
 from tests.rollout.clock import in_event_loop
 from tests.rollout.whole_batches import make_group_job

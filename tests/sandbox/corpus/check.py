@@ -17,8 +17,8 @@ from typing import Any
 from megarl.reward.code.grading import TestCase, is_passed
 from megarl.sandbox.fork_server_client import ForkServer
 from megarl.sandbox.guest.limits import MIB, Limits
-from megarl.sandbox.local_sandbox import LocalSandbox
 from megarl.sandbox.sandbox import Case, Outcome, Program
+from megarl.sandbox.tiers import LocalSandbox
 from tests.sandbox.corpus.attacks import ATTACKS, REACHED, Attack
 from tests.sandbox.corpus.forgeries import FORGERIES, HONEST
 from tests.sandbox.corpus.targets import Targets

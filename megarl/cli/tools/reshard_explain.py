@@ -1,0 +1,234 @@
+"""Build weight sync scenarios from a model's config.json and the parallel sizes of both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.errors import ConfigError
+from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype, require_family
+from megarl.megatron.families.trainer_layouts import EVEN, PipelineSplit, stage_layers, trainer_layouts
+from megarl.model_files.hub import local_model
+from megarl.reshard.analysis.scenario import Scenario, even_nodes
+from megarl.reshard.analysis.sync_report import Explanation, explain, explain_auto
+from megarl.reshard.layout.engine_stages import split_stages
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.quantized_layout import quantize_sources
+
+
+class EngineLayouts(Protocol):
+    """Function that returns the weight layouts of an engine."""
+
+    def __call__(self, tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightLayout]:
+        """Return one layout per tensor-parallel rank."""
+
+
+MAX_SIZE = 256
+"""Largest size of an axis that an error message suggests."""
+
+TRAIN_AXES = ("pp", "vpp", "tp", "cp", "dp", "ep", "etp")
+GEN_AXES = ("pp", "tp", "ep")
+
+
+def parse_sizes(option: str, text: str, axes: Sequence[str]) -> dict[str, int]:
+    """Parse sizes such as `pp=1,tp=4`; axes not named in `text` are absent from the result.
+
+    Raises:
+        ConfigError: `text` is malformed; the message names `option`.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, number = part.strip().partition("=")
+        if not equals or name not in axes or name in sizes or not number.isascii() or not number.isdigit():
+            raise ConfigError(f"{option} needs {','.join(f'{axis}=N' for axis in axes)}, got {text!r} at {part!r}")
+        if int(number) < 1:
+            raise ConfigError(f"{option} needs sizes of at least 1, got {part.strip()}")
+        sizes[name] = int(number)
+    return sizes
+
+
+def model_name(model_path: str) -> str:
+    """Return the name of the model folder; `model_path` may also be its config.json."""
+    path = Path(model_path).resolve()
+    return path.parent.name if path.name == "config.json" else path.name
+
+
+def trace_scenario(
+    model_path: str,
+    *,
+    family: str | None = None,
+    train: str,
+    gen: str,
+    nodes: int,
+    bucket_bytes: int,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+) -> Scenario:
+    """Build the scenario of a published model, tracing the engine's layouts in SGLang's code for GPUs.
+
+    The other arguments are those of `make_scenario`.
+
+    Args:
+        family: import path of the family, if that is outside the package; SGLang needs to know its architecture.
+    """
+    name, model_path = model_name(model_path), local_model(model_path, key="--model", files=("config.json",))
+    require_family(model_path, family, key="--family")
+    model, dtype = load_architecture_and_dtype(model_path, family=family)
+
+    def traced(tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightLayout]:
+        from megarl.engines.sglang.weight_layout.offline_trace import (
+            trace_layouts,  # after the sizes are found good: it takes seconds
+        )
+
+        return trace_layouts(model_path, tp=tp, ep=ep, device="cuda", dtype=dtype)
+
+    return make_scenario(
+        name,
+        model,
+        dtype,
+        train=train,
+        gen=gen,
+        nodes=nodes,
+        bucket_bytes=bucket_bytes,
+        engine=traced,
+        first_stage_layers=first_stage_layers,
+        last_stage_layers=last_stage_layers,
+    )
+
+
+def explain_scenarios(
+    scenario: Scenario, names: Sequence[str], report: Callable[[str], None]
+) -> tuple[dict[str, Explanation], dict[str, ConfigError]]:
+    """Explain strategies in the order of `names`; returns reports, and the errors of strategies that do not apply.
+
+    `report` receives progress lines; see `explain`.
+    """
+    explained: dict[str, Explanation] = {}
+    refused: dict[str, ConfigError] = {}
+    for name in names:
+        try:
+            known = list(explained.values())
+            explained[name] = explain_auto(scenario, known) if name == "auto" else explain(name, scenario, report)
+        except ConfigError as error:
+            refused[name] = error
+    return explained, refused
+
+
+def make_scenario(
+    name: str,
+    model: ModelArchitecture,
+    dtype: str,
+    *,
+    train: str,
+    gen: str,
+    nodes: int,
+    bucket_bytes: int,
+    engine: EngineLayouts,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+) -> Scenario:
+    """Build a scenario with the weight layouts of trainer and engine.
+
+    Args:
+        name: model name for reports.
+        train: trainer sizes such as `pp=1,tp=4,dp=2`; `etp` defaults to `tp`, as in Megatron.
+        gen: engine sizes such as `pp=1,tp=2`.
+        engine: returns the layouts of the engine's tensor-parallel ranks.
+        first_stage_layers: layers of the trainer's first pipeline stage; None: as many as in the middle stages.
+        last_stage_layers: layers of the last pipeline stage, likewise.
+
+    Raises:
+        ConfigError: the model is not divisible by the sizes.
+    """
+    sizes = parse_sizes("--train", train, TRAIN_AXES)
+    split = PipelineSplit(num_chunks=sizes.pop("vpp", 1), first=first_stage_layers, last=last_stage_layers)
+    to = dict.fromkeys(GEN_AXES, 1) | parse_sizes("--gen", gen, GEN_AXES)
+    try:
+        grid = RankGrid(**sizes)
+    except ConfigError as e:
+        raise ConfigError(f"--train {train}: {e}") from e
+    _require_divisible(model, grid, split, to)
+    traced = engine(to["tp"], dtype, ep=to["ep"])
+    stages = [split_stages(layout, to["pp"]) for layout in traced]
+    return Scenario(
+        model=name,
+        grid=grid,
+        gen_pp=to["pp"],
+        gen_tp=to["tp"],
+        sources=tuple(quantize_sources(trainer_layouts(model, grid, dtype, split), traced)),
+        engine=tuple(tuple(of_rank[stage] for of_rank in stages) for stage in range(to["pp"])),
+        topology=even_nodes(grid.size, nodes),
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def _require_divisible(model: ModelArchitecture, grid: RankGrid, split: PipelineSplit, gen: Mapping[str, int]) -> None:
+    """Return if every tensor is divisible by the sizes; a vocabulary is padded instead."""
+    _require_pipeline_stages(model.num_layers, grid.pp, split)
+    _require_size("--gen pp", gen["pp"], lambda pp: _remainder_problem("layers", model.num_layers, pp))
+    _require_size("--train tp", grid.tp, lambda tp: _divisibility_problem(model, "tp", tp, repeat=False))
+    _require_size("--gen tp", gen["tp"], lambda tp: _divisibility_problem(model, "tp", tp, repeat=True))
+    if model.num_experts:
+        _require_size("--train ep", grid.ep, lambda ep: _divisibility_problem(model, "ep", ep, repeat=False))
+        _require_size("--train etp", grid.expert_tp, lambda etp: _divisibility_problem(model, "etp", etp, repeat=False))
+        _require_size("--gen ep", gen["ep"], lambda ep: _divisibility_problem(model, "ep", ep, repeat=False))
+        _require_size("--gen ep", gen["ep"], lambda ep: _remainder_problem("tp ranks", gen["tp"], ep))
+        _require_size(
+            "--gen tp/ep", gen["tp"] // gen["ep"], lambda etp: _divisibility_problem(model, "etp", etp, repeat=False)
+        )
+    else:
+        for option, ep in (("--train", grid.ep), ("--gen", gen["ep"])):
+            if ep > 1:
+                raise ConfigError(f"{option} ep={ep}: {model.name} has no experts; it can only be 1")
+    if gen["pp"] * gen["tp"] > grid.size:
+        raise ConfigError(
+            f"--gen: an engine takes pp {gen['pp']} * tp {gen['tp']} = {gen['pp'] * gen['tp']} ranks, "
+            f"--train has {grid.size}"
+        )
+
+
+def _require_pipeline_stages(num_layers: int, pp: int, split: PipelineSplit) -> None:
+    if split == EVEN:
+        hint = "; --first-stage-layers and --last-stage-layers give those two a number of their own"
+        _require_size("--train pp", pp, lambda pp: _remainder_problem("layers", num_layers, pp), hint=hint)
+    else:
+        _require_size("--train pp", pp, lambda pp: _stage_problem(num_layers, pp, split))
+
+
+def _stage_problem(num_layers: int, pp: int, split: PipelineSplit) -> str | None:
+    try:
+        stage_layers(num_layers, pp, split)
+    except ConfigError as e:
+        return str(e)
+    return None
+
+
+def _require_size(option: str, size: int, problem: Callable[[int], str | None], *, hint: str = "") -> None:
+    why = problem(size)
+    if why is not None:
+        possible = sorted((n for n in range(1, MAX_SIZE + 1) if problem(n) is None), key=lambda n: abs(n - size))
+        nearest = " and ".join(map(str, sorted(possible[:2])))
+        served = f"; the nearest that can be served: {nearest}" if nearest else ""
+        raise ConfigError(f"{option}={size}: {why}{served}{hint}")
+
+
+def _divisibility_problem(model: ModelArchitecture, axis: str, size: int, *, repeat: bool) -> str | None:
+    """Return why the model cannot be sharded over `size` ranks of `axis`; None if it can.
+
+    Args:
+        repeat: key-value heads may be replicated over ranks, as in SGLang.
+    """
+    for units in model.sharding_units():
+        if units.axis != axis or (repeat and units.can_replicate and size % units.total == 0):
+            continue
+        why = _remainder_problem(units.description, units.total, size)
+        if why:
+            return why
+    return None
+
+
+def _remainder_problem(what: str, total: int, size: int) -> str | None:
+    return f"{what} that do not divide, {total} % {size} = {total % size}" if total % size else None

@@ -1,0 +1,1 @@
+"""Rollout engines: the interface, the pool in which rollout workers use them, and SGLang."""

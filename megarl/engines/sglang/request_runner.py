@@ -1,0 +1,355 @@
+"""Runs generation requests on SGLang: one attempt after another, until a request has its completion.
+
+    complete --> gate --> attempt 1 ----------------------> completion
+                              '-- hold: aborted ---. resume
+                                                   '------> attempt 2, after the tokens of attempt 1 --> completion
+
+All methods must run in the engine's thread, through `EngineHost.call`.
+
+SGLang reports the tokens of an unfinished request, and with them, from here on, the version of each:
+
+scheduler --- every 50 tokens of a request ---> tokenizer manager (the engine's host): tokens, log-probabilities
+          --- from here on also ------------->  the spans of versions, which SGLang sends with the last tokens only
+
+So the host can report unfinished requests without any call to the scheduler, and after its death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.engines.batching_engine import continue_after, join, no_tokens, tokens_from
+from megarl.engines.engine import Generation, GenerationRequest
+from megarl.engines.sglang.request_gate import RequestGate, SglangLoad, Ticket
+from megarl.errors import WorkerError
+
+if TYPE_CHECKING:
+    from megarl.engines.sglang.engine_host import EngineHost
+from typing import TYPE_CHECKING
+
+from megarl.engines.engine import UNFINISHED
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.tokenizer_manager import ReqState
+
+
+SPANS = "megarl_policy_version_spans"
+"""Name of the spans in SGLang's custom information of a request."""
+
+Span = tuple[int, int, int]
+"""A policy version, and the first and last + 1 index of tokens that it has sampled."""
+
+
+def send_versions_with_partial_outputs() -> None:
+    """Have SGLang send the spans of versions with the tokens of unfinished requests; for scheduler processes."""
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.weight_versions import compute_weight_version_spans
+
+    class OutputStreamer(SchedulerOutputStreamer):  # type: ignore[misc]
+        has_additional_customized_info = True
+
+        def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[list[Span]]]:
+            """Return the spans of all tokens sent so far, for each request; nothing if all have finished."""
+            if all(req.finished() for req in reqs):
+                return {}
+            version = get_serving().weight_version
+            return {SPANS: [[] if req.finished() else _spans_of(req, version) for req in reqs]}
+
+    def _spans_of(req: Req, version: str) -> list[Span]:
+        spans = compute_weight_version_spans(
+            req.weight_version_events, current_version=version, num_output_tokens=req.send_token_offset
+        )
+        return [(int(span.version), span.start, span.end) for span in spans]
+
+    Scheduler.get_output_streamer_class = lambda _: OutputStreamer
+
+
+def count_partial_tokens(state: ReqState | None) -> int:
+    """Return the number of tokens that `read_partial_output` returns."""
+    spans: list[Span] = [] if state is None else state.customized_info_accumulated.get(SPANS, [])
+    return spans[-1][2] if spans else 0
+
+
+def read_partial_output(state: ReqState | None) -> Generation:
+    """Return the tokens of an unfinished request that have reached the tokenizer manager.
+
+    Args:
+        state: of the request; None if SGLang does not have it.
+    """
+    spans: list[Span] = [] if state is None else state.customized_info_accumulated.get(SPANS, [])
+    num = count_partial_tokens(state)
+    sampled: list[Any] = state.output_token_logprobs[:num] if state is not None else []
+    versions = np.full(num, -1, np.int32)
+    for version, start, end in spans:  # each message repeats those before it
+        versions[start:end] = version
+    assert len(sampled) == num, f"{len(sampled)} tokens, versions of {num}"
+    return Generation(
+        token_ids=np.array([token for _, token, *_ in sampled], np.int32),
+        logprobs=np.array([logprob for logprob, *_ in sampled], np.float32),
+        policy_versions=versions,
+        finish_reason=UNFINISHED,
+    )
+
+
+ABORT_SECONDS = 0.5
+"""Time after which a request that was aborted and still runs is aborted again: SGLang may not have known it yet."""
+
+MIN_REPORT_SECONDS = 1.0
+"""Time between two reports from which requests that wait are reported as waiting."""
+
+EARLY_ABORT_SECONDS = 5.0
+"""How long an abort whose request is unknown waits for it, and how long an id is known to have ended."""
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """A request, and what the attempts before the current one have sampled."""
+
+    request: GenerationRequest
+    ticket: Ticket
+    reported_at: float = -inf
+    """Time of the last report with this request."""
+    num_sampled: int | None = None
+    """Number of tokens that the engine had sampled in all at that time; None: before the first report."""
+    sglang_id: str = ""
+    """Id under which SGLang knows the current attempt."""
+    part: Generation = field(default_factory=no_tokens)
+    is_aborted: bool = False
+    """Whether its caller has aborted it."""
+
+
+class RequestRunner:
+    """The requests in flight of one engine."""
+
+    def __init__(self, host: EngineHost, stop_token_ids: Sequence[int]) -> None:
+        self._host, self._stop_token_ids = host, list(stop_token_ids)
+        self._in_flight: dict[str, _Attempt] = {}
+        """By request id."""
+        self._num_attempts = 0
+        self._running: set[_Attempt] = set()
+        """Requests that SGLang has not answered."""
+        self._idle = asyncio.Event()
+        """Set by the last request of `_running`."""
+        self.gate = RequestGate(self._read_load)
+        """Where requests wait before they are sent to SGLang."""
+        self._early_aborts: dict[str, float] = {}
+        """By id of requests that were aborted and have not arrived, the time of the abort, ascending."""
+        self._ended: dict[str, float] = {}
+        """By id of requests that have ended, the time, ascending: an abort may arrive after its request has ended."""
+        self._num_sampled = 0
+        """Number of tokens that the requests which have ended have sampled."""
+        self._is_held = False
+        """Whether requests that SGLang aborts continue later."""
+        self.first_completion: float | None = None
+        """Unix time when the first completion was finished; None before that."""
+
+    async def complete_all(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Return one completion per request, in order, once all are done; raises as `complete`."""
+        if len(requests) == 1:
+            return [await self.complete(requests[0])]
+        tasks = [asyncio.ensure_future(self.complete(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def complete(self, request: GenerationRequest) -> Generation:
+        """Return the completion of a request.
+
+        Raises:
+            WorkerError: SGLang rejected the request, or a newer request has the same id.
+        """
+        request_id = request.request_id
+        self._abort_attempt(request_id)  # its caller has died or timed out
+        ticket = self.gate.register(request.priority, len(request.token_ids) + request.sampling.max_new_tokens)
+        attempt = self._in_flight[request_id] = _Attempt(request, ticket)
+        if time.monotonic() - self._early_aborts.pop(request_id, -inf) < EARLY_ABORT_SECONDS:
+            self._abort_attempt(request_id)
+        try:
+            while await self.gate.wait_turn(ticket):
+                generation = await self._run(attempt)
+                attempt.part = join(attempt.part, generation)
+                if generation.finish_reason != "abort" or not self._is_held or attempt.is_aborted:
+                    break
+            else:
+                attempt.part = replace(attempt.part, finish_reason="abort")
+        finally:
+            self.gate.leave(ticket)
+            self._num_sampled += len(attempt.part.token_ids)
+            is_latest = self._in_flight.get(request_id) is attempt
+            if is_latest:
+                del self._in_flight[request_id]
+                _remember(self._ended, request_id)
+        if not is_latest:
+            raise WorkerError(f"request {request_id} was replaced by a newer request with the same id")
+        if self.first_completion is None:
+            self.first_completion = time.time()
+        return attempt.part
+
+    async def partial_outputs(self, known: Mapping[str, int]) -> dict[str, Generation]:
+        """Return the tokens of requests in flight after those that are known; see `GenerationEngine`.
+
+        A request without others has an entry without tokens if the engine has sampled any since the last report, which
+        was at least `MIN_REPORT_SECONDS` ago.
+        """
+        states = self._host.tokenizer_manager.rid_to_state
+        num_sampled = {
+            request_id: len(attempt.part.token_ids) + count_partial_tokens(states.get(attempt.sglang_id))
+            for request_id, attempt in self._in_flight.items()
+        }
+        total = self._num_sampled + sum(num_sampled.values())
+        parts: dict[str, Generation] = {}
+        for request_id in known.keys() & num_sampled.keys():
+            attempt = self._in_flight[request_id]
+            if num_sampled[request_id] > known[request_id]:
+                part = join(attempt.part, read_partial_output(states.get(attempt.sglang_id)))
+                parts[request_id] = tokens_from(part, known[request_id])
+            if time.monotonic() - attempt.reported_at < MIN_REPORT_SECONDS:
+                continue
+            if attempt.num_sampled is not None and total > attempt.num_sampled:
+                parts.setdefault(request_id, no_tokens())
+            attempt.reported_at, attempt.num_sampled = time.monotonic(), total
+        return parts
+
+    async def abort(self, request_id: str) -> None:
+        """End a request early, also if it arrives after this call. Ids that are never seen are ignored."""
+        await asyncio.sleep(0)  # a batch that has just arrived has not begun its requests
+        if request_id in self._in_flight:
+            self._abort_attempt(request_id)
+        elif request_id not in self._ended:
+            _remember(self._early_aborts, request_id)
+
+    async def abort_all(self) -> None:
+        """End all requests in flight early."""
+        for request_id in self._in_flight:
+            self._abort_attempt(request_id)
+
+    async def abort_groups(self, request_ids: Sequence[str]) -> None:
+        """End early all requests of these groups, whose ids begin with that of the group and a `-`."""
+        prefixes = tuple(f"{request_id}-" for request_id in request_ids)
+        for request_id in self._in_flight:
+            if request_id.startswith(prefixes):
+                self._abort_attempt(request_id)
+
+    def keep_waiting(self) -> None:
+        """Send no further requests to SGLang until `resume`: one that is aborted before has no attempt to abort."""
+        self.gate.close()
+
+    async def hold(self) -> None:
+        """Abort what runs, and return once nothing does; requests wait for `resume`, and keep their tokens."""
+        self.keep_waiting()
+        self._is_held = True
+        while self._running:
+            self._idle.clear()
+            self._host.tokenizer_manager.abort_request(abort_all=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), ABORT_SECONDS)
+
+    def resume(self) -> None:
+        """Continue the requests that wait."""
+        self._is_held = False
+        self.gate.open()
+
+    def _abort_attempt(self, request_id: str) -> None:
+        attempt = self._in_flight.get(request_id)
+        if attempt is not None:
+            attempt.is_aborted = True
+            self.gate.withdraw(attempt.ticket)
+            self._send_abort(attempt)
+
+    def _send_abort(self, attempt: _Attempt) -> None:
+        """Abort the request in SGLang until it has ended."""
+        if attempt in self._running:
+            manager = self._host.tokenizer_manager
+            if (state := manager.rid_to_state.get(attempt.sglang_id)) is not None:
+                state.abort_sent = False  # otherwise SGLang ignores a second abort
+            manager.abort_request(rid=attempt.sglang_id)
+            asyncio.get_running_loop().call_later(ABORT_SECONDS, self._send_abort, attempt)
+
+    def _read_load(self) -> SglangLoad | None:
+        """Return the load that SGLang's scheduler publishes in shared memory; None if it has published none yet."""
+        load = self._host.tokenizer_manager.load_snapshot_reader.read(0)
+        if load is None or not load.max_running_requests:
+            return None
+        return SglangLoad(
+            timestamp=load.timestamp,
+            num_queued=load.num_waiting_reqs,
+            num_retracted=0 if load.queues is None else load.queues.retracted,
+            kv_usage=load.token_usage,
+            kv_tokens=load.max_total_num_tokens,
+            max_running=load.max_running_requests,
+        )
+
+    async def _run(self, attempt: _Attempt) -> Generation:
+        """Return what SGLang samples after the tokens of earlier attempts."""
+        from fastapi import HTTPException
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = continue_after(attempt.request, attempt.part)
+        sampling = request.sampling
+        # SGLang's default is one fixed seed, under which all samples of a prompt would be the same
+        seed = secrets.randbelow(2**31) if sampling.seed is None else sampling.seed
+        self._num_attempts += 1
+        # SGLang rejects duplicates, and aborts all requests whose id has a given prefix: the "." keeps an id from being
+        # a prefix of another
+        attempt.sglang_id = f"{request.request_id}#{self._num_attempts}."
+        work = GenerateReqInput(
+            rid=attempt.sglang_id,
+            input_ids=list(request.token_ids),
+            sampling_params={
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "max_new_tokens": sampling.max_new_tokens,
+                "sampling_seed": seed,
+                "stop_token_ids": self._stop_token_ids,
+            },
+            return_logprob=True,
+        )
+        self._running.add(attempt)
+        try:
+            answer = await anext(self._host.tokenizer_manager.generate_request(work, None))
+        except (ValueError, HTTPException) as e:  # SGLang raises HTTPException when it is overloaded
+            raise WorkerError(f"request {request.request_id}: {e}") from e
+        finally:
+            self._running.discard(attempt)
+            if not self._running:
+                self._idle.set()
+        return _read_generation(answer)
+
+
+def _remember(times: dict[str, float], request_id: str) -> None:
+    """Note the time of an id, and forget those of `EARLY_ABORT_SECONDS` ago."""
+    now = time.monotonic()
+    times.pop(request_id, None)
+    times[request_id] = now
+    for oldest in list(itertools.takewhile(lambda each: times[each] < now - EARLY_ABORT_SECONDS, times)):
+        del times[oldest]
+
+
+def _read_generation(answer: Mapping[str, Any]) -> Generation:
+    meta = answer["meta_info"]
+    sampled = meta.get("output_token_logprobs") or []
+    versions = np.full(len(sampled), int(meta["weight_version"]), np.int32)
+    for span in meta.get("weight_versions") or []:
+        versions[span["start"] : span["end"]] = int(span["version"])
+    return Generation(
+        token_ids=np.array([token for _, token, *_ in sampled], np.int32),
+        logprobs=np.array([logprob for logprob, *_ in sampled], np.float32),
+        policy_versions=versions,
+        finish_reason=meta["finish_reason"]["type"],
+    )

@@ -1,0 +1,390 @@
+"""Traces an engine's weight layout by recording SGLang's own `load_weights`.
+
+    trace_live       in a TP rank of a running engine, with its live parameters; nothing is written
+    trace_layouts    without an engine: every TP rank's model on the meta device (`offline_trace`)
+
+A local box has as many dimensions as the Hugging Face tensor. If the parameter has more (stacked experts), its leading
+dimensions are merged into one; `fold` returns this view of a parameter.
+
+Identical layers are traced once: DeepSeek-V3 has 45,000 tensors, but only two groups of layers.
+
+    layers 0 1 2     dense        the first layer of each group is traced,
+    layers 3 .. 60   experts      the others get its pieces with their own layer numbers
+
+Layers are identical if they consist of the same modules, with parameters of the same shapes and dtypes, and their
+tensors have the same shapes. That the loader treats them identically is an assumption; callers check it against full
+traces (`megarl.engines.sglang.weight_layout.trace_child`).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megarl.engines.sglang.weight_layout.load_recorder import (
+    AFTER_LAST_TENSOR,
+    Recorder,
+    StorageContents,
+    ValueSource,
+    find_box,
+)
+from megarl.errors import WeightSyncError
+from megarl.reshard.layout.layout import (
+    Box,
+    Columns,
+    PieceTable,
+    ShardPiece,
+    TensorSpec,
+    WeightLayout,
+    extent,
+    share_tensors,
+)
+from megarl.reshard.layout.model_tensors import ModelTensors
+from megarl.reshard.transfer.bucket import dtype_name, torch_dtype
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_NAMES_SHOWN = 8
+
+CONSTANT_PARAMETERS = (".k_scale", ".v_scale")
+"""Ends of the names of scalars that SGLang sets to 1 if a folder lacks them: scales of an FP8 KV cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """A box of a parameter that the loader fills with a constant."""
+
+    local: str
+    local_box: Box
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTrace:
+    """How one TP rank loads the model's tensors."""
+
+    layout: WeightLayout
+    """Layout of the rank's parameters; a tensor's dtype is that of the parameter it is loaded into."""
+    padding: tuple[Padding, ...]
+    derived: tuple[str, ...]
+    """Tensors from which the loader computes values; they must be loaded with `load_weights`, not as boxes."""
+
+
+def trace_live(
+    model: nn.Module, tensors: Mapping[str, TensorSpec], *, must_cover: Collection[str] | None = None
+) -> EngineTrace:
+    """Trace what `model.load_weights` would do with tensors of these names and shapes, without writing anything.
+
+    Args:
+        must_cover: parameters that `tensors` must fill; None: all.
+
+    Raises:
+        WeightSyncError: part of such a parameter would not be written.
+    """
+    targets = model_tensors(model)
+    sources = {
+        name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta") for name, spec in tensors.items()
+    }
+    recorder = Recorder(sources, targets)
+    load_weights: Any = model.load_weights
+    with torch.no_grad(), _run_threads_inline(), recorder:
+        load_weights(recorder.feed(sources))
+    _reject_replaced_parameters(model, targets)
+    parameters = {name for name, _ in model.named_parameters()}
+    filled = parameters if must_cover is None else parameters.intersection(must_cover)
+    return _read(model, tensors, targets, recorder, filled)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name; a tensor with several names appears once."""
+    named: dict[str, Tensor] = {name: p.data for name, p in model.named_parameters()}
+    return named | {name: b for name, b in model.named_buffers() if b is not None}
+
+
+def fold(tensor: Tensor, num_dims: int) -> Tensor:
+    """Return a view with `num_dims` dimensions, in which the leading dimensions are merged."""
+    if tensor.dim() <= num_dims:
+        return tensor
+    return tensor.view(-1, *tensor.shape[tensor.dim() - num_dims + 1 :]) if num_dims else tensor.view(())
+
+
+def _read(
+    model: nn.Module,
+    tensors: Mapping[str, TensorSpec],
+    targets: Mapping[str, Tensor],
+    recorder: Recorder,
+    parameters: Collection[str],
+) -> EngineTrace:
+    pieces: list[ShardPiece] = []
+    padding: list[Padding] = []
+    derived = set(recorder.derived)
+    dtypes: dict[str, str] = {}
+    uncovered: list[str] = []
+    for local, contents in recorder.targets.items():
+        for box, source in sorted(contents.sources.items()):
+            piece = _piece(local, contents, box, source, tensors) if source.tensor else None
+            if piece is not None:
+                pieces.append(piece)
+                dtypes.setdefault(piece.tensor, dtype_name(targets[local].dtype))
+            elif source.value is not None:
+                padding.append(Padding(local, box, source.value))
+            else:
+                derived.add(source.cause or source.tensor or AFTER_LAST_TENSOR)
+        hole = contents.covered.first_gap(tuple((0, n) for n in contents.shape)) if prod(contents.shape) else None
+        if hole is not None and local in parameters and not (hole == () and local.endswith(CONSTANT_PARAMETERS)):
+            uncovered.append(f"{local} {list(contents.shape)} at {box_text(hole)}")
+    if uncovered:
+        raise WeightSyncError(
+            f"load_weights leaves parts of {len(uncovered)} of {len(parameters)} parameters unwritten: "
+            f"{join_names(uncovered)}"
+        )
+    if AFTER_LAST_TENSOR in derived and not hasattr(model, "post_load_weights"):
+        raise WeightSyncError(
+            f"load_weights of {type(model).__name__} computes values after its last tensor, and the model has no "
+            f"post_load_weights to recompute them"
+        )
+    specs = {name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in tensors.items()}
+    in_order = {name: i for i, name in enumerate(tensors)}
+    pieces.sort(key=lambda piece: (in_order[piece.tensor], piece.box, piece.local))
+    named = tuple(sorted(derived - {AFTER_LAST_TENSOR}, key=in_order.__getitem__))
+    return EngineTrace(WeightLayout(specs, tuple(pieces)), tuple(padding), named)
+
+
+def _piece(
+    local: str, contents: StorageContents, box: Box, source: ValueSource, tensors: Mapping[str, TensorSpec]
+) -> ShardPiece | None:
+    """Return the piece; None if the parameter stores the elements in a different order (transposed, repeated)."""
+    assert source.tensor is not None
+    shape = tensors[source.tensor].shape
+    there = find_box(source.offset, extent(box), source.strides, shape)
+    if there is None:
+        return None
+    order = [dim for dim in there.dims if dim is not None]
+    local_box = folded_box(box, contents.shape, len(shape))
+    if order != sorted(order) or local_box is None or extent(local_box) != extent(there.box):
+        return None
+    return ShardPiece(source.tensor, there.box, local, local_box)
+
+
+def folded_box(box: Box, shape: tuple[int, ...], num_dims: int) -> Box | None:
+    """Return the box in `fold(tensor, num_dims)`; None if it is no box there or the tensor has fewer dimensions."""
+    extra = len(box) - num_dims
+    if extra <= 0:
+        return box if extra == 0 else None
+    if num_dims == 0 or any(stop - start != 1 for start, stop in box[:extra]):
+        return () if num_dims == 0 and prod(shape) == 1 else None
+    row = 0
+    for (start, _), length in zip(box[: extra + 1], shape[: extra + 1], strict=True):
+        row = row * length + start
+    first = box[extra]
+    return ((row, row + first[1] - first[0]), *box[extra + 1 :])
+
+
+def _reject_replaced_parameters(model: nn.Module, targets: Mapping[str, Tensor]) -> None:
+    replaced = []
+    for name, p in model.named_parameters():
+        if p.data.untyped_storage()._cdata != targets[name].untyped_storage()._cdata:
+            p.data = targets[name]
+            replaced.append(name)
+    if replaced:
+        raise WeightSyncError(f"load_weights reallocates {len(replaced)} parameters: {join_names(replaced)}")
+
+
+def box_text(box: Box) -> str:
+    """Format the box as an index: `[0:4, 2:6]`."""
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def join_names(names: list[str]) -> str:
+    """Join the first names; append how many more there are."""
+    more = len(names) - MAX_NAMES_SHOWN
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+class _InlineExecutor(concurrent.futures.Executor):
+    """An executor that runs calls immediately: dispatch modes are per thread, and some loaders use thread pools."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as e:  # noqa: BLE001 -- the future raises it
+            future.set_exception(e)
+        return future
+
+
+@contextlib.contextmanager
+def _run_threads_inline() -> Iterator[None]:
+    before = concurrent.futures.ThreadPoolExecutor
+    concurrent.futures.ThreadPoolExecutor = _InlineExecutor  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        concurrent.futures.ThreadPoolExecutor = before  # type: ignore[misc]
+
+
+ARRAYS = ("tensor", "local", "dims", "boxes", "local_boxes")
+"""Arrays of a rank's `PieceTable`; the first two are indices into its lists of names."""
+
+
+def write_traces(file: Path, traces: Sequence[EngineTrace]) -> None:
+    """Write the traces of an engine's ranks, which load the same tensors."""
+    tensors: dict[str, TensorSpec] = {}
+    for trace in traces:
+        tensors |= trace.layout.tensors
+    names = {name: i for i, name in enumerate(tensors)}
+    locals_: dict[str, int] = {}
+    arrays: dict[str, NDArray[Any]] = {}
+    for rank, trace in enumerate(traces):
+        table = trace.layout.pieces
+        arrays |= {f"{rank}.{array}": getattr(table, array) for array in ARRAYS}
+        arrays[f"{rank}.tensors"] = np.array([names[name] for name in table.tensors], np.int32)
+        arrays[f"{rank}.locals"] = np.array([locals_.setdefault(n, len(locals_)) for n in table.locals], np.int32)
+    header = {
+        "tensors": [[name, spec.shape, spec.dtype] for name, spec in tensors.items()],
+        "locals": list(locals_),
+        "padding": [[[pad.local, pad.local_box, pad.value] for pad in trace.padding] for trace in traces],
+        "derived": [trace.derived for trace in traces],
+    }
+    arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    with file.open("wb") as stream:
+        np.savez_compressed(stream, allow_pickle=False, **arrays)
+
+
+def read_traces(file: Path) -> list[EngineTrace] | None:
+    """Read a file of `write_traces`, with pieces as `PieceTable`s; None if the file is missing or invalid."""
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            return _decode(arrays)
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+        return None
+
+
+def _decode(arrays: Mapping[str, NDArray[Any]]) -> list[EngineTrace]:
+    header = json.loads(arrays["header"].tobytes())
+    tensors = ModelTensors({name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in header["tensors"]})
+    traces: list[EngineTrace] = []
+    for rank, (padding, derived) in enumerate(zip(header["padding"], header["derived"], strict=True)):
+        of_tensors = [tensors.names[i] for i in arrays[f"{rank}.tensors"]]
+        of_locals = [header["locals"][i] for i in arrays[f"{rank}.locals"]]
+        columns = Columns(*(arrays[f"{rank}.{array}"] for array in ARRAYS))
+        table = PieceTable(of_tensors, of_locals, columns)
+        pads = tuple(Padding(local, tuple(map(tuple, box)), value) for local, box, value in padding)
+        traces.append(EngineTrace(WeightLayout(tensors, table), pads, tuple(derived)))
+    layouts = share_tensors([trace.layout for trace in traces])
+    return [replace(trace, layout=layout) for trace, layout in zip(traces, layouts, strict=True)]
+
+
+LayerGroups = Mapping[int, list[int]]
+"""First layer of each group -> all layers of the group, the first included."""
+
+
+def group_identical_layers(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> dict[int, list[int]]:
+    """Group the layers of `model` that are identical, including the `tensors` that they load."""
+    traits: dict[int, set[object]] = defaultdict(set)
+    for name, module in model.named_modules():
+        _add_trait(traits, name, type(module))
+    for name, tensor in model_tensors(model).items():
+        _add_trait(traits, name, (tuple(tensor.shape), tensor.dtype))
+    for name, spec in tensors.items():
+        _add_trait(traits, name, spec)
+    groups: dict[frozenset[object], list[int]] = defaultdict(list)
+    for layer in sorted(traits):
+        groups[frozenset(traits[layer])].append(layer)
+    return {layers[0]: layers for layers in groups.values()}
+
+
+def trace_deduplicated(
+    model: nn.Module, tensors: Mapping[str, TensorSpec], layer_groups: LayerGroups
+) -> EngineTrace | None:
+    """Trace as `trace_live` does, but only the first layer of each group; pieces are a `PieceTable`.
+
+    Returns:
+        None if the first layers cannot be traced alone: their tensors do not fill all of their parameters, or are
+        loaded into another layer.
+    """
+    traced_tensors = {name: spec for name, spec in tensors.items() if _is_traced(name, layer_groups)}
+    covered = {name for name in model_tensors(model) if _is_traced(name, layer_groups)}
+    try:
+        trace = trace_live(model, traced_tensors, must_cover=covered)
+    except WeightSyncError:
+        return None
+    if any(_split_layer(p.tensor)[1] != _split_layer(p.local)[1] for p in trace.layout.pieces):
+        return None
+    first_of = {layer: first for first, layers in layer_groups.items() for layer in layers}
+
+    def representative(name: str) -> str:
+        head, layer, tail = _split_layer(name)
+        return name if layer is None else f"{head}{first_of[layer]}{tail}"
+
+    traced = trace.layout.tensors
+    specs = {name: replace(spec, dtype=traced[representative(name)].dtype) for name, spec in tensors.items()}
+    return EngineTrace(
+        WeightLayout(specs, _expand_pieces(trace.layout.pieces, specs, layer_groups)),
+        _expand_padding(
+            [pad for pad in trace.padding if _is_traced(pad.local, layer_groups)], model_tensors(model), layer_groups
+        ),
+        tuple(name for name in tensors if representative(name) in trace.derived),
+    )
+
+
+def _expand_pieces(
+    pieces: Iterable[ShardPiece], specs: Mapping[str, TensorSpec], layer_groups: LayerGroups
+) -> PieceTable:
+    of_tensor: dict[str, list[ShardPiece]] = defaultdict(list)
+    for piece in pieces:
+        copies = zip(_expand_name(piece.tensor, layer_groups), _expand_name(piece.local, layer_groups), strict=True)
+        for tensor, local in copies:
+            of_tensor[tensor].append(ShardPiece(tensor, piece.box, local, piece.local_box))
+    return PieceTable.pack(piece for tensor in specs for piece in of_tensor.get(tensor, ()))
+
+
+def _expand_padding(
+    padding: Iterable[Padding], locals_: Iterable[str], layer_groups: LayerGroups
+) -> tuple[Padding, ...]:
+    of_local: dict[str, list[Padding]] = defaultdict(list)
+    for pad in padding:
+        for local in _expand_name(pad.local, layer_groups):
+            of_local[local].append(replace(pad, local=local))
+    return tuple(pad for local in locals_ for pad in of_local.get(local, ()))
+
+
+def _expand_name(name: str, layer_groups: LayerGroups) -> list[str]:
+    """Return the names that `name` represents: those in all layers of its group, or itself outside the layers."""
+    head, layer, tail = _split_layer(name)
+    return [name] if layer is None else [f"{head}{other}{tail}" for other in layer_groups[layer]]
+
+
+def _add_trait(traits: dict[int, set[object]], name: str, trait: object) -> None:
+    head, layer, tail = _split_layer(name)
+    if layer is not None:
+        traits[layer].add((head, tail, trait))
+
+
+def _is_traced(name: str, layer_groups: LayerGroups) -> bool:
+    layer = _split_layer(name)[1]
+    return layer is None or layer in layer_groups
+
+
+def _split_layer(name: str) -> tuple[str, int | None, str]:
+    """Split into e.g. `model.layers.`, 7, `.mlp.gate.weight`; the number is None outside the layers."""
+    head, found, rest = name.partition("layers.")
+    number, _, _ = rest.partition(".")
+    return (head + found, int(number), rest[len(number) :]) if number.isdecimal() else (name, None, "")

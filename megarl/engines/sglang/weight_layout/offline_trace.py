@@ -1,0 +1,142 @@
+"""Weight layouts of an engine that does not run: to plan before it starts, or for layouts of any size.
+
+trace_layouts() --- request --> child process with the engine's environment: `trace_child`
+   |            <-- traces ---  (SGLang's own models on the meta device)
+   '--- cache folder, keyed by everything that the traces depend on
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from megarl.cluster.process.atomic_files import atomic_write
+from megarl.engines.engine_spec import EngineSpec
+from megarl.engines.sglang.engine_environment import make_engine_environment
+from megarl.engines.sglang.weight_layout import trace_child
+from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, read_traces, trace_live
+from megarl.engines.sglang.weight_update.planned_boxes import read_expected_tensors
+from megarl.engines.unsupported_options import find_build_problems
+from megarl.errors import DataError, WeightSyncError
+from megarl.model_files.json_object import JsonObject
+from megarl.model_files.model_config import config_file, read_model_config
+from megarl.reshard.layout.layout import WeightLayout
+
+__all__ = ["EngineTrace", "trace_engine", "trace_layouts", "trace_live"]
+
+CHILD_SECONDS = 600.0
+MAX_STDERR_LINES = 15
+MAX_TOTAL_TOKENS = 4096
+"""KV cache size, set so that SGLang does not query the node's memory."""
+
+
+def trace_layouts(
+    model_path: str, *, tp: int, ep: int = 1, device: str = "cpu", dtype: str = "float32"
+) -> list[WeightLayout]:
+    """Return the weight layout of each TP rank of an engine.
+
+    Args:
+        model_path: a model folder, of which config.json is sufficient, or a config.json under any name.
+        device: device of the engine. On `cpu`, SGLang pads heads that the ranks cannot divide evenly; on other devices
+            several ranks hold the same key-value heads.
+
+    Raises:
+        DataError: config.json or a key that SGLang needs is missing, or SGLang cannot build its model.
+        WeightSyncError: part of a parameter would not be written.
+    """
+    return [trace.layout for trace in trace_engine(model_path, tp=tp, ep=ep, device=device, dtype=dtype)]
+
+
+def trace_engine(
+    model_path: str, *, tp: int, ep: int = 1, device: str = "cpu", dtype: str = "float32"
+) -> list[EngineTrace]:
+    """Return what `trace_layouts` returns, with padding and derived values."""
+    config, tensors = _read_model(model_path)
+    problems = find_build_problems(json.loads(config), _traced_device(device), origin=str(config_file(model_path)))
+    if problems:
+        raise DataError("\n".join(problems))
+    spec = EngineSpec(
+        model_path="",
+        tp=tp,
+        device=device,
+        dtype=dtype,
+        max_total_tokens=MAX_TOTAL_TOKENS,
+        extra_args={"ep_size": ep} if ep > 1 else {},
+    )
+    request = {"spec": asdict(spec), "tensors": tensors}
+    cached = _cache_folder() / f"{_key(config, request)}.npz"
+    return read_traces(cached) or _run_child(config, request, cached)
+
+
+def _read_model(model_path: str) -> tuple[str, list[list[object]]]:
+    """Return the text of config.json, and [name, shape, dtype] of the folder's tensors, if it has any."""
+    path = Path(model_path)
+    config = json.dumps(read_model_config(path))
+    if not path.is_dir() or not any(path.glob("*.safetensors")):
+        return config, []
+    expected = read_expected_tensors(model_path)
+    return config, [[name, list(e.shape), e.dtype] for name, e in expected.items() if e.required]
+
+
+def _run_child(config: str, request: JsonObject, cached: Path) -> list[EngineTrace]:
+    with tempfile.TemporaryDirectory(prefix="megarl-trace-") as folder:
+        (Path(folder) / "config.json").write_text(config)
+        spec = request["spec"] | {"model_path": folder}
+        request_file, traces_file, error_file = (Path(folder) / name for name in ("request", "traces.npz", "error"))
+        request_file.write_text(json.dumps(request | {"spec": spec}))
+        environment = os.environ | make_engine_environment(_traced_device(spec["device"]), spec["tp"])
+        command = [sys.executable, "-m", trace_child.__name__, str(request_file), str(traces_file), str(error_file)]
+        try:
+            child = subprocess.run(  # noqa: S603 -- this interpreter, a module of ours
+                command, env=environment, capture_output=True, timeout=CHILD_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired as e:
+            raise WeightSyncError(f"SGLang's weight layout could not be traced within {CHILD_SECONDS:.0f} s") from e
+        if error_file.exists():
+            raise WeightSyncError(error_file.read_text())
+        traces = read_traces(traces_file)
+        if traces is None:
+            stderr = "\n".join(child.stderr.decode(errors="replace").strip().splitlines()[-MAX_STDERR_LINES:])
+            raise DataError(
+                f"SGLang could not build the model of config.json (exit code {child.returncode}):\n{stderr}"
+            )
+        _store(cached, traces_file)
+    return traces
+
+
+def _key(config: str, request: JsonObject) -> str:
+    content = {
+        "config": json.loads(config),
+        "request": request,
+        "packages": {name: importlib.metadata.version(name) for name in ("sglang", "transformers", "torch")},
+        "machine": _traced_device(request["spec"]["device"]),
+        # of this package, which determines the content and the file format of traces
+        "code": [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _traced_device(device: str) -> str:
+    """Return the device that the child runs on; layouts for CUDA are traced on CPU if there is no GPU."""
+    return device if torch.cuda.is_available() else "cpu"
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl" / "layouts"
+
+
+def _store(cached: Path, traces_file: Path) -> None:
+    # without a cache, each call traces again
+    with suppress(OSError), atomic_write(cached) as draft:
+        shutil.copyfile(traces_file, draft)

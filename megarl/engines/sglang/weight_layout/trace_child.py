@@ -1,0 +1,152 @@
+"""Child process of `megarl.engines.sglang.weight_layout.offline_trace`: traces the TP ranks of an engine.
+
+Every rank's model is built on the meta device: it takes no memory, and its process groups have ranks and sizes only.
+
+    python -m megarl.engines.sglang.weight_layout.trace_child <request file> <file for the traces> <file for an error>
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megarl.engines.engine_spec import EngineSpec
+from megarl.engines.sglang.scheduler_process import skip_other_models
+from megarl.engines.sglang.server_args import make_engine_arguments
+from megarl.engines.sglang.weight_layout.engine_trace import (
+    EngineTrace,
+    group_identical_layers,
+    trace_deduplicated,
+    trace_live,
+    write_traces,
+)
+from megarl.errors import MegarlError
+from megarl.model_files.block_fp8 import is_quantized
+from megarl.model_files.json_object import read_json_object
+from megarl.reshard.layout.layout import TensorSpec
+from megarl.reshard.layout.quantized_layout import quantize_specs
+from megarl.reshard.transfer.bucket import torch_dtype
+
+MAX_FULL_TRACES = 2
+"""Engines with at most this many TP ranks are traced in full, without layer deduplication."""
+
+
+class FakeProcessGroup:
+    """The attributes of a process group that model constructors read; any communication fails."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = self.rank_in_group = rank
+        self.world_size = size
+        self.ranks = list(range(size))
+        self.is_first_rank, self.is_last_rank = rank == 0, rank == size - 1
+        self.device_group = self.cpu_group = None
+        self.unique_name = "trace"
+
+
+def build_model(spec: EngineSpec, rank: int, device: str = "meta") -> nn.Module:
+    """Build the model as TP rank `rank` of the engine would.
+
+    A CUDA engine can be traced without a GPU: its layout lacks the padding of heads that SGLang adds only on CPU.
+    """
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+    from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, reset_context
+    from sglang.srt.server_args import ServerArgs
+
+    here = spec if torch.cuda.is_available() else replace(spec, device="cpu")
+    arguments = ServerArgs(**make_engine_arguments(here))
+    reset_context()
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
+    parallel = get_parallel()
+    tp = FakeProcessGroup(rank, spec.tp)
+    parallel.override_permanently(
+        tp_group=tp,
+        attn_tp_group=tp,
+        world_group=tp,
+        pp_group=FakeProcessGroup(0, 1),
+        moe_ep_group=FakeProcessGroup(parallel.moe_ep_rank, parallel.moe_ep_size),
+        moe_tp_group=FakeProcessGroup(parallel.moe_tp_rank, parallel.moe_tp_size),
+    )
+    config = ModelConfig.from_server_args(arguments)
+    if spec.device == "cpu":
+        config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(), spec.tp)
+    quantization = _get_quantization_config(config, LoadConfig())
+    with set_default_torch_dtype(torch_dtype(spec.dtype)), torch.device(device):
+        model = _initialize_model(config, LoadConfig(), quantization)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def checkpoint_tensors(model_path: str, dtype: str) -> dict[str, TensorSpec]:
+    """Return the tensors of a published checkpoint of the model, as transformers derives them from config.json."""
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stated = read_json_object(Path(model_path) / "config.json")
+    # by the architecture: the type of model may be one that only code in the folder or SGLang knows
+    kind = getattr(transformers, stated["architectures"][0])
+    config = kind.config_class.from_dict({k: v for k, v in stated.items() if k not in ("auto_map", "model_type")})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    # transformers stacks experts, published checkpoints store them separately
+    state = revert_weight_conversion(model, model.state_dict())
+    tied = set(model.all_tied_weights_keys) if getattr(config, "tie_word_embeddings", False) else set()
+    specs = {name: TensorSpec(tuple(t.shape), dtype) for name, t in state.items() if name not in tied}
+    return quantize_specs(specs, {name for name in specs if is_quantized(name, stated)})
+
+
+def trace_ranks(spec: EngineSpec, tensors: Mapping[str, TensorSpec] | None = None) -> list[EngineTrace]:
+    """Return the trace of every TP rank.
+
+    With many ranks, ranks between the first and the last are traced with layer deduplication, if that gives the same as
+    a full trace on the first and last rank.
+    """
+    tensors = tensors or checkpoint_tensors(spec.model_path, spec.dtype)
+    if spec.tp <= MAX_FULL_TRACES:
+        return [trace_live(build_model(spec, rank), tensors) for rank in range(spec.tp)]
+    build_model(spec, 0)
+    gc.freeze()  # SGLang and transformers have created millions of objects, none of them garbage
+    first, last = (_trace_fully_and_deduplicated(spec, rank, tensors) for rank in (0, spec.tp - 1))
+    is_dedup_exact = first[1] and last[1]
+    between = [_trace_inner_rank(spec, rank, tensors, in_full=not is_dedup_exact) for rank in range(1, spec.tp - 1)]
+    return [first[0], *between, last[0]]
+
+
+def _trace_fully_and_deduplicated(
+    spec: EngineSpec, rank: int, tensors: Mapping[str, TensorSpec]
+) -> tuple[EngineTrace, bool]:
+    """Return the full trace, and whether deduplicated tracing gives the same."""
+    model = build_model(spec, rank)
+    full_trace = trace_live(model, tensors)
+    return full_trace, trace_deduplicated(model, tensors, group_identical_layers(model, tensors)) == full_trace
+
+
+def _trace_inner_rank(spec: EngineSpec, rank: int, tensors: Mapping[str, TensorSpec], *, in_full: bool) -> EngineTrace:
+    model = build_model(spec, rank)
+    trace = None if in_full else trace_deduplicated(model, tensors, group_identical_layers(model, tensors))
+    return trace or trace_live(model, tensors)
+
+
+def main(request_file: str, traces_file: str, error_file: str) -> None:
+    """Execute the request; write the message of a `MegarlError` to `error_file`."""
+    request = json.loads(Path(request_file).read_text())
+    tensors = {name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in request["tensors"]}
+    try:
+        skip_other_models(request["spec"]["model_path"])
+        write_traces(Path(traces_file), trace_ranks(EngineSpec(**request["spec"]), tensors))
+    except MegarlError as e:
+        Path(error_file).write_text(str(e))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

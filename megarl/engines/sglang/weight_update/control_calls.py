@@ -1,0 +1,320 @@
+"""Calls of a weight update to SGLang, with timeouts.
+
+caller                          engine thread                     scheduler processes
+call(work) -------------------> work ---------------------------> one of them hangs
+ | answer_timeout_seconds       |
+ '-- WeightSyncError            | not cancelled: SGLang may still execute it
+next call ---- waits for it ----'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from megarl.engines.sglang.weight_update.messages import Command
+from megarl.engines.sglang.weight_update.weight_loader import IMPORT_PATH
+from megarl.errors import WeightSyncError
+
+if TYPE_CHECKING:
+    from megarl.engines.sglang.engine_host import EngineHost
+    from megarl.engines.sglang.request_runner import RequestRunner
+from typing import TYPE_CHECKING
+
+from megarl.engines.sglang.weight_update.messages import WRITING, Reply
+from megarl.engines.sglang.weight_update.rank_files import find_unresponsive, reply_prefix
+
+if TYPE_CHECKING:
+    from megarl.engines.sglang.engine_host import EngineHost
+    from megarl.engines.sglang.request_runner import RequestRunner
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingCall:
+    """A call that has not been answered."""
+
+    what: str
+    """Name of the call in error messages."""
+    started_at: float
+    """`time.monotonic` at the start of the call."""
+    task: asyncio.Task[object]
+
+
+PauseReason = Literal["update", "memory"]
+"""A weight update, or memory that the engine has released."""
+
+
+class ControlCalls:
+    """Calls to SGLang. The caller must make one call at a time.
+
+    Every method raises WeightSyncError if SGLang refuses or does not answer in time, and WorkerError if the engine's
+    processes have ended.
+    """
+
+    def __init__(self, host: EngineHost, requests: RequestRunner) -> None:
+        self._host, self._requests = host, requests
+        self.pause_mode = host.spec.pause_mode
+        """What happens to requests in flight during a pause."""
+        self._seconds = host.spec.answer_timeout_seconds
+        self._pending: _PendingCall | None = None
+        self._holds: set[PauseReason] = set()
+        """Why decoding is paused."""
+        self._begun = False
+        """SGLang is in a weight update (between `begin_weight_update` and `end_weight_update`)."""
+
+    @property
+    def has_pending(self) -> bool:
+        """A previous call has not been answered yet."""
+        return self._pending is not None and not self._pending.task.done()
+
+    def is_paused_for(self, reason: PauseReason) -> bool:
+        """Return whether `pause` was called for this reason and `resume` was not."""
+        return reason in self._holds
+
+    async def pause(self, reason: PauseReason = "update") -> None:
+        """Pause decoding; requests in flight are kept, and new ones wait."""
+        if not self._holds - {"update"}:  # an update that has failed may have been resumed or not
+            await self._call("pause_generation", self._pause)
+        self._holds.add(reason)
+
+    async def resume(self, reason: PauseReason = "update") -> None:
+        """Resume decoding after `pause`, unless it is also paused for another reason."""
+        if not self._holds - {reason}:
+            await self._call("continue_generation", self._resume)
+        self._holds.discard(reason)
+
+    async def begin(self, *, reads_only: bool = False) -> None:
+        """Begin a weight update in SGLang; an update that is still open is ended first.
+
+        SGLang executes commands only within an update, whose end processes the weights of the models that the update
+        was begun for. An update that only reads is begun for the draft model, which engines do not have: its begin and
+        end change nothing.
+        """
+        if self._pending is not None or self._begun:
+            await self.end()
+        await self._call("begin_weight_update", lambda: self._begin("draft" if reads_only else "target"))
+
+    async def end(self) -> None:
+        """End the weight update in SGLang; does nothing if none is open."""
+        await self._call("end_weight_update", self._end)
+
+    async def flush(self) -> None:
+        """Flush the prefix cache; nothing is cached where requests keep the keys and values of the old weights."""
+        if self.pause_mode != "in_place":
+            await self._call("flush_cache", self._flush)
+
+    async def set_version(self, policy_version: int) -> None:
+        """Set the policy version that SGLang records for every new token."""
+        await self._call("update_weight_version", lambda: self._set_version(policy_version))
+
+    async def send(
+        self,
+        commands: Sequence[Command],
+        *,
+        what: str,
+        unresponsive: Callable[[], Awaitable[list[int]]],
+        extra_seconds: float,
+    ) -> str | None:
+        """Have every TP rank execute its command.
+
+        Args:
+            commands: one command per TP rank.
+            what: name of the commands in error messages.
+            unresponsive: returns the TP ranks that have not replied.
+            extra_seconds: additional timeout, for waits for other processes than the engine's.
+
+        Returns:
+            SGLang's error message; None if it reports success.
+        """
+
+        async def who() -> str:
+            return ", ".join([await self._host.describe(rank) for rank in await unresponsive()]) or "the engine"
+
+        return await self._call(what, lambda: self._send(commands), who, extra_seconds)
+
+    async def _call(
+        self,
+        what: str,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        who: Callable[[], Awaitable[str]] | None = None,
+        extra_seconds: float = 0.0,
+    ) -> T:
+        seconds = self._seconds + extra_seconds
+        await self._wait_for_pending()
+        task = asyncio.ensure_future(self._host.call(work()))
+        self._pending = _PendingCall(
+            what, time.monotonic(), task
+        )  # kept until it is answered, even if the caller is cancelled
+        await asyncio.wait([task], timeout=seconds)
+        if not task.done():
+            late = "the engine" if who is None else await who()
+            raise WeightSyncError(f"{late} did not answer {what} within {seconds:g} s")
+        self._pending = None
+        return task.result()
+
+    async def _wait_for_pending(self) -> None:
+        if self._pending is None:
+            return
+        task, what, seconds = self._pending.task, self._pending.what, time.monotonic() - self._pending.started_at
+        await asyncio.wait([task], timeout=self._seconds)
+        if not task.done():
+            raise WeightSyncError(
+                f"the engine has not answered {what} yet, which was sent {seconds:.0f} s ago; "
+                f"if it does not recover, it must be restarted"
+            )
+        self._pending = None
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved: its update has failed already
+
+    async def _send(self, commands: Sequence[Command]) -> str | None:
+        import torch
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        payloads = [MultiprocessingSerializer.serialize([(dict(command), torch.empty(0))]) for command in commands]
+        ok, message = await self._host.tokenizer_manager.update_weights_from_tensor(
+            UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=payloads, load_format=IMPORT_PATH, flush_cache=False, selector="target"
+            )
+        )
+        return None if ok else str(message)
+
+    async def _pause(self) -> None:
+        if self.pause_mode == "abort":
+            await self._requests.hold()
+            return
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._requests.keep_waiting()
+        try:
+            # `retract` frees the KV cache: sequences resume with keys and values recomputed under the new weights
+            await self._host.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=self.pause_mode))
+        except BaseException:
+            self._requests.resume()
+            raise
+
+    async def _resume(self) -> None:
+        if self.pause_mode != "abort":
+            from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+            empty_cache = self._host.spec.device != "cpu"
+            await self._host.tokenizer_manager.continue_generation(
+                ContinueGenerationReqInput(torch_empty_cache=empty_cache)
+            )
+        self._requests.resume()
+
+    async def _begin(self, selector: Literal["target", "draft"]) -> None:
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        request = BeginWeightUpdateReqInput(selector=selector)
+        _raise_if_refused(await self._host.tokenizer_manager.begin_weight_update(request))
+        self._begun = True
+
+    async def _end(self) -> None:
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+        if self._begun:
+            _raise_if_refused(await self._host.tokenizer_manager.end_weight_update(EndWeightUpdateReqInput()))
+            self._begun = False
+
+    async def _flush(self) -> None:
+        # aborted requests have just ended: with a timeout, a flush waits until SGLang has processed them
+        seconds = self._seconds if self.pause_mode == "abort" else None
+        flushed = await self._host.tokenizer_manager.flush_cache(timeout_s=seconds)
+        if not flushed.success:
+            raise WeightSyncError(
+                "the engine could not flush keys and values of the old weights: requests were still running"
+            )
+
+    async def _set_version(self, policy_version: int) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        version = UpdateWeightVersionReqInput(new_version=str(policy_version))
+        await self._host.tokenizer_manager.update_weight_version(version)
+
+
+def _raise_if_refused(answer: tuple[bool, str]) -> None:
+    ok, message = answer
+    if not ok:
+        raise WeightSyncError(message)
+
+
+class RankCommands:
+    """The commands of an engine's weight updates."""
+
+    def __init__(self, host: EngineHost, requests: RequestRunner) -> None:
+        self._host, self._tp = host, host.spec.tp
+        self.calls = ControlCalls(host, requests)
+        self.one_at_a_time = asyncio.Lock()
+        """Serializes commands: with two in flight, it would be unknown what the engine holds."""
+        self.is_mixed = False
+        """The engine may hold parts of two versions."""
+        self._count = 0
+
+    def for_all(self, command: Command) -> list[Command]:
+        """Return the same command for every TP rank."""
+        return [command] * self._tp
+
+    async def execute(self, commands: Sequence[Command], what: str, extra_seconds: float = 0.0) -> list[Reply]:
+        """Have every TP rank execute its command inside of an update; the caller holds `one_at_a_time`.
+
+        Args:
+            commands: one per TP rank.
+            what: name of the commands in error messages.
+            extra_seconds: additional timeout, for waits for other processes than the engine's.
+
+        Raises:
+            WeightSyncError: a rank refused, failed or did not answer in time.
+        """
+        self._count += 1
+        number, folders = self._count, await self._host.folders()
+        writes, was_mixed = commands[0]["op"] in WRITING, self.is_mixed
+        self.is_mixed |= writes  # until every rank has replied that it wrote nothing; a late rank may still write
+        sglang_error = await self.calls.send(
+            [{**command, "reply": reply_prefix(f, number)} for command, f in zip(commands, folders, strict=True)],
+            what=what,
+            unresponsive=lambda: self._unresponsive(number),
+            extra_seconds=extra_seconds,
+        )
+        errors = [] if sglang_error is None else [sglang_error]
+        replies, wrote = [], False
+        for rank, reply in enumerate(await self._host.take_replies(number)):
+            if reply is None:
+                errors.append(f"TP rank {rank} did not reply")
+            elif reply.error is not None:
+                errors.append(f"TP rank {rank}: {reply.error}")
+            else:
+                replies.append(reply)
+            wrote |= reply is None or reply.wrote
+        self.is_mixed = was_mixed or (writes and wrote)
+        if errors:
+            raise WeightSyncError("; ".join(errors))
+        return replies
+
+    async def query(
+        self, commands: Sequence[Command], *, in_update: bool, what: str = "", extra_seconds: float = 0.0
+    ) -> list[Reply]:
+        """Execute commands that write nothing; arguments and errors as for `execute`.
+
+        Args:
+            in_update: whether an update is open; if not, the commands run such that SGLang processes no weights.
+        """
+        what = what or f"the command `{commands[0]['op']}`"
+        async with self.one_at_a_time:
+            if in_update:
+                return await self.execute(commands, what, extra_seconds)
+            await self.calls.begin(reads_only=True)
+            try:
+                return await self.execute(commands, what, extra_seconds)
+            finally:
+                if not self.calls.has_pending:
+                    await self.calls.end()
+
+    async def _unresponsive(self, number: int) -> list[int]:
+        return find_unresponsive(await self._host.reply_states(number))

@@ -1,0 +1,193 @@
+"""The end of a weight update in one TP rank, and what the rank reports about its weights.
+
+finish        check that boxes and full tensors cover the model; fill padding, compute derived values
+report_trace  the layout of the rank's weights
+hash_boxes    digests of the parameters by box, for bitwise comparison
+hash_parts    digests of some boxes only
+
+The TP ranks of an engine vote: a rank writes weights only if all ranks can.
+
+rank 0: check -- yes --. rank 1: check -- no ---+--> minimum of all votes: no rank writes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, box_text, fold, join_names, trace_live
+from megarl.engines.sglang.weight_update.messages import Command, Reply, decode_box, encode_traces
+from megarl.engines.sglang.weight_update.planned_boxes import (
+    PlannedBoxes,
+    TargetTensor,
+    WrittenBoxes,
+    find_targets,
+    read_expected_tensors,
+)
+from megarl.errors import WeightSyncError
+from megarl.reshard.layout.layout import TensorSpec, slices
+from megarl.reshard.layout.sampled_boxes import find_copies
+from megarl.reshard.transfer.bucket import digest
+
+
+class CommitVote:
+    """One rank's part in one vote. Every rank must vote exactly once; otherwise the others wait for it."""
+
+    def __init__(self, group: dist.ProcessGroup | None, checked_file: Path) -> None:
+        """Args:
+        group: process group of the TP ranks for CPU tensors; None for a single rank.
+        checked_file: created when this rank starts to wait for the others, so that the host knows who is missing.
+        """
+        self._group, self._checked_file = group, checked_file
+        self.has_voted = False
+
+    def all_ready(self, ready: bool) -> bool:
+        """Vote, and return whether every rank is ready.
+
+        The timeout is that of the process group. If a rank dies, the engine ends too; a stopped rank is waited for. A
+        shorter timeout would break the group's connections, and with them an engine that may recover.
+        """
+        assert not self.has_voted, "a rank must vote only once"
+        self.has_voted = True
+        if self._group is None:
+            return ready
+        with contextlib.suppress(OSError):  # a failure must not prevent this rank from voting
+            self._checked_file.touch()
+        vote = torch.tensor([ready], dtype=torch.uint8)
+        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self._group)
+        return bool(vote.item())
+
+
+@dataclass
+class WriteSession:
+    """What this process has written in the current update."""
+
+    number: int = -1
+    """Number of the update."""
+    boxes: PlannedBoxes | None = None
+    """The boxes that were received; None if none were."""
+
+
+_session = WriteSession()
+_traces: weakref.WeakKeyDictionary[nn.Module, EngineTrace] = weakref.WeakKeyDictionary()
+
+
+def finish(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
+    """Complete the model: fill padding and compute derived values; raise if part of it was not written."""
+    session, trace = get_session(command["session"]), _trace(model, command)
+    arrived, targets = frozenset(command["arrived"]), find_targets(model)
+    boxes = session.boxes
+    if boxes is None or boxes.complete_with != arrived:
+        written = WrittenBoxes() if boxes is None else boxes.written
+        _check_derived(trace, arrived)
+        _check_complete(written, trace, arrived, targets)
+        if boxes is not None:
+            boxes.complete_with = arrived
+    if not vote.all_ready(ready=True):
+        return
+    reply.wrote = True
+    for pad in trace.padding:
+        fold(targets[pad.local].tensor, len(pad.local_box))[slices(pad.local_box)].fill_(pad.value)
+    post_load_weights: Callable[[], object] | None = getattr(model, "post_load_weights", None)
+    if post_load_weights is not None:
+        post_load_weights()
+
+
+def report_trace(model: nn.Module, command: Command, reply: Reply) -> None:
+    """Return the rank's trace in the reply."""
+    reply.result = encode_traces([_trace(model, command)])
+
+
+def hash_boxes(model: nn.Module, command: Command, reply: Reply) -> None:
+    """Return the digests of the layout's pieces in the reply."""
+    targets = find_targets(model)
+    reply.result = [
+        digest(fold(targets[p.local].tensor, len(p.local_box))[slices(p.local_box)]).hex()
+        for p in _trace(model, command).layout.pieces
+    ]
+
+
+def hash_parts(model: nn.Module, command: Command, reply: Reply) -> None:
+    """Return the digests of the command's boxes in the reply, for each box those of all its copies."""
+    targets, pieces = find_targets(model), _trace(model, command).layout.pieces
+    wanted = {tensor for tensor, _ in command["parts"]}
+    candidates = [piece for piece in pieces if piece.tensor in wanted]
+    reply.result = [
+        [
+            digest(fold(targets[local].tensor, len(local_box))[slices(local_box)]).hex()
+            for local, local_box in find_copies(candidates, decode_box(box), tensor)
+        ]
+        for tensor, box in command["parts"]
+    ]
+
+
+def release(_: nn.Module, __: Command, ___: Reply) -> None:
+    """Discard the session of an aborted update."""
+    reset_session()
+
+
+def get_session(number: int) -> WriteSession:
+    """Return the session of update `number`; a new one if the last session belongs to another update."""
+    global _session
+    if _session.number != number:
+        _session = WriteSession(number)
+    return _session
+
+
+def reset_session() -> None:
+    """Discard the session; the update has ended."""
+    global _session
+    _session = WriteSession()
+
+
+def check_planned(model: nn.Module, boxes: PlannedBoxes, command: Command) -> None:
+    """Check that no box belongs to a tensor from which the engine computes values: those would be outdated.
+
+    Raises:
+        WeightSyncError: one does.
+    """
+    trace, targets = _trace(model, command), find_targets(model)
+    derived = set(trace.derived)
+    for piece in trace.layout.pieces:
+        if piece.tensor in derived:
+            found = boxes.written.of(targets[piece.local], piece.local_box).overlapping(piece.local_box)
+            if found:
+                raise WeightSyncError(
+                    f"the engine computes values from {piece.tensor}, which needs load_weights only, got also "
+                    f"box {box_text(found[0])} of {piece.local}"
+                )
+
+
+def _check_derived(trace: EngineTrace, arrived: frozenset[str]) -> None:
+    """Check that the tensors from which the engine computes values were loaded with `load_weights`."""
+    missing = [name for name in trace.derived if name not in arrived]
+    if missing:
+        raise WeightSyncError(
+            f"the engine computes values from {len(missing)} tensors, which need load_weights: {join_names(missing)}"
+        )
+
+
+def _check_complete(
+    written: WrittenBoxes, trace: EngineTrace, arrived: frozenset[str], targets: dict[str, TargetTensor]
+) -> None:
+    for piece in trace.layout.pieces:
+        if piece.tensor in arrived:
+            continue
+        gap = written.of(targets[piece.local], piece.local_box).first_gap(piece.local_box)
+        if gap is not None:
+            raise WeightSyncError(f"{piece.local} was not written at {box_text(gap)} (of {piece.tensor})")
+
+
+def _trace(model: nn.Module, command: Command) -> EngineTrace:
+    if model not in _traces:
+        expected = read_expected_tensors(command["model_path"])
+        tensors = {name: TensorSpec(e.shape, command["dtype"]) for name, e in expected.items() if e.required}
+        _traces[model] = trace_live(model, tensors)
+    return _traces[model]

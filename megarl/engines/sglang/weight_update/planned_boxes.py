@@ -1,0 +1,275 @@
+"""The boxes that a TP rank receives in every sync, checked against its model once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from operator import add
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+
+from megarl.engines.sglang.weight_layout.engine_trace import box_text, fold, join_names
+from megarl.engines.sglang.weight_layout.load_recorder import Coverage
+from megarl.errors import WeightSyncError
+from megarl.model_files.block_fp8 import VALUES_DTYPE
+from megarl.model_files.model_config import read_model_config
+from megarl.model_files.weight_index import derived_tensor_patterns, read_headers
+from megarl.reshard.layout.boxes import Ints
+from megarl.reshard.layout.layout import Box, contains, extent, slices
+from megarl.reshard.transfer.box_views import consecutive, copy_boxes, views_like
+from megarl.reshard.transfer.bucket import BoxSlot, TensorSlot, dtype_name, torch_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTensor:
+    """A tensor of the model folder."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """Torch dtype name, e.g. `bfloat16`."""
+    required: bool
+    """The engine needs the tensor; False for tensors that it derives or ignores."""
+
+
+@functools.cache
+def read_expected_tensors(model_path: str) -> Mapping[str, ExpectedTensor]:
+    """Return the expected tensors by Hugging Face name, from the safetensors headers of the folder.
+
+    Raises:
+        DataError: the folder has no safetensors files, or one of them or config.json cannot be read.
+    """
+    folder = Path(model_path)
+    tensors = read_headers(folder)
+    tied = bool(read_model_config(folder).get("tie_word_embeddings", False))
+    without = derived_tensor_patterns(tied=tied)
+    return {
+        name: ExpectedTensor(t.shape, t.dtype, required=not any(fnmatchcase(name, pattern) for pattern in without))
+        for name, t in tensors.items()
+    }
+
+
+def find_bucket_problems(
+    slots: Iterable[TensorSlot], num_bytes: int, expected: Mapping[str, ExpectedTensor], dtype: str
+) -> list[str]:
+    """Return one message for each invalid tensor of a bucket of `num_bytes` bytes.
+
+    Args:
+        dtype: dtype of the engine; a tensor may have this dtype or that of the folder. Weights in FP8 need to be sent
+            so, because their scales are.
+    """
+    found, seen = [], set()
+    for slot in slots:
+        wanted = expected.get(slot.name)
+        if wanted is None:
+            found.append(f"{slot.name} is no tensor of the model")
+        elif slot.shape != wanted.shape:
+            found.append(f"{slot.name} needs shape {list(wanted.shape)}, got {list(slot.shape)}")
+        elif slot.dtype not in (allowed := _allowed_dtypes(dtype, wanted.dtype)):
+            needs = " or ".join(dict.fromkeys(allowed))
+            found.append(f"{slot.name} needs dtype {needs}, got {slot.dtype}")
+        elif slot.name in seen:
+            found.append(f"{slot.name} is contained twice")
+        elif slot.offset + slot.num_bytes > num_bytes:
+            found.append(
+                f"{slot.name} ends at byte {slot.offset} + {slot.num_bytes} = {slot.offset + slot.num_bytes}, "
+                f"the bucket at {num_bytes}"
+            )
+        seen.add(slot.name)
+    return found
+
+
+def _allowed_dtypes(of_engine: str, of_folder: str) -> tuple[str, ...]:
+    return (of_folder,) if of_folder == VALUES_DTYPE else (of_engine, of_folder)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTensor:
+    """A parameter or buffer of the model."""
+
+    name: str
+    """First name of the tensor; tied parameters have several."""
+    tensor: Tensor
+
+
+class WrittenBoxes:
+    """The boxes that are written in one update, by tensor."""
+
+    def __init__(self) -> None:
+        self._coverage: dict[tuple[str, int], Coverage] = {}
+        """By tensor name and number of dimensions."""
+
+    def of(self, target: TargetTensor, box: Box) -> Coverage:
+        """Return the coverage of the tensor folded to the number of dimensions of `box`."""
+        return self._coverage.setdefault((target.name, len(box)), Coverage())
+
+
+class PlannedBoxes:
+    """A TP rank's boxes of all rounds, with views of the parameters that they are copied to."""
+
+    def __init__(self, model: nn.Module, rounds: Sequence[Sequence[BoxSlot]]) -> None:
+        """Check the boxes.
+
+        Raises:
+            WeightSyncError: a box does not fit the model, or two overlap.
+        """
+        self._rounds = rounds
+        self.written = WrittenBoxes()
+        self.complete_with: frozenset[str] | None = None
+        """Tensors that cover the model together with the boxes; None until that was checked."""
+        self._dims: dict[str, int] = {}
+        targets, problems = find_targets(model), []
+        for slot in (slot for slots in rounds for slot in slots):
+            problem = find_box_problem(slot, targets, self.written)
+            num_dims = self._dims.setdefault(slot.local, len(slot.local_box))
+            if problem is None and num_dims != len(slot.local_box):
+                problem = f"{slot.local} is received both with {num_dims} and with {len(slot.local_box)} dimensions"
+            if problem is None:
+                self.written.of(targets[slot.local], slot.local_box).add(slot.local_box)
+            else:
+                problems.append(problem)
+        if problems:
+            raise WeightSyncError(join_names(list(dict.fromkeys(problems))))
+        self.tensors = self._find_tensors(targets)
+        """Parameters by name, viewed with as many dimensions as their boxes have."""
+        self._views: list[list[Tensor]] | None = None
+        """By round, the parts of the parameters that its boxes are copied to; None until they are needed."""
+        sizes = [[slot.num_bytes for slot in slots] for slots in rounds]
+        self._ends = [
+            max((slot.offset + size for slot, size in zip(slots, of_round, strict=True)), default=0)
+            for slots, of_round in zip(rounds, sizes, strict=True)
+        ]
+        self._runs = [
+            consecutive([slot.offset for slot in slots], of_round)
+            for slots, of_round in zip(rounds, sizes, strict=True)
+        ]
+        """By round, its boxes that lie one after another in the bucket."""
+
+    def refresh(self, model: nn.Module) -> None:
+        """Look the parameters up again, because SGLang may have reallocated them.
+
+        Raises:
+            WeightSyncError: a parameter is gone, or has another shape or dtype.
+        """
+        try:
+            found = self._find_tensors(find_targets(model))
+        except KeyError as e:
+            raise WeightSyncError(f"{e.args[0]} is no longer a parameter of the engine") from e
+        for name, tensor in found.items():
+            before = self.tensors[name]
+            if (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
+                raise WeightSyncError(
+                    f"{name} was {dtype_name(before.dtype)} {list(before.shape)} when the sync was planned, and is "
+                    f"{dtype_name(tensor.dtype)} {list(tensor.shape)} now"
+                )
+        if any(_layout(tensor) != _layout(self.tensors[name]) for name, tensor in found.items()):
+            self._views = None
+        self.tensors = found
+
+    def copy_round(self, index: int, bucket: Tensor) -> None:
+        """Copy the boxes of round `index` from the bucket, uint8 [num_bytes], into the parameters.
+
+        Raises:
+            WeightSyncError: a box lies outside of the bucket.
+        """
+        views, slots = self._round_views(index), self._rounds[index]
+        if self._ends[index] > bucket.numel():
+            raise WeightSyncError(f"round {index} ends at byte {self._ends[index]}, the bucket at {bucket.numel()}")
+        sources: list[Tensor] = []
+        for run in self._runs[index]:
+            sources += views_like(bucket, slots[run.start].offset, views[run])
+        copy_boxes(views, sources)
+
+    def check_selected(self, lines: Ints) -> dict[int, Ints]:
+        """Return, by round, which of its boxes come in a sync that leaves out others.
+
+        Args:
+            lines: int64 [n, 5], see `BoxReceiver.receive_selection`; sorted by round.
+
+        Raises:
+            WeightSyncError: a line names no rows of a planned box.
+        """
+        sizes = np.array([len(slots) for slots in self._rounds], np.int64)
+        first = np.cumsum(sizes) - sizes
+        rows = np.array([_num_rows(slot) for slots in self._rounds for slot in slots], np.int64)
+        number, slot, start, stop, offset = lines.T
+        valid = (number >= 0) & (number < len(sizes)) & (slot >= 0)
+        valid[valid] &= slot[valid] < sizes[number[valid]]
+        valid[valid] &= stop[valid] <= rows[first[number[valid]] + slot[valid]]
+        valid &= (start >= 0) & (start < stop) & (offset >= 0)
+        if not valid.all():
+            round_, *line = lines[~valid][0].tolist()
+            raise WeightSyncError(f"round {round_} has no box for {line} (slot, rows and offset)")
+        changes = np.flatnonzero(np.diff(number)) + 1
+        return {int(lines[0, 0]): lines[:, 1:] for lines in np.split(lines, changes) if len(lines)}
+
+    def copy_selected(self, index: int, bucket: Tensor, lines: Ints) -> None:
+        """Copy some of the boxes of round `index`, given by lines of `check_selected`, as `copy_round`."""
+        views = self._round_views(index)
+        targets, offsets = [], []
+        for slot, start, stop, offset in lines.tolist():
+            view = views[slot]
+            targets.append(view[start:stop] if view.dim() else view)
+            offsets.append(offset)
+        sizes = [target.nbytes for target in targets]
+        end = max(map(add, offsets, sizes))
+        if end > bucket.numel():
+            raise WeightSyncError(f"round {index} ends at byte {end}, the bucket at {bucket.numel()}")
+        sources: list[Tensor] = []
+        for run in consecutive(offsets, sizes):
+            sources += views_like(bucket, offsets[run.start], targets[run])
+        copy_boxes(targets, sources)
+
+    def _round_views(self, index: int) -> list[Tensor]:
+        """Return the parts of the parameters that the boxes of a round are copied to."""
+        if self._views is None:
+            self._views = [
+                [self.tensors[slot.local][slices(slot.local_box)] for slot in slots] for slots in self._rounds
+            ]
+        return self._views[index]
+
+    def _find_tensors(self, targets: dict[str, TargetTensor]) -> dict[str, Tensor]:
+        return {local: fold(targets[local].tensor, num_dims) for local, num_dims in self._dims.items()}
+
+
+def find_targets(model: nn.Module) -> dict[str, TargetTensor]:
+    """Return parameters and buffers by each of their names. Not cached: SGLang may reallocate parameters."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        found[name] = TargetTensor(first.setdefault(id(p), name), p.data)
+    for name, buffer in model.named_buffers():
+        found[name] = TargetTensor(name, buffer)
+    return found
+
+
+def find_box_problem(slot: BoxSlot, targets: dict[str, TargetTensor], written: WrittenBoxes) -> str | None:
+    """Return why the box must not be written; None if it is valid."""
+    if slot.local not in targets:
+        return f"{slot.local} is no parameter of the engine"
+    target = targets[slot.local]
+    what = f"{slot.local} {box_text(slot.local_box)}"
+    if len(slot.local_box) > target.tensor.dim():
+        return f"{what} has {len(slot.local_box)} dimensions, the parameter {target.tensor.dim()}"
+    folded = fold(target.tensor, len(slot.local_box))
+    full_box = tuple((0, n) for n in folded.shape)
+    if min(extent(slot.local_box), default=1) < 1 or not contains(full_box, slot.local_box):
+        return f"{what} does not lie in the parameter, which has shape {list(folded.shape)}"
+    dtype = torch_dtype(slot.dtype)
+    if dtype != folded.dtype:
+        return f"{what} needs dtype {dtype_name(folded.dtype)}, got {slot.dtype}"
+    if slot.offset % dtype.itemsize or slot.offset < 0:
+        return f"{what} lies at byte {slot.offset} of the bucket, which is no multiple of {dtype.itemsize}"
+    others = written.of(target, slot.local_box).overlapping(slot.local_box)
+    return f"{what} is also written as part of {box_text(others[0])}" if others else None
+
+
+def _num_rows(slot: BoxSlot) -> int:
+    return slot.local_box[0][1] - slot.local_box[0][0] if slot.local_box else 1
+
+
+def _layout(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.stride()

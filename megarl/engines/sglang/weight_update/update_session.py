@@ -1,0 +1,466 @@
+"""One weight update of an SGLang engine, from `begin` to `end`.
+
+            begin            load ...             end(version)
+    serving --------> open ----------> open ------------------> serving the new weights
+       ^                |  bucket rejected, nothing written yet
+       |----------------'
+                        |  a tensor or box is missing at the end, or a failure after something was written,
+                        |  or the engine did not answer in time
+                        '----> refuses to generate until an update succeeds
+
+There are two ways to load weights, which can be combined in one update: full tensors under Hugging Face names
+(`load`), and boxes of each TP rank's parameters (`receive`), which the ranks get from the trainer rank on the same slot
+(`prepare_boxes`) or over the network (`prepare`). What is written is written by all TP ranks or by none.
+
+While no update is open, commands that write nothing are executed such that SGLang processes no weights: it may repack
+them at the end of an update. If it does, an aborted update counts as one that failed after something was
+written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.cluster.process.atomic_files import atomic_write
+from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, box_text, join_names
+from megarl.engines.sglang.weight_update.control_calls import RankCommands
+from megarl.engines.sglang.weight_update.messages import (
+    Command,
+    Reply,
+    connect_command,
+    decode_traces,
+    dump_command,
+    finish_command,
+    hash_command,
+    hash_parts_command,
+    prepare_boxes_command,
+    prepare_command,
+    receive_boxes_command,
+    receive_command,
+    release_command,
+    repacking_command,
+    trace_command,
+    write_command,
+)
+from megarl.engines.sglang.weight_update.planned_boxes import read_expected_tensors
+from megarl.errors import WeightSyncError
+from megarl.reshard.layout.layout import Box
+from megarl.reshard.layout.sampled_boxes import SampledBox, sample_boxes
+from megarl.reshard.planning.disaggregated import TransferSpec
+from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
+from megarl.reshard.transfer.box_channel import BoxOffer
+from megarl.reshard.transfer.bucket import WeightBucket
+from megarl.reshard.transfer.process_groups import TransferGroup
+from megarl.reshard.transfer.sample_digests import ExpectedBox
+
+if TYPE_CHECKING:
+    from megarl.engines.sglang.engine_host import EngineHost
+    from megarl.engines.sglang.request_runner import RequestRunner
+
+
+class WeightSession:
+    """State machine of an engine's weight updates; knows which weights the engine holds."""
+
+    def __init__(self, host: EngineHost, requests: RequestRunner) -> None:
+        """`requests`: those in flight, which pause during an update."""
+        self._host = host
+        self._spec = host.spec
+        self._commands = RankCommands(host, requests)
+        self._arrived: set[str] = set()
+        """Hugging Face tensors that were loaded in this update."""
+        self._received = False
+        """Whether the TP ranks have been commanded to receive boxes in this update."""
+        self._over_network = False
+        """Whether boxes come over the network instead of from the trainer rank on the same slot."""
+        self._prepared_full_tensors: tuple[str, ...] = ()
+        """Tensors that the TP ranks need in full, under Hugging Face names, while the others come as boxes."""
+        self.sync_seconds = host.spec.round_timeout_seconds
+        """Timeout of waits for other processes than the engine's, in seconds."""
+        self._is_open = False
+        self._closed_reason = ""
+        """Why the last update failed."""
+        self._blocked_reason = ""
+        """Why generation is paused while no update is open."""
+        self._is_lost = False
+        """Whether the memory of the weights was released, and no update has succeeded since."""
+        self._changed = asyncio.Condition()
+        """Notified when tensors have arrived, and when the update is closed."""
+        self._num_updates = 0
+        self._held_number: int | None = None
+        """`DeltaUpdate.number` of the sync whose weights the engine holds, all of them; None: unknown."""
+        self._base: int | None = None
+        """That of the sync before the open update."""
+        self._number: int | None = None
+        """That of the open update."""
+        self._traces: list[EngineTrace] | None = None
+        self._repacked: list[str] | None = None
+        """Modules whose weights SGLang changes after loading them; None until the TP ranks were asked."""
+        self.policy_version = host.spec.policy_version
+        """Policy version of the weights that the engine serves."""
+
+    def check_consistent(self) -> None:
+        """Raise if a failed update has left the engine in a state in which it must not generate.
+
+        Raises:
+            WeightSyncError: the engine holds parts of two versions, or did not answer and its generation is paused.
+            WorkerError: the engine has ended.
+        """
+        if self._host.failure is not None:
+            raise self._host.failure
+        if self._is_open:
+            return
+        if self._is_lost:
+            raise WeightSyncError("the engine has released its weights; it needs an update before it can generate")
+        if self._commands.is_mixed:
+            raise WeightSyncError(
+                f"the engine holds parts of version {self.policy_version} and of an update that failed; "
+                f"it needs a complete update before it can generate"
+            )
+        if self._blocked_reason:
+            raise WeightSyncError(
+                f"the engine was paused for an update that failed ({self._blocked_reason}); "
+                f"it needs a successful update before it can generate"
+            )
+
+    def mark_lost(self) -> None:
+        """Record that the engine holds no weights; it generates again after the next update that succeeds."""
+        self._is_lost, self._held_number = True, None
+
+    @property
+    def holds_requests(self) -> bool:
+        """Whether requests wait until `resume_requests`."""
+        return self._commands.calls.is_paused_for("memory")
+
+    @property
+    def has_queued_requests(self) -> bool:
+        """Whether the requests that wait are in the queue of SGLang, which is then not idle."""
+        return self.holds_requests and self._commands.calls.pause_mode != "abort"
+
+    async def hold_requests(self) -> None:
+        """Pause generation, and keep it paused after updates, until `resume_requests`; no-op if it is."""
+        if not self.holds_requests:
+            async with self._commands.one_at_a_time:
+                with self._block_on_failure():
+                    await self._commands.calls.pause("memory")
+
+    async def resume_requests(self) -> None:
+        """Resume generation after `hold_requests`; no-op if it is not paused."""
+        if self.holds_requests:
+            async with self._commands.one_at_a_time:
+                with self._block_on_failure():
+                    await self._commands.calls.resume("memory")
+
+    async def begin(self) -> None:
+        """Pause generation and open the update.
+
+        Raises:
+            WeightSyncError: the engine does not answer.
+        """
+        await self.close("another update began")
+        async with self._commands.one_at_a_time:
+            with self._block_on_failure():
+                await self._commands.calls.pause()
+                await self._commands.calls.begin()
+        self._is_open, self._blocked_reason = True, ""
+        self._num_updates += 1
+        self._base, self._number, self._held_number = self._held_number, None, None
+        self._arrived.clear()
+        self._received = False
+        try:
+            await self._find_repacked()
+        except WeightSyncError as e:
+            await self.close(str(e))
+            raise
+
+    async def load(self, bucket: WeightBucket) -> None:
+        """Write one bucket.
+
+        Raises:
+            WeightSyncError: a rank refused or failed; the update is closed.
+        """
+        self._require_open("load_weights")
+        command = write_command(bucket, self._spec.model_path, self._spec.dtype)
+        what = f"the command to load {join_names([slot.name for slot in bucket.slots])}"
+        await self._execute_or_close(self._commands.for_all(command), what=what)
+        self._arrived.update(slot.name for slot in bucket.slots)
+        await self._notify()
+
+    async def prepare_boxes(self, offers: Sequence[BoxOffer]) -> None:
+        """Have each TP rank connect with the trainer rank on its slot; later updates receive boxes from there.
+
+        Raises:
+            WeightSyncError: boxes that a trainer rank offers do not fit the model.
+        """
+        if len(offers) != self._spec.tp:
+            raise WeightSyncError(f"the engine has {self._spec.tp} TP ranks, got boxes for {len(offers)}")
+        self._prepared_full_tensors = full_tensors(await self.traces())
+        model_path, dtype = self._spec.model_path, self._spec.dtype
+        await self._query([prepare_boxes_command(offer, model_path, dtype) for offer in offers])
+        self._over_network, self.sync_seconds = False, self._spec.round_timeout_seconds
+
+    async def prepare(self, transfer_spec: TransferSpec, engine: int) -> None:
+        """Have the TP ranks plan what they will receive, as engine `engine` of `transfer_spec`.
+
+        Raises:
+            WeightSyncError: no trainer rank holds an element that they need.
+        """
+        try:
+            paths = await self._host.share_file("transfer_spec", pickle.dumps(transfer_spec))
+            command = prepare_command(paths, engine, self._spec.model_path, self._spec.dtype)
+            await self._query(self._commands.for_all(command))
+        finally:
+            await self._host.remove_file("transfer_spec")
+        self._prepared_full_tensors, self._over_network = transfer_spec.full_tensors, True
+
+    async def connect(self, transfer_group: TransferGroup) -> None:
+        """Have the TP ranks connect with the trainer's ranks, which have to connect at the same time.
+
+        Raises:
+            WeightSyncError: another rank did not connect in time.
+        """
+        self.sync_seconds = transfer_group.timeout_seconds
+        command = connect_command(transfer_group)
+        await self._query(self._commands.for_all(command), extra_seconds=self.sync_seconds)
+
+    async def receive(self, delta: DeltaUpdate | None = None) -> list[SyncStats]:
+        """Have the TP ranks receive their boxes; over the network, also the tensors that they need in full.
+
+        Args:
+            delta: what the trainer ranks leave out; None: nothing.
+
+        Returns:
+            The statistics of each rank; none for boxes from the same slot, which the trainer ranks count.
+
+        Raises:
+            WeightSyncError: a rank refused, or a rank of trainer or engine was lost or timed out; the update is closed.
+                Or the engine does not hold the weights that the update builds on.
+        """
+        self._require_open("receive_weights")
+        is_delta = delta is not None and delta.base is not None
+        if delta is not None:
+            if delta.base not in (None, self._base):
+                raise WeightSyncError(
+                    f"the engine does not hold all weights of sync {delta.base}: it needs a whole sync"
+                )
+            self._number = delta.number
+        if not self._over_network:
+            await self._wait_arrived(self._prepared_full_tensors)
+        self._received = True
+        command = (
+            receive_command(self._num_updates, delta)
+            if self._over_network
+            else receive_boxes_command(self._num_updates, self._abort_file, self.sync_seconds, selected=is_delta)
+        )
+        what = "the command to receive weights"
+        commands = self._commands.for_all(command)
+        replies = await self._execute_or_close(commands, what=what, extra_seconds=self.sync_seconds)
+        self._arrived.update(self._prepared_full_tensors)
+        return [SyncStats(**reply.result) for reply in replies] if self._over_network else []
+
+    async def sample(self, policy_version: int, count: int) -> list[SampledBox]:
+        """Return boxes to compare in the sync of a policy version; raises as `traces`."""
+        return sample_boxes([trace.layout for trace in await self.traces()], policy_version, count)
+
+    async def verify(self, expected: Sequence[ExpectedBox]) -> str | None:
+        """Compare boxes of the open update with the trainer's; close the update if one differs.
+
+        Returns:
+            Which box differs, on which TP rank; None if all are equal.
+
+        Raises:
+            WeightSyncError: a rank did not answer; the update is closed.
+        """
+        self._require_open("verify_weights")
+        by_rank = [[box for box in expected if box.tp_rank == rank] for rank in range(self._spec.tp)]
+        commands = [
+            hash_parts_command([(box.tensor, box.box) for box in boxes], self._spec.model_path, self._spec.dtype)
+            for boxes in by_rank
+        ]
+        replies = await self._execute_or_close(commands, what="the command to hash samples of the weights")
+        for boxes, reply in zip(by_rank, replies, strict=True):
+            for box, copies in zip(boxes, reply.result, strict=True):
+                if not copies or set(copies) != {box.digest.hex()}:
+                    problem = (
+                        f"TP rank {box.tp_rank} does not hold the values of {box.tensor} {box_text(box.box)} that the "
+                        f"trainer has sent"
+                    )
+                    self._commands.is_mixed = True
+                    await self.close(problem)
+                    return problem
+        return None
+
+    async def end(self, policy_version: int) -> None:
+        """Set the new version and resume generation.
+
+        Raises:
+            WeightSyncError: a tensor or box did not arrive; the update is closed and the version stays.
+        """
+        self._require_open("end_weights")
+        if self._received:
+            command = finish_command(self._num_updates, self._arrived, self._spec.model_path, self._spec.dtype)
+            await self._execute_or_close(self._commands.for_all(command), what="the command to finish the update")
+        else:
+            await self._check_arrived(policy_version)
+        async with self._commands.one_at_a_time:
+            self._require_open("end_weights")
+            with self._block_on_failure():
+                try:
+                    await self._commands.calls.end()
+                    await self._commands.calls.flush()
+                    await self._commands.calls.set_version(policy_version)
+                    self.policy_version = policy_version
+                    self._commands.is_mixed, self._is_lost, self._closed_reason = False, False, ""
+                    self._held_number = self._number
+                finally:
+                    self._is_open = False
+                await self._commands.calls.resume()
+
+    def check_open(self) -> None:
+        """Raise WeightSyncError if the update has been closed, and WorkerError if the engine has ended."""
+        if self._host.failure is not None:
+            raise self._host.failure
+        self._require_open("the update")
+
+    async def abort(self, reason: str) -> None:
+        """Close the update, if it is open; the TP ranks stop waiting for boxes."""
+        if self._received:
+            # in one step: the TP ranks read the file as soon as it exists
+            with atomic_write(self._abort_file, make_folder=False) as draft:
+                draft.write_text(f"the update was aborted: {reason}")
+        else:
+            await self.close(reason)
+
+    async def dump(self, directory: str) -> None:
+        """Have every TP rank save its parameters in `directory`."""
+        await self._query(self._commands.for_all(dump_command(directory)))
+
+    async def traces(self) -> list[EngineTrace]:
+        """Return the trace of each TP rank's loader.
+
+        Raises:
+            WeightSyncError: boxes cannot express how the model loads weights, or the engine repacks them afterwards.
+        """
+        if self._traces is None:
+            repacked = await self._find_repacked()
+            if repacked:
+                raise WeightSyncError(
+                    f"SGLang repacks the weights of {len(repacked)} modules after loading them, so that shards cannot "
+                    f"be written into them: {join_names(repacked)}; set weight_sync.strategy: gather_hf or, for "
+                    f"experts, rollout.engine.extra_args.moe_runner_backend: triton"
+                )
+            command = trace_command(self._spec.model_path, self._spec.dtype)
+            replies = await self._query(self._commands.for_all(command))
+            self._traces = [decode_traces(reply.result)[0] for reply in replies]
+        return self._traces
+
+    async def piece_hashes(self) -> list[dict[tuple[str, Box], bytes]]:
+        """Return, by TP rank, the digest of each piece's values in the parameter, by (tensor, box).
+
+        Raises:
+            WeightSyncError: a rank holds a box twice, with different values.
+        """
+        traces = await self.traces()
+        command = hash_command(self._spec.model_path, self._spec.dtype)
+        replies = await self._query(self._commands.for_all(command))
+        hashes: list[dict[tuple[str, Box], bytes]] = []
+        for trace, reply in zip(traces, replies, strict=True):
+            of_rank: dict[tuple[str, Box], bytes] = {}
+            for piece, digest in zip(trace.layout.pieces, reply.result, strict=True):
+                if of_rank.setdefault((piece.tensor, piece.box), bytes.fromhex(digest)).hex() != digest:
+                    raise WeightSyncError(f"TP rank {reply.rank} holds {piece.tensor} twice, with different values")
+            hashes.append(of_rank)
+        return hashes
+
+    async def _find_repacked(self) -> list[str]:
+        """Return the modules whose weights SGLang changes after loading them."""
+        if self._repacked is None:
+            replies = await self._query(self._commands.for_all(repacking_command()))
+            self._repacked = sorted({name for reply in replies for name in reply.result})
+        return self._repacked
+
+    def _require_open(self, method: str) -> None:
+        if not self._is_open:
+            last = f"; the last update was closed: {self._closed_reason}" if self._closed_reason else ""
+            raise WeightSyncError(f"{method} needs begin_weights first{last}")
+
+    async def _check_arrived(self, policy_version: int) -> None:
+        expected = read_expected_tensors(self._spec.model_path)
+        required = [name for name, tensor in expected.items() if tensor.required]
+        missing = [name for name in required if name not in self._arrived]
+        if missing:
+            error = WeightSyncError(
+                f"{len(missing)} of {len(required)} tensors did not arrive for version {policy_version}: "
+                f"{join_names(missing)}"
+            )
+            await self.close(str(error))
+            raise error
+
+    async def _wait_arrived(self, names: Sequence[str]) -> None:
+        """Wait until these tensors have been loaded; raises WeightSyncError if the update is closed before."""
+        missing = [name for name in names if name not in self._arrived]
+        if missing:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._is_open or self._arrived.issuperset(missing))
+            self._require_open("receive_weights")
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def _abort_file(self) -> Path:
+        """File that ends the TP ranks' waits for boxes of the current update."""
+        return Path(self._host.directory) / f"abort-{self._num_updates}"
+
+    async def close(self, reason: str) -> None:
+        """Abort the update, if it is open: resume generation, unless the engine may hold parts of two versions."""
+        if not self._is_open:
+            return  # another failure has closed it already
+        self._is_open, self._closed_reason = False, reason
+        await self._notify()
+        # repacked weights were unpacked for the update, and what is packed now may be something else
+        self._commands.is_mixed |= self._repacked is None or bool(self._repacked)
+        async with self._commands.one_at_a_time:
+            if self._commands.calls.has_pending:
+                self._blocked_reason = reason  # the next update waits for the pending call
+                return
+            with self._block_on_failure():
+                release = self._commands.for_all(release_command())
+                await self._commands.execute(release, "the command to abort the update")
+                await self._commands.calls.end()
+                if not self._commands.is_mixed:
+                    await self._commands.calls.resume()
+
+    @contextmanager
+    def _block_on_failure(self) -> Iterator[None]:
+        """Context for calls that generation depends on: if one fails, generation is blocked until the next update."""
+        try:
+            yield
+        except (WeightSyncError, asyncio.CancelledError) as e:
+            self._closed_reason = self._blocked_reason = str(e) or "the caller was cancelled"
+            raise
+
+    async def _execute_or_close(
+        self, commands: Sequence[Command], *, what: str, extra_seconds: float = 0.0
+    ) -> list[Reply]:
+        try:
+            async with self._commands.one_at_a_time:
+                self._require_open("writing")
+                return await self._commands.execute(commands, what, extra_seconds)
+        except WeightSyncError as e:
+            await self.close(str(e))
+            raise
+
+    async def _query(self, commands: Sequence[Command], extra_seconds: float = 0.0) -> list[Reply]:
+        return await self._commands.query(commands, in_update=self._is_open, extra_seconds=extra_seconds)
+
+
+def full_tensors(traces: Sequence[EngineTrace]) -> tuple[str, ...]:
+    """Return the tensors that must be loaded in full because some TP rank computes values from them, in model order."""
+    derived = {name for trace in traces for name in trace.derived}
+    return tuple(name for name in traces[0].layout.tensors if name in derived)

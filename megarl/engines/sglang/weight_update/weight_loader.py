@@ -1,0 +1,190 @@
+"""Loads weights into an SGLang model. SGLang calls `load` in every tensor-parallel rank of the engine.
+
+    engine host                                      scheduler process of rank r
+    command (plain data) --- SGLang's update call ---> load(model, [(command, placeholder)])
+                                                       WRITERS[op]: check <-- vote --> the other ranks' checks
+                                                                    write, if all ranks can
+    reply file of rank r <---------------------------- READERS[op]: no vote
+
+SGLang's own answer is not reliable: it is `Success` after a caught error, and an uncaught error kills the engine. So a
+command names the file for the reply, and `load` never raises.
+
+Modules whose weights SGLang changes after it has loaded them are refused: SGLang calls `process_weights_after_loading`
+of every module's `quant_method` at the end of a load and of each weight update. For plain weights it does nothing. Some
+kernels need another layout, and the call then packs, permutes or quantizes the parameters: boxes of the model's layout
+do not fit any more, and if an update is aborted, packing again what was never unpacked gives other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megarl.engines.sglang.weight_update import finish_update, network_receive, shared_receive
+from megarl.engines.sglang.weight_update.finish_update import CommitVote
+from megarl.engines.sglang.weight_update.messages import WRITING, Command, Reply, checked_path, read_bucket, send_reply
+from megarl.engines.sglang.weight_update.planned_boxes import find_bucket_problems, read_expected_tensors
+from megarl.errors import WeightSyncError
+from megarl.reshard.transfer.bucket import identify_memory, open_bucket
+
+PLAIN_EXPERT_RUNNERS = frozenset({"triton", "deep_gemm", "cutlass"})
+"""SGLang's backends for experts in FP8 that read the weights as they are loaded, unless DeepGEMM changes the scales."""
+
+
+def find_repacked_modules(model: nn.Module) -> list[str]:
+    """Return `name (class of its quant_method)` for each module whose weights are not kept as they are loaded."""
+    return [
+        f"{name} ({type(method).__name__})"
+        for name, module in model.named_modules()
+        if (method := getattr(module, "quant_method", None)) is not None and not _keeps_layout(module, method)
+    ]
+
+
+def _keeps_layout(module: nn.Module, method: Any) -> bool:
+    """Return whether `process_weights_after_loading` leaves the weights of this module as they are."""
+    from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+    from sglang.srt.layers.quantization.fp8 import Fp8KVCacheMethod, Fp8LinearMethod, Fp8MoEMethod
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod, UnquantizedLinearMethod
+
+    process = getattr(type(method), "process_weights_after_loading", None)
+    if process is None or process is QuantizeMethodBase.process_weights_after_loading:
+        return True
+    if getattr(module, "use_intel_amx_backend", False):  # packed for AMX
+        return False
+    if type(method) in (UnquantizedLinearMethod, Fp8KVCacheMethod):
+        return True
+    if type(method) in (Fp8LinearMethod, Fp8MoEMethod):
+        return _keeps_fp8_blocks(module, method)
+    if type(method) is not UnquantizedFusedMoEMethod:
+        return False
+    is_interleaved = getattr(module, "w13_swiglu_interleaved", False)
+    return not method.use_flashinfer_trtllm_moe and not is_interleaved and torch.version.hip is None
+
+
+def _keeps_fp8_blocks(module: nn.Module, method: Any) -> bool:
+    """Return whether a module in FP8 keeps values, and float32 scales of blocks of 128 x 128, as they are loaded.
+
+    It does not where DeepGEMM needs scales that are powers of two, as on Blackwell GPUs, where Marlin or FlashInfer
+    kernels need another order, with another block size, and on AMD GPUs.
+    """
+    if not method.block_quant or method.weight_block_size != [128, 128] or torch.version.hip is not None:
+        return False
+    if method.use_mxfp8 or getattr(method, "use_marlin", False) or getattr(method, "block_fp8_as_mxfp8", False):
+        return False
+    if getattr(method, "is_fp4_expert", False) or getattr(module, "_block_fp8_bf16_weight", None) is not None:
+        return False
+    parameters = dict(module.named_parameters(recurse=False))
+    scales = [parameter for name, parameter in parameters.items() if name.endswith("weight_scale_inv")]
+    are_plain = all(
+        scale.dtype == torch.float32 and scale.is_contiguous() and not getattr(scale, "format_ue8m0", False)
+        for scale in scales
+    )
+    if not scales or not are_plain:
+        return False
+    find_runner = getattr(method, "get_moe_runner_backend", None)  # of experts
+    runner = None if find_runner is None else find_runner(module)
+    return runner is None or runner.value in PLAIN_EXPERT_RUNNERS
+
+
+IMPORT_PATH = "megarl.engines.sglang.weight_update.weight_loader.load"
+"""Import path of `load`, for SGLang's options `custom_weight_loader` and `load_format`."""
+
+
+def load(model: nn.Module, named_tensors: list[tuple[Command, Tensor]]) -> None:
+    """Execute commands. This is SGLang's custom weight loader; the tensors are placeholders."""
+    for command, _ in named_tensors:
+        reply = Reply(_tp_rank())
+        try:
+            with torch.no_grad():
+                _execute(model, command, reply)
+        except WeightSyncError as e:
+            reply.error = str(e)
+        except Exception as e:  # noqa: BLE001 -- an uncaught error kills the engine and its host process
+            reply.error = f"{type(e).__name__}: {e}"
+        send_reply(reply, command)
+
+
+def _execute(model: nn.Module, command: Command, reply: Reply) -> None:
+    if command["op"] not in WRITING:
+        READERS[command["op"]](model, command, reply)
+        return
+    vote = CommitVote(_tp_group(), checked_path(command["reply"], reply.rank))
+    try:
+        WRITERS[command["op"]](model, command, reply, vote)
+    finally:
+        if not vote.has_voted:
+            vote.all_ready(ready=False)
+
+
+def _write(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None:
+    bucket = read_bucket(command["bucket"])
+    found = find_bucket_problems(
+        bucket.slots, bucket.num_bytes, read_expected_tensors(command["model_path"]), command["dtype"]
+    )
+    _, size = identify_memory(bucket)
+    if size < bucket.num_bytes:  # reading past the end of a mapping is a SIGBUS
+        found.append(f"{bucket.path} needs {bucket.num_bytes} bytes, got {size}")
+    if found:
+        reply.error = "; ".join(found)
+        return
+    tensors = open_bucket(bucket)
+    if not vote.all_ready(ready=True):
+        return
+    reply.wrote = True
+    model.load_weights(list(tensors.items()))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the sender reuses the bucket once it has the reply
+
+
+def _report_repacking(model: nn.Module, _: Command, reply: Reply) -> None:
+    reply.result = find_repacked_modules(model)
+
+
+def _dump(model: nn.Module, command: Command, reply: Reply) -> None:
+    parameters = {name: p.detach().cpu() for name, p in model.named_parameters(remove_duplicate=False)}
+    torch.save(parameters, Path(command["directory"]) / f"rank{reply.rank}.pt")
+    buffers = {name: b.detach().cpu() for name, b in model.named_buffers(remove_duplicate=False)}
+    torch.save(buffers, Path(command["directory"]) / f"rank{reply.rank}.buffers.pt")
+
+
+WRITERS: dict[str, Callable[[nn.Module, Command, Reply, CommitVote], None]] = {
+    "write": _write,
+    "receive": network_receive.receive,
+    "receive_boxes": shared_receive.receive_boxes,
+    "finish": finish_update.finish,
+}
+"""Operations that write. Each checks first and writes only if all ranks are ready.
+
+A rank that found no problem itself replies without an error, even if the vote fails.
+"""
+
+READERS: dict[str, Callable[[nn.Module, Command, Reply], None]] = {
+    "prepare": network_receive.prepare,
+    "connect": network_receive.connect,
+    "prepare_boxes": shared_receive.prepare_boxes,
+    "trace": finish_update.report_trace,
+    "hash": finish_update.hash_boxes,
+    "hash_parts": finish_update.hash_parts,
+    "repacking": _report_repacking,
+    "release": finish_update.release,
+    "dump": _dump,
+}
+"""Operations that do not write weights."""
+
+
+def _tp_rank() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().tp_rank)
+
+
+def _tp_group() -> dist.ProcessGroup | None:
+    from sglang.srt.runtime_context import get_parallel
+
+    group = get_parallel().tp_group
+    return None if group.world_size == 1 else group.cpu_group

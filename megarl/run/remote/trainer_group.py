@@ -1,0 +1,242 @@
+"""The controller's handles on groups of Megatron ranks: frozen models and trainers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import add
+from typing import TYPE_CHECKING
+
+from megarl.batch.balance import SequenceCost
+from megarl.batch.sample_table import SampleKey
+from megarl.cluster.placement.hardware import BLACKWELL, find_gpu_type
+from megarl.cluster.placement.pool import SlotPool
+from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.cluster.workers.dispatch import BROADCAST, Dispatch, from_output_rank, to_all
+from megarl.cluster.workers.group import Group, Processes, WorkerFuture, WorkerProcesses
+from megarl.cluster.workers.payload import Payload
+from megarl.config import RunConfig, StageConfig
+from megarl.config.trainer import OffloadConfig
+from megarl.megatron.families.architecture import sequence_cost
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype
+from megarl.megatron.request_split import computed_column, forward_dispatch, train_dispatch
+from megarl.megatron.requests import (
+    PREPARE,
+    PUSH,
+    ForwardRequest,
+    LoadReport,
+    ModelSpec,
+    PreparedSync,
+    PushRequest,
+    PushResult,
+    SavedShard,
+    SaveRequest,
+    SaveStats,
+    SyncSetup,
+    TokenColumn,
+    TrainerSpec,
+    TrainRequest,
+    TrainStats,
+)
+from megarl.megatron.trainer_worker import ForwardWorker, FrozenWorker, TrainerWorker
+
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Environment variable with the number of hardware queues that kernels of a process are put in."""
+
+if TYPE_CHECKING:
+    from megarl.megatron.runtime.offload import OffloadStats
+    from megarl.reshard.layout.sampled_boxes import SampledBox
+    from megarl.reshard.transfer.process_groups import TransferGroup
+    from megarl.reshard.transfer.sample_digests import PartDigests
+
+
+class ModelGroup[W: ForwardWorker]:
+    """A model on the ranks of a group, which can run forward passes (`ForwardWorker`)."""
+
+    def __init__(self, group: Group[W], *, cost: SequenceCost) -> None:
+        """`cost`: cost model by which micro-batches are balanced."""
+        self.group, self._cost = group, cost
+        self._forward_dispatch = forward_dispatch(cost)
+
+    @property
+    def grid(self) -> RankGrid:
+        """Parallel layout of the ranks."""
+        return self.group.grid
+
+    def logprobs(self, request: ForwardRequest) -> Payload[TokenColumn]:
+        """Return the log-probability of each token; the values stay with the ranks."""
+        results = self.group.call_remote(ForwardWorker.logprobs, request, dispatch=self._forward_dispatch)
+        return computed_column(request, results, self.grid, cost=self._cost)
+
+    def values(self, request: ForwardRequest) -> Payload[TokenColumn]:
+        """Return the value before each token, of a value model; the values stay with the ranks."""
+        results = self.group.call_remote(ForwardWorker.values, request, dispatch=self._forward_dispatch)
+        return computed_column(request, results, self.grid, cost=self._cost)
+
+    def scores(self, request: ForwardRequest) -> Mapping[SampleKey, float]:
+        """Return one score per trajectory, of a value model."""
+        return self.group.call(ForwardWorker.scores, request, dispatch=self._forward_dispatch)
+
+
+class FrozenGroup(ModelGroup[FrozenWorker]):
+    """A model that is not trained."""
+
+    def start_workers(self, spec: ModelSpec) -> WorkerFuture[None]:
+        """Build the model on every rank."""
+        return self.group.start(FrozenWorker, (spec,))
+
+
+class TrainerGroup(ModelGroup[TrainerWorker]):
+    """A model that is trained."""
+
+    def __init__(self, group: Group[TrainerWorker], *, cost: SequenceCost, offload_config: OffloadConfig) -> None:
+        """`offload_config`: as `OffloadConfig.resolved` returns it."""
+        super().__init__(group, cost=cost)
+        self._train_dispatch = replace(train_dispatch(cost), collect=self._collect_stats)
+        self._is_save_written: bool | None = None
+        """Whether no rank was writing files of a save at the end of the last training step; None: not known."""
+        self.offload_config = offload_config
+        """Which tensors `offload` moves to host memory."""
+
+    def start_workers(self, spec: TrainerSpec) -> WorkerFuture[None]:
+        """Build model and optimizer on every rank."""
+        return self.group.start(TrainerWorker, (spec,))
+
+    def train_step(self, request: TrainRequest) -> TrainStats:
+        """Run the optimizer steps of the request, split over the data-parallel replicas."""
+        return self.group.call(TrainerWorker.train_step, request, dispatch=self._train_dispatch)
+
+    def begin_train_step(self, request: TrainRequest) -> WorkerFuture[TrainStats]:
+        """Begin `train_step`; return at once if the ranks are other processes. Steps run in the order of the calls."""
+        return self.group.begin(TrainerWorker.train_step, request, dispatch=self._train_dispatch)
+
+    def _collect_stats(self, results: Sequence[TrainStats], grid: RankGrid) -> TrainStats:
+        self._is_save_written = all(stats.is_save_written for stats in results)
+        return from_output_rank(results, grid)
+
+    def prepare_sync(self, setup: SyncSetup) -> PreparedSync:
+        """Plan the next pushes of weights; return what the engines prepare from."""
+        return self.group.call(TrainerWorker.prepare_sync, self.group.put(setup), dispatch=PREPARE)
+
+    def begin_connect(self, transfer_group: TransferGroup) -> WorkerFuture[None]:
+        """Begin to connect to disaggregated engines, which must join at the same time."""
+        return self.group.begin(TrainerWorker.connect_engines, transfer_group, dispatch=BROADCAST)
+
+    def begin_push(self, request: PushRequest | None) -> WorkerFuture[PushResult]:
+        """Begin to push the current weights to the engines, which have to receive at the same time."""
+        return self.group.begin(TrainerWorker.push_weights, request, dispatch=PUSH)
+
+    def digest_samples(self, samples: Sequence[SampledBox]) -> list[PartDigests]:
+        """Return by rank the digests of the parts of the samples that it holds."""
+        return self.group.call(TrainerWorker.digest_samples, samples, dispatch=_DIGEST)
+
+    def offload(self) -> OffloadStats:
+        """Move what only training needs to host memory; return the totals of all ranks."""
+        return self.group.call(TrainerWorker.offload, self.offload_config, dispatch=_OFFLOAD)
+
+    def save_hf(self, folder: str) -> None:
+        """Write the model to `folder` in Hugging Face format."""
+        self.group.call(TrainerWorker.save_hf, folder, dispatch=BROADCAST)
+
+    def begin_save(self, request: SaveRequest) -> SaveStats:
+        """Begin to save the training state; returns when training may continue. `finish_save` must follow."""
+        self._is_save_written = None
+        return self.group.call(TrainerWorker.begin_save, request, dispatch=_BEGIN_SAVE)
+
+    def is_save_written(self) -> bool:
+        """Return whether all files are written, so that `finish_save` will not block.
+
+        The ranks are called only if they have not trained since the last call: each training step reports it as well.
+        """
+        reported, self._is_save_written = self._is_save_written, None
+        if reported is None:
+            return self.group.call(TrainerWorker.is_save_written, None, dispatch=_IS_WRITTEN)
+        return reported
+
+    def wait_save_written(self) -> None:
+        """Block until all files are written, or a rank has failed to; ranks report it, they are not polled."""
+        self.group.call(TrainerWorker.wait_save_written, None, dispatch=BROADCAST)
+
+    def finish_save(self) -> SavedShard:
+        """Block until all files are written; return the files of all ranks."""
+        return self.group.call(TrainerWorker.finish_save, None, dispatch=_FINISH_SAVE)
+
+    def load_training(self, folder: str) -> LoadReport:
+        """Load the training state from `folder`, which may have been saved in another parallel layout."""
+        return self.group.call(TrainerWorker.load_training, folder, dispatch=_LOAD)
+
+
+def _join_digests(results: Sequence[list[PartDigests]], _: RankGrid) -> list[PartDigests]:
+    return [digests for of_rank in results for digests in of_rank]
+
+
+_DIGEST: Dispatch[Sequence[SampledBox], list[PartDigests]] = Dispatch(to_all, _join_digests)
+
+
+def _sum_offload_stats(results: Sequence[OffloadStats], _: RankGrid) -> OffloadStats:
+    return reduce(add, results)
+
+
+def _sum_save_stats(results: Sequence[SaveStats], _: RankGrid) -> SaveStats:
+    return SaveStats(
+        staging_bytes=sum(r.staging_bytes for r in results),
+        bytes=sum(r.bytes for r in results),
+        seconds=max(r.seconds for r in results),
+    )
+
+
+def _merge_saved_shards(results: Sequence[SavedShard], _: RankGrid) -> SavedShard:
+    files = tuple(file for result in results for file in result.files)
+    return SavedShard(files=files, write_seconds=max(r.write_seconds for r in results))
+
+
+def _merge_load_reports(results: Sequence[LoadReport], _: RankGrid) -> LoadReport:
+    return LoadReport(same_layout=all(r.same_layout for r in results), bytes=sum(r.bytes for r in results))
+
+
+_BEGIN_SAVE: Dispatch[SaveRequest, SaveStats] = Dispatch(to_all, _sum_save_stats)
+_IS_WRITTEN: Dispatch[None, bool] = Dispatch(to_all, lambda results, _: all(results))
+_FINISH_SAVE: Dispatch[None, SavedShard] = Dispatch(to_all, _merge_saved_shards)
+_LOAD: Dispatch[str, LoadReport] = Dispatch(to_all, _merge_load_reports)
+_OFFLOAD: Dispatch[OffloadConfig, OffloadStats] = Dispatch(to_all, _sum_offload_stats)
+
+
+def make_trainer_group(config: StageConfig, processes: Processes) -> TrainerGroup:
+    """Create the stage's trainer group, as the role `trainer` in `processes`."""
+    model, _ = load_architecture_and_dtype(config.model.path, family=config.model.family)
+    group = processes.group("trainer", RankGrid.of(config.trainer.parallel, processes.size))
+    shared = not (isinstance(config, RunConfig) and config.disaggregated)
+    offload_config = config.trainer.offload.resolved(processes.device, shared=shared)
+    return TrainerGroup(group, cost=sequence_cost(model), offload_config=offload_config)
+
+
+def make_rank_processes(pool: SlotPool, name: str) -> WorkerProcesses:
+    """Create a process for Megatron ranks on each slot of the pool; `name` is used in error messages."""
+    return WorkerProcesses(name, pool, rank_environment(pool.device, pool.gpus))
+
+
+def read_gpu_bytes() -> int:
+    """Return the memory of the GPU of this process, a Megatron rank, in bytes."""
+    from megarl.megatron.runtime import platform  # imports torch
+
+    return platform.device_bytes()
+
+
+def rank_environment(device: str, gpus: Iterable[str] = ()) -> dict[str, str]:
+    """Return the environment variables of a Megatron rank's process; on CUDA those that are set here win.
+
+    Args:
+        gpus: names of the types of the ranks' GPUs, as far as they are known.
+    """
+    if device == "cpu":
+        # more threads would compete for the cores of other ranks, and change results
+        return {"OMP_NUM_THREADS": "1"}
+    # torch's own allocator settings stay as they are: expandable segments are not turned on, see docs/cluster.md
+    if MAX_CONNECTIONS in os.environ:
+        return {MAX_CONNECTIONS: os.environ[MAX_CONNECTIONS]}
+    # before Blackwell, tensor-parallel communication overlaps as intended only with one queue
+    types = [find_gpu_type(name) for name in gpus]
+    is_blackwell = bool(types) and all(gpu is not None and gpu.capability >= BLACKWELL for gpu in types)
+    return {} if is_blackwell else {MAX_CONNECTIONS: "1"}

@@ -1,0 +1,302 @@
+"""Connections between trainer ranks and engines, over which weights are pushed.
+
+    ColocatedConnections       trainer ranks with each other, and each with the engine rank on its slot
+    DisaggregatedConnections   all trainer ranks and engine ranks with each other
+
+A lost engine breaks the first kind only on its own slots: the engine that replaces it connects there, and the trainer
+ranks neither plan nor connect again. In the second kind, NCCL's communicators span both sides, so all ranks connect
+again; ranks whose inputs have not changed keep their plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import ray
+from torch._C._distributed_c10d import TCPStore
+
+from megarl.cluster.placement.pool import SlotPool
+from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.config import RunConfig
+from megarl.errors import MegarlError, WeightSyncError
+from megarl.megatron.requests import PreparedSync, PushRequest, SyncSetup
+from megarl.reshard.layout.engine_ranks import resolve_strategy
+from megarl.reshard.layout.layout import WeightNeeds
+from megarl.reshard.layout.micro_dp import micro_dp_groups
+from megarl.reshard.planning.disaggregated import TransferSpec
+from megarl.reshard.transfer.commit_decision import open_store
+from megarl.reshard.transfer.heartbeat import HeartbeatSpec
+from megarl.reshard.transfer.process_groups import TransferGroup, abort_connect
+from megarl.run.remote.engine_group import EngineGroup, EngineHandles, StartedEngine, node_indices, pool_topology
+from megarl.run.remote.trainer_group import TrainerGroup
+
+_GROUP_NAME = "weights"
+
+REPORT_GRACE_SECONDS = 15.0
+"""Time allowed, after `weight_sync.timeout_seconds`, for ranks to report their timeouts."""
+
+
+class SyncConnections(Protocol):
+    """The connections of one arrangement of trainer and engines."""
+
+    heartbeat: HeartbeatSpec | None
+    """Where the connected ranks leave their heartbeats; None: they give none."""
+    store: SyncStore
+    generation: int
+    """How often the trainer ranks have connected with each other or with engines over the network."""
+
+    @property
+    def begins_first(self) -> bool:
+        """Whether engines must have begun an update before the trainer ranks push: they load full tensors."""
+        ...
+
+    @property
+    def receives(self) -> bool:
+        """Whether engine ranks receive boxes."""
+        ...
+
+    @property
+    def survives_engines(self) -> bool:
+        """Whether trainer ranks complete a push, and stay connected, if an engine is lost meanwhile."""
+        ...
+
+    def connect(self, replicas: Sequence[int], engines: EngineHandles) -> None:
+        """Connect what is not connected; `engines`: handles of these replicas. Raises WeightSyncError."""
+        ...
+
+    def request(self, replicas: Sequence[int], engines: EngineHandles) -> PushRequest | None:
+        """Return the request to push to these replicas."""
+        ...
+
+    def drop(self, *, trainer: bool) -> None:
+        """Note that a push has failed: the engines have to connect again and, if `trainer`, so have all ranks."""
+        ...
+
+    @property
+    def rank_legend(self) -> str:
+        """What the rank numbers in errors mean; empty if they are trainer ranks."""
+        ...
+
+
+class SyncStore:
+    """The store of the latest connections, for rendezvous, heartbeats and the engines' commits."""
+
+    def __init__(self) -> None:
+        self.host = ray.util.get_node_ip_address()
+        self._stores: list[TCPStore] = []
+        """The latest, and earlier ones until the ranks have left them."""
+
+    @property
+    def latest(self) -> TCPStore:
+        """The store of the latest connections."""
+        return self._stores[-1]
+
+    def open(self) -> TCPStore:
+        """Open a store for new connections; the earlier ones stay until `close_earlier`."""
+        self._stores.append(open_store(self.host))
+        return self.latest
+
+    def close_earlier(self) -> None:
+        """Close the stores of earlier connections."""
+        del self._stores[:-1]
+
+
+def make_connections(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> SyncConnections:
+    """Return the connections of a run; `pool`: slots of the trainer."""
+    arrangement = DisaggregatedConnections if config.disaggregated else ColocatedConnections
+    return arrangement(config, trainer, engines, pool)
+
+
+class ColocatedConnections:
+    """Connections between the trainer ranks, and of each with the engine rank on its slot."""
+
+    survives_engines, rank_legend = True, ""
+
+    def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
+        self._config, self._trainer, self._engines, self._pool = config, trainer, engines, pool
+        self.store = SyncStore()
+        self.heartbeat: HeartbeatSpec | None = None
+        self.generation = 0
+        self._setup: SyncSetup | None = None
+        """What the connected trainer ranks have planned from; None: they are not connected."""
+        self._prepared = PreparedSync()
+        self._connected: dict[int, StartedEngine] = {}
+        """By replica, the engine that is connected with the trainer ranks."""
+
+    @property
+    def begins_first(self) -> bool:
+        """Whether engines load full tensors."""
+        assert self._setup is not None
+        return bool(self._setup.senders)
+
+    @property
+    def receives(self) -> bool:
+        """Whether engine ranks receive boxes."""
+        assert self._setup is not None
+        return bool(self._setup.receivers)
+
+    def connect(self, replicas: Sequence[int], engines: EngineHandles) -> None:
+        """Connect trainer ranks that are not connected, then these engines if they are not."""
+        if self._setup is None:
+            self._connect_trainer(engines)
+        found = dict(zip(replicas, engines.engines, strict=True))
+        new = [replica for replica, engine in found.items() if self._connected.get(replica) != engine]
+        if new and self.receives:
+            handles = self._engines.select(new)
+            offers = [([self._prepared.offers[rank] for rank in ranks],) for ranks in handles.engine_slots]
+            handles.begin_each("prepare_boxes", offers).result(self._config.weight_sync.timeout_seconds)
+        self._connected.update(found)
+
+    def request(self, replicas: Sequence[int], engines: EngineHandles) -> PushRequest | None:
+        """Return the request to push to these replicas, with their current handles."""
+        assert self._setup is not None
+        slots = [rank for ranks in engines.engine_slots for rank in ranks]
+        sinks = {}
+        if self._setup.senders:
+            pairs = zip(engines.engine_slots, engines.sinks(), strict=True)
+            sinks = {ranks[0]: (sink,) for ranks, sink in pairs}
+        skipped = frozenset(self._setup.receivers) - frozenset(slots)
+        return PushRequest(sinks=sinks, skipped=skipped) if sinks or skipped else None
+
+    def drop(self, *, trainer: bool) -> None:
+        """Note that a push has failed."""
+        self._connected.clear()
+        if trainer:
+            self._setup = None
+
+    def _connect_trainer(self, engines: EngineHandles) -> None:
+        config, grid = self._config, self._trainer.grid
+        setup = make_sync_setup(config, grid, self._engines.engine_slots, self._pool, engines.weight_needs)
+        port, heartbeat = self.store.open().port, None
+        if setup.config.strategy != "gather_hf":
+            seconds = setup.config.abort_seconds
+            heartbeat = HeartbeatSpec(self.store.host, port, _GROUP_NAME, grid.size, seconds)
+        self._connected.clear()
+        self._prepared = self._trainer.prepare_sync(replace(setup, heartbeat=heartbeat))
+        self.store.close_earlier()
+        self._setup, self.heartbeat = setup, heartbeat
+        self.generation += 1
+
+
+class DisaggregatedConnections:
+    """Connections of all trainer ranks and engine ranks with each other."""
+
+    begins_first, receives, survives_engines = False, True, False
+
+    def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
+        self._config, self._trainer, self._engines, self._pool = config, trainer, engines, pool
+        self._backend = "nccl" if pool.device == "cuda" else "gloo"
+        self.store = SyncStore()
+        self.heartbeat: HeartbeatSpec | None = None
+        self.generation = 0
+        self._transfer_spec: TransferSpec | None = None
+        self._connected: list[StartedEngine] | None = None
+        """Engines that are connected with the trainer ranks; None: no ranks are connected."""
+
+    def connect(self, replicas: Sequence[int], engines: EngineHandles) -> None:
+        """Plan on all ranks and connect them, unless exactly these engines are connected."""
+        del replicas
+        if self._connected == engines.engines:
+            return
+        self._connected, self.heartbeat = None, None
+        config, store = self._config, self.store.open()
+        needs = engines.weight_needs()
+        spec = make_transfer_spec(config, engines.engine_slots, engines.pool, self._pool, needs)
+        setup = SyncSetup(config=config.weight_sync, transfer_spec=spec)
+        self._transfer_spec = self._trainer.prepare_sync(setup).transfer_spec
+        assert self._transfer_spec is not None, "trainer ranks return a transfer spec if they are given one"
+        transfer_group = TransferGroup(
+            host=self.store.host,
+            port=store.port,
+            name=_GROUP_NAME,
+            size=self._transfer_spec.size,
+            timeout_seconds=config.weight_sync.timeout_seconds,
+            backend=self._backend,
+            abort_seconds=config.weight_sync.abort_seconds,
+        )
+        joining = engines.begin_join(self._transfer_spec, transfer_group)
+        both = joining.joined_with(self._trainer.begin_connect(transfer_group))
+        try:
+            both.result(transfer_group.timeout_seconds + REPORT_GRACE_SECONDS)
+        except MegarlError as e:
+            abort_connect(transfer_group, store, str(e))
+            if isinstance(e, WeightSyncError):
+                raise type(e)(f"{e} ({self.rank_legend})") from e
+            raise
+        self.store.close_earlier()
+        self._connected, self.heartbeat = engines.engines, transfer_group.heartbeat
+        self.generation += 1
+
+    def request(self, replicas: Sequence[int], engines: EngineHandles) -> PushRequest | None:
+        """Return None: all connected engines receive."""
+        del replicas, engines
+        return None
+
+    def drop(self, *, trainer: bool) -> None:
+        """Note that a push has failed, which breaks all connections."""
+        del trainer
+        self._connected = None
+
+    @property
+    def rank_legend(self) -> str:
+        """Which rank numbers are the trainer's and which the engines'."""
+        return "" if self._transfer_spec is None else self._transfer_spec.rank_legend
+
+
+def make_sync_setup(
+    config: RunConfig,
+    grid: RankGrid,
+    engine_slots: Sequence[Sequence[int]],
+    pool: SlotPool,
+    find_needs: Callable[[], WeightNeeds],
+) -> SyncSetup:
+    """Return which trainer rank sends what to which colocated engine rank.
+
+    Engine ranks receive boxes from the trainer rank on the same slot. Full tensors go to each engine from the first
+    trainer rank on its slots: with `gather_hf` all tensors, otherwise those from which engines derive values.
+
+    Args:
+        engine_slots: by replica, the trainer rank on the slot of each of its ranks.
+        pool: slots of the trainer.
+        find_needs: returns what an engine needs; not called for `gather_hf`.
+    """
+    tp, topology = config.rollout.tp, pool_topology(pool)
+    strategy = resolve_strategy(config.weight_sync.strategy, grid, topology, gen_tp=tp)
+    resolved = config.weight_sync.model_copy(update={"strategy": strategy})
+    senders = tuple(sorted(ranks[0] for ranks in engine_slots))
+    if strategy == "gather_hf":
+        return SyncSetup(config=resolved, senders=senders)
+    needs = find_needs()
+    roles = {
+        rank: (replica, tp_rank) for replica, ranks in enumerate(engine_slots) for tp_rank, rank in enumerate(ranks)
+    }
+    return SyncSetup(
+        config=resolved,
+        receivers={rank: f"engine {replica} rank {tp_rank}" for rank, (replica, tp_rank) in roles.items()},
+        senders=senders if needs.full_tensors else (),
+        nodes=topology.nodes,
+        needs={rank: needs.layouts[tp_rank] for rank, (_, tp_rank) in roles.items()},
+        groups=tuple(micro_dp_groups(grid, gen_tp=tp)) if strategy == "micro_dp" else (),
+        full_tensors=needs.full_tensors,
+    )
+
+
+def make_transfer_spec(
+    config: RunConfig,
+    engine_slots: Sequence[Sequence[int]],
+    engine_pool: SlotPool,
+    trainer_pool: SlotPool,
+    needs: WeightNeeds,
+) -> TransferSpec:
+    """Return what both sides plan from, without `sources`: the trainer ranks add the layouts that they hold."""
+    slots = [*trainer_pool.slots, *(engine_pool.slots[slot] for ranks in engine_slots for slot in ranks)]
+    return TransferSpec(
+        sources=(),
+        needs=needs.layouts,
+        num_engines=len(engine_slots),
+        nodes=node_indices(slots),
+        bucket_bytes=config.weight_sync.bucket_bytes,
+        full_tensors=needs.full_tensors,
+    )

@@ -1,0 +1,146 @@
+"""Offline traces of SGLang's models, compared with their own loaders, and the trace cache."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES
+
+from megarl.engines.engine_spec import EngineSpec
+from megarl.engines.sglang.weight_layout import offline_trace
+from megarl.engines.sglang.weight_layout.offline_trace import trace_engine, trace_layouts
+from megarl.engines.sglang.weight_update.messages import decode_traces, encode_traces
+from megarl.errors import DataError
+from megarl.reshard.layout.layout import volume
+from tests.engines.engine_server import ForkedProcess
+from tests.engines.remote import engine_variables, fork_traces, server_address
+from tests.engines.sglang.weight_layout import oracle
+from tests.megatron.fidelity.models import CONFIGS
+from tests.time_limits import HANG_SECONDS
+
+SIZES = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": 1,
+    "dtype": "float32",
+}
+EXPERTS = {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+LATENT = {key: value for key, value in CONFIGS["deepseek_v3"].items() if key != "model_type"}
+LATENT |= {**SIZES, "num_key_value_heads": 4, "num_hidden_layers": 3}
+MODELS = {
+    "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32},
+    "llama": {},
+    "qwen3_moe": EXPERTS | {"decoder_sparse_step": 1},
+    "deepseek_v3": LATENT,
+    "gemma2": {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"},
+}
+CASES = {
+    f"{model} {device} tp {tp}": (model, device, tp, 1)
+    for model in MODELS
+    for device in ("cpu", "cuda")
+    for tp in (1, 2, 4)
+    if model != "gemma2" or tp == 2
+}
+CASES |= {f"{model} tp {tp} ep 2": (model, "cpu", tp, 2) for model in ("qwen3_moe", "deepseek_v3") for tp in (2, 4)}
+SAMPLE = {label for label, (_, _, tp, ep) in CASES.items() if (tp, ep) == (2, 1)}
+SAMPLE |= {"qwen2 cuda tp 1", "qwen3 cpu tp 4", "qwen3 cuda tp 4", "deepseek_v3 tp 4 ep 2"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Model -> folder that contains only a config.json."""
+    root = tmp_path_factory.mktemp("configs")
+    for name, changes in MODELS.items():
+        config = AutoConfig.for_model(name, **(SIZES | changes), architectures=[ARCHITECTURES[name]])
+        config.save_pretrained(root / name)
+    return {name: str(root / name) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def compare(folders, tmp_path_factory):
+    """Function that compares all cases of the sample, or all others, in one process."""
+
+    @functools.cache
+    def compare(is_sample):
+        cases = {
+            label: (folders[case[0]], *case[1:]) for label, case in CASES.items() if (label in SAMPLE) == is_sample
+        }
+        file = tmp_path_factory.mktemp("oracle") / "differences.json"
+        variables = engine_variables(EngineSpec(model_path="", tp=4))
+        process = ForkedProcess(server_address(), variables, oracle.main, json.dumps(cases), str(file))
+        assert process.wait(HANG_SECONDS) == 0
+        return json.loads(file.read_text())
+
+    return compare
+
+
+@pytest.mark.parametrize(
+    "label", [pytest.param(label, marks=() if label in SAMPLE else pytest.mark.slow) for label in CASES]
+)
+def test_layout_locates_every_element(compare, label):
+    ranks = compare(label in SAMPLE)[label]
+    model, device, tp, _ = CASES[label]
+    assert len(ranks) == tp
+    for rank in ranks:
+        assert rank["different"] == []
+        assert rank["untouched"] == []
+        assert len(rank["derived"]) == (9 if model == "gemma2" else 0)
+        assert all("norm" in name for name in rank["derived"])
+    if device == "cuda":
+        num_vocabularies = 1 if model in ("qwen2", "gemma2") else 2
+        assert sum(rank["padding"] for rank in ranks) == num_vocabularies * 12 * 64
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_too_few_key_heads_are_replicated_or_padded(folders, device, monkeypatch):
+    fork_traces(monkeypatch)
+    boxes = [
+        [p.box[0] for p in layout.pieces if p.tensor == "model.layers.0.self_attn.k_proj.weight"]
+        for layout in trace_layouts(folders["qwen3"], tp=4, device=device)
+    ]
+    shared = [[(0, 32)], [(0, 32)], [(32, 64)], [(32, 64)]]
+    assert boxes == {"cuda": shared, "cpu": [[(0, 32)], [(32, 64)], [], []]}[device]
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "megarl" / "layouts"
+
+
+def test_config_json_is_sufficient_and_the_second_trace_comes_from_the_cache(folders, cache, monkeypatch):
+    fork_traces(monkeypatch)
+    config = str(Path(folders["qwen3_moe"]) / "config.json")
+    layouts = trace_layouts(config, tp=2, dtype="bfloat16")
+    full_tensors = layouts[0].tensors
+    assert {spec.dtype for spec in full_tensors.values()} == {"bfloat16"}
+    sharded = [p for p in layouts[0].pieces if volume(p.box) < volume(full_tensors[p.tensor].box)]
+    assert any("experts.7.down_proj" in p.tensor for p in sharded)
+    assert len(list(cache.iterdir())) == 1
+    monkeypatch.setattr(offline_trace, "_run_child", None)
+    assert trace_layouts(folders["qwen3_moe"], tp=2, dtype="bfloat16") == layouts
+    with pytest.raises(TypeError):
+        trace_layouts(folders["qwen3_moe"], tp=4, dtype="bfloat16")
+    traces = trace_engine(folders["qwen3_moe"], tp=2, dtype="bfloat16")
+    assert decode_traces(json.loads(json.dumps(encode_traces(traces)))) == traces
+    assert [len(t.padding) for t in traces] == [0, 2]
+
+
+@pytest.mark.usefixtures("cache")
+def test_unknown_model_raises_with_sglangs_error(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["NoSuchModel"]}))
+    with pytest.raises(DataError, match=r"(?s)could not build the model of config\.json.*Error"):
+        trace_layouts(str(tmp_path), tp=1)
+
+
+def test_folder_without_config_json_raises(tmp_path):
+    with pytest.raises(DataError, match=r"config\.json cannot be read"):
+        trace_layouts(str(tmp_path), tp=1)

@@ -1,0 +1,148 @@
+"""Commands that write nothing, in a real engine whose scheduler counts what SGLang does with the weights."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import WeightSyncError
+from tests.engines import reference
+from tests.engines.remote import RemoteEngine, Senders, boxes_of, send_rounds, started, sync
+from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_completes
+from tests.time_limits import HANG_SECONDS
+
+PLUGIN = """
+import os
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+
+def count(call, name):
+    def counted(self, layer):
+        with open(os.environ["MEGARL_TEST_CALLS"], "a") as file:
+            print(name, file=file)
+        return call(self, layer)
+    return counted
+
+for name in ("process_weights_after_loading", "restore_weights_before_loading"):
+    setattr(UnquantizedLinearMethod, name, count(getattr(UnquantizedLinearMethod, name), name))
+    if os.environ["MEGARL_TEST_REPACKS"]:
+        setattr(UnquantizedEmbeddingMethod, name, lambda self, layer: None)
+"""
+
+
+class CountingEngine(RemoteEngine):
+    """An engine whose scheduler imports `PLUGIN` with the models of an external package."""
+
+    def __init__(self, spec, *, folder, repacks):
+        package = folder / "counting_models"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "count.py").write_text(PLUGIN)
+        self.calls = folder / "calls"
+        self.calls.touch()
+        variables = {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])),
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": package.name,
+            "MEGARL_TEST_CALLS": str(self.calls),
+            "MEGARL_TEST_REPACKS": "1" if repacks else "",
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            super().__init__(spec)
+
+    def count(self):
+        """Return the calls of both methods since the last count, in all modules of the model."""
+        lines = self.calls.read_text().splitlines()
+        self.calls.write_text("")
+        return {name: lines.count(name) for name in set(lines)}
+
+
+@pytest.fixture(scope="module")
+def engine(spec, tmp_path_factory):
+    with started(spec, partial(CountingEngine, folder=tmp_path_factory.mktemp("plain"), repacks=False)) as engine:
+        engine.calls_at_start = engine.count()
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def repacking_engine(spec, tmp_path_factory):
+    with started(spec, partial(CountingEngine, folder=tmp_path_factory.mktemp("repacking"), repacks=True)) as engine:
+        yield engine
+
+
+NUM_LINEAR = 8
+"""Linear modules of the model: qkv_proj, o_proj, gate_up_proj and down_proj of two layers."""
+ONE_UPDATE = {"process_weights_after_loading": NUM_LINEAR, "restore_weights_before_loading": NUM_LINEAR}
+
+
+def test_reading_does_not_process_weights(engine, model_dir, tmp_path):
+    assert engine.calls_at_start == {"process_weights_after_loading": NUM_LINEAR}
+    engine.count()
+    layouts = engine.call("layouts")
+    engine.call("full_tensors")
+    engine.call("piece_hashes")
+    engine.call("read_weights", str(tmp_path))
+    with Senders(engine, [[boxes_of(layouts[0], reference.changed(model_dir, seed=1))]]) as senders:
+        senders.prepare()
+    assert engine.count() == {}
+    assert len(engine.generate(PROMPTS)) == len(PROMPTS)
+
+
+def test_an_update_processes_weights_once_also_if_they_are_read_meanwhile(engine, model_dir):
+    (layout,) = engine.call("layouts")
+    engine.count()
+    weights = reference.changed(model_dir, seed=1)
+    engine.call("begin_weights")
+    send_rounds(engine, [[boxes_of(layout, weights)]])
+    engine.call("piece_hashes")
+    engine.call("end_weights", 1)
+    assert engine.count() == ONE_UPDATE
+
+
+def count_mapped_buckets(process):
+    return Path(f"/proc/{process.pid}/maps").read_text().count("megarl-weights")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_buckets_are_unmapped_with_the_last_round_and_after_a_failed_update(engine, model_dir, fails):
+    (process,), (layout,) = engine.scheduler_processes(), engine.call("layouts")
+    boxes = boxes_of(layout, reference.changed(model_dir, seed=3))
+    engine.call("begin_weights")
+    with Senders(engine, [[boxes[::2]], [boxes[1::2]]]) as senders:
+        senders.prepare()
+        before = count_mapped_buckets(process)
+        receiving = senders.receive()
+        senders.complete(0)
+        assert count_mapped_buckets(process) == before + 1
+        if fails:
+            senders.ranks[0].close()
+            with pytest.raises(WeightSyncError, match="has aborted the sync"):
+                receiving.result(HANG_SECONDS)
+        else:
+            senders.complete(1)
+            assert count_mapped_buckets(process) == before  # the sender frees its buckets now
+            receiving.result(HANG_SECONDS)
+            engine.call("end_weights", 3)
+    assert count_mapped_buckets(process) == 0
+    sync(engine, reference.changed(model_dir, seed=3), 4)
+
+
+def test_repacked_weights_cannot_be_written_as_boxes(repacking_engine):
+    modules = r"model.embed_tokens \(UnquantizedEmbeddingMethod\)"
+    with pytest.raises(WeightSyncError, match=rf"SGLang repacks the weights of 2 modules.*{modules}.*gather_hf"):
+        repacking_engine.call("layouts")
+
+
+def test_repacked_weights_count_as_mixed_after_any_failed_update(repacking_engine, model_dir):
+    """Nothing was written, but the weights were unpacked and packed again."""
+    engine = repacking_engine
+    sync(engine, reference.changed(model_dir, seed=1), 1)
+    assert len(engine.generate(PROMPTS)) == len(PROMPTS)
+    engine.call("begin_weights")
+    with pytest.raises(WeightSyncError, match="25 of 25 tensors did not arrive"):
+        engine.call("end_weights", 2)
+    assert_blocked(engine, 1)
+    weights = reference.changed(model_dir, seed=2)
+    sync(engine, weights, 2)
+    assert_completes(engine, model_dir, weights)
