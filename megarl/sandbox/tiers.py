@@ -142,10 +142,6 @@ def _lost(tier: str, reason: str) -> SandboxError:
     return SandboxError(f"a sandbox of tier {tier} was lost: {reason}")
 
 
-SERVICE_GRACE_SECONDS = 30.0
-"""Time for starting sandboxes and for the network, beside the programs' own."""
-
-
 LOCAL_TIERS = ("bubblewrap", "launcher", "runsc")
 """Kinds of sandboxes of this machine, in the order of preference; runsc takes the most CPU time."""
 
