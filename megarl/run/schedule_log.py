@@ -80,7 +80,7 @@ class ScheduleLog:
             self._descriptor = None
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, once it is on disk."""
         self.begin_file()
 
 

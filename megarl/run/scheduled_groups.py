@@ -97,7 +97,7 @@ class Stream(Protocol):
         ...
 
     def close(self) -> None:
-        """Cancel all jobs."""
+        """Cancel all jobs in flight."""
         ...
 
 

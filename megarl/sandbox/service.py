@@ -58,7 +58,7 @@ class ServiceSandbox:
         return _ServiceInterpreter(self, quote(answer["id"], safe=""))
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the service."""
         self._client.close()
 
     def request(self, method: str, path: str, body: dict[str, Any] | None, *, seconds: float) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class _ServiceInterpreter:
         return self._service.cell(self._number, source)
 
     def close(self) -> None:
-        """End the interpreter."""
+        """End the interpreter in the service."""
         self._service.request("DELETE", f"interpreters/{self._number}", None, seconds=0)
 
 

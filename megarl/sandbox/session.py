@@ -64,7 +64,7 @@ class ReplyBuffer:
     """Splits bytes that arrive in pieces into replies."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: longest reply."""
+        """`max_bytes`: length of the longest reply."""
         self._data, self._max_bytes = bytearray(), max_bytes
 
     def add(self, data: bytes) -> None:

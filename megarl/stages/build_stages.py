@@ -10,8 +10,7 @@ from megarl.run.checkpointer import POLICY, Checkpointer
 from megarl.run.remote.build import build_dpo, build_trainer
 from megarl.run.remote.trainer_group import TrainerGroup
 from megarl.run.run_events import EventLog, MessageEvent
-from megarl.stages.dpo import DpoRun
-from megarl.stages.pairwise import RewardModelRun
+from megarl.stages.pairwise import DpoRun, RewardModelRun
 from megarl.stages.supervised import SftRun
 
 

@@ -21,13 +21,13 @@ from pydantic import TypeAdapter
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
 from megarl.config.schedule import ScheduleConfig
+from megarl.controller.replay import last_logged_step
 from megarl.data.sampler import MixtureOrder
 from megarl.engines.engine import Sampling
 from megarl.errors import DataError, OutdatedEngineError
 from megarl.rollout.journal.journal import FinishedJob, Journal, journal_folder, open_journal, parse_step
 from megarl.rollout.rollout_worker import GroupJob, summarize
 from megarl.run.remote.group_stream import FinishedGroup
-from megarl.run.replay_run import last_logged_step
 from megarl.run.schedule.events import OpenGroup, Outcome, Removed, ScheduleState
 from megarl.run.schedule.schedule import Schedule
 from megarl.run.schedule.settings import Late, SchedulePolicy, TokenStaleness, token_staleness

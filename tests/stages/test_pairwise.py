@@ -20,8 +20,13 @@ from megarl.data.preference_pairs import PreferencePair
 from megarl.data.sampler import PromptOrder, PromptSampler
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import ConfigError
-from megarl.stages.dpo import select_rows, sum_answer_logprobs
-from megarl.stages.pairwise import iter_forward_requests, make_pair_scalars, preference_accuracy
+from megarl.stages.pairwise import (
+    iter_forward_requests,
+    make_pair_scalars,
+    preference_accuracy,
+    select_rows,
+    sum_answer_logprobs,
+)
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "11"}
 

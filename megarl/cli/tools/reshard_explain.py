@@ -14,7 +14,7 @@ from megarl.megatron.families.trainer_layouts import EVEN, PipelineSplit, stage_
 from megarl.model_files.hub import local_model
 from megarl.reshard.analysis.scenario import Scenario, even_nodes
 from megarl.reshard.analysis.sync_report import Explanation, explain, explain_auto
-from megarl.reshard.layout.engine_stages import split_stages
+from megarl.reshard.layout.engine_ranks import split_stages
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.quantized_layout import quantize_sources
 

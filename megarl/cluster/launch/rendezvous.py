@@ -13,6 +13,7 @@ import errno
 import itertools
 import socket
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from megarl.cluster.launch.connection import (
@@ -227,23 +228,19 @@ async def _try_head(
     """
     connecting = asyncio.open_connection(host, port, family=socket.AF_INET)
     reader, writer = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_SECONDS)
-    try:
+    async with AsyncExitStack() as closing:
+        closing.push_async_callback(close_writer, writer)
         keys = await asyncio.wait_for(authenticate_head(reader, writer, world), ANSWER_TIMEOUT_SECONDS)
-    except BaseException:
-        await close_writer(writer)
-        raise
-    connection = Connection(reader, writer, node_timeout, send_key=keys.node, receive_key=keys.head)
-    try:
+        connection = Connection(reader, writer, node_timeout, send_key=keys.node, receive_key=keys.head)
+        closing.pop_all()
+        closing.push_async_callback(connection.close)
         connection.send(hello)
         answer = await asyncio.wait_for(connection.receive(), ANSWER_TIMEOUT_SECONDS)
         if isinstance(answer, Accepted):
             answer = await connection.receive()
-    except BaseException:
-        await connection.close()
-        raise
-    if isinstance(answer, Welcome | End):
-        return connection, answer
-    await connection.close()
+        if isinstance(answer, Welcome | End):
+            closing.pop_all()
+            return connection, answer
     if not isinstance(answer, Refused):
         raise ConnectionLostError(f"unexpected {type(answer).__name__} from the head")
     raise LaunchError(answer.reason) if answer.same_job else OtherJobError(answer.reason)

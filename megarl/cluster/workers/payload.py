@@ -39,7 +39,7 @@ class StoredPayload[T]:
 
     @property
     def refs(self) -> tuple[Any, ...]:
-        """The reference."""
+        """The reference, as the only one."""
         return (self.ref,)
 
     def load(self, values: Sequence[T]) -> T:

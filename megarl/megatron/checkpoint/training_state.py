@@ -47,7 +47,6 @@ from megarl.megatron.checkpoint.storage_index import (
 )
 from megarl.megatron.requests import LoadReport, SavedFile, SavedShard, SaveRequest, SaveStats
 from megarl.megatron.runtime import platform
-from megarl.megatron.runtime.rng_state import collect_rng_states, restore_rng_states
 from megarl.model_files.json_object import refuse_lfs_pointer
 
 if TYPE_CHECKING:
@@ -56,6 +55,40 @@ if TYPE_CHECKING:
 
     from megarl.megatron.modeling.megatron_model import MegatronModel
     from megarl.megatron.runtime.offload import TrainerMemory
+import random
+
+import numpy as np
+from megatron.core import tensor_parallel
+
+from megarl.megatron.modeling.megatron_model import MegatronModel
+
+
+def collect_rng_states(model: MegatronModel) -> dict[str, Any]:
+    """Return all RNG states of a model in this process, in a form that `torch.load(weights_only=True)` accepts."""
+    model.activate()
+    numpy = np.random.get_state(legacy=False)
+    assert isinstance(numpy, dict)
+    keys = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
+    return {
+        "host": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracked": {name: state.clone() for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()},
+        "python": random.getstate(),
+        "numpy": {**numpy, "state": {"key": keys, "pos": int(numpy["state"]["pos"])}},
+    }
+
+
+def restore_rng_states(model: MegatronModel, states: dict[str, Any]) -> None:
+    """Restore the RNG states that `collect_rng_states` returned."""
+    model.activate()
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracked"])
+    torch.cuda.set_rng_state(states["device"])
+    torch.set_rng_state(states["host"])
+    random.setstate(states["python"])
+    numpy = states["numpy"]
+    keys = numpy["state"]["key"].numpy().astype(np.uint32)
+    np.random.set_state({**numpy, "state": {"key": keys, "pos": numpy["state"]["pos"]}})
+
 
 Location = tuple[str, int, int]
 """File name, offset and length in bytes."""

@@ -24,6 +24,7 @@ import json
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.strategy import Sinks, SyncContext
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.transfer.bucket import torch_dtype
-from megarl.reshard.transfer.layout_exchange import all_gather_bytes, exchange_layouts
+from megarl.reshard.transfer.process_groups import all_gather_bytes, exchange_layouts
 
 if TYPE_CHECKING:
     from megarl.megatron.modeling.megatron_model import MegatronModel
@@ -344,7 +345,8 @@ def save(model: MegatronModel, source: str, folder: str, *, require_lock: Callab
     config = _on_all_ranks(target, lambda: _prepare(Path(source), target, require_lock) if is_publisher else {})
     context = SyncContext(rank=rank, sources=layouts, topology=topology, needs=plan.needs)
     writer = SafetensorsWriter(target, plan.files_of(rank))
-    try:
+    with ExitStack() as undo:
+        undo.callback(writer.discard)
         _on_all_ranks(target, lambda: _write(context, model, writer))
         if is_publisher:
             _set_dtype(config, model.layout.tensors)
@@ -353,9 +355,7 @@ def save(model: MegatronModel, source: str, folder: str, *, require_lock: Callab
         _on_all_ranks(
             target, lambda: _publish(plan.files, config, Path(source), target, require_lock) if is_publisher else None
         )
-    except BaseException:
-        writer.discard()
-        raise
+        undo.pop_all()
 
 
 def _duplicated_tensors(model: MegatronModel, source: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.config.weight_sync import WeightSyncConfig
 from megarl.megatron.hf_weights.export import BlockQuantizer
 from megarl.megatron.modeling.megatron_model import MegatronModel
 from megarl.megatron.requests import PreparedSync, PushRequest, PushResult, SyncSetup
@@ -22,12 +23,28 @@ from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
 from megarl.reshard.planning.strategy import Sinks, Strategy, SyncContext
 from megarl.reshard.strategies.box_strategy import BoxStrategy
-from megarl.reshard.strategies.make_strategy import make_strategy
+from megarl.reshard.strategies.gather_hf import GatherHf
 from megarl.reshard.transfer.box_channel import BoxSender
-from megarl.reshard.transfer.layout_exchange import exchange_layouts
-from megarl.reshard.transfer.process_groups import TransferGroup
+from megarl.reshard.transfer.heartbeat import HeartbeatSpec
+from megarl.reshard.transfer.process_groups import TransferGroup, exchange_layouts
 from megarl.reshard.transfer.sample_digests import PartDigests, digest_samples
 from megarl.reshard.transfer.sink import DiscardSink, ShardSink
+
+
+def make_strategy(config: WeightSyncConfig, context: SyncContext, heartbeat: HeartbeatSpec | None = None) -> Strategy:
+    """Create the strategy that `weight_sync.strategy` names; collective over all trainer ranks.
+
+    Args:
+        heartbeat: where the ranks leave their heartbeats during a sync; not used by `gather_hf`.
+    """
+    match config.strategy:
+        case "gather_hf":
+            return GatherHf(context, config.bucket_bytes, timeout_seconds=config.timeout_seconds)
+        case "micro_dp" | "exact":
+            return BoxStrategy(context, config.bucket_bytes, config.timeout_seconds, heartbeat=heartbeat)
+        case "auto":
+            raise AssertionError("auto has to be resolved before, where the sizes of both sides are known")
+
 
 STALL_LIMITS = 2
 """An engine rank that takes this many times `abort_seconds` to copy a round counts as lost."""

@@ -47,7 +47,7 @@ class ComputedColumn:
         return self.parts_N[np.searchsorted(self.sorted_keys_N, _as_numbers(keys_N2))]
 
     def load(self, values: Sequence[dict[SampleKey, PerToken]]) -> TokenColumn:
-        """Return the parts."""
+        """Return the parts, one for each of `refs`."""
         return tuple(values)
 
     def fetch(self) -> TokenColumn:

@@ -18,6 +18,7 @@ from megarl.model_files.header import itemsize
 from megarl.reshard.layout.boxes import (
     Boxes,
     Ints,
+    check_dtypes,
     concatenate,
     extents,
     hash_rows,
@@ -27,10 +28,9 @@ from megarl.reshard.layout.boxes import (
     split_boxes,
     volumes,
 )
-from megarl.reshard.layout.dtype_check import check_dtypes
 from megarl.reshard.layout.layout import PieceTable, TensorSpec, WeightLayout, widen
 from megarl.reshard.layout.model_tensors import Names
-from megarl.reshard.layout.rank_sets import find_rank_sets, find_receiver_sets, group_ranks
+from megarl.reshard.layout.overlap import find_rank_sets, find_receiver_sets, group_ranks
 from megarl.reshard.layout.relay_tree import UNLIMITED, Ranks, RemoteSources
 from megarl.reshard.layout.remote_traffic import RemoteTraffic
 from megarl.reshard.layout.ring_entries import RingEntries

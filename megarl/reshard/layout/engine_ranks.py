@@ -5,17 +5,57 @@ The tensor ranks of one pipeline stage of an engine (a tensor group) share a nod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
 from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.layout import PieceTable, WeightLayout
 from megarl.reshard.layout.micro_dp import strided_places
 from megarl.reshard.layout.overlap import layout_bytes, overlap_bytes
 from megarl.reshard.layout.topology import Topology
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+def split_stages(layout: WeightLayout, pp: int) -> list[WeightLayout]:
+    """Return the layout of each pipeline stage: layers split evenly, embedding first, final norm and head last.
+
+    If the head is tied to the embedding, the first and the last stage hold it, as in SGLang.
+
+    Raises:
+        ConfigError: the number of layers is not a multiple of `pp`.
+    """
+    if pp == 1:
+        return [layout]
+    table = layout.pieces
+    layer = np.array([_layer(name) for name in table.tensors], np.int64)[table.tensor]
+    layers = 1 + int(layer.max(initial=-1))
+    if layers % pp:
+        raise ConfigError(f"--gen pp needs to divide the layers, got {layers} % {pp} = {layers % pp}")
+    embeds = np.array([name == EMBEDDING for name in table.tensors], bool)[table.tensor]
+    stage = np.where(layer >= 0, layer * pp // max(layers, 1), np.where(embeds, 0, pp - 1))
+    stages = [table.take(np.flatnonzero(stage == number)) for number in range(pp)]
+    if HEAD not in layout.tensors:
+        stages[-1] = PieceTable.join([stages[-1], _under(HEAD, table.take(np.flatnonzero(embeds)))])
+    return [WeightLayout(layout.tensors, of_stage) for of_stage in stages]
+
+
+def _under(name: str, table: PieceTable) -> PieceTable:
+    """Return the same pieces as parts of a local tensor `name`."""
+    return PieceTable(table.tensors, [name], replace(table.columns, local=np.zeros_like(table.local)))
+
+
+def _layer(tensor: str) -> int:
+    found = _LAYER.search(tensor)
+    return int(found[1]) if found else -1
+
 
 TensorGroup = tuple[int, ...]
 """Trainer ranks that serve one pipeline stage of an engine, by tensor rank."""

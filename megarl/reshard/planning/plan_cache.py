@@ -18,7 +18,7 @@ from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning import rounds as round_planning
 from megarl.reshard.planning.plan import plan_rank
 from megarl.reshard.planning.rounds import Round, build_rounds
-from megarl.reshard.transfer.round_buffers import BufferSizes
+from megarl.reshard.transfer.executor import BufferSizes
 
 PLAN_CACHE_SIZE = 8
 

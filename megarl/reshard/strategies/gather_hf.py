@@ -83,7 +83,7 @@ class Buffer(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free the memory of the bucket."""
         ...
 
 

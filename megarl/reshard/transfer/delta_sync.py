@@ -29,8 +29,7 @@ from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.box_views import view_box
 from megarl.reshard.transfer.bucket import digest
 from megarl.reshard.transfer.byte_counter import ByteCounter
-from megarl.reshard.transfer.executor import BoxExecutor, device_of
-from megarl.reshard.transfer.round_buffers import BufferSizes
+from megarl.reshard.transfer.executor import BoxExecutor, BufferSizes, device_of
 from megarl.reshard.transfer.sink import Parameters, SelectingSink, ShardSink
 from megarl.reshard.transfer.transport import Deadline, InFlight, Transport, closed_on_failure, wait_for
 from megarl_kernels import checksum_boxes

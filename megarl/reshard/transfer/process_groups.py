@@ -2,12 +2,20 @@
 
 NCCL connects the ranks of a group at its first use, in which every rank has to take part. A sync in which some rank has
 no messages would hang, and a rank that is missing would be noticed late.
+
+The trainer ranks exchange their layouts: each sends what it holds once, as a compressed table of boxes.
+
+    rank r      digest of the model's tensors | boxes, as indices into these tensors      about 1 kB, no names
+    all ranks   by rank, its layout; equal tables become one object, and are decoded when they are first used
+
+All ranks have the model's tensors themselves, and no rank needs the names of another rank's local tensors. What is sent
+is what the ranks really hold, so it also holds for model families outside of the package.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,10 +26,52 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megarl.errors import WeightSyncError
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.piece_table import PieceTable
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec, RankHeartbeat
 from megarl.reshard.transfer.nccl_order import NcclOrderTransport
 from megarl.reshard.transfer.torch_groups import communication_device
 from megarl.reshard.transfer.transport import Transport, list_ranks
+
+MAX_RANKS_SHOWN = 5
+"""Number of ranks that an error message names."""
+
+
+def all_gather_bytes(data: bytes) -> list[bytes]:
+    """Return the bytes of each rank of torch's default group, by rank. Collective."""
+    gathered = [data] * dist.get_world_size()
+    dist.all_gather_object(gathered, data)
+    return gathered
+
+
+def exchange_layouts(
+    layout: WeightLayout, rank: int, all_gather: Callable[[bytes], Sequence[bytes]] = all_gather_bytes
+) -> list[WeightLayout]:
+    """Return the layout of each trainer rank; only that of `rank` has the names of local tensors. Collective.
+
+    Args:
+        layout: the layout that this rank holds.
+        all_gather: sends bytes of any length to all ranks and returns those of all ranks, by rank.
+
+    Raises:
+        WeightSyncError: the ranks hold different models; names the ranks. Raised on all ranks.
+    """
+    digest = layout.tensors.digest
+    gathered = all_gather(digest + layout.pieces.to_bytes())
+    digests = [data[: len(digest)] for data in gathered]
+    others = [str(other) for other, held in enumerate(digests) if held != digests[0]]
+    if others:
+        raise WeightSyncError(
+            f"the trainer ranks hold different models: the names, shapes or dtypes of all tensors on rank "
+            f"{', '.join(others[:MAX_RANKS_SHOWN])} are not those on rank 0"
+        )
+    names = layout.tensors.names
+    tables = {data: PieceTable.from_bytes(data[len(digest) :], names) for data in dict.fromkeys(gathered)}
+    layouts = {data: WeightLayout(layout.tensors, table) for data, table in tables.items()}
+    by_rank = [layouts[data] for data in gathered]
+    by_rank[rank] = layout
+    return by_rank
+
 
 NCCL_ORDER = "nccl-order"
 """Backend of `Transport`s that is not torch's: gloo with NCCL's rules, see `megarl.reshard.transfer.nccl_order`."""

@@ -214,7 +214,7 @@ class ServiceClient:
         return response
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the service."""
         await self._http.aclose()
 
 

@@ -95,7 +95,7 @@ class JudgeTerm:
         return value
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the judge."""
         await self._client.close()
 
 

@@ -87,7 +87,7 @@ class PythonInterpreter:
         return Step(messages=[{"role": self._role, "content": text}], num_calls=1)
 
     def close(self) -> None:
-        """End the interpreter."""
+        """End the interpreter and its sandbox."""
         if self._interpreter is not None:
             self._interpreter.close()
         self._sandbox.close()

@@ -74,7 +74,7 @@ def read_messages_request(
 
 
 def messages_response(turn: Turn, request: TurnRequest) -> dict[str, Any]:
-    """Return the response."""
+    """Return the body of the response, a message of the assistant."""
     assert turn.generation is not None
     assert turn.reply is not None
     counts = count_tokens(turn)

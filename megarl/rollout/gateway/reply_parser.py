@@ -70,7 +70,7 @@ class ParsedReply:
 
 
 class ReplyParser(Protocol):
-    """Splits replies."""
+    """Splits a reply of the policy into content, reasoning and calls."""
 
     async def parse(self, text: str, tools: Sequence[Message]) -> ParsedReply:
         """Return the parts of a reply; `tools` are the functions that it may call."""
@@ -89,7 +89,7 @@ class PlainTextParser:
         return ParsedReply(text)
 
     async def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no process to end."""
 
 
 class _Answer(BaseModel):

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def answer(file: IO[str], value: object) -> None:
-    """Write a line."""
+    """Write a value as one line of JSON."""
     file.write(json.dumps(value) + "\n")
     file.flush()
 

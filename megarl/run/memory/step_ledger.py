@@ -156,7 +156,7 @@ class RequestClocks(Protocol):
     """The methods of `RolloutGroup` that stop the timeouts of requests in flight."""
 
     def pause_clocks(self) -> None:
-        """Stop the timeouts."""
+        """Stop the timeouts until `resume_clocks`."""
         ...
 
     def resume_clocks(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -416,9 +417,8 @@ async def _start_engine(spec: EngineSpec, nodes: tuple[RemoteNode, ...]) -> Sgla
     if nodes:
         spec = replace(spec, dist_init_addr=join_address(spec.node_address, spec.port or find_unused_port()))
     engine = SglangEngine(spec, nodes)
-    try:
+    async with AsyncExitStack() as closing:
+        closing.push_async_callback(engine.shutdown)
         await engine.start()
-    except BaseException:
-        await engine.shutdown()
-        raise
+        closing.pop_all()
     return engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -87,11 +88,10 @@ async def _start_host(spec: EngineSpec) -> EngineHost:
         from megarl.engines.sglang.engine_host import EngineHost
 
     host = EngineHost(spec)
-    try:
+    async with AsyncExitStack() as closing:
+        closing.push_async_callback(host.shutdown)
         await host.start()
-    except BaseException:
-        await host.shutdown()
-        raise
+        closing.pop_all()
     return host
 
 

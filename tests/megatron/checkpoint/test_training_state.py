@@ -54,7 +54,7 @@ def save(worker, folder, *, asynchronous=False, limit=None):
 
 def full_state(worker):
     """All state of this rank that influences further training."""
-    from megarl.megatron.runtime.rng_state import collect_rng_states
+    from megarl.megatron.checkpoint.training_state import collect_rng_states
 
     trainer = worker._trainer
     trainer.memory.onload()

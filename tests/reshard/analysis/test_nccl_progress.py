@@ -13,9 +13,9 @@ from benchmarks.reshard.published import QWEN3_8B
 from benchmarks.reshard.synthetic import engine_layouts
 from megarl.cli.tools.reshard_explain import make_scenario
 from megarl.megatron.families.load_architecture import load_architecture
-from megarl.reshard.analysis import plan_agreement
+from megarl.reshard.analysis import forecast
+from megarl.reshard.analysis.forecast import find_disagreements, representative_plans
 from megarl.reshard.analysis.nccl_progress import PostedGroup, Stall, find_stalls, posted_groups
-from megarl.reshard.analysis.plan_agreement import find_disagreements, representative_plans
 from megarl.reshard.analysis.scenario import arrange
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import Topology
@@ -294,5 +294,5 @@ def test_another_choice_of_all_gathers_is_found():
 
 
 def test_too_many_representatives_are_not_planned(monkeypatch):
-    monkeypatch.setattr(plan_agreement, "MAX_REPRESENTATIVES", 3)
+    monkeypatch.setattr(forecast, "MAX_REPRESENTATIVES", 3)
     assert representative_plans(index_of("micro_dp", scenario(1, 4, 4, 1, 2))) is None

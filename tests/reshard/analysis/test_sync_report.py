@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 
 from megarl.errors import ConfigError
 from megarl.reshard.analysis import forecast as forecast_module
-from megarl.reshard.analysis import plan_agreement
 from megarl.reshard.analysis.forecast import forecast, redundant_bytes
 from megarl.reshard.analysis.nccl_progress import Stall
 from megarl.reshard.analysis.scenario import STRATEGIES, arrange, even_nodes
 from megarl.reshard.analysis.sync_report import RUN_ONLY_FIELDS, SyncReport, explain, explain_auto
 from megarl.reshard.analysis.traffic import TrafficSpec, compute_traffic, make_traffic_spec
-from megarl.reshard.layout.engine_ranks import can_place_strided
-from megarl.reshard.layout.engine_stages import split_stages
+from megarl.reshard.layout.engine_ranks import can_place_strided, split_stages
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import cached_plan, clear_plan_cache
@@ -125,7 +123,7 @@ def test_progress_of_too_many_ranks_to_plan_follows_from_some(found, progress, m
     assert explain("micro_dp", case).as_json()["nccl_progress"] is True
     monkeypatch.setattr(forecast_module, "find_disagreements", lambda _: found)
     if found is None:
-        monkeypatch.setattr(plan_agreement, "MAX_REPRESENTATIVES", 1)
+        monkeypatch.setattr(forecast, "MAX_REPRESENTATIVES", 1)
     assert explain("micro_dp", case).as_json()["nccl_progress"] is progress
 
 

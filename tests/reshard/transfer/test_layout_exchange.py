@@ -7,7 +7,7 @@ from megarl.errors import WeightSyncError
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.reshard.analysis.scenario import arrange
 from megarl.reshard.planning.plan_cache import cached_plan, clear_plan_cache
-from megarl.reshard.transfer.layout_exchange import exchange_layouts
+from megarl.reshard.transfer.process_groups import exchange_layouts
 from tests.megatron.families.tiny import CONFIGS, tiny
 from tests.reshard.synthetic import scenario
 
