@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.batch.trajectory import Trajectory
-from megarl.rollout.agents.episode import Episode
+from megarl import Episode, Trajectory
 
 
 async def run(episode: Episode, *, tokens_per_turn: int, hint: str = "") -> Trajectory:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from pydantic import Field
 
-from megarl import algorithms as rl
+from megarl import rl
 
 
 class SoftClipConfig(rl.PolicyConfig):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megarl.batch.trajectory import Trajectory
+from megarl import Trajectory
 
 
 class ShortestAnswer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from megarl.batch.trajectory import Trajectory
+from megarl import Trajectory
 
 
 def shuffled(trajectories: Sequence[Trajectory], texts: Sequence[str], row: Mapping[str, str]) -> list[float]:

@@ -13,12 +13,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.rollout.environments.environment import Task
+from megarl import environments
 
 MAX_LINE_BYTES = 2**24
 
 
-async def run(task: Task, base_url: str, api_key: str, *, command: Sequence[str]) -> None:
+async def run(task: environments.Task, base_url: str, api_key: str, *, command: Sequence[str]) -> None:
     """Run an episode in the process of `command`, which is started if it does not run.
 
     Raises:

@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 
-from megarl import algorithms as rl
-from megarl.algorithms.ppo import ppo_estimates
-from megarl.config.algorithms.actor_critic import PpoConfig
+from megarl import rl
 
 
-class NestedConfig(PpoConfig):
+class NestedConfig(rl.PpoConfig):
     """The section `algorithm`: that of PPO; each group also has a greedy completion."""
 
     needs_greedy_baseline = True
@@ -17,7 +15,7 @@ class NestedConfig(PpoConfig):
 def nested_estimates(tokens: rl.TokenBatch, config: NestedConfig, kl_coefficient: float) -> rl.EstimatorOutput:
     """Return PPO's advantages and returns for rewards minus those of the greedy completions."""
     rewards_N = tokens.rewards_N - tokens.scalars["greedy_rewards"]
-    return ppo_estimates(replace(tokens, rewards_N=rewards_N), config, kl_coefficient)
+    return rl.ppo_estimates(replace(tokens, rewards_N=rewards_N), config, kl_coefficient)
 
 
 class Nested(rl.Algorithm[NestedConfig]):

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 
-from megarl.batch.trajectory import Trajectory
+from megarl import Trajectory
 
 SENTENCE = re.compile(r"[A-Z][^.!?\n]*\.")
 MIN_WORDS, MAX_WORDS = 6, 16

@@ -7,16 +7,12 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl import algorithms as rl
-from megarl.algorithms.grpo import group_estimates, group_outputs
-from megarl.batch.trajectory import Prompt
-from megarl.config.algorithms.group_baseline import GrpoConfig
-from megarl.data.tokenizer import load_tokenizer
+from megarl import rl
 
 PROBLEM = re.compile(r"([1-9])([+-])([1-9])")
 
 
-class TwoPoliciesConfig(GrpoConfig):
+class TwoPoliciesConfig(rl.GrpoConfig):
     """The section `algorithm`: that of GRPO, for both policies; `model.path` is the solver."""
 
     proposer: rl.TrainedModelConfig = rl.TrainedModelConfig()
@@ -42,8 +38,8 @@ class TwoPolicies(rl.Algorithm[TwoPoliciesConfig]):
 
     def train(self, run: rl.RLRun, config: TwoPoliciesConfig) -> None:
         model = run.config.model
-        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        loss, outputs = rl.ClippedLoss.of(config), group_outputs(config)
+        tokenizer = rl.load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        loss, outputs = rl.ClippedLoss.of(config), rl.group_outputs(config)
         run.begin()
         for prompts in run.steps():
             run.serve("proposer")
@@ -69,19 +65,19 @@ class TwoPolicies(rl.Algorithm[TwoPoliciesConfig]):
                 }
             )
             if config.train_proposer:
-                run.estimate(group_estimates, proposals, config, 0.0, outputs=outputs)
+                run.estimate(rl.group_estimates, proposals, config, 0.0, outputs=outputs)
                 run.train_model(proposals, "proposer", run.policy_loss(loss))
-            run.estimate(group_estimates, answers, config, 0.0, outputs=outputs)
+            run.estimate(rl.group_estimates, answers, config, 0.0, outputs=outputs)
             run.finish_step(answers, run.train_policy(answers, loss) if config.train_solver else None)
 
 
-def solver_prompt(tokenizer: PreTrainedTokenizerBase, problem: str) -> Prompt:
+def solver_prompt(tokenizer: PreTrainedTokenizerBase, problem: str) -> rl.Prompt:
     """Return the solver's prompt for a problem, which the term `accuracy` scores."""
     found = PROBLEM.fullmatch(problem)
     assert found is not None
     a, b = int(found[1]), int(found[3])
     answer, text = str(a + b if found[2] == "+" else a - b), f"{problem}\n"
-    return Prompt(
+    return rl.Prompt(
         prompt_id=problem,
         text=text,
         token_ids=tuple(tokenizer.encode(text)),

@@ -1,7 +1,11 @@
 """Reinforcement-learning algorithms: one module per training loop, and the names that an algorithm is written with."""
 
 from megarl.algorithms.algorithm import Algorithm
-from megarl.config.algorithms.group_baseline import GroupPolicyConfig
+from megarl.algorithms.grpo import group_estimates, group_outputs
+from megarl.algorithms.ppo import ppo_estimates
+from megarl.batch.trajectory import Prompt
+from megarl.config.algorithms.actor_critic import PpoConfig
+from megarl.config.algorithms.group_baseline import GroupPolicyConfig, GrpoConfig
 from megarl.config.algorithms.policy import (
     ClippedPolicyConfig,
     CriticConfig,
@@ -10,6 +14,7 @@ from megarl.config.algorithms.policy import (
     PolicyConfig,
     TrainedModelConfig,
 )
+from megarl.data.tokenizer import load_tokenizer
 from megarl.functional import PolicyLossOutput
 from megarl.losses.loss import Loss, LossBatch, LossOutput, TokenLoss, TokenScores, ValueHeadLoss
 from megarl.losses.policy_loss import ClippedLoss
@@ -26,12 +31,15 @@ __all__ = [
     "EstimatorOutput",
     "FrozenModelConfig",
     "GroupPolicyConfig",
+    "GrpoConfig",
     "Loss",
     "LossBatch",
     "LossOutput",
     "ModelUse",
     "PolicyConfig",
     "PolicyLossOutput",
+    "PpoConfig",
+    "Prompt",
     "RLRun",
     "RolloutBatch",
     "TokenBatch",
@@ -41,4 +49,8 @@ __all__ = [
     "ValueHeadLoss",
     "by_completions",
     "by_groups",
+    "group_estimates",
+    "group_outputs",
+    "load_tokenizer",
+    "ppo_estimates",
 ]

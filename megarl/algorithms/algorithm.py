@@ -9,7 +9,19 @@ from megarl.run.rl_run import RLRun
 
 
 class Algorithm[C: PolicyConfig](ABC):
-    """An RL algorithm. `algorithm.type` names a built-in one, or any class of this interface by import path."""
+    """An RL algorithm. `algorithm.type` names a built-in one, or any class of this interface by import path.
+
+    Examples:
+            class Reinforce(rl.Algorithm[rl.GrpoConfig]):
+                Config = rl.GrpoConfig
+
+                def train(self, run: rl.RLRun, config: rl.GrpoConfig) -> None:
+                    run.begin()
+                    for prompts in run.steps():
+                        batch = run.sample(prompts)
+                        run.estimate(rl.group_estimates, batch, config, run.kl_coefficient)
+                        run.finish_step(batch, run.train_policy(batch, rl.ClippedLoss.of(config)))
+    """
 
     Config: type[C]
     """The section `algorithm`: a subclass of `PolicyConfig`, validated before anything starts. It also declares the

@@ -123,7 +123,12 @@ class Gmpo(GroupAlgorithm[GmpoConfig]):
 
 
 def group_outputs(algorithm: GroupPolicyConfig) -> tuple[str, ...]:
-    """Return the columns per token of `group_estimates`."""
+    """Return the columns per token of `group_estimates`.
+
+    Examples:
+        >>> group_outputs(GrpoConfig()), group_outputs(GrpoConfig(advantages_per="turn"))
+        ((), ('advantages',))
+    """
     return ("advantages",) if algorithm.advantages_per == "turn" else ()
 
 
@@ -133,6 +138,11 @@ def group_estimates(batch: CompletionBatch, algorithm: GroupPolicyConfig, kl_coe
     """Return one advantage per completion, or per turn, computed from its reward and the rewards of its group.
 
     With `kl_reward`, the KL penalty against the reference policy is first subtracted from the reward.
+
+    Examples:
+        >>> batch = CompletionBatch.of([1.0, 0.0], [0, 0], scalars={})
+        >>> group_estimates(batch, DrGrpoConfig(), 0.0).scalars["advantages"].tolist()
+        [0.5, -0.5]
     """
     rewards_N, metrics = batch.rewards_N, dict[str, Metric]()
     if isinstance(batch, TokenBatch):

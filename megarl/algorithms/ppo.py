@@ -252,7 +252,19 @@ class PfPpo(ActorCriticAlgorithm[PfPpoConfig]):
 
 @by_groups
 def ppo_estimates(tokens: TokenBatch, algorithm: ActorCriticConfig, kl_coefficient: float) -> EstimatorOutput:
-    """Return the GAE advantages of each token, and the returns that the critic is trained on."""
+    """Return the GAE advantages of each token, and the returns that the critic is trained on.
+
+    Examples:
+        >>> tokens = TokenBatch(
+        ...     mask_T=torch.tensor([False, True, True]),
+        ...     cu_seqlens_N=torch.tensor([0, 3]),
+        ...     rewards_N=torch.tensor([1.0]),
+        ...     group_ids_N=torch.tensor([0]),
+        ...     columns={"values": torch.tensor([0.0, 0.25, 0.5])},
+        ... )
+        >>> ppo_estimates(tokens, PpoConfig(kl_reward=None), 0.0).columns["returns"].tolist()
+        [0.0, 1.0, 1.0]
+    """
     penalty_T, metrics = reward_kl_penalty(tokens, algorithm, kl_coefficient)
     values_T = tokens.columns["values"]
     advantages_T, returns_T = gae(

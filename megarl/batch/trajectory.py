@@ -22,6 +22,18 @@ class Trajectory:
     Rewards are those of the episode, the same in all of its segments.
 
     Arrays rather than lists, so that they are transferred between processes through shared memory without a copy.
+
+    Examples:
+        >>> trajectory = Trajectory(
+        ...     prompt_id="train.jsonl:1",
+        ...     group_id=0,
+        ...     token_ids=np.array([5, 6, 7, 2], np.int32),
+        ...     loss_mask=np.array([False, False, True, True]),
+        ...     logprobs=np.array([0.0, 0.0, -0.5, -0.25], np.float32),
+        ...     policy_versions=np.array([-1, -1, 3, 3], np.int32),
+        ... )
+        >>> trajectory.num_tokens, trajectory.prompt_length
+        (4, 2)
     """
 
     prompt_id: str
@@ -144,7 +156,19 @@ def find_mixed_kv(loss_mask_T: NDArray[np.bool_], policy_versions_T: NDArray[np.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A tokenized row of a data source."""
+    """A tokenized row of a data source.
+
+    Examples:
+        >>> prompt = Prompt(
+        ...     prompt_id="train.jsonl:1",
+        ...     text="Q: What is 6 * 7?",
+        ...     token_ids=(5, 6),
+        ...     row={"question": "What is 6 * 7?", "answer": "42"},
+        ...     answer="42",
+        ... )
+        >>> prompt.row["question"]
+        'What is 6 * 7?'
+    """
 
     prompt_id: str
     """`<file name>:<row number from 1>`."""

@@ -141,8 +141,9 @@ class Section(BaseModel):
 def takes_numbers_only(annotation: Any) -> bool:
     """Return whether a field of this type takes numbers, or containers of numbers, and neither booleans nor texts.
 
-    >>> takes_numbers_only(float | None), takes_numbers_only(dict[str, tuple[int, ...]]), takes_numbers_only(bool | int)
-    (True, True, False)
+    Examples:
+        >>> takes_numbers_only(float | None), takes_numbers_only(dict[str, list[int]]), takes_numbers_only(bool | int)
+        (True, True, False)
     """
     parts = get_args(annotation)
     if not parts:

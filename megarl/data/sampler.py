@@ -68,9 +68,10 @@ class RowOrder(Protocol):
 class PromptOrder:
     """The order of the prompts of one file. Each epoch has every row once.
 
-    >>> order = PromptOrder(num_rows=3, seed=0, shuffle=False)
-    >>> [order.row_at(ordinal) for ordinal in (0, 2, 3)]
-    [0, 2, 0]
+    Examples:
+        >>> order = PromptOrder(num_rows=3, seed=0, shuffle=False)
+        >>> [order.row_at(ordinal) for ordinal in (0, 2, 3)]
+        [0, 2, 0]
     """
 
     def __init__(self, num_rows: int, seed: int, shuffle: bool, *, source: int | None = None) -> None:
@@ -112,11 +113,12 @@ class PromptOrder:
 class PromptSampler:
     """Yields row numbers in `range(num_rows)` in an order that is a pure function of the number of rows before.
 
-    >>> sampler = PromptSampler(PromptOrder(num_rows=3, seed=0, shuffle=False))
-    >>> sampler.take(4)
-    [0, 1, 2, 0]
-    >>> sampler.state()
-    SamplerState(epoch=1, position=1, seed=0)
+    Examples:
+        >>> sampler = PromptSampler(PromptOrder(num_rows=3, seed=0, shuffle=False))
+        >>> sampler.take(4)
+        [0, 1, 2, 0]
+        >>> sampler.state()
+        SamplerState(epoch=1, position=1, seed=0)
     """
 
     def __init__(self, order: RowOrder) -> None:
@@ -167,9 +169,10 @@ class MixtureOrder:
     source j has had n * ratio_j of them, rounded up or down or one off. Rows are numbered over all sources, in their
     order.
 
-    >>> order = MixtureOrder([2, 3], [0.5, 0.5], seed=0, shuffle=False)
-    >>> [order.row_at(ordinal) for ordinal in range(6)]
-    [0, 2, 1, 3, 0, 4]
+    Examples:
+        >>> order = MixtureOrder([2, 3], [0.5, 0.5], seed=0, shuffle=False)
+        >>> [order.row_at(ordinal) for ordinal in range(6)]
+        [0, 2, 1, 3, 0, 4]
     """
 
     def __init__(self, sizes: Sequence[int], ratios: Sequence[float], seed: int, shuffle: bool) -> None:
@@ -229,8 +232,9 @@ class MixtureOrder:
 def source_weights(ratios: Sequence[float]) -> list[int]:
     """Return the smallest integers in the proportion of the ratios, which have four decimals.
 
-    >>> source_weights([0.5, 0.3, 0.2])
-    [5, 3, 2]
+    Examples:
+        >>> source_weights([0.5, 0.3, 0.2])
+        [5, 3, 2]
     """
     exact = [Fraction(round(ratio * MAX_PERIOD), MAX_PERIOD) for ratio in ratios]
     denominator = lcm(*(each.denominator for each in exact))

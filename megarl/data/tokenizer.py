@@ -200,6 +200,10 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
     A tokenizer of `TOKENIZER_CLASSES` is loaded without torch and without the checks of config.json in transformers.
 
+    Examples:
+            tokenizer = rl.load_tokenizer("models/Qwen3-0.6B")
+            text = tokenizer.decode(trajectory.token_ids[trajectory.loss_mask])
+
     Args:
         trust_remote_code: run the code in the folder that `auto_map` names. False: the tokenizer is that of
             tokenizer.json, or one that megarl or transformers can load without this code.

@@ -66,7 +66,18 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A sampled completion of K tokens."""
+    """A sampled completion of K tokens.
+
+    Examples:
+        >>> generation = Generation(
+        ...     token_ids=np.array([7, 2], np.int32),
+        ...     logprobs=np.array([-0.5, -0.25], np.float32),
+        ...     policy_versions=np.array([3, 3], np.int32),
+        ...     finish_reason="stop",
+        ... )
+        >>> float(generation.logprobs.sum())  # log-probability of the completion
+        -0.75
+    """
 
     token_ids: NDArray[np.int32]
     """Sampled token ids [K], including the end-of-sequence token if one was sampled."""

@@ -48,6 +48,18 @@ def gae(
     next token inside the mask; after its last one V and A are 0. Computed in float64, returned in the dtype of
     `values_T`.
 
+    Examples:
+        >>> advantages_T, returns_T = gae(
+        ...     torch.tensor([0.0, 0.0, 1.0]),  # the reward is at the last token
+        ...     torch.tensor([0.0, 0.5, 0.5]),
+        ...     torch.tensor([False, True, True]),  # the first token is the prompt
+        ...     torch.tensor([0, 3]),
+        ...     gamma=1.0,
+        ...     lam=1.0,
+        ... )
+        >>> advantages_T.tolist(), returns_T.tolist()
+        ([0.0, 0.5, 0.5], [0.0, 1.0, 1.0])
+
     Args:
         lam: one lambda for all sequences, or [S] one per sequence, as from `length_adaptive_lambda`.
     """
@@ -64,7 +76,13 @@ def gae(
 
 @torch.no_grad()
 def discounted_returns(rewards_T: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor, *, gamma: float) -> Tensor:
-    """[T] discounted returns G_t = R_t + gamma G_next, with "next" as in `gae`; 0 outside the mask."""
+    """[T] discounted returns G_t = R_t + gamma G_next, with "next" as in `gae`; 0 outside the mask.
+
+    Examples:
+        >>> mask_T, cu_seqlens_S = torch.tensor([False, True, True]), torch.tensor([0, 3])
+        >>> discounted_returns(torch.tensor([0.0, 0.0, 1.0]), mask_T, cu_seqlens_S, gamma=0.5).tolist()
+        [0.0, 0.5, 1.0]
+    """
     returns_T = torch.zeros_like(rewards_T)
     for tokens in _blocks(mask_T, cu_seqlens_S):
         tokens.scatter(solve_backwards_(tokens.gather(rewards_T), tokens.factors(gamma)), into=returns_T)
@@ -76,6 +94,10 @@ def whiten(values_T: Tensor, mask_T: Tensor, *, unbiased: bool = False) -> Tenso
 
     A single token becomes 0.
 
+    Examples:
+        >>> whiten(torch.tensor([9.0, 1.0, 3.0]), torch.tensor([False, True, True])).tolist()
+        [0.0, -1.0, 1.0]
+
     Args:
         unbiased: the variance divides by n - 1, as in verl and slime; else by n, as in REINFORCE++ of OpenRLHF.
     """
@@ -85,13 +107,23 @@ def whiten(values_T: Tensor, mask_T: Tensor, *, unbiased: bool = False) -> Tenso
 
 
 def normalize(values_T: Tensor, mask_T: Tensor, *, mean: float, variance: float) -> Tensor:
-    """[T] values as by `whiten`, given the mean and the variance, which may be those of other tokens too."""
+    """[T] values as by `whiten`, given the mean and the variance, which may be those of other tokens too.
+
+    Examples:
+        >>> normalize(torch.tensor([9.0, 1.0, 3.0]), torch.tensor([False, True, True]), mean=1.0, variance=4.0).tolist()
+        [0.0, 0.0, 1.0]
+    """
     whitened_T = ((values_T.double() - mean) / (variance**0.5 + WHITEN_EPSILON)).to(values_T.dtype)
     return torch.where(mask_T, whitened_T, torch.zeros_like(whitened_T))
 
 
 def remax_advantages(rewards_T: Tensor, baseline_S: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor) -> Tensor:
     """[T] return minus the greedy completion's reward, 0 outside the mask (ReMax, arXiv 2310.10505, algorithm 1).
+
+    Examples:
+        >>> mask_T, cu_seqlens_S = torch.tensor([False, True, True]), torch.tensor([0, 3])
+        >>> remax_advantages(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.25]), mask_T, cu_seqlens_S).tolist()
+        [0.0, 0.75, 0.75]
 
     Args:
         baseline_S: reward of the greedy completion of each sequence's prompt; [N] if padding sequences follow.
@@ -101,7 +133,12 @@ def remax_advantages(rewards_T: Tensor, baseline_S: Tensor, mask_T: Tensor, cu_s
 
 
 def length_adaptive_lambda(lengths_N: Tensor, *, alpha: float) -> Tensor:
-    """float32 [N] lambda = 1 - 1 / max(alpha * length, 1), length in sampled tokens (VAPO, arXiv 2504.05118, 4.2)."""
+    """float32 [N] lambda = 1 - 1 / max(alpha * length, 1), length in sampled tokens (VAPO, arXiv 2504.05118, 4.2).
+
+    Examples:
+        >>> length_adaptive_lambda(torch.tensor([4, 40]), alpha=0.5).tolist()
+        [0.5, 0.949999988079071]
+    """
     return (1 - 1 / (alpha * lengths_N.double()).clamp(min=1)).float()
 
 
@@ -111,6 +148,13 @@ def group_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, kind: GroupBasel
     `grpo`: (R - mean) / (std + 1e-6), std with n - 1 (arXiv 2402.03300, section 4.1.2).
     `dr_grpo`: R - mean (arXiv 2503.20783, section 3.2).
     `rloo`: R_i - mean of the others (arXiv 2402.14740, equation 5).
+
+    Examples:
+        >>> rewards_N, group_ids_N = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1])
+        >>> group_advantages(rewards_N, group_ids_N, kind="dr_grpo").tolist()
+        [0.5, -0.5, 0.0, 0.0]
+        >>> group_advantages(rewards_N, group_ids_N, kind="rloo").tolist()
+        [1.0, -1.0, 0.0, 0.0]
 
     Raises:
         ValueError: a group has fewer than two members.
@@ -186,7 +230,13 @@ def _blocks(mask_T: Tensor, cu_seqlens_S: Tensor) -> Iterator[_MaskedTokens]:
 
 
 def spread_completions(values_N: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor) -> Tensor:
-    """[T] value of the completion on each of its tokens inside the mask, 0 elsewhere."""
+    """[T] value of the completion on each of its tokens inside the mask, 0 elsewhere.
+
+    Examples:
+        >>> mask_T, cu_seqlens_S = torch.tensor([False, True, False, True]), torch.tensor([0, 2, 4])
+        >>> spread_completions(torch.tensor([1.0, 2.0]), mask_T, cu_seqlens_S).tolist()
+        [0.0, 1.0, 0.0, 2.0]
+    """
     lengths_N = cu_seqlens_S.diff()[: len(values_N)]
     spread_T = torch.zeros(len(mask_T), dtype=values_N.dtype, device=values_N.device)
     values_of_tokens = values_N.repeat_interleave(lengths_N)

@@ -19,7 +19,16 @@ CorrectionKind = Literal["token_tis", "sequence_tis", "icepop", "geometric_mask"
 
 @dataclass(frozen=True, slots=True)
 class CorrectionOutput:
-    """Weights of the token losses. Means still divide by the token count of the loss mask, not of `keep_T`."""
+    """Weights of the token losses. Means still divide by the token count of the loss mask, not of `keep_T`.
+
+    Examples:
+        >>> ratios_T, sequences = torch.tensor([1.0, 8.0]), Sequences.of(torch.tensor([0, 2]))
+        >>> output = rollout_correction(
+        ...     ratios_T.log(), torch.zeros(2), torch.tensor([True, True]), sequences, kind="icepop", low=0.5, high=5.0
+        ... )
+        >>> output.weights_T.tolist(), output.keep_T.tolist()
+        ([1.0, 0.0], [True, False])
+    """
 
     weights_T: Tensor
     """[T] weights, detached; 0 where `keep_T` is False."""
@@ -45,6 +54,14 @@ def rollout_correction(
     `sequence_tis`: min(product of w over the sequence, high), on each of its tokens.
     `icepop`: w where low <= w <= high, else 0 (arXiv 2510.18855).
     `geometric_mask`: 1 in sequences whose geometric mean of w is within [low, high], else 0.
+
+    Examples:
+        >>> ratios_T, sequences = torch.tensor([0.5, 1.0, 8.0]), Sequences.of(torch.tensor([0, 3]))
+        >>> output = rollout_correction(
+        ...     ratios_T.log(), torch.zeros(3), torch.ones(3).bool(), sequences, kind="token_tis", low=0.0, high=2.0
+        ... )
+        >>> output.weights_T.tolist()
+        [0.5, 1.0, 2.0]
 
     Args:
         low: lower bound of `icepop` and `geometric_mask`; the truncating kinds ignore it.

@@ -18,13 +18,22 @@ def overlong_penalty(lengths_N: Tensor, *, max_length: int, buffer: int, factor:
 
     DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to the buffer, -factor at its end. No
     completion is longer than `max_length`, where generation stops.
+
+    Examples:
+        >>> overlong_penalty(torch.tensor([60, 90, 100]), max_length=100, buffer=20, factor=1.0).tolist()
+        [0.0, -0.5, -1.0]
     """
     excess_N = lengths_N.double() - (max_length - buffer)
     return (-excess_N / buffer * factor).clamp(max=0).float()
 
 
 def keep_informative_groups(scores_N: Tensor, group_ids_N: Tensor) -> Tensor:
-    """Bool [N] mask of completions whose group has differing scores (DAPO, arXiv 2503.14476, equation 11)."""
+    """Bool [N] mask of completions whose group has differing scores (DAPO, arXiv 2503.14476, equation 11).
+
+    Examples:
+        >>> keep_informative_groups(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])).tolist()
+        [True, True, False, False]
+    """
     lowest_N, highest_N = _group_min_max(scores_N, group_ids_N)
     return highest_N > lowest_N
 
@@ -41,6 +50,11 @@ def pf_ppo_weights(rewards_N: Tensor, group_ids_N: Tensor, *, kind: FilterKind) 
     `max_random`: .4 for the group's highest rewards, else .1.
 
     All weights are increased by 1e-8; equal rewards have equal weights.
+
+    Examples:
+        >>> weights_N = pf_ppo_weights(torch.tensor([2.0, 0.0, 1.0]), torch.tensor([0, 0, 0]), kind="pow")
+        >>> [round(weight, 4) for weight in weights_N.tolist()]
+        [1.0, 0.0, 0.25]
     """
     rewards_N = rewards_N.double()
     lowest_N, highest_N = _group_min_max(rewards_N, group_ids_N)
@@ -57,7 +71,13 @@ def pf_ppo_weights(rewards_N: Tensor, group_ids_N: Tensor, *, kind: FilterKind) 
 
 
 def pf_ppo_resample(weights_N: Tensor, group_ids_N: Tensor, *, generator: torch.Generator) -> Tensor:
-    """int64 [N] indices of the resampled completions, drawn by weight with replacement within each group."""
+    """int64 [N] indices of the resampled completions, drawn by weight with replacement within each group.
+
+    Examples:
+        >>> weights_N, group_ids_N = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1])
+        >>> pf_ppo_resample(weights_N, group_ids_N, generator=torch.Generator()).tolist()
+        [0, 0, 3, 3]
+    """
     indices_N = torch.empty(len(group_ids_N), dtype=torch.int64, device=group_ids_N.device)
     for group_id in torch.unique(group_ids_N):
         members_L = (group_ids_N == group_id).nonzero().squeeze(1)

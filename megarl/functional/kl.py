@@ -18,6 +18,10 @@ def kl_penalty(logprobs_T: Tensor, ref_logprobs_T: Tensor, *, kind: KlKind) -> T
     """[T] KL estimate per token from d = log pi - log pi_ref: `k1` d, `k2` d^2 / 2, `k3` e^-d - 1 + d.
 
     Differentiable in `logprobs_T` (Schulman, "Approximating KL Divergence", joschu.net/blog/kl-approx.html).
+
+    Examples:
+        >>> kl_penalty(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0]), kind="k1").tolist()
+        [0.5, 0.0]
     """
     log_ratio_T = logprobs_T - ref_logprobs_T
     match kind:
@@ -34,8 +38,9 @@ def kl_penalty(logprobs_T: Tensor, ref_logprobs_T: Tensor, *, kind: KlKind) -> T
 class AdaptiveKl:
     """A KL coefficient that adapts to a target KL (Ziegler et al., arXiv 1909.08593, section 2.2).
 
-    >>> AdaptiveKl().update(kl=0.2, num_samples=256)
-    0.00100512
+    Examples:
+        >>> AdaptiveKl().update(kl=0.2, num_samples=256)
+        0.00100512
     """
 
     coefficient: float = 1e-3

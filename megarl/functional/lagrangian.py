@@ -10,7 +10,12 @@ from torch import Tensor
 
 
 def safe_rlhf_advantages(reward_adv_T: Tensor, cost_adv_T: Tensor, *, multiplier: float) -> Tensor:
-    """[T] combined advantages (A_R - lambda A_C) / (1 + lambda) of PPO-Lagrangian; lambda is the multiplier."""
+    """[T] combined advantages (A_R - lambda A_C) / (1 + lambda) of PPO-Lagrangian; lambda is the multiplier.
+
+    Examples:
+        >>> safe_rlhf_advantages(torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5]), multiplier=1.0).tolist()
+        [0.25, -0.75]
+    """
     return (reward_adv_T - multiplier * cost_adv_T) / (1 + multiplier)
 
 
@@ -21,8 +26,9 @@ class LagrangeMultiplier:
     Gradient ascent on log(value) as in the paper, but without the factor `value` of its gradient: the step in
     log(value) does not depend on the value.
 
-    >>> round(LagrangeMultiplier().update(mean_cost=0.5), 4)
-    1.0513
+    Examples:
+        >>> round(LagrangeMultiplier().update(mean_cost=0.5), 4)
+        1.0513
     """
 
     value: float = 1.0

@@ -16,7 +16,14 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """Denominators of loss means: counts over the full mini-batch, all ranks and micro-batches."""
+    """Denominators of loss means: counts over the full mini-batch, all ranks and micro-batches.
+
+    Examples:
+        >>> mask_T, tokens_T = torch.tensor([False, True, True, True]), torch.tensor([3, 3, 3, 3])
+        >>> denominators = Denominators(num_tokens=4, num_sequences=2)  # another pack has the other token and sequence
+        >>> aggregate(torch.ones(4), mask_T, tokens_T, mode="token-mean", denominators=denominators).item()
+        0.75
+    """
 
     num_tokens: int
     """Number of tokens inside the loss mask."""
@@ -29,7 +36,13 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossOutput:
-    """Result of a policy loss, per token."""
+    """Result of a policy loss, per token.
+
+    Examples:
+        >>> output = clipped_policy_loss(torch.zeros(1), torch.zeros(1), torch.ones(1), clip_low=0.2, clip_high=0.2)
+        >>> output.loss_T.tolist(), output.ratio_T.tolist(), output.clipped_T.tolist()
+        ([-1.0], [1.0], [False])
+    """
 
     loss_T: Tensor
     """Per token, not yet masked."""
@@ -49,7 +62,13 @@ class PolicyLossOutput:
 
 @dataclass(frozen=True, slots=True)
 class ValueLossOutput:
-    """Result of `value_loss`, per token."""
+    """Result of `value_loss`, per token.
+
+    Examples:
+        >>> output = value_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0]), clip=0.5)
+        >>> output.loss_T.tolist(), output.clipped_T.tolist()
+        ([1.125], [True])
+    """
 
     loss_T: Tensor
     """Per token, not yet masked."""
@@ -70,6 +89,12 @@ def clipped_policy_loss(
     """PPO loss max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) per token ( arXiv 1707.06347, equation 7).
 
     With `dual_clip` c, the loss of tokens with A < 0 is at most -c A (arXiv 1912.09729, equation 5).
+
+    Examples:
+        >>> logprobs_T, old_logprobs_T = torch.tensor([0.5, 2.0]).log(), torch.zeros(2)  # ratios 0.5 and 2
+        >>> output = clipped_policy_loss(logprobs_T, old_logprobs_T, torch.ones(2), clip_low=0.2, clip_high=0.25)
+        >>> output.loss_T.tolist(), output.clipped_T.tolist()
+        ([-0.5, -1.25], [False, True])
     """
     ratio_T = _ratio(logprobs_T, old_logprobs_T)
     unclipped_T = -advantages_T * ratio_T
@@ -98,6 +123,14 @@ def gspo_loss(
 
     GSPO-token (arXiv 2507.18071, equations 13 and 14): the ratio is sg(s) pi / sg(pi), whose gradient reaches the
     token's own log-prob only. With `seq-mean-token-mean` and one advantage per sequence it equals GSPO.
+
+    Examples:
+        >>> logprobs_T, old_logprobs_T = torch.tensor([0.5, 2.0]).log(), torch.zeros(2)  # ratios 0.5 and 2
+        >>> mask_T, sequences = torch.tensor([True, True]), Sequences.of(torch.tensor([0, 2]))
+        >>> gspo_loss(
+        ...     logprobs_T, old_logprobs_T, torch.ones(2), mask_T, sequences, clip_low=3e-4, clip_high=4e-4
+        ... ).ratio_T.tolist()
+        [1.0, 1.0]
     """
     log_ratio_T = _zero_outside_mask(logprobs_T - old_logprobs_T, mask_T)
     sequence_T = sequences.spread(sequences.mean(log_ratio_T.detach(), mask_T))
@@ -116,6 +149,12 @@ def cispo_loss(
     """CISPO loss -sg(min(r, 1 + clip_high)) A log pi per token (arXiv 2506.13585, equations 4 and 5, no lower bound).
 
     Clipped tokens keep a gradient. sg: stop-gradient.
+
+    Examples:
+        >>> logprobs_T, old_logprobs_T = torch.tensor([0.5, 4.0]).log(), torch.zeros(2)  # ratios 0.5 and 4
+        >>> output = cispo_loss(logprobs_T, old_logprobs_T, torch.ones(2), clip_high=1.0)
+        >>> [round(loss, 3) for loss in output.loss_T.tolist()], output.clipped_T.tolist()
+        ([0.347, -2.773], [False, True])
     """
     ratio_T = _ratio(logprobs_T, old_logprobs_T).detach()
     loss_T = -ratio_T.clamp(max=1 + clip_high) * advantages_T * logprobs_T
@@ -137,6 +176,14 @@ def gmpo_loss(
     Log-ratios are clipped on the side where the objective of the token would gain: to at most `clip_high` if A > 0, to
     at least -`clip_low` if A < 0 (paper: 0.4 and 0.4). Aggregated with `seq-mean-token-mean`, it is the objective of
     the paper.
+
+    Examples:
+        >>> logprobs_T, old_logprobs_T = torch.tensor([0.5, 2.0]).log(), torch.zeros(2)  # ratios 0.5 and 2
+        >>> mask_T, sequences = torch.tensor([True, True]), Sequences.of(torch.tensor([0, 2]))
+        >>> ones_T, clip = torch.ones(2), {"clip_low": 0.4, "clip_high": 0.4}
+        >>> output = gmpo_loss(logprobs_T, old_logprobs_T, ones_T, mask_T, sequences, **clip)
+        >>> [round(loss, 3) for loss in output.loss_T.tolist()], output.clipped_T.tolist()
+        ([-0.864, -0.864], [False, True])
     """
     log_ratio_T = clamp_log_ratio(_zero_outside_mask(logprobs_T - old_logprobs_T, mask_T))
     clipped_log_ratio_T = torch.where(
@@ -162,6 +209,14 @@ def decoupled_policy_loss(
 
     From arXiv 2110.00641; AReaL uses it for stale samples (arXiv 2505.24298, section 5.2). sg: stop-gradient.
 
+    Examples:
+        >>> zeros_T, behave_T = torch.zeros(2), torch.tensor([0.25, 1.0]).log()
+        >>> output = decoupled_policy_loss(
+        ...     zeros_T, zeros_T, behave_T, torch.ones(2), clip_low=0.2, clip_high=0.2, behave_cap=2.0
+        ... )
+        >>> output.loss_T.tolist()
+        [-2.0, -1.0]
+
     Args:
         behave_cap: upper bound of the weight pi_prox / pi_behave; None: unbounded.
     """
@@ -178,6 +233,13 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, cli
     """PPO value loss max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 per token, R the return.
 
     As in openai/baselines, ppo2. With `clip` None it is (V - R)^2 / 2.
+
+    Examples:
+        >>> values_T, old_values_T, returns_T = torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0])
+        >>> value_loss(values_T, old_values_T, returns_T, clip=None).loss_T.tolist()
+        [0.5]
+        >>> value_loss(values_T, old_values_T, returns_T, clip=0.5).loss_T.tolist()
+        [1.125]
     """
     unclipped_T = (values_T - returns_T).square() / 2
     if clip is None:
@@ -199,6 +261,14 @@ def aggregate(
 
     `token-mean`: mean over all tokens of the mini-batch. `seq-mean-token-sum`: mean over sequences of token sums.
     `seq-mean-token-mean`: mean over sequences of token means. `seq-mean-token-sum-norm`: the second / `length_norm`.
+
+    Examples:
+        >>> values_T, mask_T = torch.tensor([9.0, 1.0, 2.0, 3.0]), torch.tensor([False, True, True, True])
+        >>> tokens_T, denominators = torch.tensor([2, 2, 2, 1]), Denominators(num_tokens=3, num_sequences=2)
+        >>> aggregate(values_T, mask_T, tokens_T, mode="token-mean", denominators=denominators).item()
+        2.0
+        >>> aggregate(values_T, mask_T, tokens_T, mode="seq-mean-token-mean", denominators=denominators).item()
+        2.25
 
     Args:
         sequence_tokens_T: token count (`mask_T`) of each token's full sequence, at least 1; the pack may hold a part.

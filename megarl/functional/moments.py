@@ -21,9 +21,10 @@ class GroupMoments:
     Those of a group depend on its own values only, in their order; those of all groups are sums over groups, in their
     order and in float64.
 
-    >>> moments = GroupMoments.of(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0, 0, 1]), 2)
-    >>> moments.mean, moments.variance()
-    (3.0, 4.666666666666667)
+    Examples:
+        >>> moments = GroupMoments.of(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0, 0, 1]), 2)
+        >>> moments.mean, moments.variance()
+        (3.0, 4.666666666666667)
     """
 
     count_G: NDArray[np.int64]

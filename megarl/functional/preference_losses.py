@@ -11,7 +11,13 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLossOutput:
-    """Result of a preference loss, per pair."""
+    """Result of a preference loss, per pair.
+
+    Examples:
+        >>> output = preference_loss(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 1.0]))
+        >>> (output.chosen_rewards_B > output.rejected_rewards_B).tolist()  # which pairs are classified correctly
+        [True, False]
+    """
 
     loss_B: Tensor
 
@@ -32,6 +38,12 @@ def dpo_loss(
 ) -> PreferenceLossOutput:
     """DPO loss -log sigmoid(r_chosen - r_rejected), r = beta (log pi - log pi_ref) ( arXiv 2305.18290, equation 7).
 
+    Examples:
+        >>> chosen_B, rejected_B, ref_B = torch.tensor([-1.0]), torch.tensor([-3.0]), torch.tensor([-2.0])
+        >>> output = dpo_loss(chosen_B, rejected_B, ref_B, ref_B, beta=0.5)
+        >>> [round(loss, 4) for loss in output.loss_B.tolist()]
+        [0.3133]
+
     Args:
         chosen_logprobs_B: summed over the tokens of the answer, like the other three.
     """
@@ -49,6 +61,12 @@ def rpo_loss(
     alpha: float,
 ) -> PreferenceLossOutput:
     """RPO loss: `dpo_loss` plus alpha times the NLL per token of the chosen answer (arXiv 2404.19733, equation 1).
+
+    Examples:
+        >>> chosen_B, rejected_B, ref_B = torch.tensor([-1.0]), torch.tensor([-3.0]), torch.tensor([-2.0])
+        >>> output = rpo_loss(chosen_B, rejected_B, ref_B, ref_B, torch.tensor([4]), beta=0.5, alpha=1.0)
+        >>> [round(loss, 4) for loss in output.loss_B.tolist()]
+        [0.5633]
 
     Args:
         chosen_tokens_B: number of tokens summed in `chosen_logprobs_B`; the paper counts prompt tokens as well.
@@ -73,6 +91,11 @@ def preference_loss(
     `cost`: the chosen answer is less harmful and has the lower cost: -log sigmoid(C_rejected - C_chosen - margin)
     (Safe RLHF, arXiv 2310.12773, section 3.2); the returned rewards are negated costs. Safety signs s add
     -log sigmoid(s C) for both answers (same section), which makes the cost of harmful answers positive.
+
+    Examples:
+        >>> output = preference_loss(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 1.0]))
+        >>> [round(loss, 4) for loss in output.loss_B.tolist()]
+        [0.3133, 1.3133]
 
     Args:
         margins_B: required score differences, 0 or more; None: 0.

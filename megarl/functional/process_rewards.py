@@ -33,6 +33,21 @@ def prime_rewards(
     Process: r_t = beta q_t minus the mean, over the other completions of the group, of their mean r; then summed over
     this and all later tokens. Outcome: R minus the mean R of the others, on every token (algorithm 1).
 
+    Examples:
+        >>> rewards_T = prime_rewards(
+        ...     torch.tensor([0.0, -1.0, 0.0, -2.0]),
+        ...     torch.tensor([0.0, -2.0, 0.0, -2.0]),
+        ...     torch.tensor([1.0, 0.0]),  # outcomes
+        ...     torch.tensor([0, 0]),
+        ...     torch.tensor([False, True, False, True]),
+        ...     torch.tensor([0, 2, 4]),
+        ...     beta=0.5,
+        ...     process_coefficient=1.0,
+        ...     outcome_coefficient=1.0,
+        ... )
+        >>> rewards_T.tolist()
+        [0.0, 1.5, 0.0, -1.5]
+
     Args:
         logprobs_T: log-probs of the implicit reward model.
         scales_process: multiply the deviation of r_t from its completion's mean by n / (n - 1), n the size of the
@@ -69,6 +84,18 @@ def implicit_reward_loss(
 
     0 for sequences without tokens inside the mask. All context-parallel ranks that share the sequences get the same
     loss: count it once.
+
+    Examples:
+        >>> loss_S = implicit_reward_loss(
+        ...     torch.tensor([0.0, -1.0]),
+        ...     torch.tensor([0.0, -3.0]),
+        ...     torch.tensor([1.0]),
+        ...     torch.tensor([False, True]),
+        ...     Sequences.of(torch.tensor([0, 2])),
+        ...     beta=0.5,
+        ... )
+        >>> [round(loss, 4) for loss in loss_S.tolist()]
+        [0.3133]
     """
     log_ratio_T = torch.where(mask_T, logprobs_T - ref_logprobs_T, torch.zeros_like(logprobs_T))
     logits_S = beta * sequences.sum(log_ratio_T)

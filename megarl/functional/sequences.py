@@ -13,11 +13,12 @@ from torch import Tensor
 class Sequences:
     """Maps each token of a pack, or of one context-parallel rank's share of it, to its sequence.
 
-    >>> sequences = Sequences.of(torch.tensor([0, 2, 5]))
-    >>> sequences.ids_T.tolist()
-    [0, 0, 1, 1, 1]
-    >>> sequences.sum(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).tolist()
-    [3.0, 12.0]
+    Examples:
+        >>> sequences = Sequences.of(torch.tensor([0, 2, 5]))
+        >>> sequences.ids_T.tolist()
+        [0, 0, 1, 1, 1]
+        >>> sequences.sum(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).tolist()
+        [3.0, 12.0]
     """
 
     ids_T: Tensor

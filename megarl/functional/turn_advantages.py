@@ -16,6 +16,10 @@ def turn_of_tokens(mask_T: Tensor) -> Tensor:
 
     A token inside the mask begins a turn unless the token before it is inside, too. The first token of a sequence is
     never inside.
+
+    Examples:
+        >>> turn_of_tokens(torch.tensor([False, True, True, False, True])).tolist()
+        [-1, 0, 0, -1, 1]
     """
     starts_T = mask_T.clone()
     starts_T[1:] &= ~mask_T[:-1]
@@ -24,6 +28,10 @@ def turn_of_tokens(mask_T: Tensor) -> Tensor:
 
 def turn_returns(rewards_M: Tensor, episode_M: Tensor) -> Tensor:
     """float64 [M] reward-to-go: the reward of this turn and of all later turns of the episode.
+
+    Examples:
+        >>> turn_returns(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 1])).tolist()
+        [3.0, 2.0, 4.0]
 
     Args:
         episode_M: index of the episode of each turn, ascending.
@@ -48,6 +56,11 @@ def turn_advantages(rewards_M: Tensor, episode_M: Tensor, group_ids_N: Tensor, *
 
     With one turn per episode this is `group_advantages`. The turns of a group are 0 if only one of its episodes has
     any.
+
+    Examples:
+        >>> rewards_M, episode_M = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0, 0, 1])  # two turns, and one
+        >>> turn_advantages(rewards_M, episode_M, torch.tensor([0, 0]), kind="rloo").tolist()
+        [1.0, 1.0, -1.0]
     """
     returns_M, number_M = turn_returns(rewards_M, episode_M), _number_in_episode(episode_M)
     _, group_N = torch.unique(group_ids_N, return_inverse=True)

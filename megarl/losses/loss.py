@@ -25,6 +25,10 @@ class TokenScores:
     """Per-token outputs of the language-model head for a pack.
 
     Tokens outside the loss mask never reach the head: their entries are finite and mean nothing.
+
+    Examples:
+        >>> TokenScores(logprobs_T=torch.tensor([-0.5]), entropy_T=torch.tensor([1.0])).logprobs_T.tolist()
+        [-0.5]
     """
 
     logprobs_T: Tensor
@@ -43,6 +47,10 @@ class LossBatch:
 
     A loss is a mean over a mini-batch, of which this pack holds a part: sums are divided by counts over all packs and
     data-parallel ranks, and the shares of all of them are added.
+
+    Examples:
+            shortfall_T = (margin - scores.logprobs_T).relu() * batch.columns["advantages"]
+            return rl.LossOutput(loss=batch.token_mean(shortfall_T))
     """
 
     pack: PackedBatch
@@ -85,7 +93,12 @@ class LossBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """Result of a loss for one pack."""
+    """Result of a loss for one pack.
+
+    Examples:
+        >>> LossOutput(loss=torch.tensor(0.5), metrics={"margin": torch.tensor(1.0)}).loss.item()
+        0.5
+    """
 
     loss: Tensor
     """This pack's share of the loss, a scalar with gradient."""
@@ -102,7 +115,14 @@ class LossOutput:
 
 
 class Loss(ABC):
-    """Base class of the losses of language models."""
+    """Base class of the losses of language models.
+
+    Examples:
+            @dataclass(frozen=True, slots=True)
+            class NegativeLogLikelihood(rl.Loss):
+                def __call__(self, scores: rl.TokenScores, batch: rl.LossBatch) -> rl.LossOutput:
+                    return rl.LossOutput(loss=batch.token_mean(-scores.logprobs_T))
+    """
 
     @property
     def columns(self) -> tuple[ColumnName, ...]:
@@ -119,7 +139,16 @@ class Loss(ABC):
 
 
 class ValueHeadLoss(ABC):
-    """Base class of the losses of models with a value head."""
+    """Base class of the losses of models with a value head.
+
+    Examples:
+            @dataclass(frozen=True, slots=True)
+            class SquaredError(rl.ValueHeadLoss):
+                columns = ("returns",)
+
+                def __call__(self, values_T: Tensor, batch: rl.LossBatch) -> rl.LossOutput:
+                    return rl.LossOutput(loss=batch.token_mean((values_T - batch.columns["returns"]).square()))
+    """
 
     @property
     def columns(self) -> tuple[ColumnName, ...]:
@@ -132,7 +161,16 @@ class ValueHeadLoss(ABC):
 
 
 class TokenLoss(ABC):
-    """Base class of policy losses per token; `PolicyLoss` adds KL penalty, rollout correction and aggregation."""
+    """Base class of policy losses per token; `PolicyLoss` adds KL penalty, rollout correction and aggregation.
+
+    Examples:
+            @dataclass(frozen=True, slots=True)
+            class Unclipped(rl.TokenLoss):
+                def __call__(self, scores: rl.TokenScores, batch: rl.LossBatch) -> rl.PolicyLossOutput:
+                    ratio_T = (scores.logprobs_T - batch.columns["old_logprobs"]).exp()
+                    loss_T = -batch.columns["advantages"] * ratio_T
+                    return rl.PolicyLossOutput(loss_T, ratio_T.detach(), torch.zeros_like(batch.mask_T))
+    """
 
     @property
     def columns(self) -> tuple[ColumnName, ...]:

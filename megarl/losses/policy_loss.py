@@ -33,7 +33,12 @@ from megarl.losses.loss import Loss, LossBatch, LossOutput, TokenLoss, TokenScor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedLoss(TokenLoss):
-    """PPO's clipped loss per token: `clipped_policy_loss`, or `decoupled_policy_loss`."""
+    """PPO's clipped loss per token: `clipped_policy_loss`, or `decoupled_policy_loss`.
+
+    Examples:
+        >>> ClippedLoss(clip_low=0.2, clip_high=0.28).columns
+        ('advantages', 'old_logprobs')
+    """
 
     clip_low: float
     clip_high: float

@@ -46,6 +46,10 @@ def extract_final_answer(text: str) -> str | None:
     `\fbox{}` is a box, too, and braces may be missing (`\boxed 5`). "Answer:" and "The answer is" after `####` are
     left out. A heading of words (`#### Verification`) is no answer if there is a box or another `####`. Returns None if
     there is neither, or if it is empty. Runs in time linear in the length of the text.
+
+    Examples:
+        >>> extract_final_answer("6 * 12 = 72\n#### 72"), extract_final_answer(r"that is \boxed{1/2}.")
+        ('72', '1/2')
     """
     marked, end = None, len(text)
     box_end = max((match.end() for match in _BOX.finditer(text)), default=-1)

@@ -121,6 +121,12 @@ def numeric_reward(text: str, answer: str, *, strict: bool, finished: bool) -> f
     `answer` if it has none; one that is no number equals only the same text. Numbers are compared exactly (72 = 72.0 =
     \$72, 0.5 = 1/2), and their units where both have one. Arithmetic must be carried out: `#### 8+3` is not 11.
 
+    Examples:
+        >>> numeric_reward("6 * 12 = 72\n#### 72.0", "#### 72", strict=False, finished=True)
+        1.0
+        >>> numeric_reward("6 * 12 = 72\n#### 72.0", "#### 72", strict=True, finished=True)
+        0.0
+
     Args:
         text: the completion.
         answer: the answer in the data, for example GSM8K's "...\n#### 72".
@@ -140,6 +146,10 @@ def math_reward(
 
     Numbers and texts take microseconds; expressions, sets, intervals, tuples, matrices, equations and inequalities are
     compared with sympy, in milliseconds.
+
+    Examples:
+        >>> math_reward("so it is #### 0.5", "1/2"), math_reward("so it is #### 0.6", "1/2")
+        ('equal', 'unequal')
 
     Args:
         text: the completion.
@@ -229,7 +239,11 @@ MAX_SEARCH_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A trajectory and the text that the policy sampled in it, without special tokens."""
+    """A trajectory and the text that the policy sampled in it, without special tokens.
+
+    Examples:
+            values = await term.score([rewards.Completion(trajectory, text) for trajectory, text in sampled], prompt)
+    """
 
     trajectory: Trajectory
     text: str
@@ -237,7 +251,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class TermValue:
-    """The value of a term on one completion."""
+    """The value of a term on one completion.
+
+    Examples:
+        >>> TermValue(0.5, {"length": 12.0}).reward
+        0.5
+    """
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -245,11 +264,26 @@ class TermValue:
 
 
 class TermError(Exception):
-    """A term failed on one completion; if it fails again, the term's `on_error` decides what follows."""
+    """A term failed on one completion; if it fails again, the term's `on_error` decides what follows.
+
+    Examples:
+            return [rewards.TermError(f"no score: {response.status}"), rewards.TermValue(0.5)]  # of two completions
+    """
 
 
 class Term(Protocol):
-    """A reward term of the configuration."""
+    """A reward term of the configuration.
+
+    Examples:
+            class Brevity:
+                compares_completions = False
+
+                async def score(self, completions, prompt):
+                    return [rewards.TermValue(1 / (1 + len(each.text))) for each in completions]
+
+                async def close(self) -> None:
+                    pass
+    """
 
     @property
     def compares_completions(self) -> bool:

@@ -187,7 +187,16 @@ D = TypeVar("D")
 
 
 class RLRun(ScoringRun):
-    """One RL run: its worker groups, models, prompts, metrics and totals."""
+    """One RL run: its worker groups, models, prompts, metrics and totals.
+
+    Examples:
+            run.begin()
+            for prompts in run.steps():
+                batch = run.sample(prompts)
+                run.add_reference_logprobs(batch)
+                run.estimate(rl.group_estimates, batch, config, run.kl_coefficient)
+                run.finish_step(batch, run.train_policy(batch, rl.ClippedLoss.of(config)))
+    """
 
     def __init__(
         self,

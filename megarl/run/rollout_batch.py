@@ -42,7 +42,13 @@ class BatchVersions:
 
 @dataclass(slots=True, kw_only=True)
 class RolloutBatch:
-    """Completions of one step with rewards, log-probs, values and advantages, which the loop adds step by step."""
+    """Completions of one step with rewards, log-probs, values and advantages, which the loop adds step by step.
+
+    Examples:
+            batch = run.sample(prompts)
+            run.add_metrics({"reward/best": max(batch.rewards)})
+            batch.scalars["positive"] = [float(reward > 0) for reward in batch.rewards]  # for the estimator
+    """
 
     groups: list[FinishedGroup]
     """Groups with at least one completion that is not dropped."""

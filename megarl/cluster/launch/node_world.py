@@ -251,8 +251,9 @@ def _parse_head(head: str) -> tuple[tuple[str, ...], int | None]:
 def expand_hostlist(text: str) -> tuple[str, ...]:
     """Expand a host list in Slurm's compact notation, preserving its order.
 
-    >>> expand_hostlist("a[08-10,12],login,r[1-2]n[1-2]")
-    ('a08', 'a09', 'a10', 'a12', 'login', 'r1n1', 'r1n2', 'r2n1', 'r2n2')
+    Examples:
+        >>> expand_hostlist("a[08-10,12],login,r[1-2]n[1-2]")
+        ('a08', 'a09', 'a10', 'a12', 'login', 'r1n1', 'r1n2', 'r2n1', 'r2n2')
 
     Raises:
         ConfigError: `text` is not a host list.

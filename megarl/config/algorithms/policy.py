@@ -46,7 +46,15 @@ class CriticConfig(TrainedModelConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUse:
-    """Declares that an algorithm uses a model in addition to the policy."""
+    """Declares that an algorithm uses a model in addition to the policy.
+
+    Examples:
+            class AnchoredConfig(rl.PolicyConfig):
+                anchor: rl.FrozenModelConfig = rl.FrozenModelConfig()
+
+                def models(self) -> tuple[rl.ModelUse, ...]:
+                    return (*super().models(), rl.ModelUse(name="anchor", field="anchor", section=self.anchor))
+    """
 
     name: str
     """Unique name within the run: key of `RLRun.models`, prefix of the model's metrics, folder of its checkpoint."""

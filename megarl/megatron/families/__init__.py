@@ -1,1 +1,63 @@
 """Supported Hugging Face model families and the mapping between their tensors and megatron-core parameters."""
+
+from typing import TYPE_CHECKING
+
+from megarl.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from megarl.megatron.families.architecture import FamilyReader as FamilyReader
+    from megarl.megatron.families.architecture import ModelArchitecture as ModelArchitecture
+    from megarl.megatron.families.architecture import ModelFamily as ModelFamily
+    from megarl.megatron.families.attention import GroupedQueryAttention as GroupedQueryAttention
+    from megarl.megatron.families.attention import LatentAttention as LatentAttention
+    from megarl.megatron.families.attention import Rope as Rope
+    from megarl.megatron.families.config_json import HfConfig as HfConfig
+    from megarl.megatron.families.feed_forward import GatedMlp as GatedMlp
+    from megarl.megatron.families.feed_forward import MixtureOfExperts as MixtureOfExperts
+    from megarl.megatron.families.parameter_map import ParameterMap as ParameterMap
+    from megarl.megatron.families.parameter_map import replicated as replicated
+    from megarl.megatron.families.parameter_map import split_columns as split_columns
+    from megarl.megatron.families.parameter_map import split_rows as split_rows
+
+__all__ = [
+    "FamilyReader",
+    "GatedMlp",
+    "GroupedQueryAttention",
+    "HfConfig",
+    "LatentAttention",
+    "MixtureOfExperts",
+    "ModelArchitecture",
+    "ModelFamily",
+    "ParameterMap",
+    "Rope",
+    "replicated",
+    "split_columns",
+    "split_rows",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "megarl.megatron.families.architecture": (
+            "FamilyReader",
+            "ModelArchitecture",
+            "ModelFamily",
+        ),
+        "megarl.megatron.families.attention": (
+            "GroupedQueryAttention",
+            "LatentAttention",
+            "Rope",
+        ),
+        "megarl.megatron.families.config_json": ("HfConfig",),
+        "megarl.megatron.families.feed_forward": (
+            "GatedMlp",
+            "MixtureOfExperts",
+        ),
+        "megarl.megatron.families.parameter_map": (
+            "ParameterMap",
+            "replicated",
+            "split_columns",
+            "split_rows",
+        ),
+    },
+)

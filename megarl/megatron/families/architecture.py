@@ -51,7 +51,25 @@ _MTP_LAYER_PREFIX = "transformer_layer."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelArchitecture:
-    """A model as its config.json describes it: what it computes and how its parameters map to Hugging Face tensors."""
+    """A model as its config.json describes it: what it computes and how its parameters map to Hugging Face tensors.
+
+    Examples:
+        >>> attention = GroupedQueryAttention(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16)
+        >>> model = ModelArchitecture(
+        ...     name="LlamaForCausalLM",
+        ...     num_layers=2,
+        ...     hidden_size=64,
+        ...     vocab_size=256,
+        ...     max_positions=512,
+        ...     norm_eps=1e-5,
+        ...     tie_embeddings=True,
+        ...     rope=Rope(theta=10_000, max_positions=512),
+        ...     attention=attention,
+        ...     mlp=GatedMlp(hidden_size=64, ffn_size=128),
+        ... )
+        >>> model.tensors("bfloat16")["model.layers.1.mlp.down_proj.weight"].shape
+        (64, 128)
+    """
 
     name: str
     """Hugging Face's name of the architecture, e.g. `Qwen3ForCausalLM`."""
@@ -251,7 +269,12 @@ def hf_tensors_of(maps: Iterable[ParameterMap], dtype: str) -> ModelTensors:
 
 
 class FamilyReader(Protocol):
-    """Reader of one family's config.json."""
+    """Reader of one family's config.json.
+
+    Examples:
+            def read(config: Mapping[str, Any], *, origin: str) -> models.ModelArchitecture:
+                return models.HfConfig.read(config, origin=origin).to_architecture("MistralForCausalLM", origin=origin)
+    """
 
     def __call__(self, config: JsonMapping, *, origin: str) -> ModelArchitecture:
         """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""

@@ -30,7 +30,12 @@ _NUMBERS = (*_POSITIVE, "low_freq_factor", "high_freq_factor", "mscale", "mscale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary position embedding of a model."""
+    """Rotary position embedding of a model.
+
+    Examples:
+        >>> Rope.read({"rope_theta": 5e5}, theta=1e4, max_positions=8192, origin="config.json").theta
+        500000.0
+    """
 
     theta: float
     """Base of the rotation frequencies; the longest wavelength is about 2 pi theta tokens."""
@@ -98,7 +103,13 @@ def _require_numbers(parameters: JsonMapping, origin: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedQueryAttention:
-    """Grouped-query attention (arXiv 2305.13245)."""
+    """Grouped-query attention (arXiv 2305.13245).
+
+    Examples:
+        >>> attention = GroupedQueryAttention(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16)
+        >>> attention.parameter_names()
+        ['input_layernorm.weight', 'self_attention.linear_qkv.weight', 'self_attention.linear_proj.weight']
+    """
 
     hidden_size: int
     num_heads: int
@@ -170,6 +181,19 @@ class LatentAttention:
     """Multi-head latent attention, MLA (arXiv 2412.19437, section 2.1.1).
 
     The down projections are replicated over tensor-parallel ranks.
+
+    Examples:
+        >>> attention = LatentAttention(
+        ...     hidden_size=64,
+        ...     num_heads=4,
+        ...     q_lora_rank=None,
+        ...     kv_lora_rank=16,
+        ...     qk_nope_head_dim=8,
+        ...     qk_rope_head_dim=4,
+        ...     v_head_dim=8,
+        ... )
+        >>> attention.parameter_names()[1]
+        'self_attention.linear_q_proj.weight'
     """
 
     hidden_size: int

@@ -27,7 +27,21 @@ DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16", "float64", "flo
 
 
 class HfConfig(BaseModel):
-    """config.json of a decoder with rotary embeddings and a gated MLP; families add their own keys and defaults."""
+    """config.json of a decoder with rotary embeddings and a gated MLP; families add their own keys and defaults.
+
+    Examples:
+        >>> config = {
+        ...     "num_hidden_layers": 2,
+        ...     "hidden_size": 64,
+        ...     "intermediate_size": 128,
+        ...     "num_attention_heads": 4,
+        ...     "vocab_size": 256,
+        ...     "max_position_embeddings": 512,
+        ...     "rms_norm_eps": 1e-5,
+        ... }
+        >>> HfConfig.read(config, origin="config.json").to_architecture("LlamaForCausalLM", origin="").num_layers
+        2
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=(), strict=True, allow_inf_nan=False)
 

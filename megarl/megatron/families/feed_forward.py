@@ -52,7 +52,12 @@ _EXPERT = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMlp:
-    """Gated MLP: down(activation(gate(x)) * up(x))."""
+    """Gated MLP: down(activation(gate(x)) * up(x)).
+
+    Examples:
+        >>> GatedMlp(hidden_size=64, ffn_size=128).parameter_names()
+        ['pre_mlp_layernorm.weight', 'mlp.linear_fc1.weight', 'mlp.linear_fc2.weight']
+    """
 
     hidden_size: int
     ffn_size: int
@@ -112,7 +117,12 @@ class HfExpertNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOfExperts:
-    """Mixture of experts: a router, routed gated MLPs, and optionally shared experts that process every token."""
+    """Mixture of experts: a router, routed gated MLPs, and optionally shared experts that process every token.
+
+    Examples:
+        >>> MixtureOfExperts(hidden_size=64, num_experts=1, ffn_size=32, routing=Routing(top_k=1)).parameter_names()[-1]
+        'mlp.experts.local_experts.0.linear_fc2.weight'
+    """
 
     hidden_size: int
     num_experts: int

@@ -46,7 +46,12 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True)
 class ParameterMap:
-    """One megatron-core parameter in terms of Hugging Face tensors."""
+    """One megatron-core parameter in terms of Hugging Face tensors.
+
+    Examples:
+        >>> [piece.box for piece in shard_pieces("w", split_columns("w", 8, 16), (8, 8), rank=1, size=2)]
+        [((0, 8), (8, 16))]
+    """
 
     parts: tuple[tuple[RowRange, ...], ...]
     """Row ranges of each part; parts are sharded separately and stacked in each rank's shard."""
@@ -62,17 +67,33 @@ class ParameterMap:
 
 
 def replicated(tensor: str, *shape: int, dtype: str | None = None) -> ParameterMap:
-    """Map a parameter to a tensor of `shape` that every tensor-parallel rank holds in full."""
+    """Map a parameter to a tensor of `shape` that every tensor-parallel rank holds in full.
+
+    Examples:
+        >>> replicated("model.norm.weight", 8).shard_dim is None
+        True
+    """
     return ParameterMap(((RowRange.all(tensor, shape),),), None, dtype=dtype)
 
 
 def split_rows(*tensors: str, height: int, width: int, expert: int | None = None) -> ParameterMap:
-    """Map a parameter to tensors [height, width] split by rows; each rank stacks its shards of all tensors."""
+    """Map a parameter to tensors [height, width] split by rows; each rank stacks its shards of all tensors.
+
+    Examples:
+        >>> fc1 = split_rows("mlp.gate_proj.weight", "mlp.up_proj.weight", height=16, width=8)
+        >>> local_shape(fc1, 2)  # on each of two ranks: 8 rows of each tensor
+        (16, 8)
+    """
     return ParameterMap(tuple((RowRange.all(tensor, (height, width)),) for tensor in tensors), 0, expert)
 
 
 def split_columns(tensor: str, height: int, width: int, expert: int | None = None) -> ParameterMap:
-    """Map a parameter to a tensor [height, width] split by columns."""
+    """Map a parameter to a tensor [height, width] split by columns.
+
+    Examples:
+        >>> local_shape(split_columns("mlp.down_proj.weight", height=8, width=16), 2)
+        (8, 8)
+    """
     return ParameterMap(((RowRange.all(tensor, (height, width)),),), 1, expert)
 
 

@@ -28,6 +28,10 @@ class RefusedTextError(AgentError):
     """A text of the policy or of an environment that the chat template fails on, or that has tokens of no model.
 
     Its episode is repeated once and then left out of the step.
+
+    Examples:
+            if "<|im_end|>" in observation:
+                raise agents.RefusedTextError("the tool has written a special token")
     """
 
 

@@ -25,8 +25,9 @@ class ExpressionError(ValueError):
 def compute(text: str) -> int:
     """Return the value of an expression of integers, `+ - * /` and parentheses; division needs to leave no remainder.
 
-    >>> compute("2 * (3 + 4) - 8 / 4")
-    12
+    Examples:
+        >>> compute("2 * (3 + 4) - 8 / 4")
+        12
 
     Raises:
         ExpressionError: the text is too long or no such expression, or its value is too large or no integer.
@@ -114,6 +115,17 @@ class Calculator:
 
     The reward is 1 at the end of an episode whose answer is that of the row (`data.fields.answer`), else 0. A call that
     cannot be computed gets the reason as its result.
+
+    Examples:
+        >>> from megarl.batch.trajectory import Prompt
+        >>> prompt = Prompt(prompt_id="train.jsonl:1", text="What is 6 * 7?", token_ids=(5, 6), row={}, answer="42")
+        >>> environment = Calculator()
+        >>> messages = [{"role": "user", "content": prompt.text}]
+        >>> environment.reset(Task(prompt=prompt, messages=messages, seed=0, shared={}))
+        >>> environment.step("calc(6 * 7)").messages
+        [{'role': 'tool', 'content': '42'}]
+        >>> environment.step("#### 42").reward
+        1.0
     """
 
     def __init__(self, *, role: str = "tool") -> None:

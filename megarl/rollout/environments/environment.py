@@ -30,7 +30,13 @@ Message: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What an episode is about."""
+    """What an episode is about.
+
+    Examples:
+        >>> prompt = Prompt(prompt_id="train.jsonl:1", text="What is 6 * 7?", token_ids=(5, 6), row={}, answer="42")
+        >>> Task(prompt=prompt, messages=[{"role": "user", "content": prompt.text}], seed=0, shared={}).prompt.answer
+        '42'
+    """
 
     prompt: Prompt
     """The prompt of the data file: its `row`, and `answer` if the row has one."""
@@ -45,7 +51,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What follows a reply of the policy."""
+    """What follows a reply of the policy.
+
+    Examples:
+        >>> Step(messages=[{"role": "tool", "content": "42"}], num_calls=1).done  # the policy replies to it
+        False
+        >>> Step(reward=1.0, done=True).messages
+        ()
+    """
 
     messages: Sequence[Message] = ()
     """Messages that the policy answers next. Needs at least one unless the episode is done."""
@@ -66,6 +79,17 @@ class Environment(Protocol):
     The methods may be async, or plain functions, which run in threads of their own. An exception, or a call that takes
     until the end of `rollout.env.max_seconds`, makes the episode a failed one: it is repeated once with another object,
     and then left out of the step as if it had not been sampled.
+
+    Examples:
+            class Echo:
+                def reset(self, task: environments.Task) -> None:
+                    self._answer = task.prompt.answer
+
+                def step(self, reply: str) -> environments.Step:
+                    return environments.Step(reward=float(reply.strip() == self._answer), done=True)
+
+                def close(self) -> None:
+                    pass
     """
 
     def reset(self, task: Task) -> Sequence[Message] | Awaitable[Sequence[Message] | None] | None:

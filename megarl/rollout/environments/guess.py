@@ -14,6 +14,17 @@ class Guess:
 
     The reward of the game is 1 if a guess within `max_guesses` is right, and 0 otherwise. It is given at the end: hints
     give none. A reply without a number ends the game.
+
+    Examples:
+        >>> from megarl.batch.trajectory import Prompt
+        >>> prompt = Prompt(prompt_id="train.jsonl:1", text="What is 6 * 7?", token_ids=(5, 6), row={}, answer="42")
+        >>> environment = Guess(max_guesses=2)
+        >>> messages = [{"role": "user", "content": prompt.text}]
+        >>> environment.reset(Task(prompt=prompt, messages=messages, seed=0, shared={}))
+        >>> environment.step("is it 40?").messages
+        [{'role': 'user', 'content': 'higher'}]
+        >>> environment.step("42").reward
+        1.0
     """
 
     def __init__(self, *, max_guesses: int = 3, role: str = "user") -> None:

@@ -33,6 +33,12 @@ class HttpTool:
     without case, punctuation and articles. The policy reads the status and the text of a response. A URL that is not
     allowed, and an API that takes too long, are told to the policy; an API that cannot be reached fails the episode.
     Redirects are not followed. Cookies are kept for the episode.
+
+    Examples:
+            rollout:
+              env:
+                path: megarl.rollout.environments:HttpTool
+                kwargs: {allow: [https://api.example.org/v1], base_url: https://api.example.org/v1}
     """
 
     def __init__(

@@ -33,6 +33,12 @@ class PythonInterpreter:
 
     That reply needs to end in `#### <answer>`. The reward is 1 at the end of an episode whose answer is that of the row
     (`data.fields.answer`), else 0; the row is not in the sandbox. A sandbox that cannot start fails the episode.
+
+    Examples:
+            rollout:
+              env:
+                path: megarl.rollout.environments:PythonInterpreter
+                kwargs: {sandbox: {cpu_seconds: 5}}
     """
 
     def __init__(self, *, sandbox: Mapping[str, Any] | None = None, role: str = "tool") -> None:

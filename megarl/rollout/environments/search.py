@@ -102,6 +102,18 @@ class Search:
     That reply needs to end in `#### <answer>`; the reward is 1 if it equals that of the row (`data.fields.answer`)
     without case, punctuation and articles, as in HotpotQA's exact match. Passages are those of `index`, or those of the
     row's field `context` in HotpotQA's published formats.
+
+    Examples:
+        >>> from megarl.batch.trajectory import Prompt
+        >>> row = {"context": [["Ada Lovelace", ["Ada Lovelace was born in London."]], ["Lund", ["Lund is a city."]]]}
+        >>> prompt = Prompt(prompt_id="dev.jsonl:1", text="Where is she from?", token_ids=(), row=row, answer="London")
+        >>> environment = Search(num_passages=1)
+        >>> messages = [{"role": "user", "content": prompt.text}]
+        >>> environment.reset(Task(prompt=prompt, messages=messages, seed=0, shared={}))
+        >>> environment.step("search(Ada Lovelace)").messages[0]["content"]
+        'Ada Lovelace: Ada Lovelace was born in London.'
+        >>> environment.step("#### london").reward
+        1.0
     """
 
     def __init__(self, *, index: str | None = None, num_passages: int = 2, role: str = "tool") -> None:

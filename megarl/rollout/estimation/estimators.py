@@ -107,7 +107,13 @@ class Whitening(OfGroups):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionBatch:
-    """The scalars of the completions of a step, or of some of its groups."""
+    """The scalars of the completions of a step, or of some of its groups.
+
+    Examples:
+        >>> batch = CompletionBatch.of([1.0, 0.0], [0, 0], scalars={})
+        >>> (batch.rewards_N - batch.rewards_N.mean()).tolist()
+        [0.5, -0.5]
+    """
 
     rewards_N: Tensor
     """float32 [N]: reward of each completion."""
@@ -139,6 +145,17 @@ class TokenBatch(CompletionBatch):
     """Completions of a step, or of some of its groups, packed.
 
     Entry t of a column refers to token t given the tokens before it.
+
+    Examples:
+        >>> tokens = TokenBatch(
+        ...     mask_T=torch.tensor([False, True, True]),
+        ...     cu_seqlens_N=torch.tensor([0, 3]),
+        ...     rewards_N=torch.tensor([1.0]),
+        ...     group_ids_N=torch.tensor([0]),
+        ...     columns={"values": torch.tensor([0.0, 0.25, 0.5])},
+        ... )
+        >>> tokens.token_rewards().tolist(), tokens.sequence_sums(tokens.columns["values"]).tolist()
+        ([0.0, 0.0, 1.0], [0.75])
     """
 
     mask_T: Tensor
@@ -243,7 +260,12 @@ class TokenBatch(CompletionBatch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorOutput:
-    """Result of an estimator for the completions that it was given."""
+    """Result of an estimator for the completions that it was given.
+
+    Examples:
+        >>> EstimatorOutput(scalars={"advantages": torch.tensor([0.5, -0.5])}).scalars["advantages"].tolist()
+        [0.5, -0.5]
+    """
 
     columns: Mapping[ColumnName, Tensor] = field(default_factory=dict)
     """Values per token by name, float32 [T] each."""
@@ -267,6 +289,15 @@ def by_groups[E: Estimator](estimator: E) -> E:
 
     The workers share the groups of a step: each calls the estimator with some of them. Without the mark, one worker
     calls it with all.
+
+    Examples:
+        >>> @by_groups
+        ... def centred(batch: TokenBatch) -> EstimatorOutput:
+        ...     moments = GroupMoments.of(batch.rewards_N, batch.group_ids_N, int(batch.group_ids_N[-1]) + 1)
+        ...     mean_N = torch.from_numpy(moments.mean_G)[batch.group_ids_N]
+        ...     return EstimatorOutput(scalars={"advantages": batch.rewards_N - mean_N})
+        >>> is_by_groups(centred)
+        True
     """
     setattr(estimator, _BY_GROUPS, True)
     return estimator
@@ -282,6 +313,13 @@ def by_completions[E: Estimator](estimator: E) -> E:
 
     In a step without either, the controller calls it with a `CompletionBatch` of all groups; otherwise workers call it
     with a `TokenBatch`.
+
+    Examples:
+        >>> @by_completions
+        ... def rewards_themselves(batch: CompletionBatch) -> EstimatorOutput:
+        ...     return EstimatorOutput(scalars={"advantages": batch.rewards_N})
+        >>> rewards_themselves(CompletionBatch.of([1.0, 0.0], [0, 0], {})).scalars["advantages"].tolist()
+        [1.0, 0.0]
     """
     setattr(estimator, _BY_COMPLETIONS, True)
     return estimator

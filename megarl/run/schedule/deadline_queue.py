@@ -33,16 +33,17 @@ class DeadlineQueue:
 
     An event costs O(log n), and a check of the deadlines O(d), with n groups and d distinct deadlines.
 
-    >>> queue = DeadlineQueue(groups_per_step=2)
-    >>> for ordinal, deadline in [(0, 1), (1, 2), (2, 2), (3, 2)]:
-    ...     queue.add(ordinal, deadline)
-    >>> for ordinal, deadline in [(1, 2), (2, 2), (3, 2)]:
-    ...     queue.finish(ordinal, deadline)
-    >>> queue.missed_deadline(1, {2: 2})  # step 1 is the last that may train group 0
-    1
-    >>> queue.finish(0, 1)
-    >>> queue.missed_deadline(1, queue.count_earliest_finished(2)), queue.earliest_finished(2)
-    (None, [0, 1])
+    Examples:
+        >>> queue = DeadlineQueue(groups_per_step=2)
+        >>> for ordinal, deadline in [(0, 1), (1, 2), (2, 2), (3, 2)]:
+        ...     queue.add(ordinal, deadline)
+        >>> for ordinal, deadline in [(1, 2), (2, 2), (3, 2)]:
+        ...     queue.finish(ordinal, deadline)
+        >>> queue.missed_deadline(1, {2: 2})  # step 1 is the last that may train group 0
+        1
+        >>> queue.finish(0, 1)
+        >>> queue.missed_deadline(1, queue.count_earliest_finished(2)), queue.earliest_finished(2)
+        (None, [0, 1])
     """
 
     def __init__(self, groups_per_step: int) -> None:

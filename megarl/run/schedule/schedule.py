@@ -58,18 +58,19 @@ class Schedule:
     if it skips the update; tokens that the engines label with the version before then count as of version t, too.
     Ordinals number the groups in the order of the prompts.
 
-    >>> schedule = Schedule(SchedulePolicy(lookahead=1, max_staleness=1), groups_per_step=2)
-    >>> schedule.admit(schedule.capacity).ordinals
-    (0, 1, 2, 3)
-    >>> for ordinal in (1, 3):
-    ...     _ = schedule.finish(ordinal)
-    >>> schedule.pick()  # 2 and 0 may be trained in step 2
-    (1, 3)
-    >>> _ = schedule.lease((1, 3))
-    >>> schedule.capacity  # the leased batch counts until its push
-    0
-    >>> schedule.push().version, schedule.capacity
-    (1, 2)
+    Examples:
+        >>> schedule = Schedule(SchedulePolicy(lookahead=1, max_staleness=1), groups_per_step=2)
+        >>> schedule.admit(schedule.capacity).ordinals
+        (0, 1, 2, 3)
+        >>> for ordinal in (1, 3):
+        ...     _ = schedule.finish(ordinal)
+        >>> schedule.pick()  # 2 and 0 may be trained in step 2
+        (1, 3)
+        >>> _ = schedule.lease((1, 3))
+        >>> schedule.capacity  # the leased batch counts until its push
+        0
+        >>> schedule.push().version, schedule.capacity
+        (1, 2)
     """
 
     def __init__(

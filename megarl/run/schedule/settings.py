@@ -19,8 +19,9 @@ def version_of(label: int, skipped: AbstractSet[int]) -> int:
     Args:
         skipped: versions without an update of their own: their weights and label are those of the version before.
 
-    >>> version_of(2, {3, 4}), label_of(4, {3, 4})
-    (4, 2)
+    Examples:
+        >>> version_of(2, {3, 4}), label_of(4, {3, 4})
+        (4, 2)
     """
     while label + 1 in skipped:
         label += 1
@@ -38,9 +39,10 @@ def label_of(version: int, skipped: AbstractSet[int]) -> int:
 class TokenStaleness:
     """Staleness of the sampled tokens of one step.
 
-    >>> tokens = token_staleness(step=6, num_tokens_by_version={5: 70, 4: 20, 2: 10}, max_staleness=2)
-    >>> tokens.mean, tokens.worst, tokens.masked_fraction
-    (0.2222222222222222, 1, 0.1)
+    Examples:
+        >>> tokens = token_staleness(step=6, num_tokens_by_version={5: 70, 4: 20, 2: 10}, max_staleness=2)
+        >>> tokens.mean, tokens.worst, tokens.masked_fraction
+        (0.2222222222222222, 1, 0.1)
     """
 
     num_tokens: Mapping[int, int]
@@ -119,9 +121,10 @@ class Update(StrEnum):
 class SchedulePolicy:
     """The rules of one schedule.
 
-    >>> SchedulePolicy(lookahead=4, max_staleness=2)
-    Traceback (most recent call last):
-    ValueError: lookahead needs to be at most max_staleness, got 4 > 2
+    Examples:
+        >>> SchedulePolicy(lookahead=4, max_staleness=2)
+        Traceback (most recent call last):
+        ValueError: lookahead needs to be at most max_staleness, got 4 > 2
     """
 
     lookahead: int = 0
@@ -168,9 +171,10 @@ class TailStats:
     A step is the larger of a step's generation with busy engines and its training: what an asynchronous step would
     take. Waiting time in the queue of an engine that has more groups than it needs does not count.
 
-    >>> tail = TailStats.of([60, 60, 80, 240], step_seconds=60, train_seconds=50)
-    >>> tail.mean_steps, tail.max_steps, tail.needed_lookahead, tail.needed_staleness
-    (1.8333333333333333, 4.0, 3, 4)
+    Examples:
+        >>> tail = TailStats.of([60, 60, 80, 240], step_seconds=60, train_seconds=50)
+        >>> tail.mean_steps, tail.max_steps, tail.needed_lookahead, tail.needed_staleness
+        (1.8333333333333333, 4.0, 3, 4)
     """
 
     mean_steps: float

@@ -1,0 +1,99 @@
+"""Add a page for each public module, with the interfaces that its `__all__` names.
+
+The pages exist only in the site: a comment in docs/architecture.md is replaced by the links.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import yaml
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+import megarl
+
+PLACE_OF_LINKS = "<!-- pages of the public names -->"
+
+GUIDES = {
+    "agents": ("rewards-and-agents.md", "environments.md"),
+    "environments": ("environments.md",),
+    "functional": ("algorithms.md",),
+    "models": ("models.md",),
+    "reshard": ("weight-sync.md",),
+    "rewards": ("rewards-and-agents.md",),
+    "rl": ("algorithms.md", "schedules.md"),
+}
+"""Pages of docs/ that introduce each public module. `reshard` is used without `import megarl` giving it."""
+
+RUN_METHODS = (
+    "begin",
+    "steps",
+    "prompts",
+    "serve",
+    "sample",
+    "sample_kept",
+    "sample_with_baselines",
+    "add_logprobs",
+    "add_reference_logprobs",
+    "add_model_logprobs",
+    "add_values",
+    "estimate",
+    "kl_coefficient",
+    "train_policy",
+    "train_critic",
+    "finish_critics",
+    "train_model",
+    "policy_loss",
+    "finish_step",
+    "finish_pretraining_step",
+    "register_state",
+    "add_metrics",
+    "metric",
+    "notify",
+    "should_stop",
+)
+"""Methods of `RLRun` that training loops call, in the order of a step."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Episode": {"merge_init_into_class": False},
+    "RLRun": {"inherited_members": True, "merge_init_into_class": False, "members": list(RUN_METHODS)},
+    "RolloutBatch": {"merge_init_into_class": False},
+}
+"""What mkdocstrings shows of a name, where it is not all."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages api/MODULE.md."""
+    for name in GUIDES:
+        files.append(File.generated(config, f"api/{name}.md", content=_page(name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replace the comment in the page on the architecture by links to the pages of the public names."""
+    del config, files
+    if page.file.src_uri != "architecture.md":
+        return markdown
+    if PLACE_OF_LINKS not in markdown:
+        raise PluginError(f"docs/architecture.md needs the comment {PLACE_OF_LINKS}")
+    return markdown.replace(PLACE_OF_LINKS, "\n".join(f"- [`megarl.{name}`](api/{name}.md)" for name in GUIDES))
+
+
+def _page(name: str) -> str:
+    module = import_module("megarl.reshard") if name == "reshard" else getattr(megarl, name)
+    guides = ", ".join(f"[{guide}](../{guide})" for guide in GUIDES[name])
+    return "\n\n".join([f"# megarl.{name}", str(module.__doc__), f"Guides: {guides}.", *_interfaces(module), ""])
+
+
+def _interfaces(module: ModuleType) -> list[str]:
+    entries = []
+    for name in module.__all__:
+        options = yaml.safe_dump({"options": {"heading_level": 2, **OPTIONS.get(name, {})}})
+        indented = "".join(f"    {line}\n" for line in options.splitlines())
+        entries.append(f"::: {module.__name__}.{name}\n{indented}")
+    return entries
