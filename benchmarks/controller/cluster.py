@@ -325,20 +325,12 @@ class FakeRolloutWorkers(RolloutWorkers):
 
 
 @dataclass
-class FakeWeightSync:
+class FakeModelSync:
     """Makes the calls of a push, one of each rank and engine; `benchmarks.reshard.scale` measures what they carry."""
 
     trainer: TrainerGroup
     engines: FakeEngines
-    policy_version: int = -1
-
-    def select(self, model: str | None) -> bool:
-        """Return that the engines hold the weights of the policy, the only model."""
-        assert model is None
-        return False
-
-    def mark_outdated(self, model: str | None) -> None:
-        """Do nothing: each step pushes."""
+    is_outdated: bool = False
 
     def push(self, policy_version: int) -> PushReport:
         """Call ranks and engines at the same time, wait for both, and return the report of a push of one byte."""
@@ -348,7 +340,6 @@ class FakeWeightSync:
         assert isinstance(pushing, RemoteCall)
         pushing.result_with(updating, CALL_SECONDS)
         updating.result(CALL_SECONDS)
-        self.policy_version = policy_version
         return PushReport(stats=ONE_BYTE, seconds={}, bytes_moved=1)
 
 
@@ -393,7 +384,7 @@ class FakeCluster:
         wait_all(building, what="start", names=dict.fromkeys(building, "trainer"))
         offload = OffloadConfig(optimizer=True, gradients=True, weights=True)
         engines: Any = FakeEngines(config)
-        rollout = RolloutGroup(config, engines, FakeRolloutWorkers(config, engines))
+        rollout = RolloutGroup(config, engines, FakeRolloutWorkers(config, engines, engines.supervisor.restart_budget))
         rollout.start()
         group: WorkerGroup[TrainerWorker] = WorkerGroup("trainer", processes, grid)
         trainer = RecordingTrainerGroup(group, cost=cost, offload_config=offload)

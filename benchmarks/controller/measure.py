@@ -17,7 +17,7 @@ from benchmarks.controller.cluster import (
     PROMPT_TOKENS,
     Cost,
     FakeCluster,
-    FakeWeightSync,
+    FakeModelSync,
     fetched_per_used,
     request_bytes,
 )
@@ -35,7 +35,9 @@ from megarl.run.remote.auxiliary_models import AuxiliaryModels
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
 from megarl.run.run_events import EventLog
+from megarl.run.run_parts import RunParts
 from megarl.run.supervision.run_monitor import RunMonitor
+from megarl.run.sync.weight_sync import WeightSync
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
 
@@ -308,18 +310,15 @@ def make_run(config: RunConfig, cluster: FakeCluster) -> MeasuredRun:
     monitor = RunMonitor(config, lambda text: None)
     monitor.watch(cluster.processes, cluster.rollout.actors)
     engines: Any = cluster.engines
-    weights: Any = FakeWeightSync(cluster.trainer, cluster.engines)
-    return MeasuredRun(
-        config,
-        EventLog(),
-        PhaseTimer(),
-        Startup(time.time()),
+    policy: Any = FakeModelSync(cluster.trainer, cluster.engines)
+    parts = RunParts(
         trainer=cluster.trainer,
         models=AuxiliaryModels(trained={}, frozen={}, dedicated=frozenset()),
         rollout=cluster.rollout,
-        weights=weights,
+        sync=WeightSync(lambda _: policy),
         prompts=RunPrompts(training=prompts, order=order, held_out=prompts[:HELD_OUT_PROMPTS]),
         engines=engines,
         checkpoints=Checkpointer(config, {POLICY: cluster.trainer}, lambda text: None),
         monitor=monitor,
     )
+    return MeasuredRun(config, EventLog(), PhaseTimer(), Startup(time.time()), parts)

@@ -159,13 +159,13 @@ class FakeController:
         engines: Any = EngineHandles(started, engine_slots, engine_pool, case.config.timeout_seconds)
         ready = list(range(case.num_engines))
         engines.supervisor = SimpleNamespace(
-            wait_ready=lambda: ready, mark_serving=lambda _: None, attribute_failure=lambda _: False, resync=None
+            wait_ready=lambda: ready, mark_serving=lambda _: None, attribute_failure=lambda _: False, restore=None
         )
         engines.select = lambda _: engines
         config: Any = SimpleNamespace(
             weight_sync=case.config, rollout=SimpleNamespace(tp=tp), disaggregated=case.is_disaggregated
         )
-        return WeightSync(config, trainer, engines, pool)
+        return WeightSync.between(config, trainer, engines, pool)
 
     def _answer(self, actor: str, method: str, arguments: tuple[Any, ...]) -> Serialized:
         if method == "prepare_sync":

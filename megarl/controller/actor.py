@@ -201,7 +201,7 @@ class Controller:
             RewardError: the reward failed on all completions.
         """
         from megarl.run.remote.build import build_evaluation
-        from megarl.run.sampling_run import evaluate
+        from megarl.run.sampler import evaluate
 
         self._events.add(MessageEvent("starting rollout engines"))
         with self._stage() as closing:

@@ -120,7 +120,8 @@ class RunAssembly:
             starting.append(trainer.start_workers(trainer_spec(config, load_weights=load_weights)))
             # these import torch, which the processes that are starting need not wait for
             from megarl.run.rl_run import RLRun
-            from megarl.run.sync.engine_weights import EngineWeights
+            from megarl.run.run_parts import RunParts
+            from megarl.run.sync.weight_sync import WeightSync
 
             if is_first_start and engines.waits_for_memory:
                 engines.begin_start(self._choose_mem_fraction(gpu_bytes))
@@ -146,27 +147,24 @@ class RunAssembly:
             trained = {POLICY: trainer, **models.trained}
             state = self._load_checkpoint(resume, trained) if resume is not None else RunState() if restarted else None
         with startup.phase("weight sync plan"):
-            weights = EngineWeights(config, trainer, models, engines, pool)
+            sync = WeightSync.between(config, trainer, engines, pool, models)
         saved = self._monitor.heartbeat.saved
         checkpoints = Checkpointer(config, trained, self._notify, on_saved=saved) if config.checkpoint.every else None
         freeze_objects(collect=True)
-        return RLRun(
-            config,
-            self._events,
-            timer,
-            startup,
+        parts = RunParts(
             trainer=trainer,
             models=models,
             rollout=rollout,
-            weights=weights,
+            sync=sync,
+            prompts=self._prompts,
             dtype=config.model.resolved_dtype(pool.device),
             engines=engines if releases_memory else None,
-            prompts=self._prompts,
             checkpoints=checkpoints,
             resumed=state,
             restart_budget=self._restart_budget,
             monitor=self._monitor,
         )
+        return RLRun(config, self._events, timer, startup, parts)
 
     def _choose_mem_fraction(self, gpu_bytes: RemoteCall[list[int]] | None) -> float | None:
         """Return the engines' fraction of device memory; None: SGLang chooses.

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, override
 
 from megarl.checkpoint.store import CheckpointEntry, CheckpointStore
 from megarl.cluster.placement.pool import reserve_pools
@@ -19,7 +17,6 @@ from megarl.config.placement import MAIN_POOL
 from megarl.controller.actor import Controller
 from megarl.controller.run_stage import rotate, run_stage
 from megarl.errors import ConfigError, DataError
-from megarl.reshard.planning.strategy import SyncStats
 from megarl.rollout.journal.journal import journal_folder, list_steps
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
 from megarl.run.remote.auxiliary_models import AuxiliaryModels
@@ -28,107 +25,20 @@ from megarl.run.remote.rollout_actor import ReplayActor
 from megarl.run.remote.rollout_group import RolloutGroup
 from megarl.run.remote.rollout_workers import RolloutWorkers
 from megarl.run.remote.trainer_group import make_rank_processes, make_trainer_group
-from megarl.run.reward_weights import RewardWeights
 from megarl.run.rl_run import RLRun
 from megarl.run.run_events import EventLog, MessageEvent
+from megarl.run.run_parts import RunParts
 from megarl.run.run_state import RunState
-from megarl.run.schedule.events import Pushed, ScheduleState
-from megarl.run.schedule.rebuild import LogMismatchError, recover
-from megarl.run.schedule.schedule import Schedule, place
-from megarl.run.schedule.settings import SchedulePolicy
-from megarl.run.schedule_log import list_files, log_folder, read_log
-from megarl.run.scheduled_groups import ScheduledGroups
-from megarl.run.step_limits import SKIPPED_METRICS, LimitDecision
+from megarl.run.schedule.events import ScheduleState
+from megarl.run.schedule.rebuild import LogMismatchError
+from megarl.run.schedule.schedule import place
+from megarl.run.schedule_log import last_logged_step, logged_batches
+from megarl.run.step_limits import SKIPPED_METRICS
 from megarl.run.supervision.restart_budget import RestartBudget
-from megarl.run.sync.sync_update import PushReport
-from megarl.run.update_log import UpdateLog
+from megarl.run.sync.weight_sync import WeightSync
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
 from megarl.tracking.tracker import METRICS_FILE
-
-
-class NoWeights:
-    """Stands in for `EngineWeights` where no engine receives weights: counts the versions."""
-
-    def __init__(self) -> None:
-        self.policy_version = -1
-
-    def select(self, model: str | None) -> bool:
-        """Return False: no model needs to be pushed."""
-        del model
-        return False
-
-    def mark_outdated(self, model: str | None) -> None:
-        """Do nothing."""
-
-    def push(self, policy_version: int) -> PushReport:
-        """Record the version."""
-        self.policy_version = policy_version
-        stats = SyncStats(bytes_sent=0, bytes_received=0, bytes_delivered=0, buckets=0, peak_extra_bytes=0)
-        return PushReport(stats=stats, seconds={}, bytes_moved=0)
-
-
-class ReplayRun(RLRun):
-    """Repeats the steps of a run up to `last_step`; its schedule takes the logged batches."""
-
-    def __init__(self, *arguments: Any, last_step: int, **options: Any) -> None:
-        """Arguments as for `RLRun`; `last_step`: the last step of the journal."""
-        super().__init__(*arguments, **options)
-        self._last_step = last_step
-
-    @override
-    def should_stop(self) -> bool:
-        return super().should_stop() or self.step >= self._last_step
-
-    @override
-    def _open_updates(self) -> UpdateLog:
-        return UpdateLog(self.config.run_dir, after=self._resumed.step, writes=False)
-
-    @override
-    def _probe_engines(self) -> dict[str, float]:
-        return {}  # there is no engine to compare with
-
-    @override
-    def _apply(self, decision: LimitDecision) -> str:
-        if decision.action == "stop":  # the run has finished the step nevertheless
-            decision = replace(decision, action="warn")
-        return super()._apply(decision)
-
-    @override
-    def _open_weights(self) -> RewardWeights:
-        return RewardWeights(self.config, self._resumed.reward_weights, writes=False)
-
-    @override
-    def _discard_groups(self) -> None:
-        """Do nothing: the journal is another run's."""
-
-    @override
-    def _open_schedule(self) -> ScheduledGroups:
-        jobs, state = self._begin_schedule(), logged_batches(Path(self.config.run_dir), self._schedule_begin)
-        policy, groups_per_step = SchedulePolicy.of(self.config.schedule), self.config.algorithm.prompts_per_step
-        schedule = Schedule(policy, groups_per_step, num_steps=self._last_step, state=state)
-        return self._scheduled_groups(schedule, jobs, None, resumed=True)
-
-
-def logged_batches(run_dir: Path, state: ScheduleState) -> ScheduleState:
-    """Return the state from which a replay begins: the logged batches after `state`, and no other group.
-
-    Raises:
-        LogMismatchError: the log of the schedule does not continue the state.
-        DataError: the log is damaged.
-    """
-    events = read_log(log_folder(journal_folder(run_dir)), state.num_events)
-    return replace(recover(state, events), groups=())
-
-
-def last_logged_step(run_dir: Path) -> int:
-    """Return the last step whose batch is in the log of the schedule and was trained; 0: none."""
-    folder = log_folder(journal_folder(run_dir))
-    for path in reversed(list_files(folder)):  # the last files have it
-        versions = [event.version for event in read_log(folder, int(path.stem) - 1) if isinstance(event, Pushed)]
-        if versions:
-            return max(versions)
-    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,22 +175,6 @@ def _compare(run_dir: Path, out: Path) -> dict[int, list[str]]:
     }
 
 
-class _NoSupervisor:
-    """Stands in for `EngineSupervisor`: there is nothing to supervise, and no process is restarted."""
-
-    serving = (0,)
-
-    def __init__(self, restart_budget: RestartBudget) -> None:
-        self.restart_budget = restart_budget
-
-    def poll(self) -> None:
-        """Do nothing: there is no engine to restart."""
-
-    def refs(self) -> Sequence[Any]:
-        """Return no calls to wait for."""
-        return ()
-
-
 def replay_journal(
     config: RunConfig, events: EventLog, closing: ExitStack, startup: Startup, *, resume: Path | None, last_step: int
 ) -> dict[str, float]:
@@ -302,14 +196,9 @@ def replay_journal(
     pools = reserve_pools(config.placement, config.placement.all_pools)
     processes = make_rank_processes(pools[MAIN_POOL], "trainer")
     trainer, load_weights = make_trainer_group(config, processes), resume is None
-    engines: Any = SimpleNamespace(
-        supervisor=_NoSupervisor(RestartBudget(config.recovery, notify)),
-        remote_engines=lambda: [None],
-        first_completion_time=time.time,
-    )
-    workers = RolloutWorkers(config, engines, ReplayActor)
+    workers = RolloutWorkers(config, None, RestartBudget(config.recovery, notify), ReplayActor)
     # a batch is read at once: in one call, it has arrived before the step that needs it
-    rollout = RolloutGroup(config, engines, workers, max_per_object=config.algorithm.prompts_per_step)
+    rollout = RolloutGroup(config, None, workers, max_per_object=config.algorithm.prompts_per_step)
     closing.callback(rollout.shutdown)
     for actor in rollout.actors().values():  # otherwise it would import estimators and torch in the first step
         actor.preimport.remote(find_algorithm(config.algorithm.type), time.time())
@@ -324,22 +213,18 @@ def replay_journal(
     if resume is not None:
         state = RunState.read(resume)
         load_models(resume, trained, notify)
-    weights: Any = NoWeights()
-    run = ReplayRun(
-        config,
-        events,
-        PhaseTimer(),
-        startup,
+    parts = RunParts(
         trainer=trainer,
         models=models,
         rollout=rollout,
-        weights=weights,
-        dtype=config.model.resolved_dtype(pools[MAIN_POOL].device),
+        sync=WeightSync(None),
         prompts=prompts,
+        dtype=config.model.resolved_dtype(pools[MAIN_POOL].device),
         checkpoints=Checkpointer(config, trained, notify) if config.checkpoint.every else None,
         resumed=state,
-        last_step=last_step,
+        replay_until=last_step,
     )
+    run = RLRun(config, events, PhaseTimer(), startup, parts)
     begin = time.perf_counter()
     train(run)
     run.save()

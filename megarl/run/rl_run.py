@@ -23,8 +23,7 @@ from megarl.checkpoint.run_lock import require_lock
 from megarl.cluster.workers.group import WorkerFuture
 from megarl.config import RunConfig
 from megarl.config.algorithms.policy import CriticConfig
-from megarl.data.sampler import RunPrompts
-from megarl.errors import LimitError, OutdatedEngineError
+from megarl.errors import ConfigError, LimitError, OutdatedEngineError
 from megarl.losses.loss import Loss, TokenLoss
 from megarl.losses.policy_loss import PolicyLoss
 from megarl.losses.supervised_loss import ValueLoss
@@ -37,22 +36,18 @@ from megarl.megatron.requests import (
     TrainStats,
 )
 from megarl.rollout.estimation.estimate_job import EstimateJob, estimate_completions
-from megarl.rollout.estimation.estimators import KL_METRIC, Estimator, is_by_completions
-from megarl.run.checkpointer import Checkpointer, remove_journal
-from megarl.run.memory.step_ledger import ReleasingEngines
-from megarl.run.remote.auxiliary_models import AuxiliaryModels
-from megarl.run.remote.rollout_group import RolloutGroup
+from megarl.rollout.estimation.estimators import KL_METRIC, Estimator, is_by_completions, make_adaptive_kl
+from megarl.run.checkpointer import POLICY, Checkpointer, remove_journal
+from megarl.run.memory.step_ledger import StepMemory
 from megarl.run.remote.trainer_group import TrainerGroup
-from megarl.run.rollout_batch import RolloutBatch, batch_metrics, term_metrics
+from megarl.run.rollout_batch import KeptSample, RolloutBatch, batch_metrics, term_metrics
 from megarl.run.run_events import EventLog
+from megarl.run.run_parts import RunParts
 from megarl.run.run_state import RunState
-from megarl.run.sampling_run import SamplingRun
-from megarl.run.scheduled_groups import ScheduledGroups
-from megarl.run.stage_run import SAMPLER_NAME
+from megarl.run.sampler import Sampler
+from megarl.run.scheduled_groups import Keep
+from megarl.run.stage_run import StageRun
 from megarl.run.step_limits import LimitDecision, StepLimits, StepStage
-from megarl.run.supervision.restart_budget import RestartBudget
-from megarl.run.supervision.run_monitor import RunMonitor
-from megarl.run.sync.engine_weights import EngineWeights
 from megarl.run.update_log import StepUpdate, UpdateLog, batch_hash
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import RunSummary, StepSummary
@@ -88,8 +83,128 @@ def _trajectories(probe: RolloutBatch) -> dict[SampleKey, Trajectory]:
     return {key: groups[key[0]][key[1]] for keys in probe.segment_keys for key in keys}
 
 
-class ScoringRun(SamplingRun):
-    """Base class of `RLRun`: adds log-probabilities, values and advantages to the batches that were sampled."""
+D = TypeVar("D")
+
+
+class RLRun(StageRun):
+    """One RL run, as its training loop sees it.
+
+    Examples:
+            run.begin()
+            for prompts in run.steps():
+                batch = run.sample(prompts)
+                run.add_reference_logprobs(batch)
+                run.estimate(rl.group_estimates, batch, config, run.kl_coefficient)
+                run.finish_step(batch, run.train_policy(batch, rl.ClippedLoss.of(config)))
+    """
+
+    def __init__(
+        self, config: RunConfig, events: EventLog, timer: PhaseTimer, startup: Startup, parts: RunParts
+    ) -> None:
+        """Prepare the run, or restore it from `parts.resumed`; `timer` and `startup` have run since it was started."""
+        super().__init__(
+            config,
+            events,
+            timer,
+            order=parts.prompts.order,
+            checkpoints=parts.checkpoints,
+            resumed=parts.resumed,
+            monitor=parts.monitor,
+        )
+        self.config, self.trainer, self.models, self.rollout = config, parts.trainer, parts.models, parts.rollout
+        self._startup, self._restart_budget, self._replay_until = startup, parts.restart_budget, parts.replay_until
+        clocks = None if config.schedule.type == "sync" else parts.rollout
+        memory = StepMemory(parts.trainer, parts.engines, self.phase, clocks)
+        self._sync = parts.sync
+        self._sync.begin_run(
+            memory, self.phase, self.totals, dedicated=parts.models.dedicated, monitor=parts.monitor
+        )
+        self._sampler = Sampler(config, self, parts, self._sync, startup)
+        self._limits = StepLimits(config.limits, parts.dtype)
+        self._limits.skips_in_a_row = self._resumed.skips_in_a_row
+        self._limits.mismatch.restore(self._resumed.mismatch)
+        self._algorithm_state: dict[str, Any] = {}
+        self._adaptive_kl = make_adaptive_kl(config.algorithm.kl_reward)
+        if self._adaptive_kl is not None:
+            self.register_state("kl", self._adaptive_kl)
+        if self._sampler.gate is not None:
+            self.register_state("difficulty", self._sampler.gate.solved)
+        self._pending_critics: dict[str, WorkerFuture[TrainStats]] = {}
+        self._updates = UpdateLog(config.run_dir, after=self._resumed.step, writes=not self._is_replay)
+
+    @property
+    def _is_replay(self) -> bool:
+        """Whether the steps are those of another run, whose limits and engines have decided about them."""
+        return self._replay_until is not None
+
+    def begin(self) -> None:
+        """Push the initial weights to the engines; evaluate once if the run starts from step 0."""
+        with self._startup.phase("first weight sync"):
+            self._sync.push(self._resumed.policy_version)
+        self._sampler.begin_sampling()
+        if self.step == 0 and not self.should_stop():
+            self._sampler.evaluate()
+
+    def steps(self) -> Iterator[list[Prompt]]:
+        """Yield the prompts of each step, and advance `step` (counts from 1). Stops early on `should_stop`."""
+        for step in range(self.step + 1, self.config.trainer.steps + 1):
+            if self._checkpoints is not None:
+                self._checkpoints.poll()
+            if self.should_stop():
+                return
+            self.step = step
+            self.timer.start_step()
+            self._sampler.begin_step()
+            yield self._sampler.step_prompts()
+
+    def prompts(self) -> list[Prompt]:
+        """Return the next `prompts_per_step` prompts of the training data, without those that are retired.
+
+        Raises:
+            DataError: all prompts are retired.
+            ConfigError: the schedule samples ahead, and a step has begun.
+        """
+        return self._sampler.prompts()
+
+    def serve(self, model: str = POLICY) -> None:
+        """Let the engines sample with the weights of `policy`, or of a trained auxiliary model, until the step's end.
+
+        Raises:
+            ConfigError: engines cannot serve the model, or the schedule samples ahead with the policy.
+        """
+        if self._sampler.scheduled is not None and model != POLICY:
+            raise ConfigError(
+                f"schedule.type: needs sync, because {self.config.algorithm.type} lets engines serve the model "
+                f"{model!r}, got {self.config.schedule.type}, which samples ahead with the policy"
+            )
+        self._sync.serve(None if model == POLICY else model)
+
+    def sample(self, prompts: Sequence[Prompt], *, attempt: int = 0, greedy: bool = False) -> RolloutBatch:
+        """Generate and score completions: `group_size` per prompt, or one with temperature 0 if `greedy`.
+
+        Completions whose reward failed (`on_error: drop`) are not in the batch, which may therefore be empty. The
+        methods below do nothing with an empty batch. A schedule that samples ahead may return other groups than those
+        of `prompts`, which it has just begun. With `data.difficulty`, groups with other pass rates are replaced.
+
+        Args:
+            attempt: index of this call within the step, if a step samples several batches; it changes the seed.
+        """
+        return self._sampler.sample(prompts, attempt=attempt, greedy=greedy)
+
+    def sample_kept(self, prompts: Sequence[Prompt], keep: Keep, *, max_batches: int | None = None) -> KeptSample:
+        """Sample until `prompts_per_step` groups are kept, or `max_batches` batches were sampled.
+
+        A synchronous run samples batch after batch; a schedule replaces each group that is not kept by the next prompt.
+
+        Args:
+            keep: whether to train on a group; it must depend on its rewards only.
+            max_batches: None: one, or with a schedule `DEFAULT_MAX_BATCHES`.
+        """
+        return self._sampler.sample_kept(prompts, keep, max_batches=max_batches)
+
+    def sample_with_baselines(self, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, list[float]]:
+        """Sample as `sample`; also return the reward of each group's greedy completion, without those that failed."""
+        return self._sampler.sample_with_baselines(prompts)
 
     def add_logprobs(self, batch: RolloutBatch) -> None:
         """Add the column `old_logprobs`: token log-probs of the policy before the first update of the step."""
@@ -170,153 +285,28 @@ class ScoringRun(SamplingRun):
                 batch.columns.update(columns)
         batch.scalars.update({name: values_N.tolist() for name, values_N in summary.scalars.items()})
         metrics = summary.metric_values
-        self._step_metrics.update(metrics)
+        self.step_metrics.update(metrics)
         if self._adaptive_kl is not None and KL_METRIC in metrics:
-            self._step_metrics["kl/coefficient"] = self._adaptive_kl.coefficient
+            self.step_metrics["kl/coefficient"] = self._adaptive_kl.coefficient
 
     @property
     def _turn_weight(self) -> float | None:
         """Weight of the environment's rewards, if advantages are per turn."""
-        environments = [name for name in self.config.reward.environments if name in self._weights.current]
+        environments = [name for name in self.config.reward.environments if name in self._sampler.weights.current]
         if self.config.algorithm.advantages_per != "turn" or not environments:
             return None
-        return sum(self._weights.current[name] for name in environments)
-
-
-D = TypeVar("D")
-
-
-class RLRun(ScoringRun):
-    """One RL run: its worker groups, models, prompts, metrics and totals.
-
-    Examples:
-            run.begin()
-            for prompts in run.steps():
-                batch = run.sample(prompts)
-                run.add_reference_logprobs(batch)
-                run.estimate(rl.group_estimates, batch, config, run.kl_coefficient)
-                run.finish_step(batch, run.train_policy(batch, rl.ClippedLoss.of(config)))
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        events: EventLog,
-        timer: PhaseTimer,
-        startup: Startup,
-        *,
-        trainer: TrainerGroup,
-        models: AuxiliaryModels,
-        rollout: RolloutGroup,
-        weights: EngineWeights,
-        prompts: RunPrompts,
-        dtype: str = "float32",
-        engines: ReleasingEngines | None = None,
-        checkpoints: Checkpointer | None = None,
-        resumed: RunState | None = None,
-        restart_budget: RestartBudget | None = None,
-        monitor: RunMonitor | None = None,
-    ) -> None:
-        """Args:
-        trainer: the policy's trainer ranks.
-        models: auxiliary models: reference, critics, reward models, teacher.
-        rollout: the rollout engines and the workers that hold trajectories.
-        weights: syncs the policy's weights to the engines.
-        prompts: those that are trained and evaluated on.
-        dtype: of the policy, float32 or bfloat16; determines limits that are `auto`.
-        engines: release their memory while the trainer needs it; None: they keep it.
-        checkpoints: saves the run; None: no checkpoints.
-        resumed: state to resume from; its models have been loaded already.
-        restart_budget: restart counter, notified of each finished step; None: not counted.
-        monitor: heartbeat, phase timeouts and straggler detection of the run.
-        """
-        super().__init__(
-            config,
-            events,
-            timer,
-            startup,
-            trainer=trainer,
-            models=models,
-            rollout=rollout,
-            weights=weights,
-            prompts=prompts,
-            engines=engines,
-            checkpoints=checkpoints,
-            resumed=resumed,
-            monitor=monitor,
-        )
-        self._restart_budget = restart_budget
-        self._algorithm_state: dict[str, Any] = {}
-        self._limits = StepLimits(config.limits, dtype)
-        self._limits.skips_in_a_row = self._resumed.skips_in_a_row
-        self._limits.mismatch.restore(self._resumed.mismatch)
-        if self._adaptive_kl is not None:
-            self.register_state("kl", self._adaptive_kl)
-        if self._gate is not None:
-            self.register_state("difficulty", self._gate.solved)
-        self._pending_critics: dict[str, WorkerFuture[TrainStats]] = {}
-        self._updates = self._open_updates()
-
-    def _open_updates(self) -> UpdateLog:
-        """Return the log of what steps did with their updates."""
-        return UpdateLog(self.config.run_dir, after=self._resumed.step)
+        return sum(self._sampler.weights.current[name] for name in environments)
 
     @override
-    def state(self) -> RunState:
-        self._updates.begin_file()
-        return replace(
-            super().state(),
-            policy_version=self._sync.policy_version,
-            **({} if self._scheduled is None else self._schedule_state(self._scheduled)),
-            algorithm_state={name: asdict(state) for name, state in self._algorithm_state.items()},
-            skips_in_a_row=self._limits.skips_in_a_row,
-            mismatch=dict(self._limits.mismatch.history),
-            reward_weights=dict(self._weights.current),
-        )
-
-    def _schedule_state(self, scheduled: ScheduledGroups) -> dict[str, Any]:
-        state = scheduled.state()
-        position = self._sampler.state_at(self._first_row + state.next_ordinal)
-        return {"schedule": state, "samplers": {SAMPLER_NAME: position}}
-
-    def register_state(self, name: str, state: D) -> D:
-        """Register algorithm state for checkpointing; on resume, restore its fields in place. Return `state`.
-
-        Args:
-            name: key of the state in the checkpoint.
-            state: a dataclass of JSON values that changes from step to step.
-        """
-        for field, value in self._resumed.algorithm_state.get(name, {}).items():
-            setattr(state, field, value)
-        self._algorithm_state[name] = state
-        return state
-
-    def begin(self) -> None:
-        """Push the initial weights to the engines; evaluate once if the run starts from step 0."""
-        with self._startup.phase("first weight sync"):
-            self._sync.push_policy(self._resumed.policy_version)
-        self._begin_sampling()
-        if self.step == 0 and not self.should_stop():
-            self._evaluate()
-
-    def steps(self) -> Iterator[list[Prompt]]:
-        """Yield the prompts of each step, and advance `step` (counts from 1). Stops early on `should_stop`."""
-        for step in range(self.step + 1, self.config.trainer.steps + 1):
-            if self._checkpoints is not None:
-                self._checkpoints.poll()
-            if self.should_stop():
-                return
-            self.step = step
-            self.timer.start_step()
-            self._begin_step()
-            yield self._step_prompts()
+    def should_stop(self) -> bool:
+        return super().should_stop() or (self._replay_until is not None and self.step >= self._replay_until)
 
     def finish_pretraining_step(self, number: int, metrics: Mapping[str, float]) -> None:
         """Finish a step of critic pretraining: log `metrics` as `pretraining/...`, offload, reset the step metrics."""
-        self._begin_sampling()
+        self._sampler.begin_sampling()
         self._tracker.log({f"pretraining/{name}": value for name, value in metrics.items()}, step=number)
         self.notify(f"pretraining {number}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
-        self._clear_step()
+        self._sampler.clear_step()
 
     def train_policy(self, batch: RolloutBatch, token_loss: TokenLoss, *, nll: float = 0.0) -> TrainStats | None:
         """Train the policy on the columns of the loss.
@@ -342,7 +332,7 @@ class RLRun(ScoringRun):
                 reasons.append("all completions were truncated (algorithm.mask_truncated_completions)")
         before = self._updates.find(self.step, batch_id)
         if before is None:
-            why = self._check("sampled", batch_metrics(batch), reasons) or self._check("estimated", self._step_metrics)
+            why = self._check("sampled", batch_metrics(batch), reasons) or self._check("estimated", self.step_metrics)
             record = StepUpdate(step=self.step, batch=batch_id, skipped=why)
         else:
             record = before
@@ -384,15 +374,11 @@ class RLRun(ScoringRun):
 
     def _probe_engines(self) -> dict[str, float]:
         """Return the metrics of the mismatch between the trainer and a short completion of each engine."""
-        self._begin_sampling()
+        if self._is_replay:
+            return {}
+        self._sampler.begin_sampling()
         with self.phase("probe"):
-            prompt = self._prompts[self.step % len(self._prompts)]
-            sampling = replace(self.sampling, max_new_tokens=min(PROBE_TOKENS, self.sampling.max_new_tokens))
-            label = f"probe-{self.step}"
-            groups = self.rollout.sample_on_each_engine(
-                prompt, sampling=sampling, label=label, seed=(self.config.seed, self.step)
-            )
-            return compare_engines(self.config, self.trainer, RolloutBatch.from_sampled(groups))
+            return compare_engines(self.config, self.trainer, self._sampler.probe(PROBE_TOKENS))
 
     def train_critic(
         self,
@@ -457,15 +443,15 @@ class RLRun(ScoringRun):
             self.finish_critics()
             self.add_metrics(self.begin_save(self._checkpoints))
         self._push(trained=stats is not None)
-        self._begin_sampling()
+        self._sampler.begin_sampling()
         self.finish_critics()
         if self.config.tracking.rollouts:
             self.rollout.record(self.step, batch.all_groups, batch.logged_advantages)
         every = self.config.trainer.eval_every
         due = self.step == self.config.trainer.steps or (every > 0 and self.step % every == 0)
-        self._log_step(batch_metrics(batch) | term_metrics(batch, self._weights.current), stats)
+        self._log_step(batch_metrics(batch) | term_metrics(batch, self._sampler.weights.current), stats)
         if due:
-            self._evaluate()
+            self._sampler.evaluate()
         if self._checkpoints is not None:
             self._checkpoints.add_state(self.state)
         checkpoint = self.config.checkpoint
@@ -476,10 +462,10 @@ class RLRun(ScoringRun):
 
     def _push(self, *, trained: bool) -> None:
         """Push the weights of the step, if it has any; a schedule then samples with them."""
-        scheduled = self._scheduled
+        scheduled = self._sampler.scheduled
         if scheduled is None:
             if trained:
-                self._sync.push_policy(self.step)
+                self._sync.push(self.step)
             else:
                 self._sync.serve(None)
             return
@@ -493,9 +479,9 @@ class RLRun(ScoringRun):
         try:
             if trained:
                 self.rollout.pause_clocks()
-                self._sync.push_policy(self.step)
+                self._sync.push(self.step)
             scheduled.finish_push(self._sync.policy_version, drained=drained)
-            self._begin_sampling()
+            self._sampler.begin_sampling()
         finally:
             self.rollout.resume_clocks()  # the workers outlive a recovery from a push that failed
 
@@ -516,7 +502,7 @@ class RLRun(ScoringRun):
         metrics = {
             **metrics,
             **train_metrics,
-            **self._step_metrics,
+            **self.step_metrics,
             **sync_metrics,
             **times,
             **stragglers,
@@ -525,7 +511,7 @@ class RLRun(ScoringRun):
             "controller/rss_bytes": psutil.Process().memory_info().rss,
         }
         self.log(metrics, StepSummary.of(metrics, step=self.step))
-        self._clear_step()
+        self._sampler.clear_step()
         self._check("trained", train_metrics)
 
     def _check(self, stage: StepStage, metrics: Mapping[str, float], reasons: Sequence[str] = ()) -> str:
@@ -541,6 +527,8 @@ class RLRun(ScoringRun):
 
     def _apply(self, decision: LimitDecision) -> str:
         """Report the decision; return why to skip the update, empty: it is not. Raises LimitError for `stop`."""
+        if decision.action == "stop" and self._is_replay:  # the run has finished the step nevertheless
+            decision = replace(decision, action="warn")
         if decision.action == "stop":
             raise LimitError(decision.message)
         if decision.action != "none":
@@ -567,25 +555,50 @@ class RLRun(ScoringRun):
         """Adapt the KL coefficient to its target, if there is one; called only after a policy update."""
         kl = self.config.algorithm.kl_reward
         if self._adaptive_kl is not None and kl is not None and kl.target is not None:
-            self._adaptive_kl.update(self._step_metrics[KL_METRIC], num_samples)
+            self._adaptive_kl.update(self.step_metrics[KL_METRIC], num_samples)
 
     @override
     def begin_save(self, checkpoints: Checkpointer) -> dict[str, float]:
         self._sync.begin_update()  # a save needs all state of the trainer, which it brings to the device itself
         return super().begin_save(checkpoints)
 
+    @override
+    def state(self) -> RunState:
+        self._updates.begin_file()
+        return replace(
+            super().state(),
+            policy_version=self._sync.policy_version,
+            **self._sampler.schedule_state(),
+            algorithm_state={name: asdict(state) for name, state in self._algorithm_state.items()},
+            skips_in_a_row=self._limits.skips_in_a_row,
+            mismatch=dict(self._limits.mismatch.history),
+            reward_weights=dict(self._sampler.weights.current),
+        )
+
+    def register_state(self, name: str, state: D) -> D:
+        """Register algorithm state for checkpointing; on resume, restore its fields in place. Return `state`.
+
+        Args:
+            name: key of the state in the checkpoint.
+            state: a dataclass of JSON values that changes from step to step.
+        """
+        for field, value in self._resumed.algorithm_state.get(name, {}).items():
+            setattr(state, field, value)
+        self._algorithm_state[name] = state
+        return state
+
     def abort(self) -> None:
         """Discard the unfinished checkpoint and close the metrics; the run will resume from its last checkpoint."""
-        if self._scheduled is not None:
-            self._scheduled.close()
+        if self._sampler.scheduled is not None:
+            self._sampler.scheduled.close()
         if self._checkpoints is not None:
             self._checkpoints.discard()
         self.close()
 
     def finish(self) -> RunSummary:
         """Flush rollout records, write `summary.json`, close the metrics. Return the summary."""
-        if self._scheduled is not None:
-            self._scheduled.close()
+        if self._sampler.scheduled is not None:
+            self._sampler.scheduled.close()
         self.rollout.flush_records()
         totals = self.totals.snapshot(self.timer)
         summary = totals.summary(step=self.step, steps_planned=self.config.trainer.steps)

@@ -27,6 +27,7 @@ from megarl.rollout.rollout_worker import GroupJob
 from megarl.run.schedule.events import (
     Finished,
     OpenGroup,
+    Pushed,
     Removed,
     Resumed,
     ScheduleEvent,
@@ -156,6 +157,34 @@ def open_schedule(
     policy, groups_per_step = SchedulePolicy.of(config.schedule), config.algorithm.prompts_per_step
     schedule = Schedule(policy, groups_per_step, num_steps=config.trainer.steps, state=logged)
     return schedule, has_sampled
+
+
+def replay_schedule(config: RunConfig, state: ScheduleState, *, last_step: int) -> Schedule:
+    """Return the schedule that repeats the logged batches after `state`, up to that of `last_step`; raises as there."""
+    policy, groups_per_step = SchedulePolicy.of(config.schedule), config.algorithm.prompts_per_step
+    logged = logged_batches(Path(config.run_dir), state)
+    return Schedule(policy, groups_per_step, num_steps=last_step, state=logged)
+
+
+def logged_batches(run_dir: Path, state: ScheduleState) -> ScheduleState:
+    """Return the state from which a replay begins: the logged batches after `state`, and no other group.
+
+    Raises:
+        LogMismatchError: the log of the schedule does not continue the state.
+        DataError: the log is damaged.
+    """
+    events = read_log(log_folder(journal_folder(run_dir)), state.num_events)
+    return replace(recover(state, events), groups=())
+
+
+def last_logged_step(run_dir: Path) -> int:
+    """Return the last step whose batch is in the log of the schedule and was trained; 0: none."""
+    folder = log_folder(journal_folder(run_dir))
+    for path in reversed(list_files(folder)):  # the last files have it
+        versions = [event.version for event in read_log(folder, int(path.stem) - 1) if isinstance(event, Pushed)]
+        if versions:
+            return max(versions)
+    return 0
 
 
 def _add_unlogged(config: RunConfig, state: ScheduleState, journal: Journal) -> ScheduleState:

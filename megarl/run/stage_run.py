@@ -52,9 +52,11 @@ class StageRun:
         self._should_stop = False
         self._checkpoints, self._resumed = checkpoints, resumed or RunState()
         self.step = self._resumed.step
-        self._sampler = PromptSampler(order)
+        self.rows = PromptSampler(order)
         if SAMPLER_NAME in self._resumed.samplers:
-            self._sampler.restore(self._resumed.samplers[SAMPLER_NAME])
+            self.rows.restore(self._resumed.samplers[SAMPLER_NAME])
+        self.step_metrics: dict[str, float] = {}
+        """Metrics that were added since the last step was logged."""
         self.totals = self._resumed.totals.snapshot(timer)
         timer.resume(self._resumed.totals.seconds, self._resumed.totals.seconds_by_phase)
         metrics = None if resumed is None else resumed_metrics(resumed)
@@ -82,7 +84,7 @@ class StageRun:
         """Return everything needed to resume, except the models; call it between two steps."""
         return RunState(
             step=self.step,
-            samplers={SAMPLER_NAME: self._sampler.state()},
+            samplers={SAMPLER_NAME: self.rows.state()},
             metrics_bytes=self._tracker.num_bytes,
             totals=self.totals.snapshot(self.timer),
         )
@@ -128,6 +130,14 @@ class StageRun:
             f"stopped after step {self.step} of {self._stage_config.trainer.steps} on {stop_signal}; "
             f"model exported to {self._stage_config.export_path}"
         )
+
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the log of this step."""
+        self.step_metrics.update(metrics)
+
+    def metric(self, name: str) -> float:
+        """Return a metric added in this step."""
+        return self.step_metrics[name]
 
     def notify(self, text: str) -> None:
         """Send a line of text to the user's terminal."""

@@ -88,7 +88,7 @@ class SupervisedRun(StageRun, ABC):
                 self._checkpoints.poll()
             if self.should_stop():
                 break
-            rows = self._sampler.take(self._batch_size)
+            rows = self.rows.take(self._batch_size)
             request = self.with_profile(self.make_train_request(rows), step)
             in_flight.append(self.trainer.begin_train_step(request))
             is_drained = self._is_eval_due(step) or self._is_save_due(step)

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +32,10 @@ from megarl.run.remote.auxiliary_models import AuxiliaryModels
 from megarl.run.remote.group_stream import FinishedGroup
 from megarl.run.rl_run import RLRun
 from megarl.run.run_events import EventLog, MessageEvent
+from megarl.run.run_parts import RunParts
 from megarl.run.run_state import RunState
 from megarl.run.sync.sync_update import PushReport
+from megarl.run.sync.weight_sync import WeightSync
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
 from tests.rollout.estimates import estimate_here
@@ -154,7 +157,7 @@ class FakeRolloutGroup:
     other_rules: Sequence[str] = ()
     """Terms besides `match`, which are 0."""
     policy: FakeModel = field(init=False)
-    weights: FakeWeightSync = field(init=False)
+    sync: WeightSync = field(init=False)
     """Its version samples the tokens of schedules."""
 
     def collect(
@@ -197,7 +200,7 @@ class FakeRolloutGroup:
         label, _, number = job.request_id.rpartition("-")
         group = [self._sample(label, int(number), sample) for sample in range(job.num_samples)]
         group += [self._sample(f"{label}-greedy", int(number), 0)] if job.has_baseline else []
-        versions = [np.where(each.loss_mask, self.weights.policy_version, -1).astype(np.int32) for each in group]
+        versions = [np.where(each.loss_mask, self.sync.policy_version, -1).astype(np.int32) for each in group]
         for each in versions:
             each[1] = first_version
         group = [replace(each, policy_versions=v) for each, v in zip(group, versions, strict=True)]
@@ -234,7 +237,7 @@ class FakeGroupStream:
     def submit(self, *jobs: GroupJob) -> None:
         for job in jobs:
             self.rollout.log.append(Call("engines", "sample", job))
-            self.jobs.append((job, self.rollout.weights.policy_version))
+            self.jobs.append((job, self.rollout.sync.policy_version))
 
     def wait(self, label: str) -> list[tuple[GroupJob, FinishedGroup]]:
         job, first_version = self.jobs.pop()
@@ -259,20 +262,15 @@ class FakeEngines:
 
 
 @dataclass
-class FakeWeightSync:
+class FakeModelSync:
     log: list[Call]
-    policy_version: int = -1
-    selected: str | None = None
+    model: str | None
+    is_outdated: bool = False
 
-    def select(self, model: str | None) -> bool:
-        before, self.selected = self.selected, model
-        return before != model
-
-    def mark_outdated(self, model: str | None) -> None: ...
+    def release_engines(self) -> None: ...
 
     def push(self, policy_version: int) -> PushReport:
-        self.policy_version = policy_version
-        self.log.append(Call("weights", f"push {self.selected or ''}".strip(), policy_version))
+        self.log.append(Call("weights", f"push {self.model or ''}".strip(), policy_version))
         stats = SyncStats(bytes_sent=1, bytes_received=1, bytes_delivered=0, buckets=1, peak_extra_bytes=0)
         return PushReport(stats=stats, seconds={}, bytes_moved=1)
 
@@ -365,12 +363,14 @@ def train_with_fakes(
 ) -> FinishedRun:
     """Train a complete run on the given fakes."""
     prompts = [Prompt(prompt_id=f"p{i}", text="", token_ids=(1,), row={}) for i in range(100)]
-    rollout.weights, rollout.policy = FakeWeightSync(log), trainer
-    stand_ins: dict[str, Any] = {"trainer": trainer, "rollout": rollout, "weights": rollout.weights}
+    connect: Any = partial(FakeModelSync, log)
+    rollout.sync, rollout.policy = WeightSync(connect), trainer
+    stand_ins: dict[str, Any] = {"trainer": trainer, "rollout": rollout, "sync": rollout.sync}
     stand_ins |= {"checkpoints": checkpoints, "engines": engines, "models": models, "resumed": resumed}
     order = PromptOrder(len(prompts), config.seed, config.data.shuffle)
     run_prompts = RunPrompts(training=prompts, order=order)
-    run = RLRun(config, events, PhaseTimer(), Startup(time.time()), prompts=run_prompts, **stand_ins)
+    parts = RunParts(prompts=run_prompts, **stand_ins)
+    run = RLRun(config, events, PhaseTimer(), Startup(time.time()), parts)
     train(run)
     run.save()
     run.finish()

@@ -41,7 +41,7 @@ from megarl.run.remote.trainer_group import TrainerGroup, make_rank_processes, m
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
 from megarl.run.run_events import EventLog
-from megarl.run.sync.engine_weights import EngineWeights
+from megarl.run.run_parts import RunParts
 from megarl.run.sync.weight_sync import WeightSync
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
@@ -127,11 +127,13 @@ class Components:
                 EventLog(),
                 PhaseTimer(),
                 Startup(time.time()),
-                trainer=self.trainer,
-                models=models,
-                rollout=rollout,
-                weights=EngineWeights(config, self.trainer, models, self.engines, self.pool),
-                prompts=prompts,
+                RunParts(
+                    trainer=self.trainer,
+                    models=models,
+                    rollout=rollout,
+                    sync=WeightSync.between(config, self.trainer, self.engines, self.pool, models),
+                    prompts=prompts,
+                ),
             )
             train_algorithm(run)
             run.export(run.trainer)
@@ -202,7 +204,7 @@ def build(config: RunConfig, ranks: SharedRanks | None = None) -> Components:
     prompts = load_prompts(
         config.data.resolved_sources[0], load_tokenizer(config.model.path), path=config.data.file, max_prompt_tokens=100
     )
-    weights = WeightSync(config, trainer, engines, pool)
+    weights = WeightSync.between(config, trainer, engines, pool)
     return Components(config, trainer, engines, rollout, weights, prompts, pool, processes)
 
 

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from megarl import algorithms as rl
 from megarl.algorithms.grpo import Grpo
 from megarl.config.algorithms.group_baseline import GrpoConfig
+from megarl.run.sync.sync_update import PushReport
 
 SCALED_PUSH = 12
 """The version after whose push the engines' matrix is multiplied by 1.25."""
@@ -18,14 +19,15 @@ class ScaledAfterPush(Grpo):
     Config = GrpoConfig
 
     def train(self, run: rl.RLRun, config: GrpoConfig) -> None:
-        push = run._sync.push_policy
+        push = run._sync.push
 
-        def push_and_scale(policy_version: int) -> None:
-            push(policy_version)
+        def push_and_scale(policy_version: int) -> PushReport | None:
+            report = push(policy_version)
             if policy_version == SCALED_PUSH:
                 _scale(run, policy_version)
+            return report
 
-        run._sync.push_policy = push_and_scale  # type: ignore[method-assign]
+        run._sync.push = push_and_scale  # type: ignore[method-assign]
         super().train(run, config)
 
 

@@ -135,7 +135,7 @@ def test_log_probabilities_agree_only_if_the_trainer_uses_the_sampling_temperatu
     config = make_config(world, tmp_path, rollout={"max_new_tokens": 12, "sampling": {"temperature": 0.7}})
     cool_trainer = make_trainer_group(config, components.processes)
     cool_trainer.start_workers(trainer_spec(config)).result(HANG_SECONDS)
-    WeightSync(config, cool_trainer, components.engines, components.pool).push(4)
+    WeightSync.between(config, cool_trainer, components.engines, components.pool).push(4)
     groups = components.sample("cool", temperature=0.7)
     assert 0 < components.train(groups, cool_trainer).metrics[MISMATCH] <= 1e-4
     components.weights.push(5)

@@ -21,7 +21,6 @@ from pydantic import TypeAdapter
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
 from megarl.config.schedule import ScheduleConfig
-from megarl.controller.replay import last_logged_step
 from megarl.data.sampler import MixtureOrder
 from megarl.engines.engine import Sampling
 from megarl.errors import DataError, OutdatedEngineError
@@ -35,6 +34,7 @@ from megarl.run.schedule_log import (
     ScheduleLog,
     continues_log,
     first_needed_step,
+    last_logged_step,
     list_files,
     log_folder,
     open_schedule,

@@ -156,7 +156,7 @@ class GroupStream:
             if finished:
                 break
             if time.monotonic() - begun > silence:
-                self._workers.supervisor.restart_budget.notify(
+                self._workers.restart_budget.notify(
                     f"{label}: none of {len(self)} groups in flight has finished for {silence:g} s; still waiting"
                 )
                 silence *= 2
@@ -274,7 +274,7 @@ class GroupStream:
     def _supervise(self) -> None:
         """Check engines and workers."""
         self._workers.poll_engines()
-        refs = set(self._workers.supervisor.refs())
+        refs = set(self._workers.engine_refs())
         for ref in refs - self._watched:
             self._completions.add(ref)
         self._watched = refs

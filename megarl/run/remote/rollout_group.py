@@ -47,17 +47,21 @@ class RolloutGroup:
     def __init__(
         self,
         config: RunConfig,
-        engines: EngineGroup,
+        engines: EngineGroup | None,
         workers: RolloutWorkers | None = None,
         *,
         max_per_object: int | None = None,
     ) -> None:
         """Args:
+        engines: None: `workers` read all groups from a journal.
         workers: their processes; None: request them.
         max_per_object: largest number of groups that return as one object; None: `groups_per_object`.
         """
         self._max_per_object = max_per_object or groups_per_object(config)
-        self._engines, self._workers = engines, workers or RolloutWorkers(config, engines)
+        if workers is None:
+            assert engines is not None, "workers without engines are those of a replay"
+            workers = RolloutWorkers(config, engines, engines.supervisor.restart_budget)
+        self._engines, self._workers = engines, workers
         self._records: dict[ray.ObjectRef, _PendingRecord] = {}
         """Unfinished calls that write rollouts, by Ray reference."""
 
@@ -80,6 +84,7 @@ class RolloutGroup:
 
     def first_completion_time(self) -> float:
         """Return the Unix time of the first completion on any engine."""
+        assert self._engines is not None
         return self._engines.first_completion_time()
 
     def shutdown(self) -> None:
@@ -140,7 +145,7 @@ class RolloutGroup:
         finally:
             groups.close()
         if replayed:
-            self._workers.supervisor.restart_budget.notify(
+            self._workers.restart_budget.notify(
                 f"{label}: replayed {replayed} of {len(jobs)} groups from the journal"
             )
 
@@ -155,6 +160,7 @@ class RolloutGroup:
         self, prompt: Prompt, *, sampling: Sampling, label: str, seed: tuple[int, ...]
     ) -> list[FinishedGroup]:
         """Sample one completion on each engine; raises as `stream` does. An engine that is lost has a stand-in."""
+        assert self._engines is not None
         jobs = [
             GroupJob(
                 prompt=prompt,

@@ -42,16 +42,21 @@ class RolloutWorkers:
     """The rollout workers of a run, by index. A restarted worker has another Ray actor under the same index."""
 
     def __init__(
-        self, config: RunConfig, engines: EngineGroup, worker_class: type[RolloutActor] = RolloutActor
+        self,
+        config: RunConfig,
+        engines: EngineGroup | None,
+        restart_budget: RestartBudget,
+        worker_class: type[RolloutActor] = RolloutActor,
     ) -> None:
         """Request the processes.
 
         Args:
+            engines: None: the workers read all groups from a journal.
             worker_class: class of the workers, built with the arguments of `RolloutActor`.
         """
         self._config, self._worker_class = config, worker_class
         self._start_seconds = config.placement.start_timeout_seconds
-        self._engines, self.supervisor = engines, engines.supervisor
+        self._engines, self.restart_budget = engines, restart_budget
         self.requested_at = time.time()
         """Unix time at which the processes were requested from Ray."""
         self._nodes = nodes_for_light_workers()
@@ -70,7 +75,7 @@ class RolloutWorkers:
 
     def start(self) -> None:
         """Build the workers; the engines must have started. Raises as `restart` does."""
-        self._known_engines = self._engines.remote_engines()
+        self._known_engines = [None] if self._engines is None else self._engines.remote_engines()
         self.engine_loads.start([engine is not None for engine in self._known_engines])
         self.restart({index: self._build(actor) for index, actor in enumerate(self._actors)})
 
@@ -150,7 +155,7 @@ class RolloutWorkers:
             what, them = f"rollout worker {hung[0]} has", "it"
             if len(hung) > 1:
                 what, them = f"rollout workers {name_some(list(map(str, hung)))} have", "them"
-            self.supervisor.restart_budget.notify(
+            self.restart_budget.notify(
                 f"{what} not answered a ping for {seconds:g} s (recovery.engine_stall_seconds); killing {them}"
             )
         for index in hung:
@@ -172,7 +177,9 @@ class RolloutWorkers:
 
         Raises as `EngineSupervisor.poll` does.
         """
-        self.supervisor.poll()
+        if self._engines is None:
+            return
+        self._engines.supervisor.poll()
         engines = self._engines.remote_engines()
         changes = {
             number: LostEngineError(f"{self._engines.name(number)} was lost") if engine is None else engine
@@ -185,6 +192,10 @@ class RolloutWorkers:
         if changes:
             for actor in self._actors:
                 actor.invoke.remote("update_engines", changes)
+
+    def engine_refs(self) -> Sequence[ray.ObjectRef]:
+        """Return the calls that end when an engine is lost or has been restarted."""
+        return () if self._engines is None else self._engines.supervisor.refs()
 
     def is_dead(self, ref: ray.ObjectRef) -> bool:
         """Return whether the finished call `ref` failed because its worker's process died."""
@@ -225,7 +236,7 @@ class RolloutWorkers:
     def _replace(self, deaths: Mapping[int, MegarlError]) -> dict[ray.ObjectRef, int]:
         """Start other processes for workers that died; return the calls that build them, with their indices."""
         causes = {f"rollout worker {index}": error for index, error in deaths.items()}
-        budget = self.supervisor.restart_budget
+        budget = self.restart_budget
         waits = budget.spend_each("rollout worker", causes, budget.step, num_processes=len(self._actors))
         pause(max(waits))
         self._nodes = nodes_for_light_workers()

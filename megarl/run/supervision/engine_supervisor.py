@@ -273,7 +273,7 @@ class EngineSupervisor:
     def __init__(self, engines: EngineProcesses, count: int, config: RunConfig, restart_budget: RestartBudget) -> None:
         self.replicas = [EngineReplica(index, engines, config) for index in range(count)]
         self.restart_budget = restart_budget
-        self.resync: Callable[[*tuple[int, ...]], None] | None = None
+        self.restore: Callable[[*tuple[int, ...]], None] | None = None
         """Loads the current weights into restarted engines; None: engines serve the weights of the model folder."""
         self._is_closed = False
 
@@ -333,8 +333,8 @@ class EngineSupervisor:
         """
         self._check()
         restarted = [replica.index for replica in self.replicas if replica.state == "ready"]
-        if restarted and self.resync is not None:
-            self.resync(*restarted)
+        if restarted and self.restore is not None:
+            self.restore(*restarted)
         self.mark_serving(restarted)
 
     def wait_ready(self) -> list[int]:

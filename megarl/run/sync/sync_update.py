@@ -82,12 +82,18 @@ class PushReport:
     delta: DeltaUpdate | None = None
     """What the push was allowed to leave out."""
 
-    def delta_metrics(self) -> dict[str, float]:
-        """Return the metrics of what the push has left out; none if weights are not compared."""
-        if self.delta is None:
-            return {}
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics `weight_sync/...`, with those of what the push has left out if weights are compared."""
         stats = self.stats
-        return {
+        metrics = {
+            "weight_sync/seconds": sum(self.seconds.values()),
+            "weight_sync/bytes": self.bytes_moved,
+            "weight_sync/buckets": stats.buckets,
+            **{f"weight_sync/{name}_seconds": seconds for name, seconds in self.seconds.items()},
+        }
+        if self.delta is None:
+            return metrics
+        return metrics | {
             "weight_sync/is_whole": float(self.delta.base is None),
             "weight_sync/bytes_saved": self.bytes_saved,
             "weight_sync/changed_share": stats.changed_pieces / max(stats.pieces, 1),

@@ -1,4 +1,4 @@
-"""Weight sync: pushes the policy's weights from the trainer to the engines.
+"""Weight sync: pushes the weights of the policy, or of another model that the run trains, to the engines.
 
 Colocated engines: each trainer rank gathers what the engine rank on its slot needs, and passes it on in shared memory.
 Disaggregated engines (slots of their own) receive the weights over the network.
@@ -8,6 +8,9 @@ store that they have received everything; when all have, the controller lets the
 
 With `weight_sync.delta`, a push sends only the weights that have changed since the last one, unless that has failed or
 an engine has not received it.
+
+Engines serve one model at a time. Each model has connections of its own (`ModelSync`). A push of another model than the
+last one connects the engines with its ranks again and sends all weights.
 
 If an engine is lost during a push, it is restarted and the push is retried. An engine that is restarted between two
 pushes receives the version that the others serve, while they continue to serve.
@@ -25,18 +28,23 @@ leaves no base. All other engines and runs have none either: the sync is full.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from megarl.cluster.placement.pool import SlotPool
 from megarl.config import RunConfig
-from megarl.errors import MegarlError, OutdatedEngineError, WeightSyncError
+from megarl.errors import ConfigError, MegarlError, OutdatedEngineError, WeightSyncError
 from megarl.megatron.requests import PushRequest
 from megarl.reshard.planning.strategy import DeltaUpdate
+from megarl.run.memory.step_ledger import Phase, StepMemory
+from megarl.run.remote.auxiliary_models import AuxiliaryModels
 from megarl.run.remote.engine_group import EngineGroup, EngineHandles, StartedEngine
 from megarl.run.remote.trainer_group import TrainerGroup
+from megarl.run.run_state import RunTotals
 from megarl.run.supervision.restart_budget import name_some
+from megarl.run.supervision.run_monitor import RunMonitor
 from megarl.run.sync.sync_connections import make_connections
 from megarl.run.sync.sync_update import PushReport, SyncUpdate
 
@@ -71,29 +79,21 @@ class DeltaBase:
 T = TypeVar("T")
 
 
-class WeightSync:
-    """Pushes policy versions; engines switch to a version only after all ready engines have received all of it."""
+class ModelSync:
+    """Pushes one model; engines switch to a version only after all ready engines have received all of it."""
 
     def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
-        """Connect trainer ranks and engines; `pool`: slots of the trainer."""
+        """Connect the model's ranks and the engines; `pool`: slots of the model."""
         self._config, self._trainer, self._engines = config, trainer, engines
         self._connections = make_connections(config, trainer, engines, pool)
         self._num_updates = 0
         self._base = DeltaBase()
-        self.policy_version = -1
-        """Version that the engines hold; -1 before the first push."""
         self.is_outdated = False
         """Whether the trainer has newer weights than the engines, which a restarted engine then waits for."""
         self._retry_on_engine_loss(lambda ready: self._connections.connect(ready, engines.select(ready)))
-        engines.supervisor.resync = self.resync
 
     def push(self, policy_version: int) -> PushReport:
-        """Push the trainer's current weights to all ready engines, as `policy_version`.
-
-        Raises:
-            WeightSyncError: the weights did not arrive completely; the engines refuse to serve until a push succeeds.
-            WorkerError: a trainer rank died, or an engine was lost that must not be restarted.
-        """
+        """Push the model's current weights to all ready engines; as `WeightSync.push`."""
 
         def push(ready: Sequence[int]) -> PushReport:
             report = self._push(ready, policy_version)
@@ -101,20 +101,11 @@ class WeightSync:
             return report
 
         report = self._retry_on_engine_loss(push)
-        self.policy_version, self.is_outdated = policy_version, False
-        self._engines.supervisor.resync = self.resync
+        self.is_outdated = False
         return report
 
-    def resync(self, *replicas: int) -> None:
-        """Push the current version to restarted engines, while the others continue to serve.
-
-        If one of them is lost meanwhile, returns without an error: it will be restarted. Raises as `push` does.
-
-        Raises:
-            OutdatedEngineError: the trainer does not have this version any more.
-        """
-        if self.policy_version < 0:
-            return  # the first push will include these engines
+    def restore(self, replicas: Sequence[int], policy_version: int) -> None:
+        """Push `policy_version` to restarted engines; as `WeightSync.restore`."""
         if self.is_outdated:
             names = name_some([self._engines.name(replica) for replica in replicas])
             was, needs = ("was", "needs") if len(replicas) == 1 else ("were", "need")
@@ -122,7 +113,7 @@ class WeightSync:
         supervisor = self._engines.supervisor
         while receivers := sorted(set(replicas).intersection(supervisor.ready)):
             try:
-                self._push(receivers, self.policy_version)
+                self._push(receivers, policy_version)
                 break
             except MegarlError as error:  # retry if a lost engine caused the failure
                 if not supervisor.attribute_failure(error):
@@ -179,3 +170,199 @@ class WeightSync:
         if not self._config.weight_sync.delta:
             return None
         return self._base.update(self._num_updates, engines.engines, self._connections.generation)
+
+
+class WeightSync:
+    """The weights on the engines, and the memory that they share with the trainer.
+
+    Engines serve the policy, unless `serve` names another model.
+
+        sync = WeightSync.between(config, trainer, engines, pool)
+        sync.push(0)  # all ready engines serve version 0
+        sync.restore(1)  # engine 1 was restarted, and receives version 0 too
+    """
+
+    def __init__(self, connect: Callable[[str | None], ModelSync] | None) -> None:
+        """Connect the policy with the engines.
+
+        Args:
+            connect: connects a trained model, None: the policy. None: no engine receives weights, versions are counted.
+        """
+        self._connect = connect
+        self._models: dict[str | None, ModelSync] = {} if connect is None else {None: connect(None)}
+        self._served: str | None = None
+        self._run: _OfRun | None = None
+        self.policy_version = -1
+        """Version of the weights that the engines hold, or were pushed last; -1 before the first push."""
+        self.metrics: Mapping[str, float] = {}
+        """Metrics of the last push: seconds, bytes, buckets."""
+
+    @classmethod
+    def between(
+        cls,
+        config: RunConfig,
+        trainer: TrainerGroup,
+        engines: EngineGroup,
+        pool: SlotPool,
+        models: AuxiliaryModels | None = None,
+    ) -> WeightSync:
+        """Connect the ranks of the policy, on the slots of `pool`, with engines, which may serve `models` as well."""
+
+        def connect(model: str | None) -> ModelSync:
+            if model is None:
+                return ModelSync(config, trainer, engines, pool)
+            return ModelSync(config, servable_model(config, models, model), engines, pool)
+
+        engines.supervisor.restore = None  # not from the trainer of a run before
+        sync = cls(connect)
+        engines.supervisor.restore = sync.restore
+        return sync
+
+    def begin_run(
+        self,
+        memory: StepMemory,
+        phase: Phase,
+        totals: RunTotals,
+        *,
+        dedicated: AbstractSet[str],
+        monitor: RunMonitor | None = None,
+    ) -> None:
+        """Account for pushes in a run, and move device memory for them.
+
+        Args:
+            totals: receives the bytes of each push.
+            dedicated: names of the auxiliary models with slots of their own, which need no room on engines' devices.
+            monitor: receives the policy version of each push; None: not monitored.
+        """
+        self._run = _OfRun(memory, phase, totals, dedicated, monitor)
+
+    def push(self, policy_version: int) -> PushReport | None:
+        """Push the policy's current weights to all ready engines, as `policy_version`; return None without engines.
+
+        Raises:
+            WeightSyncError: the weights did not arrive completely; the engines refuse to serve until a push succeeds.
+            WorkerError: a trainer rank died, or an engine was lost that must not be restarted.
+        """
+        self._select(None)
+        return self._push(policy_version)
+
+    def serve(self, model: str | None) -> None:
+        """Push the weights of a trained model, None: of the policy, if the engines hold another one's.
+
+        Raises:
+            ConfigError: engines cannot serve the model.
+        """
+        if self._select(model):
+            self._push(self.policy_version)
+
+    def restore(self, *replicas: int) -> None:
+        """Push the current version to restarted engines, while the others continue to serve.
+
+        If one of them is lost meanwhile, returns without an error: it will be restarted. Raises as `push` does.
+
+        Raises:
+            OutdatedEngineError: the trainer does not have this version any more.
+        """
+        if self.policy_version >= 0:  # otherwise the first push will include these engines
+            self._models[self._served].restore(replicas, self.policy_version)
+
+    def mark_outdated(self, model: str | None = None) -> None:
+        """Note that a model, None: the policy, has newer weights than were pushed; no-op for one that was never."""
+        if model in self._models:
+            self._models[model].is_outdated = True
+
+    def _select(self, model: str | None) -> bool:
+        """Choose whose weights pushes send; return whether the engines hold those of another model."""
+        if model == self._served or self._connect is None:
+            return False
+        before = self._models[self._served]
+        before.release_engines()
+        self._models[model] = self._models.get(model) or self._connect(model)
+        self._served = model
+        return True
+
+    def _push(self, policy_version: int) -> PushReport | None:
+        """Push the weights of the served model, and record the time and bytes of the sync."""
+        run, report = self._run, None
+        if self._connect is not None:
+            if run is None:
+                report = self._models[self._served].push(policy_version)
+            else:
+                run.memory.begin_push()
+                with run.phase("weight_sync"):
+                    report = self._models[self._served].push(policy_version)
+                run.totals.weight_sync_bytes += report.bytes_moved
+            self.metrics = report.metrics()
+        self.policy_version = policy_version
+        if run is not None and run.monitor is not None:
+            run.monitor.heartbeat.pushed(policy_version)
+        return report
+
+    def begin_sampling(self) -> dict[str, float]:
+        """Free device memory for the engines, as configured by `trainer.offload` and `rollout.engine`; return metrics.
+
+        Engines that have released their weights for an update of another model receive the same version again.
+        """
+        memory = self._of_run.memory
+        if memory.needs_push:
+            self._push(self.policy_version)
+        return memory.begin_sampling()
+
+    def begin_scoring(self, model: str = "") -> None:
+        """Free device memory for a forward pass of an auxiliary model, or of the policy."""
+        if model not in self._of_run.dedicated:
+            self._of_run.memory.begin_scoring()
+
+    def begin_update(self, model: str = "") -> None:
+        """Free device memory for an update of an auxiliary model, or for a save of the policy."""
+        if model:
+            self.mark_outdated(model)
+        if model not in self._of_run.dedicated:
+            self._of_run.memory.begin_update()
+
+    def begin_training(self) -> None:
+        """Free device memory for an update of the policy, after which the engines are outdated."""
+        self.mark_outdated()
+        self._of_run.memory.begin_training()
+
+    @property
+    def _of_run(self) -> _OfRun:
+        assert self._run is not None, "no run has begun"
+        return self._run
+
+
+@dataclass(frozen=True, slots=True)
+class _OfRun:
+    """What pushes are accounted with; see `WeightSync.begin_run`."""
+
+    memory: StepMemory
+    phase: Phase
+    totals: RunTotals
+    dedicated: AbstractSet[str]
+    monitor: RunMonitor | None
+
+
+def servable_model(config: RunConfig, models: AuxiliaryModels | None, name: str) -> TrainerGroup:
+    """Return the ranks of a trained auxiliary model that engines can serve.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    kind, trained = config.algorithm.type, {} if models is None else models.trained
+    if models is None or name not in trained:
+        raise ConfigError(
+            f"algorithm.type: {kind} lets engines serve the model {name!r}, which is none of the models that it "
+            f"trains: {', '.join(sorted(trained)) or 'none'}"
+        )
+    if name in models.dedicated:
+        raise ConfigError(
+            f"placement.{name}: {kind} lets engines serve this model, which needs the slots of the policy then, "
+            "got a pool of its own"
+        )
+    head = next(each.head for each in config.auxiliary_models if each.name == name)
+    if head != "lm":
+        raise ConfigError(
+            f"algorithm.type: {kind} lets engines serve the model {name!r}, which needs to be a language model, "
+            f"got one with the head {head!r}"
+        )
+    return trained[name]

@@ -106,7 +106,7 @@ def make_world(monkeypatch):
         config = SimpleNamespace(recovery=RecoveryConfig(**recovery), rollout=SimpleNamespace(engine=engine))
         engines = FakeEngines(count)
         supervisor = EngineSupervisor(engines, count, config, RestartBudget(config.recovery, messages.append))
-        supervisor.resync = lambda *replicas: resynced.extend(replicas)
+        supervisor.restore = lambda *replicas: resynced.extend(replicas)
         supervisor.start()
         if is_up:
             for ref in engines.starting:
@@ -140,7 +140,7 @@ def test_dead_engine_is_restarted_and_receives_weights_before_it_serves(make_wor
         assert (world.supervisor.serving, world.supervisor.ready) == ([0], [0, 1])
         world.resynced.append(replica)
 
-    world.supervisor.resync = resync
+    world.supervisor.restore = resync
     starting.is_done = True
     world.supervisor.poll()
     assert (world.supervisor.serving, world.resynced) == ([0, 1], [1])
@@ -468,7 +468,7 @@ def test_engines_lost_together_are_restarted_and_resynced_together(make_world):
     assert world.supervisor.starting == list(lost)
     assert len(world.engines.starting) == 40
     resyncs = []
-    world.supervisor.resync = lambda *replicas: resyncs.append(replicas)
+    world.supervisor.restore = lambda *replicas: resyncs.append(replicas)
     for ref in world.engines.starting:
         ref.end()
     world.messages.clear()

@@ -27,7 +27,6 @@ from megarl.reshard.transfer.sample_digests import ExpectedBox
 from megarl.reshard.transfer.transport import SyncActivity
 from megarl.run.remote.engine_group import EngineHandles, StartedEngine
 from megarl.run.sync import sync_update
-from megarl.run.sync.engine_weights import EngineWeights
 from megarl.run.sync.sync_update import verify_weights
 from megarl.run.sync.weight_sync import WeightSync
 from tests.run.finished_groups import run_config
@@ -193,7 +192,7 @@ def make(monkeypatch):
             placement={"nodes": 1, "slots_per_node": 2} | (pool if disaggregated else {}),
         )
         clusters.append(cluster)
-        syncs.append(WeightSync(cluster.config, cluster, cluster, cluster.pool))
+        syncs.append(WeightSync.between(cluster.config, cluster, cluster, cluster.pool))
         return cluster, syncs[-1]
 
     clusters, syncs, others = [], [], set(threading.enumerate())
@@ -235,7 +234,7 @@ def test_all_connect_once_and_a_push_is_one_call_of_each(make):
     for version in (0, 1):
         report = sync.push(version)
         assert report.bytes_moved == 1 + 1
-        assert (report.delta_metrics(), cluster.deltas[-1]) == ({}, None)
+        assert ("weight_sync/is_whole" in report.metrics(), cluster.deltas[-1]) == (False, None)
         assert report.seconds.keys() == {"open", "transfer", "commit"}
         assert take(cluster) == [*UPDATES, "push", ("serves", 0, version), ("serves", 1, version)]
 
@@ -263,7 +262,7 @@ def test_lost_engine_connects_alone(make):
     cluster.restart(1)
     cluster.ready = [0, 1]
     cluster.supervisor.ready = [0, 1]
-    sync.resync(1)
+    sync.restore(1)
     assert take(cluster) == [*(("prepare_boxes", 1), ("update_weights", 1), "push without [0]"), ("serves", 1, 1)]
     sync.push(2)
     assert take(cluster) == [*UPDATES, "push", ("serves", 0, 2), ("serves", 1, 2)]
@@ -345,7 +344,7 @@ def test_ranks_that_connect_do_not_wait_for_a_side_that_failed(make):
         connect_group(group, 0, "plan")
 
 
-def test_resync_is_retried_if_another_engine_was_lost(make):
+def test_restore_is_retried_if_another_engine_was_lost(make):
     cluster, sync = make()
     sync.push(4)
     take(cluster)
@@ -358,10 +357,10 @@ def test_resync_is_retried_if_another_engine_was_lost(make):
         return True
 
     cluster.supervisor.attribute_failure = attribute_failure
-    sync.resync(0)
+    sync.restore(0)
     calls = [call for call in take(cluster) if call[0] in ("serves", "update_weights")]
     assert calls == [*[("update_weights", 0)] * 2, ("serves", 0, 4)]
-    sync.resync(1)  # the engine that was lost
+    sync.restore(1)  # the engine that was lost
     assert take(cluster) == []
 
 
@@ -372,13 +371,13 @@ def test_engines_that_restarted_together_receive_one_push(make):
     for replica in (0, 1):
         cluster.restart(replica)
     cluster.supervisor.ready = [0, 1]
-    sync.resync(0, 1)
+    sync.restore(0, 1)
     calls = take(cluster)
     assert [call for call in calls if call[0] == "serves"] == [("serves", 0, 4), ("serves", 1, 4)]
     assert len([call for call in calls if isinstance(call, str) and call.startswith("push")]) == 1
-    sync.is_outdated = True
+    sync.mark_outdated()
     with pytest.raises(OutdatedEngineError, match="were restarted and need the next weights"):
-        sync.resync(0, 1)
+        sync.restore(0, 1)
 
 
 def last_delta(cluster, replicas=(0, 1)):
@@ -394,8 +393,8 @@ def test_a_delta_builds_on_the_last_push_unless_that_failed(make, disaggregated)
     cluster, sync = make(disaggregated=disaggregated, delta=True)
     first = sync.push(0)
     assert last_delta(cluster) == (1, None)
-    assert first.delta_metrics()["weight_sync/is_whole"] == 1.0
-    assert sync.push(1).delta_metrics()["weight_sync/is_whole"] == 0.0
+    assert first.metrics()["weight_sync/is_whole"] == 1.0
+    assert sync.push(1).metrics()["weight_sync/is_whole"] == 0.0
     assert last_delta(cluster) == (2, 1)
     fail_push(cluster, sync, 2)
     sync.push(2)
@@ -417,7 +416,7 @@ def test_a_restarted_engine_receives_all_weights_and_then_all_engines_do(make):
     sync.push(1)
     cluster.restart(1)
     cluster.supervisor.ready = [0, 1]
-    sync.resync(1)
+    sync.restore(1)
     assert last_delta(cluster, [1]) == (3, None)
     sync.push(2)
     assert last_delta(cluster) == (4, None)
@@ -444,15 +443,15 @@ def test_a_restarted_engine_waits_for_weights_that_the_trainer_has_updated(make)
     """The trainer has overwritten the version that the others serve."""
     cluster, sync = make()
     sync.push(0)
-    sync.is_outdated = True
+    sync.mark_outdated()
     take(cluster)
     with pytest.raises(OutdatedEngineError, match="was restarted and needs the next weights"):
-        sync.resync(1)
+        sync.restore(1)
     assert take(cluster) == []
     sync.push(1)
     cluster.supervisor.ready = [1]
     take(cluster)
-    sync.resync(1)
+    sync.restore(1)
     assert ("serves", 1, 1) in cluster.calls
 
 
@@ -465,7 +464,7 @@ def served_by(cluster, trained, *, dedicated=frozenset()):
     )
     models = SimpleNamespace(trained=trained, dedicated=dedicated)
     engines = cluster
-    return EngineWeights(config, engines, models, engines, cluster.pool)
+    return WeightSync.between(config, engines, engines, cluster.pool, models)
 
 
 class Other(Cluster):
@@ -498,14 +497,11 @@ def test_engines_prepare_again_whenever_another_model_is_pushed(make):
     cluster, weights = make_weights(make)
     weights.push(0)
     assert pushes(cluster) == ["push"], "the policy was connected before"
-    assert weights.select("proposer")
-    assert not weights.select("proposer")
-    weights.push(0)
-    assert weights.select(None)
+    weights.serve("proposer")
+    weights.serve("proposer")
     weights.push(1)
     weights.push(2)
-    assert weights.select("proposer")
-    weights.push(2)
+    weights.serve("proposer")
     expected = ["push", "plan", "prepare_boxes", "other push", "prepare_boxes", "push", "push", "prepare_boxes"]
     assert pushes(cluster) == [*expected, "other push"], "the ranks of each model plan once"
 
@@ -515,9 +511,7 @@ def test_a_push_after_another_models_sends_all_weights(make):
     weights.push(0)
     weights.push(1)
     assert [delta.base is None for delta in cluster.deltas if delta] == [True, False]
-    weights.select("proposer")
-    weights.push(1)
-    weights.select(None)
+    weights.serve("proposer")
     weights.push(2)
     assert cluster.deltas[-1] is not None
     assert cluster.deltas[-1].base is None
@@ -526,13 +520,12 @@ def test_a_push_after_another_models_sends_all_weights(make):
 def test_a_restarted_engine_receives_the_model_that_was_pushed_last(make):
     cluster, weights = make_weights(make)
     weights.push(3)
-    weights.select("proposer")
-    weights.push(3)
+    weights.serve("proposer")
     assert weights.policy_version == 3
     cluster.supervisor.ready = cluster.ready
     cluster.restart(1)
     cluster.calls.clear()
-    cluster.supervisor.resync(1)
+    cluster.supervisor.restore(1)
     assert [call for call in cluster.calls if isinstance(call, str)] == ["other push without [0]"]
 
 
@@ -549,7 +542,7 @@ def test_models_that_engines_cannot_serve_are_refused(make, head, dedicated, mod
     critic = Other()
     critic.head = head
     with pytest.raises(ConfigError, match=message):
-        served_by(cluster, {"critic": critic}, dedicated=dedicated).select(model)
+        served_by(cluster, {"critic": critic}, dedicated=dedicated).serve(model)
 
 
 SAMPLES = [SampledBox(1, "w", ((0, 2),), "float32"), SampledBox(0, "v", ((3, 4),), "float32")]

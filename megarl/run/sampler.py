@@ -1,7 +1,4 @@
-"""The first part of an RL step: choose prompts, sample groups, sum up rewards, filter; and the evaluation.
-
-All methods work on a `RolloutBatch`; tokens stay in the workers, the controller passes references on.
-"""
+"""The first part of an RL step: choose prompts, sample groups, sum up rewards, filter; and the evaluation."""
 
 from __future__ import annotations
 
@@ -11,35 +8,27 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import comb, fsum
 from pathlib import Path
+from typing import Any
 
 from megarl.batch.trajectory import Prompt
 from megarl.checkpoint.run_lock import require_lock
 from megarl.config import RunConfig
 from megarl.config.data import DifficultyConfig
-from megarl.data.sampler import RunPrompts
 from megarl.engines.engine import Sampling
 from megarl.errors import ConfigError, DataError, RewardError
-from megarl.rollout.estimation.estimators import make_adaptive_kl
 from megarl.rollout.journal.journal import journal_folder, list_steps, remove_steps_from
-from megarl.run.checkpointer import POLICY, Checkpointer
-from megarl.run.memory.step_ledger import ReleasingEngines, StepMemory
-from megarl.run.remote.auxiliary_models import AuxiliaryModels
 from megarl.run.remote.group_stream import FinishedGroup
 from megarl.run.remote.rollout_group import RolloutGroup
-from megarl.run.remote.trainer_group import TrainerGroup
 from megarl.run.reward_weights import RewardFailures, RewardWeights
 from megarl.run.rollout_batch import BatchVersions, KeptSample, RolloutBatch, weighted_sum
-from megarl.run.run_events import EventLog
+from megarl.run.run_parts import RunParts
 from megarl.run.run_state import RunState
 from megarl.run.schedule.events import ScheduleState
-from megarl.run.schedule.schedule import Schedule
 from megarl.run.schedule.settings import Update
-from megarl.run.schedule_log import ScheduleLog, log_folder, open_schedule
+from megarl.run.schedule_log import ScheduleLog, log_folder, open_schedule, replay_schedule
 from megarl.run.scheduled_groups import GroupJobs, Keep, ScheduledGroups
-from megarl.run.stage_run import StageRun
-from megarl.run.supervision.run_monitor import RunMonitor
-from megarl.run.sync.engine_weights import EngineWeights, PolicySync
-from megarl.tracking.phases import PhaseTimer
+from megarl.run.stage_run import SAMPLER_NAME, StageRun
+from megarl.run.sync.weight_sync import WeightSync
 from megarl.tracking.startup import Startup
 
 
@@ -189,194 +178,139 @@ DEFAULT_MAX_BATCHES = 10
 """Number of batches that a step of a schedule samples at most to replace groups that are not kept."""
 
 
-class SamplingRun(StageRun):
-    """Base class of `RLRun`: makes the batches that it trains on."""
+class Sampler:
+    """Makes the batches that an RL run trains on, and evaluates on held-out prompts."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        events: EventLog,
-        timer: PhaseTimer,
-        startup: Startup,
-        *,
-        trainer: TrainerGroup,
-        models: AuxiliaryModels,
-        rollout: RolloutGroup,
-        weights: EngineWeights,
-        prompts: RunPrompts,
-        engines: ReleasingEngines | None,
-        checkpoints: Checkpointer | None,
-        resumed: RunState | None,
-        monitor: RunMonitor | None,
+        self, config: RunConfig, stage: StageRun, parts: RunParts, sync: WeightSync, startup: Startup
     ) -> None:
-        """Arguments: see `RLRun`."""
-        super().__init__(
-            config,
-            events,
-            timer,
-            order=prompts.order,
-            checkpoints=checkpoints,
-            resumed=resumed,
-            monitor=monitor,
-        )
-        self.config, self.trainer, self.models, self.rollout = config, trainer, models, rollout
-        self._prompts, self._held_out = prompts.training, prompts.held_out
-        memory = StepMemory(trainer, engines, self.phase, None if config.schedule.type == "sync" else rollout)
-        self._sync = PolicySync(weights, memory, self.phase, self.totals, dedicated=models.dedicated, monitor=monitor)
+        """`stage`: the run, for its step, phases, log and order of prompts."""
+        self._config, self._stage, self._sync = config, stage, sync
+        self._rollout, self._scorers, self._replay_until = parts.rollout, parts.models.scorers, parts.replay_until
+        self._prompts, self._held_out = parts.prompts.training, parts.prompts.held_out
         s = config.rollout.sampling
-        self.sampling = Sampling(
+        self._sampling = Sampling(
             temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_new_tokens=config.rollout.max_new_tokens
         )
-        self._startup, self._is_startup_reported = startup, resumed is not None
-        self._last_journaled = 0 if resumed is None else max(list_steps(config.run_dir), default=0)
+        self._startup, self._is_startup_reported = startup, parts.resumed is not None
+        self._resumed = parts.resumed or RunState()
+        self._last_journaled = 0 if parts.resumed is None else max(list_steps(config.run_dir), default=0)
         """Last step of which the run has sampled groups before it was resumed."""
-        self._adaptive_kl = make_adaptive_kl(config.algorithm.kl_reward)
         difficulty = config.data.difficulty
-        self._gate = None if difficulty is None else DifficultyGate(difficulty, config.reward.eval_name)
-        self._step_metrics: dict[str, float] = {}
+        self.gate = None if difficulty is None else DifficultyGate(difficulty, config.reward.eval_name)
         num_completions = config.algorithm.prompts_per_step * config.algorithm.group_size
-        self._failures = RewardFailures(config.reward, num_completions, self.notify)
-        self._weights = self._open_weights()
-        self._scheduled: ScheduledGroups | None = None
+        self._failures = RewardFailures(config.reward, num_completions, stage.notify)
+        writes = self._replay_until is None
+        self.weights = RewardWeights(config, self._resumed.reward_weights, writes=writes)
+        """Weights of the reward terms by step."""
+        self.scheduled: ScheduledGroups | None = None
         """The groups of a schedule other than `sync`, once the first step has begun."""
         self._announced: list[Prompt] = []
-        """What `steps` has yielded last to the loop of a schedule."""
+        """What `step_prompts` has returned last to the loop of a schedule."""
         self._first_row = 0
         """Position of the schedule's first group in the order of the prompts."""
 
-    def _open_weights(self) -> RewardWeights:
-        """Return the weights of the reward terms by step."""
-        return RewardWeights(self.config, self._resumed.reward_weights)
-
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
         """Take the weights of the current step, which may have been changed since the step before."""
-        before = dict(self._weights.current)
-        changed = self._weights.begin_step(self.step)
+        before, step = dict(self.weights.current), self._stage.step
+        changed = self.weights.begin_step(step)
         for name, weight in changed.items():
-            self.notify(f"step {self.step}: reward.terms.{name}.weight is {weight:g} from now on, was {before[name]:g}")
-        if changed and self._scheduled is not None:
-            self._scheduled.forget_kept()
+            self._stage.notify(f"step {step}: reward.terms.{name}.weight is {weight:g} from now on, was {before[name]:g}")
+        if changed and self.scheduled is not None:
+            self.scheduled.forget_kept()
 
     def prompts(self) -> list[Prompt]:
-        """Return the next `prompts_per_step` prompts of the training data, without those that are retired.
-
-        Raises:
-            DataError: all prompts are retired.
-            ConfigError: the schedule samples ahead, and a step has begun.
-        """
-        if self._scheduled is not None:
+        """Return the next prompts of the training data; as `RLRun.prompts`."""
+        if self.scheduled is not None:
             raise self._other_prompts_error()
-        wanted, num_drawn = self.config.algorithm.prompts_per_step, 0
+        wanted, num_drawn = self._config.algorithm.prompts_per_step, 0
         found: list[Prompt] = []
         while (missing := wanted - len(found)) > 0:
-            drawn = [self._prompts[i] for i in self._sampler.take(missing)]
+            drawn = [self._prompts[i] for i in self._stage.rows.take(missing)]
             num_drawn += len(drawn)
-            found += [prompt for prompt in drawn if self._gate is None or not self._gate.is_retired(prompt)]
+            found += [prompt for prompt in drawn if self.gate is None or not self.gate.is_retired(prompt)]
             if not found and num_drawn >= 2 * len(self._prompts):
                 raise DataError(
                     f"data.difficulty.retire_after: no prompt is left to sample, all {len(self._prompts)} are retired"
                 )
         return found
 
-    def _step_prompts(self) -> list[Prompt]:
+    def step_prompts(self) -> list[Prompt]:
         """Return the prompts of the next step; with a schedule, of the groups that were admitted since the last one."""
-        if self.config.schedule.type == "sync":
+        if self._config.schedule.type == "sync":
             return self.prompts()
-        if self._scheduled is None:
-            self._scheduled = self._open_schedule()
-        self._announced = self._scheduled.take_prompts()
+        if self.scheduled is None:
+            self.scheduled = self._open_schedule()
+        self._announced = self.scheduled.take_prompts()
         return self._announced
 
     def _other_prompts_error(self) -> ConfigError:
-        schedule, algorithm = self.config.schedule.type, self.config.algorithm.type
+        schedule, algorithm = self._config.schedule.type, self._config.algorithm.type
         return ConfigError(
             f"schedule.type: {schedule} chooses the prompts of a step: {algorithm} needs to pass what steps() yields "
             "to sample, and a filter to sample_kept for further prompts"
         )
 
     def _open_schedule(self) -> ScheduledGroups:
-        """Begin or resume to sample ahead."""
-        run_dir, jobs = self.config.run_dir, self._begin_schedule()
-        schedule, resumed = open_schedule(self.config, self._schedule_begin, jobs.job)
-        return self._scheduled_groups(schedule, jobs, log_folder(journal_folder(run_dir)), resumed=resumed)
-
-    def _scheduled_groups(
-        self, schedule: Schedule, jobs: GroupJobs, log: Path | None, *, resumed: bool
-    ) -> ScheduledGroups:
+        """Begin or resume to sample ahead; a replay repeats the logged batches."""
+        jobs, begin = self._begin_schedule(), self._schedule_begin
+        if self._replay_until is None:
+            schedule, resumed = open_schedule(self._config, begin, jobs.job)
+        else:
+            schedule, resumed = replay_schedule(self._config, begin, last_step=self._replay_until), True
         return ScheduledGroups(
             schedule,
-            self.rollout.open_stream(),
-            ScheduleLog(log),
+            self._rollout.open_stream(),
+            ScheduleLog(log_folder(journal_folder(self._config.run_dir)) if self._replay_until is None else None),
             make_job=jobs.job,
             resumed=resumed,
             policy_version=self._sync.policy_version,
-            phase=partial(self.timer.phase, waiting=True),
+            phase=partial(self._stage.timer.phase, waiting=True),
         )
 
     @property
     def _schedule_begin(self) -> ScheduleState:
         """The state from which the schedule continues, before what is logged."""
         step = self._resumed.step
-        begun = ScheduleState(version=step, next_ordinal=step * self.config.algorithm.prompts_per_step)
+        begun = ScheduleState(version=step, next_ordinal=step * self._config.algorithm.prompts_per_step)
         return self._resumed.schedule or begun
 
     def _begin_schedule(self) -> GroupJobs:
         """Return the jobs of the schedule, whose next prompt is the next one of the data."""
-        self._first_row = self._sampler.ordinal - self._schedule_begin.next_ordinal
+        self._first_row = self._stage.rows.ordinal - self._schedule_begin.next_ordinal
         return GroupJobs(
-            config=self.config,
+            config=self._config,
             prompts=self._prompts,
-            order=self._sampler.order,
+            order=self._stage.rows.order,
             first=self._first_row,
-            sampling=self.sampling,
+            sampling=self._sampling,
         )
 
-    def serve(self, model: str = POLICY) -> None:
-        """Let the engines sample with the weights of `policy`, or of a trained auxiliary model, until the step's end.
-
-        Raises:
-            ConfigError: engines cannot serve the model, or the schedule samples ahead with the policy.
-        """
-        if self._scheduled is not None and model != POLICY:
-            raise ConfigError(
-                f"schedule.type: needs sync, because {self.config.algorithm.type} lets engines serve the model "
-                f"{model!r}, got {self.config.schedule.type}, which samples ahead with the policy"
-            )
-        self._sync.serve(None if model == POLICY else model)
-
     def sample(self, prompts: Sequence[Prompt], *, attempt: int = 0, greedy: bool = False) -> RolloutBatch:
-        """Generate and score completions: `group_size` per prompt, or one with temperature 0 if `greedy`.
-
-        Completions whose reward failed (`on_error: drop`) are not in the batch, which may therefore be empty. The
-        methods below do nothing with an empty batch. A schedule that samples ahead may return other groups than those
-        of `prompts`, which it has just begun. With `data.difficulty`, groups with other pass rates are replaced.
-
-        Args:
-            attempt: index of this call within the step, if a step samples several batches; it changes the seed.
-        """
-        if self._gate is None or greedy or attempt:
-            return self._sample(prompts, attempt=attempt, greedy=greedy)
-        found = self.sample_kept(prompts, lambda _: True, max_batches=self._gate.max_batches)
+        """Sample a batch; as `RLRun.sample`."""
+        if self.gate is None or greedy or attempt:
+            return self._sample_batch(prompts, attempt=attempt, greedy=greedy)
+        found = self.sample_kept(prompts, lambda _: True, max_batches=self.gate.max_batches)
         if found.batch.groups:
             return found.batch
         return RolloutBatch(groups=[], dropped_groups=found.sampled[-1].all_groups)
 
-    def _sample(self, prompts: Sequence[Prompt], *, attempt: int, greedy: bool = False) -> RolloutBatch:
-        self._begin_sampling()
-        if self._scheduled is not None:
+    def _sample_batch(self, prompts: Sequence[Prompt], *, attempt: int, greedy: bool = False) -> RolloutBatch:
+        self.begin_sampling()
+        if self.scheduled is not None:
             if prompts is not self._announced or attempt or greedy:
                 raise self._other_prompts_error()
-            return self._take_batch(self._scheduled, None, None)[0]
-        label = f"step-{self.step}" + (f"-{attempt}" if attempt else "") + ("-greedy" if greedy else "")
-        with self.phase("rollout"):
-            groups = self.rollout.collect(
+            return self._take_batch(self.scheduled, None, None)[0]
+        label = f"step-{self._stage.step}" + (f"-{attempt}" if attempt else "") + ("-greedy" if greedy else "")
+        with self._stage.phase("rollout"):
+            groups = self._rollout.collect(
                 prompts,
-                num_samples=1 if greedy else self.config.algorithm.group_size,
-                sampling=replace(self.sampling, temperature=0.0) if greedy else self.sampling,
+                num_samples=1 if greedy else self._config.algorithm.group_size,
+                sampling=replace(self._sampling, temperature=0.0) if greedy else self._sampling,
                 label=label,
-                seed=(self.config.seed, self.step, *([attempt] if attempt else [])),
+                seed=(self._config.seed, self._stage.step, *([attempt] if attempt else [])),
             )
-        if self.step < self._last_journaled and not all(group.summary.replayed for group in groups):
+        if self._stage.step < self._last_journaled and not all(group.summary.replayed for group in groups):
             self._discard_later_groups()
         batch = self._make_batch(groups, min_completions=1 if greedy else self._min_completions)
         self._check_failures()
@@ -384,53 +318,48 @@ class SamplingRun(StageRun):
 
     def _discard_later_groups(self) -> None:
         """Let later steps sample again: the journal has lost groups of this step, after which weights may be others."""
-        require_lock(self.config.run_dir)
-        self.notify(f"step {self.step}: the journal lacks groups of this step; those of later steps are sampled again")
-        remove_steps_from(self.config.run_dir, self.step + 1)
-        self._last_journaled = self.step
+        require_lock(self._config.run_dir)
+        self._stage.notify(
+            f"step {self._stage.step}: the journal lacks groups of this step; those of later steps are sampled again"
+        )
+        remove_steps_from(self._config.run_dir, self._stage.step + 1)
+        self._last_journaled = self._stage.step
 
     def sample_kept(self, prompts: Sequence[Prompt], keep: Keep, *, max_batches: int | None = None) -> KeptSample:
-        """Sample until `prompts_per_step` groups are kept, or `max_batches` batches were sampled.
-
-        A synchronous run samples batch after batch; a schedule replaces each group that is not kept by the next prompt.
-
-        Args:
-            keep: whether to train on a group; it must depend on its rewards only.
-            max_batches: None: one, or with a schedule `DEFAULT_MAX_BATCHES`.
-        """
-        num_groups, gate = self.config.algorithm.prompts_per_step, self._gate
+        """Sample until enough groups are kept; as `RLRun.sample_kept`."""
+        num_groups, gate = self._config.algorithm.prompts_per_step, self.gate
 
         def is_kept(group: FinishedGroup) -> bool:
             return keep(group) and (gate is None or gate.keep(group))
 
-        if self._scheduled is not None:
+        if self.scheduled is not None:
             if prompts is not self._announced:
                 raise self._other_prompts_error()
-            self._begin_sampling()
+            self.begin_sampling()
             max_removed = ((max_batches or DEFAULT_MAX_BATCHES) - 1) * num_groups
             batch, removed = self._take_batch(
-                self._scheduled, lambda group: is_kept(self._with_weights(group)), max_removed
+                self.scheduled, lambda group: is_kept(self._with_weights(group)), max_removed
             )
             num_batches = (len(batch.all_groups) + len(removed.all_groups)) / num_groups
             if gate is not None:
-                self._step_metrics |= gate.metrics([*batch.groups, *removed.groups])
+                self._stage.step_metrics |= gate.metrics([*batch.groups, *removed.groups])
             return KeptSample(batch=batch, sampled=[batch, removed], num_batches=num_batches)
         kept: list[FinishedGroup] = []
         sampled: list[RolloutBatch] = []
         for attempt in range(max_batches or 1):
-            sampled.append(self._sample(self.prompts() if attempt else prompts, attempt=attempt))
+            sampled.append(self._sample_batch(self.prompts() if attempt else prompts, attempt=attempt))
             kept += filter(is_kept, sampled[-1].groups)
             if gate is not None:
                 gate.record(sampled[-1].groups)
             if len(kept) >= num_groups:
                 break
         if gate is not None:
-            self._step_metrics |= gate.metrics(group for batch in sampled for group in batch.groups)
+            self._stage.step_metrics |= gate.metrics(group for batch in sampled for group in batch.groups)
         return KeptSample(batch=RolloutBatch(groups=kept[:num_groups]), sampled=sampled, num_batches=len(sampled))
 
     def sample_with_baselines(self, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, list[float]]:
-        """Sample as `sample`; also return the reward of each group's greedy completion, without those that failed."""
-        if self._scheduled is not None:
+        """Sample as `sample`, and a greedy completion of each prompt; as `RLRun.sample_with_baselines`."""
+        if self.scheduled is not None:
             batch = self.sample(prompts)
             batch.drop_groups([group for group in batch.groups if group.summary.baseline is None])
             return batch, [group.summary.baseline or 0.0 for group in batch.groups]
@@ -445,8 +374,8 @@ class SamplingRun(StageRun):
     ) -> tuple[RolloutBatch, RolloutBatch]:
         """Return the batch of this step, and the groups that were removed for it."""
         if max_removed is None:
-            max_removed = self.config.algorithm.prompts_per_step
-        with self.phase("rollout"):
+            max_removed = self._config.algorithm.prompts_per_step
+        with self._stage.phase("rollout"):
             taken = scheduled.next_batch(self._is_usable, keep, max_removed=max_removed)
         batch = self._make_batch(taken.groups, min_completions=self._min_completions)
         in_place = scheduled.schedule.policy.update is Update.IN_PLACE
@@ -456,23 +385,23 @@ class SamplingRun(StageRun):
         tokens = Counter[int]()
         for of_completion in batch.kept.column("tokens_by_version"):
             tokens.update(dict(of_completion))
-        self._step_metrics |= scheduled.staleness(tokens).metrics() | scheduled.metrics()
+        self._stage.step_metrics |= scheduled.staleness(tokens).metrics() | scheduled.metrics()
         if in_place:
-            self._step_metrics["policy/mixed_kv"] = batch.mixed_kv_share
+            self._stage.step_metrics["policy/mixed_kv"] = batch.mixed_kv_share
         removed = self._make_batch(taken.removed, min_completions=self._min_completions)
         self._check_failures()
         return batch, removed
 
     def _is_usable(self, group: FinishedGroup) -> bool:
         """Return whether rewards failed on so few completions of the group that it can be trained on."""
-        if self.config.algorithm.needs_greedy_baseline and group.summary.baseline is None:
+        if self._config.algorithm.needs_greedy_baseline and group.summary.baseline is None:
             return False
         return len(group.summary.kept) >= self._min_completions
 
     @property
     def _min_completions(self) -> int:
         """Number of completions that a group needs."""
-        return 2 if self.config.algorithm.needs_group else 1
+        return 2 if self._config.algorithm.needs_group else 1
 
     def _make_batch(self, groups: Sequence[FinishedGroup], *, min_completions: int) -> RolloutBatch:
         """Return the batch of sampled groups, with the rewards of models."""
@@ -480,8 +409,8 @@ class SamplingRun(StageRun):
         weighted = [self._with_weights(group) for group in groups]
         batch = RolloutBatch.from_sampled(weighted, min_completions=min_completions)
         self._failures.add(groups)
-        num_dropped = self._step_metrics.get("reward/dropped", 0.0) + batch.num_dropped  # of all batches of the step
-        self._step_metrics |= {"reward/dropped": num_dropped, **self._failures.metrics()}
+        dropped = self._stage.step_metrics.get("reward/dropped", 0.0) + batch.num_dropped  # of all batches of the step
+        self._stage.add_metrics({"reward/dropped": dropped, **self._failures.metrics()})
         self._add_model_rewards(batch)
         return batch
 
@@ -490,7 +419,7 @@ class SamplingRun(StageRun):
 
         Rollout workers sum up by the weights of the configuration; the group may also be from an earlier step.
         """
-        weights, summary = self._weights.current, group.summary
+        weights, summary = self.weights.current, group.summary
         before, terms, errors = map(summary.column, ("reward", "rewards", "reward_errors"))
         rewards = tuple(
             [
@@ -507,75 +436,86 @@ class SamplingRun(StageRun):
             RewardError: they failed on more than `reward.max_failed_share`; a run that resumes samples them again.
         """
         try:
-            self._failures.check(self.step)
+            self._failures.check(self._stage.step)
         except RewardError:
             self._discard_groups()
             raise
 
     def _discard_groups(self) -> None:
         """Let a run that resumes sample the groups of this step again, and those of later steps."""
-        require_lock(self.config.run_dir)
-        if self._scheduled is None:
-            remove_steps_from(self.config.run_dir, self.step)
+        if self._replay_until is not None:
+            return  # the journal is another run's
+        require_lock(self._config.run_dir)
+        if self.scheduled is None:
+            remove_steps_from(self._config.run_dir, self._stage.step)
         else:
-            self._scheduled.log_retreat()
+            self.scheduled.log_retreat()
 
-    def _clear_step(self) -> None:
+    def clear_step(self) -> None:
         """Forget the metrics and failures of the step."""
-        self._step_metrics.clear()
+        self._stage.step_metrics.clear()
         self._failures.begin_step()
 
     def _add_model_rewards(self, batch: RolloutBatch) -> None:
         """Score the batch with the reward models and recompute the total rewards; costs do not count as reward."""
-        scorers = self.models.scorers
+        scorers = self._scorers
         if not batch.groups or not scorers:
             return
-        request, values = batch.forward_request(self.config), {}
+        request, values = batch.forward_request(self._config), {}
         for name, scorer in scorers.items():
             self._sync.begin_scoring(name)
-            with self.phase("score"):
+            with self._stage.phase("score"):
                 scores = scorer.scores(request)
             values[name] = [scores[keys[-1]] for keys in batch.segment_keys]  # of the end of each episode
-        batch.add_rewards(values, self._weights.current)
+        batch.add_rewards(values, self.weights.current)
 
-    def add_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the log of this step."""
-        self._step_metrics.update(metrics)
-
-    def metric(self, name: str) -> float:
-        """Return a metric added in this step."""
-        return self._step_metrics[name]
-
-    def _begin_sampling(self) -> None:
+    def begin_sampling(self) -> None:
         """Free device memory for the engines and, if they have lost their weights, push them again."""
-        self.add_metrics(self._sync.begin_sampling())
+        self._stage.add_metrics(self._sync.begin_sampling())
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
         """Generate for the held-out prompts; log the mean of `reward.eval_term` as `eval/<term>`."""
         if not self._held_out:
             return
-        with self.phase("evaluate"):
-            evaluation = evaluate(self.config, self.rollout, self._held_out, label=f"evaluate-{self.step}")
+        with self._stage.phase("evaluate"):
+            evaluation = evaluate(self._config, self._rollout, self._held_out, label=f"evaluate-{self._stage.step}")
         self._report_startup()
-        term, num = self.config.reward.eval_name, len(self._held_out)
+        term, num, step = self._config.reward.eval_name, len(self._held_out), self._stage.step
         dropped = {"eval/dropped": float(evaluation.num_dropped)} if evaluation.num_dropped else {}
         if dropped:
-            self.notify(
-                f"step {self.step}: eval {term} failed on {evaluation.num_dropped} of {num * self.config.eval.samples} "
+            self._stage.notify(
+                f"step {step}: eval {term} failed on {evaluation.num_dropped} of {num * self._config.eval.samples} "
                 "held-out completions, which do not count"
             )
         if evaluation.score is None:
-            self.log(dropped)
+            self._stage.log(dropped)
             return
-        self.totals.evaluations[self.step] = evaluation.score
-        self.log({**evaluation.metrics, **dropped})
-        self.notify(f"step {self.step}: eval {term} {evaluation.score:.3f} on {num} held-out prompts")
+        self._stage.totals.evaluations[step] = evaluation.score
+        self._stage.log({**evaluation.metrics, **dropped})
+        self._stage.notify(f"step {step}: eval {term} {evaluation.score:.3f} on {num} held-out prompts")
 
     def _report_startup(self) -> None:
         """After the first completions: write `startup.json` and report the startup time by phase. Runs once."""
         if self._is_startup_reported:
             return
         self._is_startup_reported = True
-        report = self._startup.finish("first completion", self.rollout.first_completion_time())
-        report.write(Path(self.config.run_dir) / "startup.json")
-        self.notify(report.line)
+        report = self._startup.finish("first completion", self._rollout.first_completion_time())
+        report.write(Path(self._config.run_dir) / "startup.json")
+        self._stage.notify(report.line)
+
+    def schedule_state(self) -> Mapping[str, Any]:
+        """Return the fields of `RunState` that a schedule other than `sync` sets; none before its first step."""
+        if self.scheduled is None:
+            return {}
+        state = self.scheduled.state()
+        position = self._stage.rows.state_at(self._first_row + state.next_ordinal)
+        return {"schedule": state, "samplers": {SAMPLER_NAME: position}}
+
+    def probe(self, max_tokens: int) -> RolloutBatch:
+        """Sample a short completion of each engine, of at most `max_tokens` tokens."""
+        step, limit = self._stage.step, min(max_tokens, self._sampling.max_new_tokens)
+        prompt, sampling = self._prompts[step % len(self._prompts)], replace(self._sampling, max_new_tokens=limit)
+        seed = (self._config.seed, step)
+        return RolloutBatch.from_sampled(
+            self._rollout.sample_on_each_engine(prompt, sampling=sampling, label=f"probe-{step}", seed=seed)
+        )
