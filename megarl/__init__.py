@@ -3,7 +3,7 @@
 What code outside the package is written with:
 
     from megarl import Trajectory, rl  # rl: algorithms, their losses and estimators
-    from megarl import agents, environments, rewards, models, functional
+    from megarl import agents, engines, environments, rewards, models, functional
 
 Names are imported when they are first used.
 """
@@ -13,6 +13,7 @@ import time
 TYPE_CHECKING = False  # without the import of typing, because sandboxes import megarl for each program
 if TYPE_CHECKING:
     from megarl import algorithms as rl
+    from megarl import engines as engines
     from megarl import functional as functional
     from megarl import reward as rewards
     from megarl.batch.trajectory import Trajectory as Trajectory
@@ -26,7 +27,7 @@ __version__ = "0.1.0"
 IMPORT_STARTED_AT = time.time()
 """Unix time at which this process began to import megarl; startup is measured from it."""
 
-__all__ = ["Episode", "Trajectory", "agents", "environments", "functional", "models", "rewards", "rl"]
+__all__ = ["Episode", "Trajectory", "agents", "engines", "environments", "functional", "models", "rewards", "rl"]
 
 
 def __getattr__(name: str) -> object:
@@ -36,6 +37,7 @@ def __getattr__(name: str) -> object:
         __name__,
         {"megarl.batch.trajectory": ("Trajectory",), "megarl.rollout.agents.episode": ("Episode",)},
         agents="megarl.rollout.agents",
+        engines="megarl.engines",
         environments="megarl.rollout.environments",
         functional="megarl.functional",
         models="megarl.megatron.families",

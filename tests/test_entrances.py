@@ -520,7 +520,7 @@ def test_every_sink_has_a_run() -> None:
 def test_names_of_metrics_read_back(tmp_path: Path) -> None:
     texts = {**sampled_hostile_texts(), **texts_of_kinds("characters/inside", "records", "formats")}
     names = [f"reward/{text}" for text in texts.values()]
-    with Tracker(TrackingConfig(), tmp_path) as tracker:
+    with Tracker(TrackingConfig(), tmp_path, notify=print) as tracker:
         tracker.log(dict.fromkeys(names, 0.5), step=1)
         tracker.log({"reward/mean": 0.25}, step=2)
     first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")[:2])

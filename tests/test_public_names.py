@@ -23,7 +23,7 @@ from megarl.config.section import Section
 
 ROOT = Path(__file__).parents[1]
 
-DOORS = ("agents", "environments", "functional", "models", "rewards", "rl")
+DOORS = ("agents", "engines", "environments", "functional", "models", "rewards", "rl")
 
 CODE_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -50,7 +50,9 @@ def test_doors_are_public_names() -> None:
         megarl.algoritms  # type: ignore[attr-defined]  # noqa: B018
 
 
-@pytest.mark.parametrize("door", ["megarl", "rollout.agents", "rollout.environments", "reward", "megatron.families"])
+@pytest.mark.parametrize(
+    "door", ["megarl", "engines", "rollout.agents", "rollout.environments", "reward", "megatron.families"]
+)
 def test_names_for_type_checkers_are_those_that_are_imported(door: str) -> None:
     """Which a package writes twice: for type checkers, and by module for the import at the first use."""
     package = import_module("megarl" if door == "megarl" else f"megarl.{door}")

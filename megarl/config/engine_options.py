@@ -1,4 +1,4 @@
-"""SGLang's options in `rollout.engine.extra_args`: which of them the engines of a run can have, and why not the others.
+"""SGLang's options that `rollout.engine.extra_args` allows and refuses, with the reasons.
 
 SGLang 0.5.23 has 546 options. Each is in exactly one of three tables: `ALLOWED_OPTIONS`, `OWN_KEYS` (another key of the
 configuration sets it) and `REFUSED_OPTIONS` (it cannot work, with the reason). The tables are data, because a

@@ -1,4 +1,4 @@
-"""The paths in a configuration: where model folders are named, and absolute paths for processes elsewhere."""
+"""Finds the paths in a configuration, and makes them absolute for processes elsewhere."""
 
 from __future__ import annotations
 

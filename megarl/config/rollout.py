@@ -115,10 +115,16 @@ class SamplingConfig(Section):
         return self
 
 
-class SglangConfig(Section):
-    """Settings of the SGLang engines."""
+class EngineConfig(Section):
+    """Settings of the engines. All keys but `type`, `kwargs` and `start_timeout_seconds` are those of SGLang."""
 
-    type: Literal["sglang"] = "sglang"
+    type: str = "sglang"
+    """`sglang`, or the import path of an engine outside the package, `package.module:Class`, of which an object is
+    created in a process for each replica. It needs `weight_sync.strategy: gather_hf` and engines on the trainer's
+    slots."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of an engine outside the package."""
 
     mem_fraction: float | None = Field(default=None, gt=0, lt=1)
     """Fraction of the free GPU memory for weights and KV cache. Default: where engines share GPUs with the trainer, the
@@ -152,6 +158,26 @@ class SglangConfig(Section):
     def ep_size(self) -> int:
         """Expert-parallel size of one engine."""
         return int(self.extra_args.get("ep_size", 1))
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the engine is one outside the package."""
+        return self.type != "sglang"
+
+    @model_validator(mode="after")
+    def _check_type(self) -> EngineConfig:
+        if not self.is_custom:
+            if self.kwargs:
+                raise ValueError("kwargs are those of an engine outside the package, got some with type = sglang")
+            return self
+        if ":" not in self.type:
+            raise ValueError(f"type needs to be sglang or package.module:Class, got {self.type!r}")
+        of_sglang = self.model_fields_set - {"type", "kwargs", "start_timeout_seconds"}
+        if of_sglang:
+            raise ValueError(
+                f"{sorted(of_sglang)[0]} is an option of SGLang, got it with type = {self.type}; remove it"
+            )
+        return self
 
     @field_validator("extra_args")
     @classmethod
@@ -233,7 +259,7 @@ class RolloutConfig(Section):
     harness: HarnessConfig | None = None
     """A program that runs an episode through an OpenAI-compatible endpoint, instead of an agent. Default: none."""
 
-    engine: SglangConfig = SglangConfig()
+    engine: EngineConfig = EngineConfig()
     """Settings of the engines."""
 
     workers: int = Field(default=1, ge=1)

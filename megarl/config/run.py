@@ -170,6 +170,24 @@ class RunConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_custom_engine(self) -> RunConfig:
+        if not self.rollout.engine.is_custom:
+            return self
+        kind, sync, update = self.rollout.engine.type, self.weight_sync, self.schedule.resolved().update
+        needs = None
+        if sync.strategy != "gather_hf":
+            needs = f"weight_sync.strategy: needs gather_hf, got {sync.strategy}", "receives full tensors"
+        elif sync.verify is not None:
+            needs = "weight_sync.verify: needs to be null", "has no boxes that could be compared"
+        elif self.nodes_per_engine > 1:
+            needs = f"rollout.tp: needs to fit on one node, got {self.rollout.tp}", "is one process"
+        elif update not in (None, "drain"):
+            needs = f"schedule.update: needs drain, got {update}", "finishes its requests before it gets weights"
+        if needs:
+            raise ValueError(f"{needs[0]}, because the engine {kind} {needs[1]}")
+        return self
+
+    @model_validator(mode="after")
     def _check_disaggregated(self) -> RunConfig:
         if not self.disaggregated:
             return self
@@ -224,6 +242,8 @@ class RunConfig(StageConfig):
     def releases_engine_memory(self, device: str) -> bool:
         """Whether engines on `device`, `cpu` or `cuda`, free their memory while the trainer needs it."""
         wanted = self.rollout.engine.release_memory
+        if self.rollout.engine.is_custom:
+            return False
         return device == "cuda" and not self.disaggregated if wanted is None else wanted
 
     @property

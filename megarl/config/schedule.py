@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megarl.config.rollout import SglangConfig
+from megarl.config.rollout import EngineConfig
 from megarl.config.section import Section
 
 ScheduleType = Literal["sync", "one_step_off", "async"]
@@ -97,7 +97,7 @@ class ScheduleConfig(Section):
         settings["lookahead"] = min(settings["lookahead"], settings["max_staleness"])
         return self.model_copy(update=settings)
 
-    def engine_problems(self, engine: SglangConfig) -> Iterator[str]:
+    def engine_problems(self, engine: EngineConfig) -> Iterator[str]:
         """Yield a sentence for each setting of the engines with which this schedule cannot work."""
         for name, value in IN_PLACE_ARGUMENTS.items() if self.update == "in_place" else ():
             if engine.extra_args.get(name, value) != value:

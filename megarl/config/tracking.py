@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from pydantic import Field
+
 from megarl.config.section import Section
 
 
@@ -13,6 +17,19 @@ class WandbConfig(Section):
 
     name: str | None = None
     """Name of the run in the project. Default: chosen by Weights & Biases."""
+
+
+class SinkConfig(Section):
+    """An output for metrics outside the package."""
+
+    path: str
+    """Import path of a class, `package.module:Class`, of which the controller creates one object, as
+    `Class(run_dir, step, **kwargs)`: `step` is the step that the run resumes from, or null. The object has the methods
+    `log(metrics, *, step)` and `close()`. An exception of `log` is reported, and the metrics of the step are lost in
+    this output only."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of the class."""
 
 
 class TrackingConfig(Section):
@@ -29,3 +46,6 @@ class TrackingConfig(Section):
 
     wandb: WandbConfig | None = None
     """Logging to Weights & Biases. null: none."""
+
+    sinks: tuple[SinkConfig, ...] = ()
+    """Further outputs for the metrics of each step."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import lcm
-from typing import Literal
+from typing import Literal, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megarl.config.megatron import MegatronConfig, MoeConfig
-from megarl.config.section import Section
+from megarl.config.section import Section, load_object
+from megarl.errors import ConfigError
+from megarl.text import describe_error
+from megarl.user_code import outcome_of, read_number
 
 
 class ParallelConfig(Section):
@@ -97,6 +101,10 @@ class RecomputeConfig(Section):
                 yield f"trainer.recompute.modules: {name} needs CUDA and Transformer Engine"
 
 
+DECAYS = ("constant", "linear", "cosine")
+"""Shapes of the decay of the learning rate that megatron-core has."""
+
+
 class OptimizerConfig(Section):
     """Settings of Adam and its learning-rate schedule in megatron-core."""
 
@@ -109,8 +117,11 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Number of optimizer steps of linear warm-up."""
 
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay from `lr` to `min_lr` over the run's optimizer steps. `constant`: no decay."""
+    decay: str = "constant"
+    """Shape of the decay from `lr` to `min_lr` over the run's optimizer steps: `linear`, `cosine`, `constant` (no
+    decay), or the import path of a function, `package.module:function`. It gets the share of the steps after the
+    warm-up that are done, from 0 to 1, and returns the share of `lr - min_lr` that is left, from 1 to 0 in a usual
+    decay."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay rate of the first moment."""
@@ -130,11 +141,39 @@ class OptimizerConfig(Section):
     distributed: bool = True
     """Shard optimizer state over the data-parallel group (megatron-core's DistributedOptimizer)."""
 
+    @field_validator("decay")
+    @classmethod
+    def _check_decay(cls, decay: str) -> str:
+        if decay not in DECAYS and ":" not in decay:
+            raise ValueError(f"decay needs to be one of {', '.join(DECAYS)} or package.module:function, got {decay!r}")
+        return decay
+
     @model_validator(mode="after")
     def _check_min_lr(self) -> OptimizerConfig:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr needs to be at most lr = {self.lr:g}, got {self.min_lr:g}")
         return self
+
+
+def load_decay(decay: str, *, key: str) -> Callable[[float], float] | None:
+    """Return the function that `OptimizerConfig.decay` names; None for one of `DECAYS`.
+
+    Raises:
+        ConfigError: it cannot be imported, or returns something else than a number from 0 to 1 for 0, 0.5 or 1.
+    """
+    if decay in DECAYS:
+        return None
+    function = load_object(decay, key=key, kind="function")
+    if not callable(function):
+        raise ConfigError(f"{key} needs a function, got {decay}, a {type(function).__name__}")
+    for done in (0.0, 0.5, 1.0):
+        left, error = outcome_of(partial(function, done))
+        if error is not None:
+            raise ConfigError(f"{key}: {decay}({done:g}) raised {describe_error(error)}") from error
+        share = read_number(left)
+        if share is None or not 0 <= share <= 1:
+            raise ConfigError(f"{key}: {decay}({done:g}) needs to return a number from 0 to 1, got {left!r}")
+    return cast("Callable[[float], float]", function)
 
 
 class OffloadConfig(Section):

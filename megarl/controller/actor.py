@@ -200,8 +200,8 @@ class Controller:
         Raises:
             RewardError: the reward failed on all completions.
         """
+        from megarl.run.group_sampler import evaluate
         from megarl.run.remote.build import build_evaluation
-        from megarl.run.sampler import evaluate
 
         self._events.add(MessageEvent("starting rollout engines"))
         with self._stage() as closing:

@@ -35,7 +35,12 @@ UNFINISHED: Final = "unfinished"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling parameters of a generation request."""
+    """Sampling parameters of a generation request.
+
+    Examples:
+        >>> Sampling(temperature=1.0, max_new_tokens=512).within(64).max_new_tokens
+        64
+    """
 
     temperature: float
     """Softmax temperature; 0.0 is greedy decoding."""
@@ -54,7 +59,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request to sample one completion."""
+    """A request to sample one completion.
+
+    Examples:
+        >>> sampling = Sampling(temperature=0.0, max_new_tokens=8)
+        >>> GenerationRequest(request_id="g-0", token_ids=(5, 6), sampling=sampling).sampling.temperature
+        0.0
+    """
 
     request_id: str
     token_ids: tuple[int, ...]

@@ -25,7 +25,12 @@ PauseMode = Literal["retract", "in_place", "abort"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """Settings of one engine: plain data that can be sent to another process. `None` leaves the choice to SGLang."""
+    """Settings of one engine: plain data that can be sent to another process. `None` leaves the choice to SGLang.
+
+    Examples:
+        >>> EngineSpec(model_path="models/Qwen3-0.6B", tp=4, nnodes=2, node_rank=1).node_ranks
+        range(2, 4)
+    """
 
     model_path: str
     tp: int = 1
@@ -100,8 +105,9 @@ def make_engine_spec(config: RunConfig, replica: int, device: str) -> EngineSpec
         ConfigError: SGLang would not run the model as its config.json describes it.
     """
     file = Path(config.model.path) / "config.json"
-    check_engine_support(read_model_config(config.model.path), device, origin=str(file))
     engine = config.rollout.engine
+    if not engine.is_custom:
+        check_engine_support(read_model_config(config.model.path), device, origin=str(file))
     cpu = device == "cpu"
     dtype = config.model.resolved_dtype(device)
     return EngineSpec(

@@ -86,7 +86,7 @@ def clipped_policy_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> PolicyLossOutput:
-    """PPO loss max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) per token ( arXiv 1707.06347, equation 7).
+    """PPO loss max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) per token (arXiv 1707.06347, equation 7).
 
     With `dual_clip` c, the loss of tokens with A < 0 is at most -c A (arXiv 1912.09729, equation 5).
 

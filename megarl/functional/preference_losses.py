@@ -36,7 +36,7 @@ def dpo_loss(
     *,
     beta: float,
 ) -> PreferenceLossOutput:
-    """DPO loss -log sigmoid(r_chosen - r_rejected), r = beta (log pi - log pi_ref) ( arXiv 2305.18290, equation 7).
+    """DPO loss -log sigmoid(r_chosen - r_rejected), r = beta (log pi - log pi_ref) (arXiv 2305.18290, equation 7).
 
     Examples:
         >>> chosen_B, rejected_B, ref_B = torch.tensor([-1.0]), torch.tensor([-3.0]), torch.tensor([-2.0])

@@ -74,7 +74,7 @@ class Checkpointer:
         models: all trained models, by the name of their folder in a checkpoint.
         notify: shows a line to the user.
         on_saved: called with the step of each committed checkpoint.
-        on_first: `Processes.run_on_rank0` of the processes that run this code.
+        run_on_rank0: `Processes.run_on_rank0` of the processes that run this code.
         """
         self._config, self._models, self._notify = config, models, notify
         self._on_saved, self._run_on_rank0 = on_saved, run_on_rank0

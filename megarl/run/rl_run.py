@@ -38,13 +38,13 @@ from megarl.megatron.requests import (
 from megarl.rollout.estimation.estimate_job import EstimateJob, estimate_completions
 from megarl.rollout.estimation.estimators import KL_METRIC, Estimator, is_by_completions, make_adaptive_kl
 from megarl.run.checkpointer import POLICY, Checkpointer, remove_journal
+from megarl.run.group_sampler import GroupSampler
 from megarl.run.memory.step_ledger import StepMemory
 from megarl.run.remote.trainer_group import TrainerGroup
 from megarl.run.rollout_batch import KeptSample, RolloutBatch, batch_metrics, term_metrics
 from megarl.run.run_events import EventLog
 from megarl.run.run_parts import RunParts
 from megarl.run.run_state import RunState
-from megarl.run.sampler import Sampler
 from megarl.run.scheduled_groups import Keep
 from megarl.run.stage_run import StageRun
 from megarl.run.step_limits import LimitDecision, StepLimits, StepStage
@@ -116,10 +116,8 @@ class RLRun(StageRun):
         clocks = None if config.schedule.type == "sync" else parts.rollout
         memory = StepMemory(parts.trainer, parts.engines, self.phase, clocks)
         self._sync = parts.sync
-        self._sync.begin_run(
-            memory, self.phase, self.totals, dedicated=parts.models.dedicated, monitor=parts.monitor
-        )
-        self._sampler = Sampler(config, self, parts, self._sync, startup)
+        self._sync.begin_run(memory, self.phase, self.totals, dedicated=parts.models.dedicated, monitor=parts.monitor)
+        self._sampler = GroupSampler(config, self, parts, self._sync, startup)
         self._limits = StepLimits(config.limits, parts.dtype)
         self._limits.skips_in_a_row = self._resumed.skips_in_a_row
         self._limits.mismatch.restore(self._resumed.mismatch)

@@ -1,4 +1,4 @@
-"""State of a run apart from its models: everything else that is needed to resume it."""
+"""State of a run in a checkpoint, without the models: step, position in the data, schedule, totals."""
 
 from __future__ import annotations
 

@@ -61,7 +61,11 @@ class StageRun:
         timer.resume(self._resumed.totals.seconds, self._resumed.totals.seconds_by_phase)
         metrics = None if resumed is None else resumed_metrics(resumed)
         self._tracker = Tracker(
-            config.tracking, config.run_dir, resumed=metrics, require_lock=partial(require_lock, config.run_dir)
+            config.tracking,
+            config.run_dir,
+            notify=self.notify,
+            resumed=metrics,
+            require_lock=partial(require_lock, config.run_dir),
         )
 
     @contextmanager

@@ -57,7 +57,7 @@ def _opened_label(line: str, *, is_inside: bool) -> str | None:
 
 
 CLOSE_SECONDS = 30.0
-"""Time in which all processes of a sandbox that has been killed end."""
+"""Timeout in seconds for the processes of a killed sandbox to exit."""
 
 
 class ReplyBuffer:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from megarl.cluster.process.atomic_files import write_durably
-from megarl.config.tracking import TrackingConfig, WandbConfig
+from megarl.config.section import load_object
+from megarl.config.tracking import SinkConfig, TrackingConfig, WandbConfig
 from megarl.errors import ConfigError, DataError
-from megarl.text import replace_surrogates
+from megarl.text import describe_error, replace_surrogates
+from megarl.user_code import outcome_of
 
 WANDB_ID_FILE = "wandb-id"
 """File in the run folder with the id of its W&B run."""
@@ -97,6 +101,58 @@ class WandbSink:
         self._run.finish()
 
 
+def check_sink(config: SinkConfig, key: str) -> type:
+    """Import the class of `tracking.sinks` and return it after checking its methods; no object is created.
+
+    Raises:
+        ConfigError: it cannot be imported, is no class, lacks a method, or does not take the arguments.
+    """
+    found = load_object(config.path, key=f"{key}.path", kind="Class")
+    if not isinstance(found, type):
+        raise ConfigError(f"{key}.path needs a class, got {config.path}, a {type(found).__name__}")
+    for name in ("log", "close"):
+        if not callable(getattr(found, name, None)):
+            raise ConfigError(f"{key}.path needs a class with the methods log and close, {config.path} has no {name}")
+    try:
+        inspect.signature(found).bind(Path(), None, **config.kwargs)
+        inspect.signature(found.log).bind(None, {}, step=1)  # type: ignore[attr-defined]
+    except TypeError as e:
+        raise ConfigError(
+            f"{key}: {config.path} needs to take (run_dir, step) and the keyword arguments, and its method log "
+            f"(metrics, *, step): {e}"
+        ) from e
+    return found
+
+
+class UserSink:
+    """A sink outside the package, whose exceptions do not end the run.
+
+    Raises:
+        ConfigError: as `check_sink`, or its constructor raised an exception.
+    """
+
+    def __init__(
+        self, config: SinkConfig, key: str, run_dir: Path, step: int | None, notify: Callable[[str], None]
+    ) -> None:
+        """`step`: the step that the run resumes from, or None; `notify`: receives a sentence about each exception."""
+        self._key, self._notify = key, notify
+        self._sink, error = outcome_of(partial(check_sink(config, key), run_dir, step, **config.kwargs))
+        if error is not None:
+            raise ConfigError(f"{key}: creating {config.path} raised {describe_error(error)}") from error
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Pass the metrics of one step on."""
+        _, error = outcome_of(partial(self._sink.log, dict(metrics), step=step))
+        if error is not None:
+            self._notify(f"step {step}: {self._key} has lost the metrics: log raised {describe_error(error)}")
+
+    def close(self) -> None:
+        """Close the sink."""
+        _, error = outcome_of(self._sink.close)
+        if error is not None:
+            self._notify(f"{self._key}: close raised {describe_error(error)}")
+
+
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -129,7 +185,7 @@ class Tracker:
     """Writes metrics to `run_dir`: `metrics.jsonl`, `tensorboard/` and W&B files, as configured.
 
     Raises:
-        ConfigError: `tracking.wandb` is configured and the wandb package is not installed.
+        ConfigError: `tracking.wandb` is configured and the wandb package is not installed, or as `UserSink`.
     """
 
     def __init__(
@@ -137,10 +193,12 @@ class Tracker:
         config: TrackingConfig,
         run_dir: str | Path,
         *,
+        notify: Callable[[str], None],
         resumed: ResumedMetrics | None = None,
         require_lock: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
+        notify: receives a sentence about each exception of `tracking.sinks`.
         resumed: drop what was logged after this position.
         require_lock: called before each write; raises if this process may no longer write into `run_dir`.
         """
@@ -149,7 +207,10 @@ class Tracker:
         self._run_dir = run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._sinks: list[Sink] = []
-        # first, because only this one can fail
+        after = None if resumed is None else resumed.step
+        # first, because only these can fail
+        for number, sink in enumerate(config.sinks):
+            self._sinks.append(UserSink(sink, f"tracking.sinks.{number}", run_dir, after, notify))
         if config.wandb is not None:
             self._sinks.append(WandbSink(config.wandb, run_dir, resumed=resumed is not None))
         if config.jsonl:
@@ -157,7 +218,6 @@ class Tracker:
                 truncate_lines(run_dir / METRICS_FILE, resumed.num_bytes)
             self._sinks.append(JsonlSink(run_dir / METRICS_FILE))
         if config.tensorboard:
-            after = None if resumed is None else resumed.step
             self._sinks.append(TensorboardSink(run_dir / TENSORBOARD_FOLDER, after=after))
 
     @property

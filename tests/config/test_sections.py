@@ -15,7 +15,7 @@ from megarl.config.commands import ScoreConfig
 from megarl.config.limits import AUTO_LIMITS, LimitConfig, LimitsConfig
 from megarl.config.load import make_config
 from megarl.config.paths import data_paths, model_paths
-from megarl.config.rollout import SglangConfig
+from megarl.config.rollout import EngineConfig
 from megarl.config.section import Section
 from megarl.data.sampler import PromptOrder
 from megarl.errors import ConfigError
@@ -276,13 +276,13 @@ def test_async_settings(given: dict[str, int], expected: tuple[int, int]) -> Non
 
 def test_in_place_refuses_arguments_that_contradict_those_it_sets() -> None:
     schedule, other = (make_run(schedule={"type": "async", "update": u}).schedule for u in ("in_place", "retract"))
-    assert not list(schedule.engine_problems(SglangConfig()))
+    assert not list(schedule.engine_problems(EngineConfig()))
     wrong = {"disable_overlap_schedule": False, "disable_radix_cache": True, "chunked_prefill_size": 2048}
-    overlap, chunked = schedule.engine_problems(SglangConfig(extra_args=wrong))
+    overlap, chunked = schedule.engine_problems(EngineConfig(extra_args=wrong))
     assert overlap.startswith("schedule.update: in_place sets rollout.engine.extra_args.disable_overlap_schedule, ")
     assert "which needs to be true, got false: " in overlap
     assert "chunked_prefill_size, which needs to be -1, got 2048: " in chunked
-    assert not list(other.engine_problems(SglangConfig(extra_args=wrong)))
+    assert not list(other.engine_problems(EngineConfig(extra_args=wrong)))
 
 
 PPO = {"type": "ppo", "kl_reward": None}

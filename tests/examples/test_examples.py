@@ -155,7 +155,7 @@ LIGHT, DARK = "#ffffff", "#0d1117"
 
 def write_run(folder: Path, rewards: Mapping[int, float]) -> Path:
     """Write the metrics of a run as megarl does."""
-    with Tracker(TrackingConfig(tensorboard=False), folder) as tracker:
+    with Tracker(TrackingConfig(tensorboard=False), folder, notify=print) as tracker:
         for step, reward in rewards.items():
             tracker.log({"reward/mean": reward, "loss": 0.5}, step=step)
     return folder

@@ -181,7 +181,7 @@ MUTANTS = (
         "megarl/run/step_limits.py", "if self.skips_in_a_row > most:", "if self.skips_in_a_row >= most:", "tests/run"
     ),
     Mutant(
-        "megarl/run/sampler.py",
+        "megarl/run/group_sampler.py",
         "                self.solved.in_a_row.pop(name, None)",
         "                pass",
         "tests/run tests/algorithms",

@@ -96,7 +96,7 @@ class Run:
         self.updates = UpdateLog(config.run_dir, after=schedule.version)
         metrics = ResumedMetrics(step=schedule.version, num_bytes=checkpoint.metrics_bytes)
         tracking = TrackingConfig(tensorboard=False, rollouts=False)
-        self.tracker = Tracker(tracking, config.run_dir, resumed=metrics)
+        self.tracker = Tracker(tracking, config.run_dir, notify=print, resumed=metrics)
 
     def make_job(self, group: OpenGroup) -> GroupJob:
         return group_job(group, B, num_samples=1, max_new_tokens=2)

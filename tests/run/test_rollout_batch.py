@@ -17,9 +17,9 @@ from megarl.engines.engine import Sampling
 from megarl.functional import Denominators
 from megarl.losses.supervised_loss import SftLoss, ValueLoss
 from megarl.megatron.requests import TrainRequest
+from megarl.run.group_sampler import evaluate, pass_at_k
 from megarl.run.remote.group_stream import FinishedGroup
 from megarl.run.rollout_batch import RolloutBatch, batch_metrics
-from megarl.run.sampler import evaluate, pass_at_k
 from tests.run.finished_groups import completion, finished_group, groups_with_rewards, run_config
 
 NUM_SAMPLED = [[3, 1], [2, 2, 5], [4], [0, 6]]

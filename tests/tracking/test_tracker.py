@@ -35,7 +35,7 @@ def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_jsonl_and_tensorboard_hold_the_same_metrics(tmp_path):
     run = tmp_path / "new" / "run"
-    with Tracker(TrackingConfig(), run) as tracker:
+    with Tracker(TrackingConfig(), run, notify=print) as tracker:
         tracker.log({"reward/mean": 0.25, "loss": np.float32(2.0)}, step=1)
         assert len(read_lines(run)) == len(read_scalars(run)["loss"]) == 1, "not on disk before the next step"
         tracker.log({"reward/mean": 0.5}, step=2)
@@ -45,7 +45,7 @@ def test_jsonl_and_tensorboard_hold_the_same_metrics(tmp_path):
 
 
 def test_json_stays_valid_with_numbers_that_are_not_finite(tmp_path):
-    with Tracker(TrackingConfig(), tmp_path) as tracker:
+    with Tracker(TrackingConfig(), tmp_path, notify=print) as tracker:
         tracker.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}, step=1)
     text = (tmp_path / "metrics.jsonl").read_text()
 
@@ -60,19 +60,21 @@ def test_metrics_after_the_resumed_step_are_dropped(tmp_path, monkeypatch):
     # TensorBoard orders event files by their names, which have the second in which they were created
     seconds = types.SimpleNamespace(time=itertools.count(2 * 10**9).__next__)
     monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", seconds)
-    with Tracker(TrackingConfig(), tmp_path) as tracker:
+    with Tracker(TrackingConfig(), tmp_path, notify=print) as tracker:
         tracker.log({"a": 1.0}, step=1)
         position = tracker.num_bytes
         tracker.log({"a": 2.0}, step=2)
         tracker.log({"a": 3.0}, step=3)
-    with Tracker(TrackingConfig(), tmp_path, resumed=ResumedMetrics(step=1, num_bytes=position)) as tracker:
+    with Tracker(
+        TrackingConfig(), tmp_path, notify=print, resumed=ResumedMetrics(step=1, num_bytes=position)
+    ) as tracker:
         tracker.log({"a": 20.0}, step=2)
     assert read_lines(tmp_path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 20.0}]
     assert read_scalars(tmp_path) == {"a": [(1, 1.0), (2, 20.0)]}
 
 
 def test_nothing_is_written_if_no_sink_is_configured(tmp_path):
-    with Tracker(TrackingConfig(tensorboard=False, jsonl=False), tmp_path) as tracker:
+    with Tracker(TrackingConfig(tensorboard=False, jsonl=False), tmp_path, notify=print) as tracker:
         tracker.log({"a": 1.0}, step=1)
     assert list(tmp_path.iterdir()) == []
 
@@ -97,12 +99,12 @@ def test_wandb_gets_project_name_and_metrics(tmp_path, monkeypatch):
     fake.init = init  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     config = TrackingConfig.model_validate({"wandb": {"project": "p", "name": "n"}, "tensorboard": False})
-    with Tracker(config, tmp_path) as tracker:
+    with Tracker(config, tmp_path, notify=print) as tracker:
         tracker.log({"a": 1.0}, step=3)
     init_arguments = {"project": "p", "name": "n", "dir": str(tmp_path)}
     assert calls == [init_arguments, ({"a": 1.0}, 3), "finish"]
     calls.clear()
-    Tracker(config, tmp_path, resumed=ResumedMetrics(step=3, num_bytes=0)).close()
+    Tracker(config, tmp_path, notify=print, resumed=ResumedMetrics(step=3, num_bytes=0)).close()
     assert calls == [init_arguments | {"id": "abc", "resume": "allow"}, "finish"]
 
 
@@ -110,7 +112,7 @@ def test_wandb_without_the_package_is_a_configuration_error(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = TrackingConfig.model_validate({"wandb": {"project": "p"}})
     with pytest.raises(ConfigError, match=r"tracking\.wandb needs the wandb package"):
-        Tracker(config, tmp_path)
+        Tracker(config, tmp_path, notify=print)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,14 +128,16 @@ def test_truncated_file_keeps_only_complete_lines(tmp_path):
     file = tmp_path / "metrics.jsonl"
     for torn, left in (('{"step": 1}\n{"step": 2}\n{"st', 2), ('{"st', 0), ('{"step": 1}\n', 1), ("", 0)):
         file.write_text(torn)
-        with Tracker(TrackingConfig(tensorboard=False), tmp_path, resumed=ResumedMetrics(step=4, num_bytes=100)) as t:
+        with Tracker(
+            TrackingConfig(tensorboard=False), tmp_path, notify=print, resumed=ResumedMetrics(step=4, num_bytes=100)
+        ) as t:
             t.log({"a": 1.0}, step=5)
         assert [line["step"] for line in read_lines(tmp_path)] == [*range(1, left + 1), 5]
 
 
 def test_full_disk_is_a_data_error(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    tracker = Tracker(TrackingConfig(tensorboard=False), tmp_path)
+    tracker = Tracker(TrackingConfig(tensorboard=False), tmp_path, notify=print)
     with pytest.raises(DataError, match=r"^the metrics of step 1 cannot be written to .*: .* No space left on device$"):
         tracker.log({"a": 1.0}, step=1)
     assert tracker.num_bytes == 0
@@ -213,3 +217,58 @@ def test_file_is_written_atomically(tmp_path):
 def test_no_trajectories_give_an_empty_table(tmp_path):
     write_rollouts(tmp_path / "a.parquet", [], [], step=1, decode=decode)
     assert pq.read_table(tmp_path / "a.parquet").num_rows == 0
+
+
+class Lines:
+    """A sink that writes to a file, and fails at a step."""
+
+    def __init__(self, run_dir: Path, step: int | None, *, name: str = "lines", fails_at: int = 0) -> None:
+        self.file, self.fails_at = run_dir / name, fails_at
+        self.file.write_text(f"from {step}\n")
+
+    def log(self, metrics: dict[str, float], *, step: int) -> None:
+        if step == self.fails_at:
+            raise ConnectionError("no network")
+        self.file.write_text(f"{self.file.read_text()}{step} {metrics}\n")
+
+    def close(self) -> None:
+        raise SystemExit("closed twice")
+
+
+class WithoutClose:
+    def log(self, metrics: dict[str, float], *, step: int) -> None: ...
+
+
+def with_sinks(*sinks: dict[str, Any]) -> TrackingConfig:
+    return TrackingConfig.model_validate({"tensorboard": False, "sinks": sinks})
+
+
+def test_a_sink_of_the_user_gets_all_metrics_and_cannot_end_the_run(tmp_path):
+    messages: list[str] = []
+    path = f"{__name__}:Lines"
+    config = with_sinks({"path": path, "kwargs": {"fails_at": 2}}, {"path": path, "kwargs": {"name": "others"}})
+    resumed = ResumedMetrics(step=0, num_bytes=0)
+    with Tracker(config, tmp_path, notify=messages.append, resumed=resumed) as tracker:
+        for step in (1, 2, 3):
+            tracker.log({"a": float(step)}, step=step)
+    assert (tmp_path / "lines").read_text() == "from 0\n1 {'a': 1.0}\n3 {'a': 3.0}\n"
+    assert (tmp_path / "others").read_text().count("\n") == 4
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3]
+    lost, *closed = messages
+    assert lost == "step 2: tracking.sinks.0 has lost the metrics: log raised ConnectionError: no network"
+    assert [text.split(":")[0] for text in closed] == ["tracking.sinks.0", "tracking.sinks.1"]
+
+
+@pytest.mark.parametrize(
+    ("sink", "problem"),
+    [
+        ({"path": "absent_module:Sink"}, r"tracking\.sinks\.0\.path: cannot import absent_module"),
+        ({"path": f"{__name__}:WithoutClose"}, "WithoutClose has no close"),
+        ({"path": f"{__name__}:Lines", "kwargs": {"color": 1}}, "needs to take .* 'color'"),
+        ({"path": f"{__name__}:Lines", "kwargs": {"name": "absent/file"}}, "creating .*Lines raised FileNotFoundError"),
+    ],
+)
+def test_wrong_sinks_are_configuration_errors(sink, problem, tmp_path):
+    with pytest.raises(ConfigError, match=problem):
+        Tracker(with_sinks(sink), tmp_path, notify=print)
+    assert list(tmp_path.iterdir()) == []

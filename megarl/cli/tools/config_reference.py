@@ -96,6 +96,9 @@ BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 MAP_KEY = "NAME"
 """Stands for the keys of a mapping that the user chooses, such as the names of reward terms."""
 
+ITEM_KEY = "NUMBER"
+"""Stands for the number of a section in a list of them, counted from 0."""
+
 IMPORT_PATH = "package.module:Class"
 """Stands for the type of an algorithm outside the package."""
 
@@ -142,16 +145,22 @@ class _Page:
 
     def _find_sections(self, path: str, node: JsonObject) -> None:
         for reference in self._refs(node):
-            at = f"{path}.{MAP_KEY}" if "additionalProperties" in node else path
+            at = self._path_of_sections(path, node)
             paths = self._paths.setdefault(reference, [])
             if at not in paths:
                 paths.append(at)
                 for name, value in self._properties(reference).items():
                     self._find_sections(f"{at}.{name}", value)
 
+    def _path_of_sections(self, path: str, node: JsonObject) -> str:
+        """Return the path of the section at `path`, or of those in a mapping or list there."""
+        if "items" in node:
+            return f"{path}.{ITEM_KEY}"
+        return f"{path}.{MAP_KEY}" if "additionalProperties" in node else path
+
     def _sections(self, path: str, node: JsonObject, level: int) -> Iterator[str]:
         """Yield the section or sections at `path`, then those below."""
-        at_path = (path, f"{path}.{MAP_KEY}")
+        at_path = (path, self._path_of_sections(path, node))
         references = [r for r in self._refs(node) if self._paths[r][0] in at_path and r not in self._written]
         if not references:
             return
@@ -265,14 +274,15 @@ class _Page:
         return "$ref" in node or "oneOf" in node
 
     def _refs(self, node: JsonObject) -> Iterator[str]:
-        """Yield the names of the sections that a key may hold, as its value or as the values of a mapping."""
+        """Yield the names of the sections that a key may hold, as its value or in a mapping or list."""
         if "$ref" in node:
             yield _name_of(node["$ref"])
         for key in ("anyOf", "oneOf"):
             for each in node.get(key, ()):
                 yield from self._refs(each)
-        if isinstance(node.get("additionalProperties"), Mapping):
-            yield from self._refs(node["additionalProperties"])
+        for key in ("additionalProperties", "items"):
+            if isinstance(node.get(key), Mapping):
+                yield from self._refs(node[key])
 
     def _definition(self, node: JsonObject) -> JsonObject:
         found: JsonObject = self._schema["$defs"][_name_of(node["$ref"])]

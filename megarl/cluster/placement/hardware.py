@@ -96,7 +96,7 @@ GPU_TYPES = (
     GpuType(reported="A40", capability=(8, 6), flops_per_second=150e12),
     GpuType(reported="A10", capability=(8, 6), flops_per_second=125e12, name="a10-24", mebibytes=23_028),
 )
-"""In the order in which names that CUDA reports are compared: the first whose words occur in it counts."""
+"""Matched in this order with `torch.cuda.get_device_name()`: the first whose words occur in it."""
 
 
 def find_gpu_type(reported: str) -> GpuType | None:

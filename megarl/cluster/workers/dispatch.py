@@ -76,8 +76,8 @@ class CallBatches[A, R]:
     async def collect(self, batch_id: str, limit: int | None = None) -> list[tuple[int, R | MegarlError]]:
         """Wait for a result of the batch; return those that have finished, each with the index of its call.
 
-        The error of a call stands for its result. Call it until all calls of the batch were returned. Returns nothing
-        if the calls that were left have been canceled.
+        A failed call gives its error instead of a result. Call it until all calls of the batch were returned. Returns
+        nothing if the calls that were left have been canceled.
 
         Args:
             limit: largest number of results to return; others are returned by the next call.

@@ -14,6 +14,7 @@ from megarl.config.preference import DpoConfig
 from megarl.config.reward import CodeRewardConfig, FormatRewardConfig, JudgeRewardConfig, PythonRewardConfig
 from megarl.config.rollout import AgentConfig, EnvironmentConfig, HarnessConfig
 from megarl.config.run import RunConfig, StageConfig
+from megarl.config.trainer import OptimizerConfig, load_decay
 from megarl.controller.preflight.code_reward_checks import find_test_case_problems
 from megarl.controller.preflight.data_checks import find_batch_problems, find_data_problems
 from megarl.controller.preflight.machine_checks import (
@@ -39,6 +40,7 @@ from megarl.controller.preflight.model_checks import (
 from megarl.controller.preflight.schedule_checks import find_schedule_problems
 from megarl.controller.preflight.weight_sync_checks import find_delta_problems, find_stall_problems
 from megarl.data.tokenizer import load_tokenizer
+from megarl.engines.custom_engine import check_engine
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.families.load_architecture import (
     read_hf_config,
@@ -52,6 +54,7 @@ from megarl.rollout.environments.conversation import require_chat_template
 from megarl.rollout.environments.environment import check_environment
 from megarl.rollout.gateway.harness_process import HARNESS, check_harness
 from megarl.sandbox.tiers import choose_tier
+from megarl.tracking.tracker import check_sink
 
 
 def find_agent_problems(config: RunConfig) -> Iterator[str]:
@@ -123,6 +126,33 @@ def find_reward_problems(config: RunConfig) -> Iterator[str]:
     yield from find_test_case_problems(config)
 
 
+def find_engine_problems(config: RunConfig) -> Iterator[str]:
+    """Find out whether an engine outside the package cannot be imported or called; none is created."""
+    if config.rollout.engine.is_custom:
+        try:
+            check_engine(config.rollout.engine)
+        except ConfigError as e:
+            yield str(e)
+
+
+def find_sink_problems(config: StageConfig) -> Iterator[str]:
+    """Find classes of `tracking.sinks` that cannot be imported or called."""
+    for number, sink in enumerate(config.tracking.sinks):
+        try:
+            check_sink(sink, f"tracking.sinks.{number}")
+        except ConfigError as e:
+            yield str(e)
+
+
+def find_decay_problems(config: StageConfig) -> Iterator[str]:
+    """Find functions of `optimizer.decay` that cannot be imported, or return other values than shares."""
+    for key, optimizer, _ in optimizers_of(config):
+        try:
+            load_decay(optimizer.decay, key=f"{key}.decay")
+        except ConfigError as e:
+            yield str(e)
+
+
 def check_or_raise(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -> None:
     """Return if `check_run` finds no problems.
 
@@ -149,7 +179,7 @@ def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -
         *(find_local_gpu_problems(config) if nodes is None else find_allocation_problems(config.placement, nodes))
     ]
     problems += [*find_package_problems(config), *find_batch_problems(config), *find_folder_problems(config)]
-    problems += find_profile_problems(config)
+    problems += [*find_profile_problems(config), *find_sink_problems(config), *find_decay_problems(config)]
     family_problems = [*find_family_problems(config)]
     has_family = not family_problems  # models cannot be read without theirs
     problems += family_problems
@@ -157,6 +187,7 @@ def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -
         problems += [
             *find_engine_placement_problems(config),
             *find_engine_variable_problems(),
+            *find_engine_problems(config),
             *find_reward_problems(config),
             *find_agent_problems(config),
             *find_schedule_problems(config, find_device(config.placement, nodes)),
@@ -183,8 +214,8 @@ def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -
     return list(dict.fromkeys(problems))
 
 
-def find_warmup_notices(config: StageConfig) -> Iterator[str]:
-    """Yield a sentence for each trained model whose learning rate never reaches its peak."""
+def optimizers_of(config: StageConfig) -> list[tuple[str, OptimizerConfig, int]]:
+    """Return the YAML key, settings and number of updates of the optimizer of each trained model."""
     optimizers = [("trainer.optimizer", config.trainer.optimizer, config.policy_updates)]
     if isinstance(config, RunConfig):
         optimizers += [
@@ -192,7 +223,12 @@ def find_warmup_notices(config: StageConfig) -> Iterator[str]:
             for model in config.auxiliary_models
             if model.optimizer is not None
         ]
-    for key, optimizer, updates in optimizers:
+    return optimizers
+
+
+def find_warmup_notices(config: StageConfig) -> Iterator[str]:
+    """Yield a sentence for each trained model whose learning rate never reaches its peak."""
+    for key, optimizer, updates in optimizers_of(config):
         if optimizer.warmup_steps > updates:
             yield (
                 f"{key}.warmup_steps: {optimizer.warmup_steps} optimizer steps are more than the run's {updates}, so "

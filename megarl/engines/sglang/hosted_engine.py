@@ -1,4 +1,4 @@
-"""The subclass of `sglang.Engine` that an engine's host launches, in which the host knows every process.
+"""The subclass of `sglang.Engine` that an engine's host launches, which exposes its scheduler processes.
 
 Requests that reach the engine together go to its schedulers in one message. SGLang sends a message for each request. A
 scheduler that waits wakes up at the first one, so it computes a batch of a few prompts while the host still sends the

@@ -35,7 +35,7 @@ from megarl.engines.sglang.multi_node_host import EngineNode, MultiNodeHost
 from megarl.engines.sglang.request_runner import RequestRunner
 from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace
 from megarl.engines.sglang.weight_update.update_session import WeightSession, full_tensors
-from megarl.engines.sglang.weight_update.whole_update import WholeUpdate
+from megarl.engines.update_runner import UpdateRunner
 from megarl.errors import LostEngineError, WorkerError
 from megarl.reshard.layout.layout import Box, WeightLayout, WeightNeeds, share_tensors
 from megarl.reshard.layout.sampled_boxes import SampledBox
@@ -140,7 +140,7 @@ class SglangEngine:
         self._host = MultiNodeHost(spec, nodes) if nodes else EngineHost(spec)
         self._requests = RequestRunner(self._host, spec.stop_token_ids)
         self._weights = WeightSession(self._host, self._requests)
-        self._update = WholeUpdate(self._weights)
+        self._update = UpdateRunner(self._weights)
         self._released = ReleasedMemory(self._host)
         self._batches = RequestBatches(self._requests.complete)
         self._num_requests = 0

@@ -97,7 +97,7 @@ class BlockQuantizer:
         """Memory of the values and scales of the last call."""
 
     def quantize(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that `layout` names, of which those that are quantized are new.
+        """Return the tensors of `layout`; those that are quantized are newly allocated.
 
         Args:
             tensors: what this rank holds, by local name.

@@ -133,7 +133,7 @@ class WeightSyncWorker:
         strategy = self.strategy
         assert isinstance(strategy, BoxStrategy), f"{type(strategy).__name__} delivers no boxes"
         name, rounds = f"trainer rank {self._rank}", [each.slots for each in strategy.rounds]
-        # before the other ranks, which wait for this one meanwhile, are held to be stuck
+        # shorter than the time after which the ranks that wait are reported as stuck
         stall_seconds = STALL_LIMITS * abort_seconds
         return BoxSender(name, receiver, rounds, stall_seconds, strategy.raise_if_aborted)
 

@@ -179,7 +179,7 @@ class MetricSums:
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
     def add_values(self, name: str, values_T: Tensor, mask_T: Tensor) -> None:
-        """Add the values inside the mask, which are not negative, to those of which `name` is the 99 % quantile."""
+        """Add values inside the mask, 0 or more, to the sample whose 99 % quantile is the metric `name`."""
         edges = _edges(values_T.device)
         counts = torch.zeros(len(edges) + 1, dtype=torch.float64, device=values_T.device)
         counts.index_add_(0, torch.bucketize(values_T.detach().double(), edges), mask_T.double())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megarl.config.megatron import MegatronConfig
-from megarl.config.trainer import OptimizerConfig
+from megarl.config.trainer import OptimizerConfig, load_decay
 from megarl.errors import ConfigError
 from megarl.megatron.mcore_fields import ddp_fields, optimizer_fields
 from megarl.megatron.modeling.megatron_model import MegatronModel
@@ -132,6 +134,24 @@ def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
+class FunctionSchedule(OptimizerParamScheduler):  # type: ignore[misc]
+    """A schedule whose decay is a function, as `load_decay` returns it."""
+
+    def __init__(self, decay: Callable[[float], float], *arguments: Any, **options: Any) -> None:
+        self._decay = decay
+        super().__init__(*arguments, **options)
+
+    @override
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Return the learning rate of the next update; `num_steps` counts those before it, the warm-up included."""
+        if self.lr_warmup_steps and self.num_steps <= self.lr_warmup_steps:
+            return float(super().get_lr(param_group))
+        highest, lowest = (float(param_group.get(name, getattr(self, name))) for name in ("max_lr", "min_lr"))
+        warmup, steps = int(self.lr_warmup_steps or 0), int(self.lr_decay_steps or 0)
+        done = (int(self.num_steps or 0) - warmup) / (steps - warmup)
+        return lowest + float(self._decay(min(done, 1.0))) * (highest - lowest)
+
+
 def make_scheduler(config: OptimizerConfig, optimizer: ChainedOptimizer, steps: int) -> OptimizerParamScheduler:
     """Build the schedule of a run with `steps` updates, none of which has learning rate 0.
 
@@ -139,14 +159,16 @@ def make_scheduler(config: OptimizerConfig, optimizer: ChainedOptimizer, steps: 
     warm-up the first update has the peak learning rate. The decay reaches its end one update after the last.
     """
     first = 1 if config.warmup_steps else 0
-    scheduler = OptimizerParamScheduler(
+    decay = load_decay(config.decay, key="optimizer.decay")
+    schedule = OptimizerParamScheduler if decay is None else partial(FunctionSchedule, decay)
+    scheduler = schedule(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
         min_lr=config.min_lr if config.decay != "constant" else config.lr,
         lr_warmup_steps=config.warmup_steps,
         lr_decay_steps=max(steps, config.warmup_steps) + first,
-        lr_decay_style=config.decay,
+        lr_decay_style=config.decay if decay is None else "linear",  # of `FunctionSchedule`, which has its own
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=0,

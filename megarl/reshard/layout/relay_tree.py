@@ -1,14 +1,14 @@
-"""Trees over machines by which a box reaches many machines while every rank sends it to few.
+"""Broadcast trees over machines: a box reaches many machines, and no rank sends it to more than a few.
 
 The machines form a ring, which each box enters at another place (its rotation). The ring is cut into one arc per root,
 a rank that holds the box. Machine b of an arc receives the box from machine b without its highest bit:
 
     root -> 0        0 -> 1, 2, 4        1 -> 3, 5        2 -> 6        3 -> 7
 
-A machine of which a rank holds the box keeps its place on the ring, but does not receive: it is the origin of what the
-machines after it receive. So a root sends a box at most once per arc, a box passes at most log2(arc) machines, and
-whatever the rotation, a machine exchanges messages only with machines whose distance on the ring is a power of two.
-With many rotations, all machines send equally much.
+A machine that already holds the box receives nothing, and is the source for the machines after it. So a root sends a
+box at most once per arc, a box passes at most log2(arc) machines, and whatever the rotation, a machine exchanges
+messages only with machines whose distance on the ring is a power of two. With many rotations, all machines send equally
+much.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hands boxes to the engine rank on the same slot: which bytes are whose is said once, and rounds are only signaled.
+"""Passes boxes to the engine rank on the same slot: offsets are sent once, at connect, then a signal per round.
 
     trainer rank (BoxSender)                            engine rank (BoxReceiver)
     offer        slots of all rounds, in shared memory --> connect: reads them               once

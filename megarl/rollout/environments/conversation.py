@@ -80,7 +80,7 @@ async def _await(function: Callable[..., Any], *arguments: object) -> Any:
 
 
 async def _run_in_thread(function: Callable[..., Any], *arguments: object) -> Any:
-    """Return what the function returns. Its thread is not one of a pool, which calls that never return would fill."""
+    """Return what the function returns, run in a thread of its own: calls that never return would fill a pool."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

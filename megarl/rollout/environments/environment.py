@@ -43,7 +43,7 @@ class Task:
     messages: Sequence[Message]
     """The conversation that the row begins, with the system prompt of `data.system_prompt`."""
     seed: int
-    """Different for each episode, and equal if the episode is repeated; of a failed attempt and the next, different."""
+    """Seed of the episode: the same if a step is repeated, another one after a failed attempt."""
     shared: dict[str, Any]
     """One dict for all episodes of this rollout worker, in which an environment may leave what later ones use. It is
     not saved with the run, and other rollout workers have their own."""

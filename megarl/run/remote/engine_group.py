@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from megarl.cluster.workers.failures import results_in_time, wait_all
 from megarl.cluster.workers.group import RemoteCall
 from megarl.cluster.workers.worker_host import AsyncWorkerHost
 from megarl.config import RunConfig
+from megarl.config.rollout import EngineConfig
 from megarl.engines.engine import EngineMemory
 from megarl.engines.engine_spec import EngineSpec, make_engine_spec
 from megarl.engines.sglang.engine_environment import make_engine_environment
@@ -30,6 +31,7 @@ from megarl.run.supervision.engine_supervisor import EngineSupervisor
 from megarl.run.supervision.restart_budget import RestartBudget
 
 if TYPE_CHECKING:
+    from megarl.engines.custom_engine import CustomEngineHost
     from megarl.engines.sglang.sglang_engine import SglangEngine
     from megarl.reshard.planning.disaggregated import TransferSpec
     from megarl.reshard.transfer.process_groups import TransferGroup
@@ -354,14 +356,18 @@ class EngineGroup(EngineHandles):
             lost = ("a lost node", "")
             specs = [spec.on_node(rank, *nodes.get(here[0].node, lost)) for rank, here in enumerate(by_node)]
             spec, others = specs[0], tuple(map(RemoteNode, handles[1:], specs[1:], environments[1:]))
-        ref = handles[0].build.remote(_start_engine, (spec, others), environments[0], time.time())
+        start: Callable[..., Any] = _start_engine
+        arguments: tuple[object, ...] = (spec, others)
+        if self._config.rollout.engine.is_custom:
+            start, arguments = _start_custom_engine, (spec, self._config.rollout.engine)
+        ref = handles[0].build.remote(start, arguments, environments[0], time.time())
         return StartedEngine(handles[0], self.name(replica), others), ref
 
     def _request_processes(self) -> None:
         """Request the processes of all engines, which import SGLang."""
         for replica in range(len(self.engine_slots)):
             self._processes[replica] = self._create_actors(self._slots_by_node(replica))
-            for handle in self._processes[replica]:
+            for handle in self._processes[replica] if not self._config.rollout.engine.is_custom else ():
                 handle.run.remote(_import_engine)
 
     def _slots_by_node(self, replica: int) -> list[list[Slot]]:
@@ -417,6 +423,18 @@ async def _start_engine(spec: EngineSpec, nodes: tuple[RemoteNode, ...]) -> Sgla
     if nodes:
         spec = replace(spec, dist_init_addr=join_address(spec.node_address, spec.port or find_unused_port()))
     engine = SglangEngine(spec, nodes)
+    async with AsyncExitStack() as closing:
+        closing.push_async_callback(engine.shutdown)
+        await engine.start()
+        closing.pop_all()
+    return engine
+
+
+async def _start_custom_engine(spec: EngineSpec, config: EngineConfig) -> CustomEngineHost:
+    with record_imports():
+        from megarl.engines.custom_engine import CustomEngineHost
+
+        engine = CustomEngineHost(spec, config)
     async with AsyncExitStack() as closing:
         closing.push_async_callback(engine.shutdown)
         await engine.start()

@@ -145,9 +145,7 @@ class RolloutGroup:
         finally:
             groups.close()
         if replayed:
-            self._workers.restart_budget.notify(
-                f"{label}: replayed {replayed} of {len(jobs)} groups from the journal"
-            )
+            self._workers.restart_budget.notify(f"{label}: replayed {replayed} of {len(jobs)} groups from the journal")
 
     def collect(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: tuple[int, ...] = ()

@@ -26,7 +26,7 @@ from megarl.run.remote.engine_loads import EngineLoads
 from megarl.run.remote.remote_engine import RemoteEngine
 from megarl.run.remote.rollout_actor import RolloutActor
 from megarl.run.supervision.engine_supervisor import LIVENESS_GROUP, POLL_INTERVAL_SECONDS, WorkerLivenessProbe
-from megarl.run.supervision.restart_budget import name_some
+from megarl.run.supervision.restart_budget import RestartBudget, name_some
 
 WORKER_DEATHS = (RayActorError, ActorUnschedulableError)
 """Errors of a call to a worker that has died, or whose node was lost before the worker was created."""

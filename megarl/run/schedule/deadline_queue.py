@@ -1,4 +1,4 @@
-"""Groups that are neither leased nor closed, by deadline and ordinal."""
+"""Priority queue of groups that are admitted and not trained yet, by deadline and ordinal."""
 
 from __future__ import annotations
 

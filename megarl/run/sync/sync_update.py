@@ -64,7 +64,7 @@ CLOSE_SECONDS = 5.0
 """How long engines may take to abort an update."""
 
 SETTLE_LIMITS = 3
-"""Trainer ranks complete a push without a lost engine within this many times `abort_seconds`, or are held to fail."""
+"""Time limit, in multiples of `abort_seconds`, for trainer ranks to complete a push after an engine was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

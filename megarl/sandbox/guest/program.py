@@ -1,4 +1,4 @@
-"""Execution of untrusted code, in a process of its own that ends with it. What it writes is data, never a verdict.
+"""Execution of untrusted code, in a process of its own that ends with it. Its output is data, never a result of a test.
 
 Nothing here knows the expected result of a program: a value that a program forges is compared like any other. Modules
 that not all programs need are imported where they are used, since imports are most of the CPU time of a sandbox.

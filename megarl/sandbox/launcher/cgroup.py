@@ -14,7 +14,7 @@ from megarl.sandbox.guest.limits import Limits
 ROOT = "/sys/fs/cgroup"
 PREFIX = "megarl-sandbox-"
 REMOVE_SECONDS = 2.0
-"""Time in which the kernel lets go of a group whose processes have ended."""
+"""Timeout in seconds for the kernel to release an empty cgroup."""
 
 
 class ControlGroup:

@@ -1,5 +1,6 @@
 """Learning-rate schedule, and megatron-core's overlapped communication and Adam on the CPU against the plain ones."""
 
+import math
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from megarl.config.megatron import MegatronConfig
-from megarl.config.trainer import OffloadConfig, OptimizerConfig, ParallelConfig
+from megarl.config.trainer import OffloadConfig, OptimizerConfig, ParallelConfig, load_decay
+from megarl.errors import ConfigError
 from megarl.megatron.requests import SaveRequest
 from megarl.megatron.trainer_worker import TrainerWorker
 from tests.megatron.rank_models import (
@@ -52,6 +54,43 @@ def test_no_update_has_learning_rate_zero(tmp_path):
     assert linear == pytest.approx([0.25, 0.5, 0.75, 1, *(n / 7 for n in (6, 5, 4, 3, 2, 1))])
     assert without_warmup == pytest.approx([1, 0.8, 0.6, 0.4])
     assert short == pytest.approx([0.25, 0.5, 0.75])
+
+
+def left_linear(done):
+    return 1 - done
+
+
+def left_cosine(done):
+    return (1 + math.cos(math.pi * done)) / 2
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+def test_functions_of_the_decay_give_the_rates_of_megatron_core(warmup_steps, tmp_path):
+    fields = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": warmup_steps}
+    shapes = ["linear", f"{__name__}:left_linear", "cosine", f"{__name__}:left_cosine"]
+    cases = [(OptimizerConfig(**fields, decay=decay), 9) for decay in shapes]
+    linear, own_linear, cosine, own_cosine = run_ranks(learning_rates, 1, tmp_path, cases)
+    assert own_linear == pytest.approx(linear, rel=1e-12)
+    assert own_cosine == pytest.approx(cosine, rel=1e-12)
+    assert linear != cosine
+
+
+def rising(done):
+    return 1 + done
+
+
+@pytest.mark.parametrize(
+    ("decay", "problem"),
+    [
+        ("absent:decay", "trainer.optimizer.decay: cannot import absent"),
+        (f"{__name__}:HALVES", "needs a function, got .*HALVES"),
+        (f"{__name__}:rising", r"rising\(0.5\) needs to return a number from 0 to 1, got 1.5"),
+        (f"{__name__}:train", r"train\(0\) raised TypeError"),
+    ],
+)
+def test_wrong_decays_are_refused(decay, problem):
+    with pytest.raises(ConfigError, match=problem):
+        load_decay(decay, key="trainer.optimizer.decay")
 
 
 def train(model, steps):

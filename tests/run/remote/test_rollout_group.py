@@ -448,7 +448,9 @@ def test_workers_learn_of_engines_lost_together_in_one_call_each(ray):
     engines = [f"engine {n}" for n in range(1000)]
     workers._known_engines = list(engines)
     workers.engine_loads.start([True] * len(engines))
-    workers._engines = SimpleNamespace(name=lambda n: f"engine {n}", remote_engines=lambda: list(engines))
+    supervisor = SimpleNamespace(poll=lambda: None)
+    group = {"name": lambda n: f"engine {n}", "remote_engines": lambda: list(engines)}
+    workers._engines = SimpleNamespace(supervisor=supervisor, **group)
     workers.poll_engines()
     assert changes == []
     for number in range(40):

@@ -326,7 +326,7 @@ class WeightSession:
             raise self._host.failure
         self._require_open("the update")
 
-    async def abort(self, reason: str) -> None:
+    async def abort_update(self, reason: str) -> None:
         """Close the update, if it is open; the TP ranks stop waiting for boxes."""
         if self._received:
             # in one step: the TP ranks read the file as soon as it exists

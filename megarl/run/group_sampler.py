@@ -1,4 +1,4 @@
-"""The first part of an RL step: choose prompts, sample groups, sum up rewards, filter; and the evaluation."""
+"""Samples, filters and scores the batch of an RL step, and evaluates on held-out prompts."""
 
 from __future__ import annotations
 
@@ -178,12 +178,10 @@ DEFAULT_MAX_BATCHES = 10
 """Number of batches that a step of a schedule samples at most to replace groups that are not kept."""
 
 
-class Sampler:
+class GroupSampler:
     """Makes the batches that an RL run trains on, and evaluates on held-out prompts."""
 
-    def __init__(
-        self, config: RunConfig, stage: StageRun, parts: RunParts, sync: WeightSync, startup: Startup
-    ) -> None:
+    def __init__(self, config: RunConfig, stage: StageRun, parts: RunParts, sync: WeightSync, startup: Startup) -> None:
         """`stage`: the run, for its step, phases, log and order of prompts."""
         self._config, self._stage, self._sync = config, stage, sync
         self._rollout, self._scorers, self._replay_until = parts.rollout, parts.models.scorers, parts.replay_until
@@ -215,7 +213,9 @@ class Sampler:
         before, step = dict(self.weights.current), self._stage.step
         changed = self.weights.begin_step(step)
         for name, weight in changed.items():
-            self._stage.notify(f"step {step}: reward.terms.{name}.weight is {weight:g} from now on, was {before[name]:g}")
+            self._stage.notify(
+                f"step {step}: reward.terms.{name}.weight is {weight:g} from now on, was {before[name]:g}"
+            )
         if changed and self.scheduled is not None:
             self.scheduled.forget_kept()
 

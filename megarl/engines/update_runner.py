@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch._C._distributed_c10d import TCPStore
 
 from megarl.engines.engine import EngineUpdate, UpdateReport
-from megarl.engines.sglang.weight_update.update_session import WeightSession
 from megarl.errors import WeightSyncError
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, TransferredBytes
@@ -29,10 +30,41 @@ ABORT_POLL_SECONDS = 0.2
 """How often an engine that receives weights looks whether the update is aborted."""
 
 
-class WholeUpdate:
+class UpdateSession(Protocol):
+    """What an engine does in an update."""
+
+    sync_seconds: float
+    """Timeout of waits for other processes than the engine's, in seconds."""
+
+    async def begin(self) -> None:
+        """Pause generation and open the update."""
+        ...
+
+    async def receive(self, delta: DeltaUpdate | None) -> Sequence[SyncStats]:
+        """Receive boxes; return the statistics of each TP rank that receives over the network."""
+        ...
+
+    def check_open(self) -> None:
+        """Raise WeightSyncError if the update has been closed, and WorkerError if the engine has ended."""
+        ...
+
+    async def end(self, policy_version: int) -> None:
+        """Set the new version and resume generation."""
+        ...
+
+    async def close(self, reason: str) -> None:
+        """Abort the update, if it is open."""
+        ...
+
+    async def abort_update(self, reason: str) -> None:
+        """End `receive`, whose caller closes the update."""
+        ...
+
+
+class UpdateRunner:
     """Runs the updates of one engine, one after another."""
 
-    def __init__(self, session: WeightSession) -> None:
+    def __init__(self, session: UpdateSession) -> None:
         self._session = session
         self._one_at_a_time = asyncio.Lock()
         self._store: TCPStore | None = None
@@ -75,7 +107,7 @@ class WholeUpdate:
             self._store = await asyncio.to_thread(commit.connect)
         return self._store
 
-    async def _receive(self, decision: CommitDecision, delta: DeltaUpdate | None) -> list[SyncStats]:
+    async def _receive(self, decision: CommitDecision, delta: DeltaUpdate | None) -> Sequence[SyncStats]:
         watch = asyncio.ensure_future(self._pass_on_abort(decision))
         try:
             return await self._session.receive(delta)
@@ -91,7 +123,7 @@ class WholeUpdate:
                 reason = await asyncio.to_thread(decision.read)
             except WeightSyncError as e:
                 reason = str(e)
-        await self._session.abort(reason)
+        await self._session.abort_update(reason)
 
     async def _wait_decided(self, decision: CommitDecision) -> str:
         """Return why the controller aborts the update; empty if it does not."""

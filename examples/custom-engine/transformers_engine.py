@@ -1,0 +1,71 @@
+"""An engine of one's own: transformers instead of SGLang, one completion after another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megarl import engines
+
+
+class TransformersEngine:
+    """Samples with the model of transformers, token by token, from a cache of keys and values."""
+
+    def __init__(self, spec: engines.EngineSpec, *, threads: int = 1) -> None:
+        self._spec = spec
+        self._one_at_a_time = asyncio.Lock()
+        torch.set_num_threads(threads)
+
+    async def start(self) -> None:
+        dtype = getattr(torch, self._spec.dtype)
+        model = AutoModelForCausalLM.from_pretrained(self._spec.model_path, dtype=dtype)
+        self._model = model.to(self._spec.device).eval()
+
+    async def generate(self, request: engines.GenerationRequest) -> engines.Generation:
+        async with self._one_at_a_time:  # in a thread, so that the event loop answers meanwhile
+            return await asyncio.to_thread(self._sample, request)
+
+    @torch.inference_mode()
+    def _sample(self, request: engines.GenerationRequest) -> engines.Generation:
+        sampling, device = request.sampling, self._spec.device
+        generator = torch.Generator(device)
+        if sampling.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(sampling.seed)
+        fed, cache, finish_reason = torch.tensor([request.token_ids], device=device), None, "length"
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        while len(token_ids) < sampling.max_new_tokens and finish_reason == "length":
+            output = self._model(fed, past_key_values=cache, use_cache=True)
+            logits_V, cache = output.logits[0, -1].float(), output.past_key_values
+            logprobs_V = (logits_V / (sampling.temperature or 1.0)).log_softmax(-1)
+            if sampling.temperature:
+                token = int(torch.multinomial(logprobs_V.exp(), 1, generator=generator))
+            else:
+                token = int(logprobs_V.argmax())
+            token_ids.append(token)
+            logprobs.append(float(logprobs_V[token]))
+            fed = torch.tensor([[token]], device=device)
+            if token in self._spec.stop_token_ids:
+                finish_reason = "stop"
+        return engines.Generation(
+            token_ids=np.array(token_ids, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            policy_versions=np.zeros(len(token_ids), np.int32),  # megarl sets them
+            finish_reason=finish_reason,
+        )
+
+    @torch.inference_mode()
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        parameters = self._model.state_dict()
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
+
+    async def shutdown(self) -> None:
+        del self._model
