@@ -99,7 +99,7 @@ class Gspo(GroupAlgorithm[GspoConfig]):
 
     @override
     def token_loss(self, config: GspoConfig) -> TokenLoss:
-        return GspoLoss.of(config)
+        return GspoLoss(config)
 
 
 class Cispo(GroupAlgorithm[CispoConfig]):
@@ -109,7 +109,7 @@ class Cispo(GroupAlgorithm[CispoConfig]):
 
     @override
     def token_loss(self, config: CispoConfig) -> TokenLoss:
-        return CispoLoss.of(config)
+        return CispoLoss(config)
 
 
 class Gmpo(GroupAlgorithm[GmpoConfig]):
@@ -119,7 +119,7 @@ class Gmpo(GroupAlgorithm[GmpoConfig]):
 
     @override
     def token_loss(self, config: GmpoConfig) -> TokenLoss:
-        return GmpoLoss.of(config)
+        return GmpoLoss(config)
 
 
 def group_outputs(algorithm: GroupPolicyConfig) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from megarl.config.algorithms.group_baseline import CispoConfig, GmpoConfig
 from megarl.config.algorithms.policy import (
     ClippedPolicyConfig,
     ClipRatioConfig,
-    DecoupledConfig,
     PolicyConfig,
     RolloutIsConfig,
 )
@@ -31,66 +30,51 @@ from megarl.functional import (
 from megarl.losses.loss import Loss, LossBatch, LossOutput, TokenLoss, TokenScores
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ClippedLoss(TokenLoss):
-    """PPO's clipped loss per token: `clipped_policy_loss`, or `decoupled_policy_loss`.
+    """PPO's clipped loss per token: `clipped_policy_loss`, or `decoupled_policy_loss` if `config.decoupled` is set.
 
     Examples:
-        >>> ClippedLoss(clip_low=0.2, clip_high=0.28).columns
-        ('advantages', 'old_logprobs')
+        >>> ClippedLoss.of(GrpoConfig(clip_ratio_high=0.28)).config.clip_ratio_high
+        0.28
     """
 
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None = None
-    decoupled: DecoupledConfig | None = None
-    """Options of the decoupled loss; None for the other one."""
+    config: ClippedPolicyConfig
 
     @classmethod
     def of(cls, config: ClippedPolicyConfig) -> ClippedLoss:
         """Return the loss with the bounds of `config`."""
-        return cls(
-            clip_low=config.clip_ratio_low,
-            clip_high=config.clip_ratio_high,
-            dual_clip=config.dual_clip,
-            decoupled=config.decoupled,
-        )
+        return cls(config)
 
     @override
     def __call__(self, scores: TokenScores, batch: LossBatch) -> PolicyLossOutput:
-        old_logprobs_T, advantages_T = batch.columns["old_logprobs"], batch.columns["advantages"]
-        if self.decoupled is None:
+        config, old_logprobs_T, advantages_T = self.config, batch.columns["old_logprobs"], batch.columns["advantages"]
+        if config.decoupled is None:
             return clipped_policy_loss(
                 scores.logprobs_T,
                 old_logprobs_T,
                 advantages_T,
-                clip_low=self.clip_low,
-                clip_high=self.clip_high,
-                dual_clip=self.dual_clip,
+                clip_low=config.clip_ratio_low,
+                clip_high=config.clip_ratio_high,
+                dual_clip=config.dual_clip,
             )
         return decoupled_policy_loss(
             scores.logprobs_T,
             old_logprobs_T,
             batch.pack.rollout_logprobs_T,
             advantages_T,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            behave_cap=self.decoupled.behave_cap,
-            dual_clip=self.dual_clip,
+            clip_low=config.clip_ratio_low,
+            clip_high=config.clip_ratio_high,
+            behave_cap=config.decoupled.behave_cap,
+            dual_clip=config.dual_clip,
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GspoLoss(TokenLoss):
     """GSPO's loss with one ratio per sequence: `gspo_loss`."""
 
-    clip_low: float
-    clip_high: float
-
-    @classmethod
-    def of(cls, config: ClipRatioConfig) -> GspoLoss:
-        """Return the loss with the bounds of `config`."""
-        return cls(clip_low=config.clip_ratio_low, clip_high=config.clip_ratio_high)
+    config: ClipRatioConfig
 
     @override
     def __call__(self, scores: TokenScores, batch: LossBatch) -> PolicyLossOutput:
@@ -100,40 +84,28 @@ class GspoLoss(TokenLoss):
             batch.columns["advantages"],
             batch.mask_T,
             batch.sequences,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
+            clip_low=self.config.clip_ratio_low,
+            clip_high=self.config.clip_ratio_high,
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CispoLoss(TokenLoss):
     """CISPO's loss with clipped weights: `cispo_loss`."""
 
-    clip_high: float
-
-    @classmethod
-    def of(cls, config: CispoConfig) -> CispoLoss:
-        """Return the loss with the bound of `config`."""
-        return cls(clip_high=config.clip_ratio_high)
+    config: CispoConfig
 
     @override
     def __call__(self, scores: TokenScores, batch: LossBatch) -> PolicyLossOutput:
-        return cispo_loss(
-            scores.logprobs_T, batch.columns["old_logprobs"], batch.columns["advantages"], clip_high=self.clip_high
-        )
+        old_logprobs_T, advantages_T = batch.columns["old_logprobs"], batch.columns["advantages"]
+        return cispo_loss(scores.logprobs_T, old_logprobs_T, advantages_T, clip_high=self.config.clip_ratio_high)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GmpoLoss(TokenLoss):
     """GMPO's loss with the geometric mean of a sequence's ratios: `gmpo_loss`."""
 
-    clip_low: float
-    clip_high: float
-
-    @classmethod
-    def of(cls, config: GmpoConfig) -> GmpoLoss:
-        """Return the loss with the bounds of `config`."""
-        return cls(clip_low=config.clip_log_ratio_low, clip_high=config.clip_log_ratio_high)
+    config: GmpoConfig
 
     @override
     def __call__(self, scores: TokenScores, batch: LossBatch) -> PolicyLossOutput:
@@ -143,8 +115,8 @@ class GmpoLoss(TokenLoss):
             batch.columns["advantages"],
             batch.mask_T,
             batch.sequences,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
+            clip_low=self.config.clip_log_ratio_low,
+            clip_high=self.config.clip_log_ratio_high,
         )
 
 

@@ -6,8 +6,11 @@ Each problem is one line that starts with its YAML key and, if numbers conflict,
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any, Literal, cast
 
 from megarl.cluster.placement.assign import ClusterNode
 from megarl.config.preference import DpoConfig
@@ -42,10 +45,7 @@ from megarl.controller.preflight.weight_sync_checks import find_delta_problems, 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engines.custom_engine import check_engine
 from megarl.errors import ConfigError, DataError
-from megarl.megatron.families.load_architecture import (
-    read_hf_config,
-)
-from megarl.model_files.json_object import JsonMapping
+from megarl.megatron.families.load_architecture import read_hf_config
 from megarl.reward.python_function import check_reward
 from megarl.reward.services.judge_term import check_judge_pattern
 from megarl.reward.terms import compile_pattern
@@ -167,6 +167,114 @@ def check_or_raise(config: StageConfig, nodes: Sequence[ClusterNode] | None = No
         raise ConfigError("\n".join(problems))
 
 
+class Subject:
+    """A configuration that is checked, and what several checks read about it, each found at its first use."""
+
+    def __init__(self, config: StageConfig, nodes: Sequence[ClusterNode] | None) -> None:
+        """`nodes`: as in `check_or_raise`."""
+        self.config, self.nodes = config, nodes
+        self.problems: list[str] = []
+        """Those that were found so far."""
+
+    @property
+    def run(self) -> RunConfig:
+        """The configuration of `megarl train`."""
+        assert isinstance(self.config, RunConfig)
+        return self.config
+
+    @cached_property
+    def device(self) -> str | None:
+        """The device of the trainer, as far as it is known."""
+        return find_device(self.config.placement, self.nodes)
+
+    @cached_property
+    def family_problems(self) -> list[str]:
+        """Problems of `model.family`; models cannot be read without theirs."""
+        return [*find_family_problems(self.config)]
+
+    @cached_property
+    def hf_config(self) -> dict[str, Any] | str:
+        """The content of the model's config.json, or why it cannot be read."""
+        try:
+            return read_hf_config(Path(self.config.model.path))
+        except DataError as e:
+            return f"model.path: {e}"
+
+    def has(self, need: Need) -> bool:
+        """Return whether there is what a check needs."""
+        match need:
+            case "train":
+                return isinstance(self.config, RunConfig)
+            case "dpo":
+                return isinstance(self.config, DpoConfig)
+            case "here":
+                return self.nodes is None
+            case "cluster":
+                return self.nodes is not None
+            case "family":
+                return not self.family_problems
+            case "model":
+                return not isinstance(self.hf_config, str) and not self.family_problems
+            case "no problems":
+                return not self.problems
+
+
+Need = Literal["train", "dpo", "here", "cluster", "family", "model", "no problems"]
+"""What a check needs: a configuration of this command, that the nodes are this one or given, that the family can be
+imported, that config.json can be read too, or that nothing else is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One row of `CHECKS`."""
+
+    find: Callable[[Subject], Iterable[str]]
+    needs: tuple[Need, ...] = ()
+
+
+def _model_problems(subject: Subject) -> Iterable[str]:
+    assert not isinstance(subject.hf_config, str)
+    gpus = find_local_gpu_types(subject.device) if subject.nodes is None else []
+    return find_model_problems(subject.config, subject.hf_config, subject.device, gpus)
+
+
+def _data_problems(subject: Subject) -> Iterable[str]:
+    hf_config = None if isinstance(subject.hf_config, str) else subject.hf_config
+    return find_data_problems(subject.config, hf_config)
+
+
+CHECKS: Mapping[str, Check] = {
+    "GPUs of this node": Check(lambda of: find_local_gpu_problems(of.config), ("here",)),
+    "slots of the cluster": Check(
+        lambda of: find_allocation_problems(of.config.placement, of.nodes or ()), ("cluster",)
+    ),
+    "packages": Check(lambda of: find_package_problems(of.config)),
+    "batch sizes": Check(lambda of: find_batch_problems(of.config)),
+    "folders": Check(lambda of: find_folder_problems(of.config)),
+    "ranks of traces": Check(lambda of: find_profile_problems(of.config)),
+    "outputs for metrics": Check(lambda of: find_sink_problems(of.config)),
+    "decays of learning rates": Check(lambda of: find_decay_problems(of.config)),
+    "model family": Check(lambda of: of.family_problems),
+    "slots of engines": Check(lambda of: find_engine_placement_problems(of.run), ("train",)),
+    "environment variables": Check(lambda of: find_engine_variable_problems(), ("train",)),
+    "engine": Check(lambda of: find_engine_problems(of.run), ("train",)),
+    "rewards": Check(lambda of: find_reward_problems(of.run), ("train",)),
+    "agent": Check(lambda of: find_agent_problems(of.run), ("train",)),
+    "schedule": Check(lambda of: find_schedule_problems(of.run, of.device), ("train",)),
+    "auxiliary models": Check(lambda of: find_auxiliary_model_problems(of.run), ("train", "family")),
+    "ports": Check(lambda of: find_port_problems(of.run), ("train", "here")),
+    "reference model": Check(lambda of: find_reference_problems(cast("DpoConfig", of.config)), ("dpo", "family")),
+    "config.json": Check(lambda of: [of.hf_config] if isinstance(of.hf_config, str) else []),
+    "model": Check(_model_problems, ("model",)),
+    "delta sync": Check(lambda of: find_delta_problems(of.run, of.device), ("train", "model")),
+    "stalls of the weight sync": Check(
+        lambda of: find_stall_problems(of.run, of.device), ("train", "model", "no problems")
+    ),
+    "data": Check(_data_problems),
+}
+"""The checks of a configuration by what they check, in the order of their messages."""
+
+
 def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -> list[str]:
     """Return all problems that can be found without starting a worker; empty if there are none.
 
@@ -175,43 +283,11 @@ def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -
     """
     if will_write_model(config):
         return _check_with_tiny_model(config, nodes)
-    problems = [
-        *(find_local_gpu_problems(config) if nodes is None else find_allocation_problems(config.placement, nodes))
-    ]
-    problems += [*find_package_problems(config), *find_batch_problems(config), *find_folder_problems(config)]
-    problems += [*find_profile_problems(config), *find_sink_problems(config), *find_decay_problems(config)]
-    family_problems = [*find_family_problems(config)]
-    has_family = not family_problems  # models cannot be read without theirs
-    problems += family_problems
-    if isinstance(config, RunConfig):
-        problems += [
-            *find_engine_placement_problems(config),
-            *find_engine_variable_problems(),
-            *find_engine_problems(config),
-            *find_reward_problems(config),
-            *find_agent_problems(config),
-            *find_schedule_problems(config, find_device(config.placement, nodes)),
-            *(find_auxiliary_model_problems(config) if has_family else ()),
-        ]
-        problems += find_port_problems(config) if nodes is None else ()
-    if isinstance(config, DpoConfig) and has_family:
-        problems += find_reference_problems(config)
-    hf_config: JsonMapping | None = None
-    try:
-        hf_config = read_hf_config(Path(config.model.path))
-    except DataError as e:
-        problems.append(f"model.path: {e}")
-    else:
-        if has_family:
-            device = find_device(config.placement, nodes)
-            gpus = find_local_gpu_types(device) if nodes is None else []
-            problems += find_model_problems(config, hf_config, device, gpus)
-            if isinstance(config, RunConfig):
-                problems += find_delta_problems(config, device)
-            if isinstance(config, RunConfig) and not problems:
-                problems += find_stall_problems(config, device)
-    problems += find_data_problems(config, hf_config)
-    return list(dict.fromkeys(problems))
+    subject = Subject(config, nodes)
+    for check in CHECKS.values():
+        if all(map(subject.has, check.needs)):
+            subject.problems += check.find(subject)
+    return list(dict.fromkeys(subject.problems))
 
 
 def optimizers_of(config: StageConfig) -> list[tuple[str, OptimizerConfig, int]]:

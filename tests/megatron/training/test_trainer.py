@@ -49,7 +49,7 @@ HALVES = (range(12), range(12, 24))
 
 def make_request(*mini_batches, max_tokens=256, advantages=ADVANTAGES):
     """Request one optimizer step per mini-batch, given as indices into TRAJECTORIES."""
-    token_loss = ClippedLoss(clip_low=0.2, clip_high=0.2)
+    token_loss = ClippedLoss.of(GrpoConfig())
     return TrainRequest(
         mini_batches=tuple(mini_batch(indices, advantages) for indices in mini_batches),
         payloads=(LocalPayload(TRAJECTORIES),),
