@@ -509,12 +509,12 @@ def read_tensorboard(run_dir: Path) -> set[str]:
 
 
 SINKS = {"JsonlSink", "TensorboardSink", "WandbSink"}
-"""W&B's own client writes what `WandbSink` gets, which is what the other two get."""
+"""W&B's own client writes what `WandbSink` gets, and a user's class what `UserSink` gets: the same as the other two."""
 
 
 def test_every_sink_has_a_run() -> None:
     found = {name for name, value in vars(tracker).items() if inspect.isclass(value) and name.endswith("Sink")}
-    assert found - {"Sink"} == SINKS
+    assert found - {"Sink", "UserSink"} == SINKS
 
 
 def test_names_of_metrics_read_back(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ class TransformersEngine:
         torch.set_num_threads(threads)
 
     async def start(self) -> None:
-        dtype = getattr(torch, self._spec.dtype)
-        model = AutoModelForCausalLM.from_pretrained(self._spec.model_path, dtype=dtype)
+        dtype, trust = getattr(torch, self._spec.dtype), self._spec.trust_remote_code
+        model = AutoModelForCausalLM.from_pretrained(self._spec.model_path, dtype=dtype, trust_remote_code=trust)
         self._model = model.to(self._spec.device).eval()
 
     async def generate(self, request: engines.GenerationRequest) -> engines.Generation:

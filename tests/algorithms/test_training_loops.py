@@ -24,6 +24,7 @@ from megarl.run.rollout_batch import RolloutBatch
 from megarl.run.run_events import EventLog
 from tests.algorithms.scripted_run import FinishedRun, run_script, token_values
 from tests.algorithms.test_all_algorithms import columns_of
+from tests.errors import expect_error
 from tests.run.finished_groups import completion, finished_group, groups_with_rewards, run_config
 
 KEYS = [(g, i) for g in range(2) for i in range(3)]
@@ -518,7 +519,7 @@ def test_a_prompt_with_a_failure_starts_to_count_again(tmp_path: Path) -> None:
 
 
 def test_a_run_without_prompts_ends(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no prompt is left to sample, all 100 are retired"):
+    with expect_error(DataError, "100", "retired", "prompt"):
         run_script(tmp_path, {"type": "grpo"}, lambda *_: 1.0, steps=52, data={"difficulty": {"retire_after": 1}})
 
 

@@ -6,6 +6,7 @@ import torch
 
 from megarl.batch.pack import pack, padded_length
 from megarl.batch.trajectory import Trajectory
+from tests.errors import expect_error
 
 TOKENS = ("token_ids_T", "position_ids_T", "target_ids_T", "mask_T", "rollout_logprobs_T", "sequence_tokens_T")
 
@@ -113,5 +114,5 @@ def test_an_empty_batch_is_one_masked_sequence(multiple):
 def test_a_sampled_first_token_is_refused():
     trajectory = make_trajectory(4, 0)
     trajectory.loss_mask[0] = True
-    with pytest.raises(AssertionError, match="needs a token before it"):
+    with expect_error(AssertionError, "before", "needs"):
         pack([trajectory])

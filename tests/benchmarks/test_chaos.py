@@ -29,6 +29,7 @@ from megarl.errors import DataError
 from megarl.tracking.rollout_log import write_rollouts
 from tests.benchmarks.fake_reports import log_step
 from tests.end_to_end.launched import has_ended, run_program
+from tests.errors import expect_error
 from tests.time_limits import wait_until
 
 STEPS, PROMPTS, SAMPLES = 4, 3, 2
@@ -122,7 +123,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("change", "counts", "difference"), CHANGES, ids=[each[2] or "times" for each in CHANGES])
 def test_the_comparison_finds_a_change(change, counts, difference, original, tmp_path):
-    with pytest.raises(DataError, match="is incomplete, it has no checkpoint"):
+    with expect_error(DataError, "incomplete", "checkpoint"):
         require_complete(tmp_path)
     change(write_run(tmp_path))  # equal but for the total
     require_complete(original)

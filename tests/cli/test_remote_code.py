@@ -31,6 +31,7 @@ from tests.cli.tiny_run import write_config, write_tiny_run
 from tests.engines.engine_server import ForkedProcess
 from tests.engines.remote import engine_variables, fork_traces, server_address
 from tests.engines.sglang.weight_layout.test_offline_trace import LATENT
+from tests.errors import expect_error
 from tests.model_files.hostile_code import add_code, mark_of
 from tests.rollout.environments.chat_templates import DAY
 from tests.time_limits import HANG_SECONDS
@@ -181,7 +182,7 @@ def test_the_engine_has_the_switch_of_the_model(tree: dict[str, Any], model: Pat
         config = make_config(RunConfig, json.loads(json.dumps(tree)), changes)
         (model / "generation_config.json").write_text('{"eos_token_id": 1}')
         assert make_engine_arguments(make_engine_spec(config, 0, "cpu"))["trust_remote_code"] is trust
-    with pytest.raises(ConfigError, match=r"trust_remote_code: megarl sets this argument itself, from model.trust_rem"):
+    with expect_error(ConfigError, "trust_remote_code", "model.trust_rem"):
         make_engine_arguments(EngineSpec(model_path="m", extra_args={"trust_remote_code": True}))
 
 

@@ -24,6 +24,7 @@ from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.journal.journal import FinishedJob, Journal, open_journal
 from megarl.run.remote.build import read_prompts
 from tests.cli.tiny_run import write_rows, write_tiny_run
+from tests.errors import expect_error
 from tests.rollout.environments.chat_templates import APPEND
 from tests.rollout.journal.test_journal import finished_group
 from tests.rollout.whole_batches import make_group_job
@@ -165,5 +166,5 @@ def test_environments_have_the_date_of_their_prompts(world: Tree, tmp_path: Path
 
 @pytest.mark.parametrize("value", ["2026-13-02", "20260102", "today", "1", "true", "2026-01-02 03:00:00"])
 def test_what_is_no_date_is_refused(value: str, world: Tree, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^data.template_date: needs a date, YYYY-MM-DD, got "):
+    with expect_error(ConfigError, "data.template_date", "YYYY-MM-DD"):
         make(SftConfig, world, tmp_path, f"data.template_date={value}")

@@ -24,6 +24,7 @@ from megarl.data.rows import track
 from megarl.errors import AgentError, ConfigError, DataError
 from megarl.rollout.environments.conversation import ChatRenderer
 from tests.data.conftest import Jsonl, Tokenizer, read_jsonl
+from tests.errors import expect_error
 from tests.gsm8k import GSM8K_FOLDERS
 from tests.rollout.environments.chat_templates import DAY
 
@@ -159,9 +160,7 @@ def test_parts_of_text_are_joined(jsonl: Jsonl, chat_tokenizer: Tokenizer, messa
 )
 def test_messages_without_text_are_refused_by_line(jsonl: Jsonl, chat_tokenizer: Tokenizer, message: Any) -> None:
     rows = jsonl({"prompt": "a"}, {"prompt": [{"role": "user", **message}]})
-    with pytest.raises(
-        DataError, match=r"rows.jsonl:2: field 'prompt' .* needs messages .* of type text, got \{'role'"
-    ):
+    with expect_error(DataError, "rows.jsonl:2", "'prompt'", "{'role'"):
         load(rows, chat_tokenizer)
 
 
@@ -200,7 +199,7 @@ def test_dropped_prompts_are_counted_in_the_log(jsonl: Jsonl, tokenizer: Tokeniz
         got = load(path, tokenizer, 5, overlong_prompts="drop")
     assert [p.prompt_id for p in got] == ["rows.jsonl:1", "rows.jsonl:3"]
     assert "rows.jsonl: dropped 1 of 3 rows" in caplog.text
-    with pytest.raises(DataError, match=r"rows.jsonl: no row is left: all 3 prompts"):
+    with expect_error(DataError, "rows.jsonl", "3"):
         load(jsonl(*[{"prompt": "123456"}] * 3), tokenizer, 5, overlong_prompts="drop")
 
 
@@ -223,18 +222,18 @@ def test_bad_rows_are_reported(jsonl: Jsonl, tokenizer: Tokenizer, row: object, 
 
 def test_bad_configurations_are_reported(jsonl: Jsonl, tokenizer: Tokenizer, chat_tokenizer: Tokenizer) -> None:
     path = jsonl({"prompt": [{"role": "system", "content": "a"}]})
-    with pytest.raises(ConfigError, match=r"data.prompt_template needs \{prompt\}"):
+    with expect_error(ConfigError, "data.prompt_template", "{prompt}"):
         load(path, tokenizer, prompt_template="none")
-    with pytest.raises(ConfigError, match=r"data.system_prompt needs a chat template, got data.chat_template: never"):
+    with expect_error(ConfigError, "data.system_prompt", "data.chat_template"):
         load(path, chat_tokenizer, system_prompt="S", chat_template="never")
-    with pytest.raises(DataError, match=r"data.chat_template: always needs a tokenizer with a chat template"):
+    with expect_error(DataError, "data.chat_template"):
         load(path, tokenizer, chat_template="always")
-    with pytest.raises(DataError, match=r"data.system_prompt needs a tokenizer with a chat template"):
+    with expect_error(DataError, "data.system_prompt"):
         load(path, tokenizer, system_prompt="S")
-    with pytest.raises(DataError, match=r"rows.jsonl:1: data.system_prompt would be the row's second"):
+    with expect_error(DataError, "rows.jsonl:1", "data.system_prompt", "row's"):
         load(path, chat_tokenizer, system_prompt="S")
     chat_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"rows.jsonl:1: the tokenizer's chat template refuses .*roles must alternate"):
+    with expect_error(DataError, "rows.jsonl:1", "tokenizer's"):
         load(path, chat_tokenizer)
 
 
@@ -290,7 +289,7 @@ def test_memory_of_a_prompt_is_below_its_budget() -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"file/run: tokenized prompts cannot be stored: Not a directory"):
+    with expect_error(DataError, "file/run", "Not"):
         StoredPrompts.store(make_prompts(1), tmp_path / "file" / "run")
 
 

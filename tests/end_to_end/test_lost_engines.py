@@ -248,10 +248,10 @@ def test_push_is_retried_if_an_engine_dies_during_it(strategy, sections, cluster
         rank: int = ray.get(one.components.processes.actors[1].__ray_call__.remote(lambda _: os.getpid()))
 
         sync = one.components.weights
-        updates = sync._num_updates
+        updates = sync.num_updates
 
         def disturb():
-            assert wait_until(lambda: sync._num_updates > updates)
+            assert wait_until(lambda: sync.num_updates > updates)
             os.kill(scheduler, signal.SIGKILL)
             os.kill(rank, signal.SIGCONT)
 

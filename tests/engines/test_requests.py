@@ -15,6 +15,7 @@ from megarl.engines.sglang.sglang_engine import RequestBatches
 from megarl.errors import MegarlError, WorkerError
 from megarl.run.remote import remote_engine
 from megarl.run.remote.remote_engine import RemoteEngine
+from tests.errors import expect_error
 from tests.rollout.clock import in_virtual_time
 from tests.rollout.whole_batches import make_generation
 from tests.run.remote.test_engine_group import FakeActor
@@ -196,7 +197,7 @@ async def test_errors_and_cancellation_pass_through() -> None:
     async def fail() -> None:
         raise ValueError("of the request")
 
-    with pytest.raises(ValueError, match="of the request"):
+    with expect_error(ValueError, "request"):
         await duration(clock, 5, fail)
     task = asyncio.ensure_future(duration(clock, 5, forever))
     await asyncio.sleep(1)

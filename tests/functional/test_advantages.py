@@ -11,6 +11,7 @@ from megarl.functional import advantages as adv
 from megarl.functional import turn_advantages, turn_of_tokens, turn_returns
 from megarl.functional.advantages import GroupBaseline, discounted_returns, gae, group_advantages, whiten
 from megarl_kernels import segmented_reverse_scan
+from tests.errors import expect_error
 from tests.functional.packs import LENGTHS, Pack, iter_sequences, make_pack
 
 KINDS: list[GroupBaseline] = ["grpo", "dr_grpo", "rloo"]
@@ -21,7 +22,7 @@ def test_equal_rewards_have_no_advantage_and_a_group_needs_two(kind: GroupBaseli
     got = group_advantages(torch.full((3,), 1 / 3), torch.zeros(3, dtype=torch.int64), kind=kind)
     assert got.dtype == torch.float32
     assert got.tolist() == [0.0] * 3
-    with pytest.raises(ValueError, match="at least 2 completions per group, got 1"):
+    with expect_error(ValueError, "2", "1", "completions", "least"):
         group_advantages(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 1]), kind=kind)
 
 
@@ -127,7 +128,7 @@ def test_whitened_values_have_mean_0_and_standard_deviation_1() -> None:
 
 def test_tokens_after_the_last_completion_have_no_value() -> None:
     pack = make_pack()
-    with pytest.raises(AssertionError, match="5 completions"):
+    with expect_error(AssertionError, "5", "completions"):
         adv.spread_completions(torch.zeros(5), pack.mask_T, pack.cu_seqlens_S)
 
 

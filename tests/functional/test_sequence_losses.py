@@ -10,6 +10,7 @@ from torch import Tensor
 from megarl.functional.preference_losses import PreferenceLossOutput, dpo_loss, preference_loss, rpo_loss
 from megarl.functional.process_rewards import implicit_reward_loss
 from megarl.functional.sequences import Sequences
+from tests.errors import expect_error
 from tests.functional.packs import gradient, iter_sequences, make_pack, numerical_gradient, outcome_loss
 
 B = 12
@@ -87,9 +88,9 @@ def test_rewards_are_detached_and_huge_differences_finite() -> None:
 
 
 def test_invalid_safety_signs_are_rejected() -> None:
-    with pytest.raises(ValueError, match="both answers or of none"):
+    with expect_error(ValueError, "answers"):
         preference_loss(CHOSEN, REJECTED, kind="cost", chosen_signs_B=CHOSEN_SIGNS)
-    with pytest.raises(ValueError, match="needs kind 'cost'"):
+    with expect_error(ValueError, "'cost'", "needs"):
         preference_loss(CHOSEN, REJECTED, **SIGNS)
 
 

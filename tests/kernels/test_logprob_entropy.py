@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl_kernels import clear_dummy_gradients, linear_logprob, linear_logprob_entropy, logprob_entropy_
 from megarl_kernels.linear_logprob import chunk_columns
+from tests.errors import expect_error
 
 OPTIONS = [{}, {"inv_temperature": 1.7}, {"softcap": 5.0}, {"inv_temperature": 0.6, "softcap": 2.0}]
 
@@ -227,7 +228,7 @@ def test_targets_that_are_no_valid_columns_are_an_error(op, target):
     hidden, weight, targets = random_inputs(4, 31, 8, dtype=torch.float32)
     targets = targets.remainder(20) + 10
     targets[2] = target
-    with pytest.raises(RuntimeError, match="targets need to be ids of the vocabulary"):
+    with expect_error(RuntimeError, "vocabulary", "targets"):
         fused(op, hidden, weight, targets, vocab_start=10, valid_columns=20)
 
 
@@ -240,7 +241,7 @@ def test_logits_hold_their_gradient_after_one_backward_pass():
     logprobs.sum().backward(retain_graph=True)
     torch.testing.assert_close(doubled.detach(), logits.grad)
     assert not torch.equal(doubled.detach(), before)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with expect_error(RuntimeError, "operation", "modified"):
         entropy.sum().backward()
 
 
@@ -316,5 +317,5 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
 
 
 def test_logits_that_are_no_matrix_are_refused():
-    with pytest.raises(ValueError, match=r"logits need to be \[t, v\], got \[3\]"):
+    with expect_error(ValueError, "[t", "v]", "[3]", "logits"):
         logprob_entropy_(torch.zeros(3), torch.zeros(3, dtype=torch.int64), vocab_start=0, valid_columns=3)

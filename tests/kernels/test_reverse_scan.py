@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megarl_kernels import segmented_reverse_scan
+from tests.errors import expect_error
 
 
 def random_recurrence(t, dtype=torch.float32, seed=0):
@@ -34,5 +35,5 @@ def test_recurrence_is_that_of_a_loop(t):
     ids=["length", "dtypes", "dtype"],
 )
 def test_inputs_that_do_not_fit_are_refused(b, a):
-    with pytest.raises(ValueError, match=r"b and a need one shape \[t\] and dtype, float32 or float64, got"):
+    with expect_error(ValueError, "[t]", "float32", "float64"):
         segmented_reverse_scan(b, a)

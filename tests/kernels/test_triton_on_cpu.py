@@ -14,6 +14,7 @@ import torch
 
 from megarl.engines.sglang.engine_environment import make_engine_environment
 from megarl_kernels import backend
+from tests.errors import expect_error
 from tests.time_limits import HANG_SECONDS
 
 
@@ -45,7 +46,7 @@ def test_variables_choose_the_interpreter_or_torch(with_triton):
     with_triton.setenv("MEGARL_KERNELS", "torch")
     assert not backend.uses_triton(cuda())
     with_triton.setenv("MEGARL_KERNELS", "cuda")
-    with pytest.raises(ValueError, match="MEGARL_KERNELS needs to be auto or torch, got 'cuda'"):
+    with expect_error(ValueError, "MEGARL_KERNELS", "'cuda'"):
         backend.uses_triton(cuda())
 
 

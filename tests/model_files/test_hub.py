@@ -15,6 +15,7 @@ from megarl.controller.resume import recorded_inputs
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import ConfigError
 from megarl.model_files.hub import hub_ids, is_hub_id, local_model, with_local_models
+from tests.errors import expect_error
 from tests.model_files.fake_hub import GATED, FakeHub, hub_of_this_process
 
 FILES = {
@@ -117,7 +118,7 @@ def test_score_and_options_take_hub_ids(hub):
     config: ScoreConfig = with_local_models(make_score_config("org/model"))
     assert local_model("org/model", key="--model") == config.model.path
     assert local_model("some/folder/x", key="--model") == "some/folder/x"
-    with pytest.raises(ConfigError, match=r"^--model: there is no folder org/none, and the model cannot be loaded"):
+    with expect_error(ConfigError, "org/none", "--model", "folder"):
         local_model("org/none", key="--model")
 
 
@@ -147,7 +148,7 @@ def test_offline_mode_uses_the_cache_only(hub, monkeypatch):
     online = with_local_models(sft("org/model"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert with_local_models(sft("org/model")) == online
-    with pytest.raises(ConfigError, match=r"^model.path: there is no folder org/x, .*: HF_HUB_OFFLINE is set, and the"):
+    with expect_error(ConfigError, "model.path", "org/x", "HF_HUB_OFFLINE"):
         with_local_models(sft("org/x"))
 
 
@@ -175,9 +176,7 @@ def test_check_resolves_a_hub_id(hub, tmp_path, capsys):
 def test_code_is_downloaded_from_a_pinned_commit_only(hub):
     commit = hub.branches["org/model", "main"]
     for path in ("org/model", "org/model@main", f"org/model@{commit[:12]}"):
-        with pytest.raises(
-            ConfigError, match=r"^model.path: model.trust_remote_code needs a commit hash of 40 digits, as org/model@C"
-        ):
+        with expect_error(ConfigError, "model.path", "model.trust_remote_code", "40", "org/model@C"):
             with_local_models(sft(path, trust_remote_code=True))
     assert hub.downloaded == []
     pinned = (sft(f"org/model@{commit}", trust_remote_code=True),)
@@ -194,5 +193,5 @@ def test_every_hub_model_needs_a_commit_for_its_code(hub):
     hub.commit("org/other", FILES)
     tree = sft(f"org/model@{commit}", trust_remote_code=True).model_dump(exclude_unset=True)
     config = RunConfig.model_validate({**tree, "algorithm": {"kl_loss": {}, "reference": {"path": "org/other"}}})
-    with pytest.raises(ConfigError, match=r"^algorithm.reference.path: model.trust_remote_code needs a commit"):
+    with expect_error(ConfigError, "algorithm.reference.path", "model.trust_remote_code"):
         with_local_models(config)

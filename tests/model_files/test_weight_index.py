@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from megarl.errors import DataError
 from megarl.model_files.json_object import read_json_object
 from megarl.model_files.weight_index import find_tensor_mismatches, read_headers
+from tests.errors import expect_error
 
 
 def write_shards(folder, index=None):
@@ -36,7 +37,7 @@ def test_all_files_are_read_without_an_index_and_the_listed_ones_with_it(tmp_pat
 
 def test_a_tensor_in_two_files_needs_an_index(tmp_path):
     save_file({"a": torch.zeros(9)}, write_shards(tmp_path) / "zero.safetensors")
-    with pytest.raises(DataError, match=r"a is in .*one\.safetensors and in .*zero\.safetensors, and there is no mod"):
+    with expect_error(DataError, "one.safetensors", "zero.safetensors"):
         read_headers(tmp_path)
     write_shards(tmp_path, {"a": "zero.safetensors", "b": "one.safetensors", "c": "two.safetensors"})
     assert read_headers(tmp_path)["a"].shape == (9,)
@@ -94,7 +95,7 @@ def test_an_invalid_header(tmp_path, header, message):
     with pytest.raises(DataError, match=message):
         read_headers(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"<!DOCTYPE html>")
-    with pytest.raises(DataError, match="its header has at most 100000000 bytes, got"):
+    with expect_error(DataError, "100000000"):
         read_headers(tmp_path)
 
 

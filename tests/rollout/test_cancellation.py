@@ -21,6 +21,7 @@ from megarl.rollout.agents.agent import Agent
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
+from tests.errors import expect_error
 from tests.rollout.clock import LOOP_CLOCK, in_virtual_time
 from tests.rollout.whole_batches import NoScores, make_generation, make_group_job
 
@@ -320,7 +321,7 @@ async def test_a_cancelled_waiter_and_a_replaced_request_leave_the_gate() -> Non
     await asyncio.sleep(1.0)
     running[2].cancel()
     newer = asyncio.ensure_future(runner.complete(request("1-0")))
-    with pytest.raises(MegarlError, match="replaced by a newer request"):
+    with expect_error(MegarlError, "replaced", "request"):
         await running[0]
     assert (await newer).finish_reason == "stop"
     await running[1]

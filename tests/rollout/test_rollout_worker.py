@@ -16,6 +16,7 @@ from megarl.errors import AgentError, LostEngineError, RewardError, WorkerError
 from megarl.rollout import rollout_worker
 from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.rollout_worker import RetryCounts, RolloutWorker, RolloutWorkerSpec, SourceAgent
+from tests.errors import expect_error
 from tests.rollout.clock import LOOP_CLOCK, in_virtual_time
 from tests.rollout.whole_batches import NoScores, WholeBatches, make_generation, make_group_job
 from tests.time_limits import UNREACHED_SECONDS
@@ -273,7 +274,7 @@ def test_a_source_has_its_own_agent():
     for source, num_requests in (("math", 1), ("games", 2)):
         _, (trajectory,) = run_in_virtual_time(w.rollout_group(of(source)))
         assert int(np.sum(np.diff(trajectory.loss_mask.astype(int)) == 1)) == num_requests
-    with pytest.raises(AgentError, match=r"^data.sources.go.env.path \(games:Go\) raised KeyError"):
+    with expect_error(AgentError, "data.sources.go.env.path (games:Go)", "KeyError"):
         run_in_virtual_time(w.rollout_group(of("go")))
 
 

@@ -19,6 +19,7 @@ from megarl.run.run_events import Event, EventLog, MessageEvent
 from megarl.stages.supervised import SupervisedRun
 from tests.algorithms.scripted_run import FinishedRun, run_script
 from tests.config.runs import REQUIRED
+from tests.errors import expect_error
 
 
 def add(log: EventLog, *texts: str) -> list[Event]:
@@ -117,7 +118,7 @@ def test_a_stop_request_at_startup_runs_no_step_and_exports_nothing(tmp_path: Pa
     done.run.export(trainer)
     assert trainer.log == []
     assert summary(tmp_path)["steps"] == 0
-    with pytest.raises(EarlyStop, match=r"^stopped before the first of 4 steps on SIGUSR1$"):
+    with expect_error(EarlyStop, "4", "SIGUSR1", "stopped", "before"):
         done.run.raise_if_stopped_early()
 
 
@@ -125,7 +126,7 @@ def test_a_stop_request_ends_critic_pretraining(tmp_path: Path) -> None:
     pretraining = {"max_steps": 5, "window": 5, "settled": 0.1}
     done = run_until("step-0-2", tmp_path, type="vapo", kl_reward=None, pretraining=pretraining)
     assert (len(done.pretraining), done.metrics) == (2, [])
-    with pytest.raises(EarlyStop, match="before the first of"):
+    with expect_error(EarlyStop, "before", "first"):
         done.run.raise_if_stopped_early()
 
 
@@ -168,5 +169,5 @@ def test_started_steps_are_finished_before_the_export(tmp_path: Path) -> None:
     run.train()
     assert trainer.log == ["step 1", "step 2", "step 3", f"export {config.export_path}"]
     assert run.evaluated == [0, 2]
-    with pytest.raises(EarlyStop, match=r"^stopped after step 3 of 9 on "):
+    with expect_error(EarlyStop, "3", "9", "stopped", "after"):
         run.raise_if_stopped_early()

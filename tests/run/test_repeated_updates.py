@@ -20,7 +20,8 @@ from megarl.run.remote.group_stream import FinishedGroup
 from megarl.run.run_state import RunState
 from megarl.run.schedule_log import list_files, log_folder
 from megarl.run.update_log import StepUpdate, UpdateLog, update_folder
-from tests.algorithms.scripted_run import FakeRolloutGroup, FakeWeightSync, FinishedRun, run_script
+from tests.algorithms.scripted_run import FakeModelSync, FakeRolloutGroup, FinishedRun, run_script
+from tests.errors import expect_error
 from tests.run.finished_groups import run_config
 
 GRPO = {"type": "grpo", "kl_loss": None}
@@ -129,9 +130,9 @@ def test_the_first_step_that_differs_is_named(tmp_path: Path) -> None:
 
 
 def test_clocks_resume_when_a_push_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    push, calls = FakeWeightSync.push, list[str]()
+    push, calls = FakeModelSync.push, list[str]()
 
-    def failing(self: FakeWeightSync, policy_version: int) -> Any:
+    def failing(self: FakeModelSync, policy_version: int) -> Any:
         if policy_version == 2:
             calls.extend(call.method for call in self.log if call.target == "clocks")
             monkeypatch.setattr("tests.algorithms.scripted_run.FakeRolloutGroup.resume_clocks", resumed)
@@ -141,8 +142,8 @@ def test_clocks_resume_when_a_push_fails(tmp_path: Path, monkeypatch: pytest.Mon
     def resumed(self: Any) -> None:
         calls.append("resume after the failure")
 
-    monkeypatch.setattr(FakeWeightSync, "push", failing)
-    with pytest.raises(LimitError, match="the push fails"):
+    monkeypatch.setattr(FakeModelSync, "push", failing)
+    with expect_error(LimitError, "fails"):
         run_script(tmp_path, GRPO, informative, steps=3, schedule={"type": "async"})
     assert calls[-2:] == ["pause", "resume after the failure"]
 

@@ -15,6 +15,7 @@ from megarl.cluster.process.startup_trace import StartupTiming
 from megarl.errors import ConfigError
 from megarl.tracking.progress import RunProgress, RunSummary, StepSummary, format_si
 from megarl.tracking.startup import KINDS, Span, Startup, command_startup, seconds_by_kind
+from tests.errors import expect_error
 
 SUMMARY = StepSummary(
     step=3,
@@ -160,7 +161,7 @@ def test_command_startup_begins_with_its_process_or_launcher(monkeypatch):
     monkeypatch.setenv("MEGARL_STARTED", str(created + 1000))
     assert command_startup().begin == created
     monkeypatch.setenv("MEGARL_STARTED", "noon")
-    with pytest.raises(ConfigError, match=r"^MEGARL_STARTED needs the Unix time at which the start began, got 'noon'$"):
+    with expect_error(ConfigError, "MEGARL_STARTED", "Unix", "'noon'"):
         command_startup()
 
 

@@ -86,7 +86,8 @@ class ModelSync:
         """Connect the model's ranks and the engines; `pool`: slots of the model."""
         self._config, self._trainer, self._engines = config, trainer, engines
         self._connections = make_connections(config, trainer, engines, pool)
-        self._num_updates = 0
+        self.num_updates = 0
+        """Number of pushes that have begun, those to restarted engines included."""
         self._base = DeltaBase()
         self.is_outdated = False
         """Whether the trainer has newer weights than the engines, which a restarted engine then waits for."""
@@ -139,14 +140,14 @@ class ModelSync:
     def _push(self, replicas: Sequence[int], policy_version: int) -> PushReport:
         engines, connections = self._engines.select(replicas), self._connections
         connections.connect(replicas, engines)
-        self._num_updates += 1
+        self.num_updates += 1
         delta = self._next_delta(engines)
         update = SyncUpdate(
             self._config.weight_sync,
             self._trainer,
             engines,
             connections,
-            number=self._num_updates,
+            number=self.num_updates,
             policy_version=policy_version,
             delta=delta,
         )
@@ -169,7 +170,7 @@ class ModelSync:
         """Return what the next update may leave out; None: the run compares no weights."""
         if not self._config.weight_sync.delta:
             return None
-        return self._base.update(self._num_updates, engines.engines, self._connections.generation)
+        return self._base.update(self.num_updates, engines.engines, self._connections.generation)
 
 
 class WeightSync:
@@ -217,6 +218,11 @@ class WeightSync:
         sync = cls(connect)
         engines.supervisor.restore = sync.restore
         return sync
+
+    @property
+    def num_updates(self) -> int:
+        """Number of pushes that have begun, those to restarted engines included."""
+        return sum(model.num_updates for model in self._models.values())
 
     def begin_run(
         self,

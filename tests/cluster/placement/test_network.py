@@ -9,6 +9,7 @@ import pytest
 from megarl.cluster.placement.network import interface_to, interface_variables
 from megarl.errors import ConfigError
 from tests.cluster.launch.hosts import Hosts
+from tests.errors import expect_error
 
 
 def test_own_addresses_are_reached_over_their_interfaces():
@@ -27,7 +28,7 @@ def test_unreachable_address_is_named(monkeypatch):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)  # some name servers answer for all names
-    with pytest.raises(ConfigError, match=r"^\S+ has no route to no-such-host\.invalid: "):
+    with expect_error(ConfigError, "no-such-host.invalid"):
         interface_to("no-such-host.invalid")
 
 

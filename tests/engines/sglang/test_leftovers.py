@@ -24,6 +24,7 @@ from megarl.engines.sglang.engine_host import (
     remove_queues_of,
 )
 from megarl.errors import WorkerError
+from tests.errors import expect_error
 from tests.rollout.clock import iterate
 from tests.time_limits import HANG_SECONDS
 
@@ -105,7 +106,7 @@ def test_engine_that_is_stopped_before_it_has_a_folder_removes_it_before_it_impo
         await iterate()
         is_stopped.set()
         await stop
-        with pytest.raises(WorkerError, match="the engine was stopped during startup"):
+        with expect_error(WorkerError, "stopped", "startup"):
             await start
 
     asyncio.run(stop_while_it_starts())

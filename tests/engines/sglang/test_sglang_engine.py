@@ -17,6 +17,7 @@ from tests.engines import reference
 from tests.engines.conftest import EOS
 from tests.engines.remote import begin_requests, let_work, requests, started, sync
 from tests.engines.sglang.test_in_flight import TOLERANCE, pause_mode, prompts
+from tests.errors import expect_error
 from tests.model_files.hostile_code import mark_of
 from tests.rollout.whole_batches import NoScores, WholeBatches, make_group_job
 from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_for, wait_until
@@ -142,19 +143,19 @@ def test_released_engine_needs_its_memory_and_an_update_before_it_generates(engi
     _, (running,) = begin_requests(engine, [PROMPTS[0]], max_new_tokens=480)
     engine.call("release", ("kv_cache",))  # waits for requests in flight
     assert running.result(HANG_SECONDS).finish_reason in ("stop", "length")
-    with pytest.raises(WorkerError, match="the engine has released its KV cache; it cannot generate before resume"):
+    with expect_error(WorkerError, "KV", "released", "generate"):
         engine.call("generate", *short)
     engine.call("resume", ("weights", "kv_cache"))
     before = engine.call("generate", *short)
 
     engine.call("release", ("weights", "kv_cache"))
     engine.call("release", ("weights",))  # is released
-    with pytest.raises(WorkerError, match="released its KV cache and weights"):
+    with expect_error(WorkerError, "KV", "released", "weights"):
         engine.call("generate", *short)
     engine.call("resume", ("weights",))
     engine.call("randomize_weights")  # the memory of the weights has any contents now
     engine.call("resume", ("kv_cache",))
-    with pytest.raises(WeightSyncError, match="the engine has released its weights; it needs an update"):
+    with expect_error(WeightSyncError, "released", "weights"):
         engine.call("generate", *short)
     sync(engine, model.state_dict(), 0)
     after = engine.call("generate", *requests([PROMPTS[1]], temperature=0.0))
@@ -351,6 +352,6 @@ def test_paused_scheduler_sleeps_and_wakes_up_for_commands(engine):
         states.append(scheduler.status())
     assert states.count(psutil.STATUS_SLEEPING) > 50  # one that polls is never seen asleep, also on a busy machine
     assert not waiting.done()
-    with pytest.raises(WeightSyncError, match="tensors did not arrive"):
+    with expect_error(WeightSyncError, "tensors", "arrive"):
         engine.call("end_weights", 1)  # ends the pause; the weights stay as they are
     assert 1 <= len(waiting.result(HANG_SECONDS).token_ids) <= 4

@@ -20,6 +20,7 @@ from megarl.megatron.families.load_architecture import (
     load_architecture_from_folder,
     require_family,
 )
+from tests.errors import expect_error
 from tests.megatron.families.outside import MISTRAL_PATH, STORY_PATH, story_name, write_story
 from tests.megatron.rank_models import assert_same_bits, make_trainer, model_spec, train_step, trainer_spec
 from tests.megatron.ranks import run_ranks
@@ -98,11 +99,11 @@ def test_a_family_of_another_architecture_is_reported(llama: Path, story: Path) 
 def test_offline_tools_pass_it_on(story: Path, llama: Path, tmp_path: Path) -> None:
     conversion = plan_import(make_convert_config(), story, tmp_path / "out", "auto", family=STORY_PATH)
     assert (conversion.family, conversion.dtype) == (STORY_PATH, "float32")
-    with pytest.raises(ConfigError, match=r"^--family: .* reads MistralForCausalLM models, got StoryForCausalLM"):
+    with expect_error(ConfigError, "MistralForCausalLM", "StoryForCausalLM"):
         plan_import(make_convert_config(), story, tmp_path / "out", "auto", family=MISTRAL_PATH)
     config = make_score_config(str(story), family=STORY_PATH)
     assert open_tokens(config, tmp_path / "tokens.jsonl", str).vocab_size == 509
-    with pytest.raises(ConfigError, match=r"^model.family: .* reads StoryForCausalLM models, got LlamaForCausalLM"):
+    with expect_error(ConfigError, "model.family", "StoryForCausalLM", "LlamaForCausalLM"):
         open_tokens(make_score_config(str(llama), family=STORY_PATH), tmp_path / "tokens.jsonl", str)
 
 

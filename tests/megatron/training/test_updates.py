@@ -19,6 +19,7 @@ from megarl.errors import LimitError
 from megarl.megatron.requests import MISMATCH_METRICS, ForwardRequest, UpdateGuardSpec
 from megarl.megatron.trainer_worker import TrainerWorker
 from megarl.megatron.training.metric_sums import DeviceMetrics, MetricSums, read_metrics
+from tests.errors import expect_error
 from tests.megatron import rank_models
 from tests.megatron.rank_models import assert_same_bits, gather, model_spec, train_step, trainer_spec
 from tests.megatron.ranks import run_ranks, sample
@@ -140,7 +141,7 @@ def reject_by_grad_norm(path, parallel):
         assert metrics == free
         assert_same_bits(state, free_state)
     rank_trainer = RankTrainer(path, parallel)
-    with pytest.raises(LimitError, match=r"grad_norm of mini-batch 2 of 2 = \S+ passed limits.grad_norm = "):
+    with expect_error(LimitError, "grad_norm", "2", "2 =", "limits.grad_norm ="):
         rank_trainer.step(limited("stop", (small + large) / 2))
     assert_same_bits(rank_trainer.state(), weak_state)
     none = RankTrainer(path, parallel)
@@ -176,7 +177,7 @@ def reject_by_mismatch(path, parallel, folder, mini_batches):
     assert_same_bits(rank_trainer.state(), before)
     assert "passed limits.logprob_abs_max = 0.001: trainer and engine disagree about the log-" in str(error.value)
     assert str(error.value).startswith("train_infer_mismatch/logprob_abs_max = ")
-    with pytest.raises(LimitError, match=r"sampled token; the batch could not be written to /dev/null/dumps/mismatch$"):
+    with expect_error(LimitError, "/dev/null/dumps/mismatch"):
         step(dump_folder="/dev/null/dumps", max=1e-3, action="stop")
     for key in MISMATCH_METRICS:
         assert step(key=key, max=1e-3, action="skip")["skipped/mismatch"] == num_updates

@@ -17,6 +17,7 @@ from megarl.reward.code.code_term import find_program
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.sandbox import tiers
 from megarl.sandbox.tiers import LocalSandbox
+from tests.errors import expect_error
 from tests.reward.conftest import make_scorer, make_trajectory
 from tests.sandbox.corpus.forgeries import FORGERIES
 from tests.sandbox.local_tiers import PATIENT, patience
@@ -131,7 +132,7 @@ def test_rows_without_usable_tests_are_failures_and_machines_without_sandboxes_a
     (found,) = score(code_scorer(), with_row({**prompt.row, "test_list": ["assert f(1) != 2"]}), RIGHT)
     assert "mbpp.jsonl:1: test_list[0] needs an assertion that compares a call" in found.reward_errors["tests"]
     monkeypatch.setattr(tiers, "find_tier_problem", {"bubblewrap": "none", "launcher": "none", "runsc": "none"}.get)
-    with pytest.raises(ConfigError, match=r"reward.terms.tests.sandbox needs a sandbox that works on this machine"):
+    with expect_error(ConfigError, "reward.terms.tests.sandbox"):
         code_scorer(sandbox={"allow_unsafe": False})
 
 

@@ -20,6 +20,7 @@ from megarl.errors import AgentError, ConfigError, WorkerError
 from megarl.rollout.agents.agent import check_agent, load_agent, run_agent
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.agents.single_turn import single_turn
+from tests.errors import expect_error
 from tests.rollout.clock import in_event_loop
 from tests.rollout.whole_batches import WholeBatches, make_generation
 
@@ -257,7 +258,7 @@ def test_mistakes_are_found_without_running_the_agent(path: str, kwargs: dict[st
 
 def test_a_failing_constructor_is_reported() -> None:
     check_agent(AgentConfig(path="my_agents:Broken"))
-    with pytest.raises(ConfigError, match=r"^rollout.agent.path: creating my_agents:Broken raised OSError: no such"):
+    with expect_error(ConfigError, "rollout.agent.path", "my_agents:Broken", "OSError"):
         load_agent(AgentConfig(path="my_agents:Broken"))
 
 
@@ -308,5 +309,5 @@ class RejectingEngine(CountingEngine):
 
 
 def test_errors_of_the_engine_pass_through() -> None:
-    with pytest.raises(WorkerError, match=r"^too long$"):
+    with expect_error(WorkerError, "long"):
         asyncio.run(run_agent(single_turn, start(RejectingEngine([])), path="x"))

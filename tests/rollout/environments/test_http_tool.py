@@ -12,6 +12,7 @@ import pytest
 
 from megarl.errors import AgentError
 from megarl.rollout.environments.http_tool import HttpTool
+from tests.errors import expect_error
 from tests.rollout.environments.scripted import make_task
 from tests.time_limits import UNREACHED_SECONDS
 
@@ -180,7 +181,7 @@ def test_an_api_that_cannot_be_reached_fails_the_episode() -> None:
             await env.step("http GET http://127.0.0.1:1/a")
 
     asyncio.run(main())
-    with pytest.raises(ValueError, match="p:1 has no answer"):
+    with expect_error(ValueError, "p:1", "answer"):
         asyncio.run(HttpTool(allow=["http://a"]).reset(make_task(None)))
 
 

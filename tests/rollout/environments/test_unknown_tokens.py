@@ -13,6 +13,7 @@ from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Step, Task
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
+from tests.errors import expect_error
 from tests.rollout.environments.chat_templates import APPEND, DAY, chat_tokenizer
 from tests.rollout.environments.scripted import Echo, TextEngine, TurnScorer, make_job, make_worker
 from tests.rollout.gateway import test_sessions as sessions
@@ -126,5 +127,5 @@ def test_a_template_that_fails_on_a_text_refuses_that_text() -> None:
     renderer = ChatRenderer(
         chat_tokenizer(APPEND.replace("{{ m.content }}", "{{ 1 // 0 if 'zap' in m.content else m.content }}")), DAY
     )
-    with pytest.raises(RefusedTextError, match="refuses messages of the roles user: ZeroDivisionError"):
+    with expect_error(RefusedTextError, "ZeroDivisionError"):
         renderer.prompt([{"role": "user", "content": "zap"}])

@@ -20,6 +20,7 @@ from megarl.run.remote import engine_group, remote_engine
 from megarl.run.remote.engine_group import EngineGroup, EngineHandles, StartedEngine
 from megarl.run.remote.remote_engine import EngineSink, RemoteEngine
 from tests import fake_ray
+from tests.errors import expect_error
 from tests.run.finished_groups import run_config
 from tests.time_limits import HANG_SECONDS
 
@@ -162,7 +163,7 @@ def test_one_engine_sends_its_layouts_and_the_others_a_digest():
     ray, needs = ask(["w"] * 3)
     assert needs == needs_of("w")
     assert [method for _, method in ray.sent] == ["weight_needs", "weight_needs_digest", "weight_needs_digest"]
-    with pytest.raises(WeightSyncError, match="engine 2 does not hold the weights in the layout of engine 0"):
+    with expect_error(WeightSyncError, "2", "0", "weights", "engine"):
         ask(["w", "w", "fused"])
 
 
@@ -218,7 +219,7 @@ def test_call_is_retried_if_the_answer_was_lost_but_not_on_a_dead_engine(monkeyp
     assert asyncio.run(RemoteEngine(handle, "engine 1").generate_many([])) == ["completion"]
     assert handle.left == []
     handle = FakeActor(*lost_answer_errors(), ActorDiedError())
-    with pytest.raises(LostEngineError, match="generate_many: engine 1 died"):
+    with expect_error(LostEngineError, "generate_many", "1"):
         asyncio.run(RemoteEngine(handle, "engine 1").generate_many([]))
 
 
@@ -244,5 +245,5 @@ def test_requests_are_aborted_on_the_engines_that_serve_although_one_is_lost(cal
         group.abort_all()
         assert asked == [("abort_all", 2, ()), ("abort_all", 1, ())]
     else:
-        with pytest.raises(WorkerError, match="engine 1 died"):
+        with expect_error(WorkerError, "1", "engine"):
             group.abort_all()

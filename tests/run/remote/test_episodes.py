@@ -25,6 +25,7 @@ from megarl.rollout.journal.journal import decode_group, encode_group
 from megarl.rollout.rollout_worker import summarize
 from megarl.run.rollout_batch import RolloutBatch, batch_metrics
 from tests.algorithms.scripted_run import run_script
+from tests.errors import expect_error
 from tests.rollout.estimates import estimate_here, keys_of, make_job, token_column
 from tests.run.finished_groups import completion, finished_group, run_config
 
@@ -198,5 +199,5 @@ def test_algorithms_over_whole_sequences_refuse_forks(algorithm, reason):
 @pytest.mark.parametrize("kind", ["prime", "distillation"])
 def test_advantages_that_do_not_come_from_rewards_cannot_be_per_turn(kind):
     sections = {"teacher": {"path": "t"}} if kind == "distillation" else {}
-    with pytest.raises(ValueError, match=r"advantages_per needs to be episode, got turn: the advantages of"):
+    with expect_error(ValueError, "advantages_per"):
         run_config({"type": kind, "advantages_per": "turn", **sections})

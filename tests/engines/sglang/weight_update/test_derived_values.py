@@ -14,6 +14,7 @@ from tests.engines.conftest import SIZES, save_tiny
 from tests.engines.remote import Senders, boxes_of, fork_traces, send_bucket, send_rounds, started
 from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_completes
 from tests.engines.sglang.weight_update.test_network_receive import World
+from tests.errors import expect_error
 from tests.time_limits import HANG_SECONDS
 
 TP = 2
@@ -141,7 +142,7 @@ def test_boxes_wait_for_the_tensors_that_come_in_full(engine, full_names, gemma_
         assert not receiving.done()
         with pytest.raises(WeightSyncError, match=rf"computes values from 1 tensors, .*: {NORM}|did not arrive"):
             engine.call("end_weights", 9)
-        with pytest.raises(WeightSyncError, match="receive_weights needs begin_weights first"):
+        with expect_error(WeightSyncError, "receive_weights", "begin_weights"):
             receiving.result(HANG_SECONDS)
     assert_blocked(engine, 3)
     update(engine, weights, full_names, 3)

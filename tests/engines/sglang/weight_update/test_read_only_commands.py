@@ -10,6 +10,7 @@ from megarl.errors import WeightSyncError
 from tests.engines import reference
 from tests.engines.remote import RemoteEngine, Senders, boxes_of, send_rounds, started, sync
 from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_completes
+from tests.errors import expect_error
 from tests.time_limits import HANG_SECONDS
 
 PLUGIN = """
@@ -117,7 +118,7 @@ def test_buckets_are_unmapped_with_the_last_round_and_after_a_failed_update(engi
         assert count_mapped_buckets(process) == before + 1
         if fails:
             senders.ranks[0].close()
-            with pytest.raises(WeightSyncError, match="has aborted the sync"):
+            with expect_error(WeightSyncError, "aborted"):
                 receiving.result(HANG_SECONDS)
         else:
             senders.complete(1)
@@ -140,7 +141,7 @@ def test_repacked_weights_count_as_mixed_after_any_failed_update(repacking_engin
     sync(engine, reference.changed(model_dir, seed=1), 1)
     assert len(engine.generate(PROMPTS)) == len(PROMPTS)
     engine.call("begin_weights")
-    with pytest.raises(WeightSyncError, match="25 of 25 tensors did not arrive"):
+    with expect_error(WeightSyncError, "25", "tensors", "arrive"):
         engine.call("end_weights", 2)
     assert_blocked(engine, 1)
     weights = reference.changed(model_dir, seed=2)

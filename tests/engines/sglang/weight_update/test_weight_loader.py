@@ -19,6 +19,7 @@ from megarl.engines.sglang.weight_update.finish_update import CommitVote
 from megarl.engines.sglang.weight_update.planned_boxes import find_bucket_problems, read_expected_tensors
 from megarl.errors import DataError, WeightSyncError
 from megarl.reshard.transfer.bucket import SharedBuffer, lay_out
+from tests.errors import expect_error
 from tests.rollout.clock import in_virtual_time, iterate
 from tests.time_limits import UNREACHED_SECONDS
 
@@ -92,7 +93,7 @@ def test_duplicates_in_mtp_layers_are_not_required(tmp_path):
 
 
 def test_folder_without_weights_raises(tmp_path):
-    with pytest.raises(DataError, match="holds no safetensors files"):
+    with expect_error(DataError, "safetensors", "holds"):
         read_expected_tensors(str(tmp_path))
 
 
@@ -321,10 +322,10 @@ class Calls(ControlCalls):
 @in_virtual_time
 async def test_late_answer_is_waited_for_and_used():
     calls = Calls()
-    with pytest.raises(WeightSyncError, match=r"the engine did not answer begin_weight_update within 10 s"):
+    with expect_error(WeightSyncError, "begin_weight_update", "10"):
         await calls.begin()
     assert calls.has_pending
-    with pytest.raises(WeightSyncError, match=r"has not answered begin_weight_update yet, .* restarted"):
+    with expect_error(WeightSyncError, "begin_weight_update"):
         await calls.pause()
     assert calls.sent == ["begin"]
     calls.answers.set()
@@ -336,11 +337,11 @@ async def test_late_answer_is_waited_for_and_used():
 @in_virtual_time
 async def test_late_failure_belongs_to_the_call_that_timed_out():
     calls = Calls()
-    with pytest.raises(WeightSyncError, match="did not answer flush_cache"):
+    with expect_error(WeightSyncError, "flush_cache"):
         await calls.flush()
     calls.answers.set()
     await calls.pause()
-    with pytest.raises(WeightSyncError, match="still running"):
+    with expect_error(WeightSyncError, "running", "still"):
         await calls.flush()
 
 
