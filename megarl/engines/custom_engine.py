@@ -173,15 +173,18 @@ class CustomEngineHost:
             WorkerError: the engine raised an exception, or returned no completion.
             WeightSyncError: the engine holds parts of two versions.
         """
-        await self._may_generate.wait()
+        while not self._may_generate.is_set():  # another update may begin before this task continues
+            await self._may_generate.wait()
         if self._is_mixed:
             raise WeightSyncError(f"{self._name} needs a complete update before it can generate: {self._closed_reason}")
         version = self._policy_version
+        await self.abort(request.request_id)  # a request of that id whose answer was lost
         task = asyncio.ensure_future(await_outcome(partial(self._engine.generate, request)))
         self._running[request.request_id] = task
         try:
             await asyncio.wait([task])
         finally:
+            task.cancel()  # if the caller was cancelled
             if self._running.get(request.request_id) is task:
                 del self._running[request.request_id]
         if task.cancelled():

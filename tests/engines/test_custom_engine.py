@@ -121,6 +121,34 @@ def test_an_update_waits_for_requests_in_flight_and_holds_new_ones():
     run_with(work)
 
 
+def test_an_update_right_after_another_waits_for_the_requests_between():
+    async def work(host: CustomEngineHost, engine: Any) -> None:
+        await host.begin()
+        held = asyncio.ensure_future(host.generate_many([request(5)]))
+        await asyncio.sleep(0)
+        await host.end(1)
+        await host.begin()  # before the held request continues
+        await asyncio.sleep(0.01)
+        assert not held.done()
+        await host.end(2)
+        assert (await held)[0].policy_versions.tolist() == [2, 2]
+
+    run_with(work)
+
+
+def test_a_cancelled_or_repeated_request_does_not_go_on():
+    async def work(host: CustomEngineHost, engine: Any) -> None:
+        cancelled = asyncio.ensure_future(host.generate_many([request(9, name="a-0")]))
+        repeated = asyncio.ensure_future(host.generate_many([request(9, name="b-0")]))
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        again = asyncio.ensure_future(host.generate_many([request(5, name="b-0")]))
+        assert [each.finish_reason for each in (*await again, *await repeated)] == ["stop", "abort"]
+        assert await host.partial_outputs({}) == {}
+
+    run_with(work)
+
+
 def test_aborted_requests_end_without_tokens():
     async def work(host: CustomEngineHost, engine: Any) -> None:
         running = asyncio.ensure_future(host.generate_many([request(9, name=f"g-{i}") for i in range(3)]))

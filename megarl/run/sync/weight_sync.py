@@ -43,6 +43,7 @@ from megarl.run.remote.auxiliary_models import AuxiliaryModels
 from megarl.run.remote.engine_group import EngineGroup, EngineHandles, StartedEngine
 from megarl.run.remote.trainer_group import TrainerGroup
 from megarl.run.run_state import RunTotals
+from megarl.run.supervision.engine_supervisor import EngineSupervisor
 from megarl.run.supervision.restart_budget import name_some
 from megarl.run.supervision.run_monitor import RunMonitor
 from megarl.run.sync.sync_connections import make_connections
@@ -183,14 +184,19 @@ class WeightSync:
         sync.restore(1)  # engine 1 was restarted, and receives version 0 too
     """
 
-    def __init__(self, connect: Callable[[str | None], ModelSync] | None) -> None:
+    def __init__(
+        self, connect: Callable[[str | None], ModelSync] | None, supervisor: EngineSupervisor | None = None
+    ) -> None:
         """Connect the policy with the engines.
 
         Args:
             connect: connects a trained model, None: the policy. None: no engine receives weights, versions are counted.
+            supervisor: restores the engines that it restarts with the weights of the last push.
         """
-        self._connect = connect
+        self._connect, self._supervisor = connect, supervisor
+        self._restores(None)  # not from the trainer of a run before
         self._models: dict[str | None, ModelSync] = {} if connect is None else {None: connect(None)}
+        self._restores(self.restore)
         self._served: str | None = None
         self._run: _OfRun | None = None
         self.policy_version = -1
@@ -214,10 +220,7 @@ class WeightSync:
                 return ModelSync(config, trainer, engines, pool)
             return ModelSync(config, servable_model(config, models, model), engines, pool)
 
-        engines.supervisor.restore = None  # not from the trainer of a run before
-        sync = cls(connect)
-        engines.supervisor.restore = sync.restore
-        return sync
+        return cls(connect, engines.supervisor)
 
     @property
     def num_updates(self) -> int:
@@ -300,9 +303,15 @@ class WeightSync:
                 run.totals.weight_sync_bytes += report.bytes_moved
             self.metrics = report.metrics()
         self.policy_version = policy_version
+        self._restores(self.restore)
         if run is not None and run.monitor is not None:
             run.monitor.heartbeat.pushed(policy_version)
         return report
+
+    def _restores(self, restore: Callable[[*tuple[int, ...]], None] | None) -> None:
+        """Let the supervisor call `restore` for engines that it has restarted."""
+        if self._supervisor is not None:
+            self._supervisor.restore = restore
 
     def begin_sampling(self) -> dict[str, float]:
         """Free device memory for the engines, as configured by `trainer.offload` and `rollout.engine`; return metrics.
