@@ -21,6 +21,7 @@ PLACE_OF_LINKS = "<!-- pages of the public names -->"
 
 GUIDES = {
     "agents": ("rewards-and-agents.md", "environments.md"),
+    "engines": ("configuration.md",),
     "environments": ("environments.md",),
     "functional": ("algorithms.md",),
     "models": ("models.md",),

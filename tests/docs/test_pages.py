@@ -15,6 +15,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+import megarl
 from megarl import algorithms, errors
 from megarl.algorithms.registry import BUILT_IN, find_algorithm
 from megarl.checkpoint.run_lock import LOCK_TIMEOUT_SECONDS
@@ -146,7 +147,9 @@ def test_defaults_and_presets_are_those_of_the_algorithm(row):
 
 
 def test_the_api_pages_list_all_that_algorithms_use():
-    listed = runpy.run_path(str(ROOT / "docs/hooks/api_pages.py"))["RUN_METHODS"]
+    hook = runpy.run_path(str(ROOT / "docs/hooks/api_pages.py"))
+    assert {*hook["GUIDES"]} == {name for name in megarl.__all__ if name.islower()} | {"reshard"}
+    listed = hook["RUN_METHODS"]
     assert [member for member in listed if not hasattr(algorithms.RLRun, member)] == []
     modules = [*ROOT.glob("megarl/algorithms/*.py"), *ROOT.glob("examples/custom-algorithm/*.py")]
     read = {name for module in modules for name in re.findall(r"\brun\.(\w+)", module.read_text())}
