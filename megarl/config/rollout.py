@@ -172,11 +172,10 @@ class EngineConfig(Section):
             return self
         if ":" not in self.type:
             raise ValueError(f"type needs to be sglang or package.module:Class, got {self.type!r}")
-        of_sglang = self.model_fields_set - {"type", "kwargs", "start_timeout_seconds"}
-        if of_sglang:
-            raise ValueError(
-                f"{sorted(of_sglang)[0]} is an option of SGLang, got it with type = {self.type}; remove it"
-            )
+        for name, field in type(self).model_fields.items():  # a run's own file has the defaults too
+            default = field.get_default(call_default_factory=True)
+            if name not in ("type", "kwargs", "start_timeout_seconds") and getattr(self, name) != default:
+                raise ValueError(f"{name} is an option of SGLang, got it with type = {self.type}; remove it")
         return self
 
     @field_validator("extra_args")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.config import dump_config, load_resolved
 from megarl.config.rollout import EngineConfig
 from megarl.engines import EngineSpec, Generation, GenerationRequest, Sampling
 from megarl.engines.custom_engine import CustomEngineHost, check_engine
@@ -212,6 +213,13 @@ class Plain:
 def test_classes_that_cannot_be_engines_are_refused(engine, problem):
     with pytest.raises(ConfigError, match=problem):
         check_engine(EngineConfig.model_validate(engine))
+
+
+def test_the_file_of_a_run_with_a_custom_engine_can_be_read(tmp_path):
+    """A run that resumes, and a replay, read the configuration with its defaults."""
+    config = run_config({"type": "grpo"}, rollout={"engine": {"type": NAME}}, weight_sync={"strategy": "gather_hf"})
+    (tmp_path / "train.yaml").write_text(dump_config(config))
+    assert load_resolved(tmp_path / "train.yaml") == config
 
 
 @pytest.mark.parametrize(
