@@ -19,8 +19,8 @@ import numpy as np
 from megarl.cluster.workers.dispatch import CallBatches
 from megarl.config.rollout import EngineConfig
 from megarl.config.section import load_object
+from megarl.engines.batching_engine import no_tokens
 from megarl.engines.engine import (
-    UNFINISHED,
     EngineMemory,
     EngineUpdate,
     FinishedRequest,
@@ -188,7 +188,7 @@ class CustomEngineHost:
             if self._running.get(request.request_id) is task:
                 del self._running[request.request_id]
         if task.cancelled():
-            return _empty("abort")
+            return replace(no_tokens(), finish_reason="abort")
         generation, error = task.result()
         if error is not None:
             raise WorkerError(f"{self._name}.generate raised {describe_error(error)}") from error
@@ -207,7 +207,7 @@ class CustomEngineHost:
     async def partial_outputs(self, known: Mapping[str, int]) -> dict[str, Generation]:
         """Return an entry without tokens for each request in flight: the engine's event loop answers."""
         del known
-        return {request_id: _empty(UNFINISHED) for request_id in self._running}
+        return dict.fromkeys(self._running, no_tokens())
 
     async def abort(self, request_id: str) -> None:
         """End a request early, with no token; unknown ids are ignored."""
@@ -315,15 +315,6 @@ class CustomEngineHost:
         if not self._ended.done():
             self._ended.set_result(LostEngineError(f"{self._name} was shut down"))
             await await_outcome(self._engine.shutdown)
-
-
-def _empty(finish_reason: str) -> Generation:
-    return Generation(
-        token_ids=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        policy_versions=np.empty(0, np.int32),
-        finish_reason=finish_reason,
-    )
 
 
 def _find_problem(generation: object, request: GenerationRequest) -> str:

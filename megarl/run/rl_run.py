@@ -2,7 +2,6 @@
 
 One step of a loop: `sample`, `add_reference_logprobs` / `add_values`, `estimate`, `train_critic`, `train_policy`,
 `finish_step`. All of them work on a `RolloutBatch`; tokens stay in the workers, the controller passes references on.
-
 """
 
 from __future__ import annotations
