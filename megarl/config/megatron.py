@@ -317,6 +317,10 @@ NEEDS_TE_LAYERS = (
 """Fields of `model` without effect on models whose layers are torch's, on GPUs too."""
 
 
+FOR_ANY_OPTIMIZER = ("apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr")
+"""Fields of `optimizer` that concern parameter groups; the others are those of Adam."""
+
+
 def classify(part: Part, name: str) -> list[str]:
     """Return the reason against a field for each table entry that names it: an empty one where it is allowed."""
     entries = [""] if name in ALLOWED[part] else []
@@ -408,6 +412,11 @@ class MegatronConfig(Section):
     def offloads_adam(self) -> bool:
         """Whether Adam's moments and float32 parameters are on the host, and updated there."""
         return bool(self.optimizer.get("optimizer_cpu_offload"))
+
+    @property
+    def adam_fields(self) -> list[str]:
+        """Names of the fields of `optimizer` that only Adam has."""
+        return [name for name in self.optimizer if name not in FOR_ANY_OPTIMIZER]
 
     def find_te_problems(self) -> Iterator[str]:
         """Yield one message for each field that needs Transformer Engine."""

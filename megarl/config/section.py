@@ -62,6 +62,18 @@ def load_object(path: str, *, key: str, kind: str) -> object:
     return getattr(module, name)
 
 
+def load_class(path: str, *, key: str) -> type:
+    """Import the class at `package.module:name`, as `load_object`.
+
+    Raises:
+        ConfigError: as `load_object`, or the object is no class.
+    """
+    found = load_object(path, key=key, kind="Class")
+    if not isinstance(found, type):
+        raise ConfigError(f"{key} needs a class, got {path}, a {type(found).__name__}")
+    return found
+
+
 def _import(name: str, key: str) -> ModuleType:
     # A console script does not search the working directory, where a user's rewards.py is. The directory is appended,
     # and only when needed, so that it never shadows an installed package.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import lcm
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
@@ -106,7 +106,16 @@ DECAYS = ("constant", "linear", "cosine")
 
 
 class OptimizerConfig(Section):
-    """Settings of Adam and its learning-rate schedule in megatron-core."""
+    """Settings of the optimizer and its learning-rate schedule in megatron-core."""
+
+    type: str = "adam"
+    """`adam`, which is AdamW by default; `sgd`, which is `torch.optim.SGD`; or the import path of a subclass of
+    `torch.optim.Optimizer`, `package.module:Class`, of which an object is created on each rank, as
+    `Class(param_groups, lr=lr, weight_decay=weight_decay, **kwargs)`. With `distributed: true` its parameters are the
+    ranges of flattened parameters that the rank updates, in float32."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of an optimizer other than Adam, such as `momentum` of `sgd`."""
 
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of the schedule."""
@@ -124,22 +133,43 @@ class OptimizerConfig(Section):
     decay."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay rate of the first moment."""
+    """Decay rate of Adam's first moment."""
 
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay rate of the second moment."""
+    """Decay rate of Adam's second moment."""
 
     eps: float = Field(default=1e-8, gt=0)
-    """Term added to the denominator for stability."""
+    """Term added to Adam's denominator for stability."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """Coefficient of decoupled weight decay. 0: none."""
+    """Coefficient of weight decay, which Adam decouples from the gradient. 0: none. Biases and norms have none."""
 
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest global norm of the gradient; larger gradients are scaled down to it. 0: no clipping."""
 
     distributed: bool = True
     """Shard optimizer state over the data-parallel group (megatron-core's DistributedOptimizer)."""
+
+    @property
+    def is_adam(self) -> bool:
+        """Whether the optimizer is megatron-core's Adam."""
+        return self.type == "adam"
+
+    @model_validator(mode="after")
+    def _check_type(self) -> OptimizerConfig:
+        if self.is_adam:
+            if self.kwargs:
+                raise ValueError("kwargs are those of another optimizer, got some with type = adam")
+            return self
+        if self.type != "sgd" and ":" not in self.type:
+            raise ValueError(f"type needs to be adam, sgd or package.module:Class, got {self.type!r}")
+        for name in ("beta1", "beta2", "eps"):  # a run's own file has the defaults too
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is an option of Adam, got it with type = {self.type}; set it in kwargs")
+        for name in ("params", "lr", "weight_decay"):
+            if name in self.kwargs:
+                raise ValueError(f"kwargs: {name} is an argument that megarl gives; remove it")
+        return self
 
     @field_validator("decay")
     @classmethod
@@ -180,7 +210,7 @@ class OffloadConfig(Section):
     """Trainer memory that is moved to the host while engines generate."""
 
     optimizer: bool | None = None
-    """Offload float32 master weights and Adam's moments. Default: true on CUDA where engines share the devices."""
+    """Offload float32 master weights and the optimizer's state, such as Adam's moments. Default: true on CUDA where engines share the devices."""
 
     gradients: bool | None = None
     """Free the gradient buffers, without a copy. Default: true on CUDA where engines share the devices."""

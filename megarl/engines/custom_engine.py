@@ -18,7 +18,7 @@ import numpy as np
 
 from megarl.cluster.workers.dispatch import CallBatches
 from megarl.config.rollout import EngineConfig
-from megarl.config.section import load_object
+from megarl.config.section import load_class
 from megarl.engines.batching_engine import no_tokens
 from megarl.engines.engine import (
     EngineMemory,
@@ -94,9 +94,7 @@ def check_engine(config: EngineConfig) -> Callable[..., Engine]:
     Raises:
         ConfigError: it cannot be imported, is no class, lacks a method, or does not take the keyword arguments.
     """
-    found = load_object(config.type, key=f"{KEY}.type", kind="Class")
-    if not isinstance(found, type):
-        raise ConfigError(f"{KEY}.type needs a class, got {config.type}, a {type(found).__name__}")
+    found = load_class(config.type, key=f"{KEY}.type")
     for name, num_arguments in METHODS.items():
         method = getattr(found, name, None)
         if not callable(method):

@@ -99,7 +99,7 @@ def ddp_fields(config: OptimizerConfig, megatron: MegatronConfig, *, overlap: bo
 
 
 def optimizer_fields(config: OptimizerConfig, megatron: MegatronConfig, *, overlap: bool) -> dict[str, object]:
-    """Return fields of OptimizerConfig, with the names of dtypes: Adam with float32 main parameters and moments.
+    """Return fields of OptimizerConfig, with the names of dtypes: float32 main parameters and optimizer state.
 
     Adam on the CPU updates all parameters there, and copies gradients and parameters meanwhile.
 
@@ -107,13 +107,11 @@ def optimizer_fields(config: OptimizerConfig, megatron: MegatronConfig, *, overl
         overlap: as in `ddp_fields`.
     """
     fields: dict[str, object] = {
-        "optimizer": "adam",
+        "optimizer": "adam",  # also where another one takes its place
         "lr": config.lr,
         "min_lr": config.min_lr,
         "weight_decay": config.weight_decay,
-        "adam_beta1": config.beta1,
-        "adam_beta2": config.beta2,
-        "adam_eps": config.eps,
+        **({"adam_beta1": config.beta1, "adam_beta2": config.beta2, "adam_eps": config.eps} if config.is_adam else {}),
         "clip_grad": config.clip_grad,
         "use_distributed_optimizer": config.distributed,
         "overlap_param_gather": ddp_fields(config, megatron, overlap=overlap)["overlap_param_gather"],

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from megarl.cluster.process.atomic_files import write_durably
-from megarl.config.section import load_object
+from megarl.config.section import load_class
 from megarl.config.tracking import SinkConfig, TrackingConfig, WandbConfig
 from megarl.errors import ConfigError, DataError
 from megarl.text import describe_error, replace_surrogates
@@ -107,9 +107,7 @@ def check_sink(config: SinkConfig, key: str) -> type:
     Raises:
         ConfigError: it cannot be imported, is no class, lacks a method, or does not take the arguments.
     """
-    found = load_object(config.path, key=f"{key}.path", kind="Class")
-    if not isinstance(found, type):
-        raise ConfigError(f"{key}.path needs a class, got {config.path}, a {type(found).__name__}")
+    found = load_class(config.path, key=f"{key}.path")
     for name in ("log", "close"):
         if not callable(getattr(found, name, None)):
             raise ConfigError(f"{key}.path needs a class with the methods log and close, {config.path} has no {name}")

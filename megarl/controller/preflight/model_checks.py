@@ -164,8 +164,8 @@ def describe_megatron(config: StageConfig, model: ModelArchitecture, device: str
     fusions = fusion_fields(model, has_te=has_te, te_layers=te_layers, has_wgrad_kernel=has_te)
     layers = "Transformer Engine" if te_layers else "torch"
     overlap = has_te and config.placement.slots > parallel.tp * parallel.pp
-    adam = optimizer_fields(optimizer, megatron, overlap=overlap)
-    shown = {name: value for name, value in adam.items() if name not in ("optimizer", "lr", "min_lr", "fp8_recipe")}
+    fields = optimizer_fields(optimizer, megatron, overlap=overlap) | {"optimizer": optimizer.type}
+    shown = {name: value for name, value in fields.items() if name not in ("lr", "min_lr", "fp8_recipe")}
     return [
         f"megatron: {layers} layers" + ("" if has_te else ", no fused kernels on the CPU"),
         *_lines("model", override_model_fields(fusions, megatron, moe=model.experts is not None)),

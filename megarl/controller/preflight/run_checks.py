@@ -153,6 +153,20 @@ def find_decay_problems(config: StageConfig) -> Iterator[str]:
             yield str(e)
 
 
+def find_optimizer_problems(config: StageConfig) -> Iterator[str]:
+    """Find classes of `optimizer.type` that cannot be imported or called, or whose state checkpoints cannot hold."""
+    layouts = {f"{model.key}.optimizer": model.parallel for model in config.auxiliary_models}
+    for key, optimizer, _ in optimizers_of(config):
+        if optimizer.is_adam:
+            continue
+        from megarl.megatron.training.optimizer_class import load_optimizer  # imports torch
+
+        try:
+            load_optimizer(optimizer, config.trainer.megatron, layouts.get(key, config.trainer.parallel), key=key)
+        except ConfigError as e:
+            yield str(e)
+
+
 def check_or_raise(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -> None:
     """Return if `check_run` finds no problems.
 
@@ -253,6 +267,7 @@ CHECKS: Mapping[str, Check] = {
     "folders": Check(lambda of: find_folder_problems(of.config)),
     "ranks of traces": Check(lambda of: find_profile_problems(of.config)),
     "outputs for metrics": Check(lambda of: find_sink_problems(of.config)),
+    "optimizers": Check(lambda of: find_optimizer_problems(of.config)),
     "decays of learning rates": Check(lambda of: find_decay_problems(of.config)),
     "model family": Check(lambda of: of.family_problems),
     "slots of engines": Check(lambda of: find_engine_placement_problems(of.run), ("train",)),

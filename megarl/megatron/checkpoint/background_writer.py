@@ -66,17 +66,16 @@ class HostStaging:
             self.num_bytes += more
             self.staged.append(number)
         self._buffers = [torch.empty(n, dtype=torch.uint8, pin_memory=platform.is_cuda()) for n in sizes]
-        self._from = [tensors[number] for number in self.staged]
         self.tensors = [
-            with_own_storage(_view_as(self._buffers[buffer][at:], tensor))
-            for (buffer, at), tensor in zip(locations, self._from, strict=True)
+            with_own_storage(_view_as(self._buffers[buffer][at:], tensors[number]))
+            for (buffer, at), number in zip(locations, self.staged, strict=True)
         ]
         """Host copies, in the order of `staged`."""
 
-    def stage(self) -> None:
-        """Copy the current values of the tensors."""
+    def stage(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the values of `tensors`, which are as large as those that the memory was allocated for."""
         if self.tensors:
-            torch._foreach_copy_(self.tensors, self._from, non_blocking=True)
+            torch._foreach_copy_(self.tensors, [tensors[number] for number in self.staged], non_blocking=True)
         if platform.is_cuda():
             torch.cuda.synchronize()
 

@@ -1,4 +1,8 @@
-"""State of megatron-core's optimizer on this rank: moments and main parameters by parameter, and the step count."""
+"""State of megatron-core's optimizer on this rank: moments and main parameters by parameter, and the step count.
+
+Adam's state is created where it is missing. An optimizer of another class creates its own in its first step, and what
+it then has is its state: tensors as large as the parameter, by their names.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+
+from megarl.megatron.training.optimizer_class import STEP, is_saved
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
@@ -29,29 +35,32 @@ class OptimizerShard:
     is_distributed: bool
     """Each data-parallel rank holds its own range; otherwise each holds the full parameter's state."""
     tensors: Mapping[str, Tensor]
-    """State tensors of `stop - start` values: `MOMENTS`, and `MAIN_PARAM` for a 16-bit parameter."""
+    """State tensors of `stop - start` values, by name: of Adam `MOMENTS`; and `MAIN_PARAM` for a 16-bit parameter."""
 
 
 def collect_optimizer_shards(optimizer: ChainedOptimizer) -> dict[int, OptimizerShard]:
     """Return the optimizer shard of each parameter, by the parameter's `id`.
 
-    State that the first step would create is initialized with zeros.
+    State that Adam's first step would create is initialized with zeros.
 
     Args:
         optimizer: megatron-core's optimizer of all model chunks.
     """
     shards: dict[int, OptimizerShard] = {}
     for member in _sub_optimizers(optimizer):
-        _require_state(member)
+        if is_adam(member):
+            _require_state(member)
         for buffer in getattr(member, "buffers", ()):
             empty = OptimizerShard(start=0, stop=0, is_distributed=True, tensors={})
             shards |= {id(parameter): empty for parameter in buffer.param_index_map}
         for parameter, main, start in _stepped_parameters(member):
-            state = member.optimizer.state[main]
-            tensors = {name: state[name].detach().view(-1) for name in MOMENTS}
+            state = member.optimizer.state.get(main, {})
+            names = MOMENTS if is_adam(member) else _saved_names(state, main)
+            tensors = {name: state[name].detach().view(-1) for name in names}
             if parameter.dtype != torch.float32:
-                # where the optimizer steps the 16-bit parameter, it keeps the float32 one in its own state
-                tensors[MAIN_PARAM] = state.get("master_param", main).detach().view(-1)
+                # where Adam steps the 16-bit parameter, it keeps the float32 one in its own state
+                full = state.get("master_param", main) if is_adam(member) else main
+                tensors[MAIN_PARAM] = full.detach().view(-1)
             shards[id(parameter)] = OptimizerShard(
                 start=start,
                 stop=start + main.numel(),
@@ -62,7 +71,7 @@ def collect_optimizer_shards(optimizer: ChainedOptimizer) -> dict[int, Optimizer
 
 
 def read_step(optimizer: ChainedOptimizer) -> int:
-    """Return the number of optimizer steps taken, which determines Adam's bias correction."""
+    """Return the number of optimizer steps taken, which determines Adam's bias correction; 0 if none are counted."""
     steps = set()
     for inner in _torch_optimizers(optimizer):
         steps |= {int(group["step"]) for group in inner.param_groups if group["params"] and "step" in group}
@@ -74,8 +83,11 @@ def read_step(optimizer: ChainedOptimizer) -> int:
 def write_step(optimizer: ChainedOptimizer, step: int) -> None:
     """Set the step count of all parameters to `step`."""
     for member in _sub_optimizers(optimizer):
-        _require_state(member)
-    for inner in _torch_optimizers(optimizer):
+        if is_adam(member):
+            _require_state(member)
+        else:
+            _write_own_step(member.optimizer, step)
+    for inner in _torch_optimizers(optimizer) if is_adam(optimizer) else ():
         if _has_step_per_parameter(inner):
             for state in inner.state.values():
                 # a separate tensor for each: torch increments it in place
@@ -83,6 +95,36 @@ def write_step(optimizer: ChainedOptimizer, step: int) -> None:
         else:
             for group in inner.param_groups:
                 group["step"] = step
+
+
+def _write_own_step(inner: torch.optim.Optimizer, step: int) -> None:
+    """Set the step count wherever the optimizer keeps one, in the form that it has."""
+    for holder in (*inner.param_groups, *inner.state.values()):
+        count = holder.get(STEP)
+        if isinstance(count, Tensor):
+            holder[STEP] = torch.full_like(count, step)
+        elif count is not None:
+            holder[STEP] = type(count)(step)
+
+
+def create_own_state(optimizer: ChainedOptimizer) -> None:
+    """Have optimizers of other classes than Adam create their state, in a step with gradients of zero.
+
+    The step changes parameters, which are to be read from a checkpoint with the state.
+    """
+    for member in () if is_adam(optimizer) else _sub_optimizers(optimizer):
+        inner = member.optimizer
+        if not any(inner.state.values()):
+            for parameter in _parameters(inner):
+                parameter.grad = torch.zeros_like(parameter)
+            with torch.no_grad():
+                inner.step()
+            inner.zero_grad(set_to_none=True)
+
+
+def is_adam(optimizer: MegatronOptimizer) -> bool:
+    """Return whether the optimizer is Adam, which `make_optimizer` records."""
+    return bool(optimizer.config.optimizer == "adam")
 
 
 def sync_parameters(optimizer: ChainedOptimizer) -> None:
@@ -109,8 +151,15 @@ def _torch_optimizers(optimizer: ChainedOptimizer) -> Iterator[torch.optim.Optim
         yield from inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else (inner,)
 
 
+def _saved_names(state: Mapping[str, object], main: Tensor) -> list[str]:
+    """Return the names of the tensors in the state of a parameter, which `load_optimizer` has tried out on others."""
+    lost = [name for name, value in state.items() if name != STEP and not is_saved(name, value, main)]
+    assert not lost, f"the state {', '.join(map(repr, lost))} of the optimizer is not like that of its trial"
+    return [name for name in state if name != STEP]
+
+
 def _require_state(member: MegatronOptimizer) -> None:
-    """Create the state that the first step would create."""
+    """Create the state that Adam's first step would create."""
     inner = member.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
         for each in inner.sub_optimizers:

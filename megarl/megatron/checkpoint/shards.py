@@ -33,6 +33,10 @@ MAX_SHARD_BYTES = 2**26
     """
 
 
+OPTIMIZER_STATE = "optimizer.state."
+"""Prefix of the names of the optimizer's tensors in a checkpoint."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckpointShard:
     """A box of a stored tensor and this rank's values of it."""
@@ -239,7 +243,7 @@ def _optimizer_boxes(
     for name, values in optim_shard.tensors.items():
         if first < last:
             here = values[first - optim_shard.start : last - optim_shard.start]
-            yield from part.boxes(first, last, here, prefix=f"optimizer.state.{name}.")
+            yield from part.boxes(first, last, here, prefix=f"{OPTIMIZER_STATE}{name}.")
 
 
 def _parts(model: MegatronModel, optim_shards: Mapping[int, OptimizerShard]) -> list[_ParameterPart]:

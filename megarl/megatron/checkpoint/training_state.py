@@ -1,8 +1,9 @@
 """Checkpoints of the full training state: weights, optimizer, learning-rate schedule, random number generators.
 
     __0_0.distcp, ...                        tensors: weights as in `model_state`; for each parameter
-                                             optimizer.state.{exp_avg, exp_avg_sq}.<its name>, and for 16-bit
-                                             parameters optimizer.state.param.<its name>
+                                             optimizer.state.{exp_avg, exp_avg_sq}.<its name>, or the names that
+                                             another optimizer than Adam has, and for 16-bit parameters
+                                             optimizer.state.param.<its name>
     .metadata, metadata.json, common.pt      as in every megatron-core checkpoint; common.pt holds the step count
     generators_0.pt, ...                     random number generator states of each rank
 
@@ -33,8 +34,22 @@ from megarl.megatron.checkpoint.background_writer import (
     write_files,
 )
 from megarl.megatron.checkpoint.model_state import CHECKPOINT_VERSION, CONTENT_METADATA, MAX_SHOWN
-from megarl.megatron.checkpoint.optimizer_state import collect_optimizer_shards, read_step, sync_parameters, write_step
-from megarl.megatron.checkpoint.shards import CheckpointShard, held_shards, shards_to_load, shards_to_save
+from megarl.megatron.checkpoint.optimizer_state import (
+    MAIN_PARAM,
+    collect_optimizer_shards,
+    create_own_state,
+    is_adam,
+    read_step,
+    sync_parameters,
+    write_step,
+)
+from megarl.megatron.checkpoint.shards import (
+    OPTIMIZER_STATE,
+    CheckpointShard,
+    held_shards,
+    shards_to_load,
+    shards_to_save,
+)
 from megarl.megatron.checkpoint.storage_index import (
     COMMON,
     INDEX,
@@ -119,7 +134,7 @@ class TrainCheckpoint:
     ) -> None:
         self._model, self._optimizer, self._scheduler, self._memory = model, optimizer, scheduler, memory
         self._shards: list[CheckpointShard] = []
-        """Shards that this rank writes; the same in every save."""
+        """Shards that this rank writes. Adam's are the same in every save, other optimizers may replace their state."""
         self._num_bytes = 0
         """Size of these shards in bytes."""
         self._writer = BackgroundWriter()
@@ -135,9 +150,10 @@ class TrainCheckpoint:
         began = time.perf_counter()
         assert self._save is None, "begin_save needs finish_save of the previous save"
         self._memory.onload()
-        if not self._shards:
+        if not self._shards or not is_adam(self._optimizer):
             self._shards = shards_to_save(self._model, collect_optimizer_shards(self._optimizer))
-            self._num_bytes = sum(shard.num_bytes for shard in self._shards)
+            num_bytes, before = sum(shard.num_bytes for shard in self._shards), self._num_bytes
+            self._num_bytes, self._staging = num_bytes, self._staging if num_bytes == before else None
         self._save = self._begin_async(request) if request.asynchronous else self._write(request)
         return SaveStats(
             staging_bytes=self._staging.num_bytes if self._staging is not None and request.asynchronous else 0,
@@ -175,6 +191,8 @@ class TrainCheckpoint:
         if is_new:
             files |= {file.name: file for file in self._write_index(save.request, locations)}
         self._locations = locations
+        if not is_adam(self._optimizer):
+            self._shards = []  # the memory of state that the next step replaces
         return SavedShard(files=tuple(files.values()), write_seconds=result.seconds)
 
     def _write_index(self, request: SaveRequest, locations: Sequence[Location]) -> Sequence[SavedFile]:
@@ -200,13 +218,20 @@ class TrainCheckpoint:
             DataError: the checkpoint cannot be loaded; raised on all ranks.
         """
         self._memory.onload()
-        optim_shards = collect_optimizer_shards(self._optimizer)
-        held = held_shards(self._model, optim_shards)
         problems: list[str] = []
         stored = None
         try:
             stored = StoredTensors(folder)
             common = _load_serialized(folder / COMMON)
+        except DataError as e:
+            problems.append(str(e))
+        _raise_if_any(problems)
+        assert stored is not None
+        if _has_own_state(stored, common):
+            create_own_state(self._optimizer)
+        optim_shards = collect_optimizer_shards(self._optimizer)
+        held = held_shards(self._model, optim_shards)
+        try:
             problems = self._problems(
                 folder, common, stored.problems(held, vocab_size=self._model.architecture.vocab_size)
             )
@@ -215,7 +240,6 @@ class TrainCheckpoint:
         except DataError as e:
             problems.append(str(e))
         _raise_if_any(problems)
-        assert stored is not None
         self._require_all_used(folder, stored.names, held)
         try:
             num_bytes = stored.read(shards_to_load(self._model, optim_shards))
@@ -256,7 +280,7 @@ class TrainCheckpoint:
         if staging.not_staged:
             tensors = tensors_on_host(self._shards[number].data for number in staging.not_staged)
             first = write_files(folder, [NewFile(names[0], tensors)])
-        staging.stage()
+        staging.stage([shard.data for shard in self._shards])
         rest = [] if first.failure else [NewFile(names[1], staging.tensors), *self._metadata_files(request)]
         background = self._writer.write(folder, rest)
         return _PendingSave(
@@ -317,6 +341,13 @@ class TrainCheckpoint:
         p = self._model.spec.parallel
         sizes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "ep": p.ep, "etp": p.expert_tp, "vpp": p.vpp}
         return {"world": dist.get_world_size(), **sizes}
+
+
+def _has_own_state(stored: StoredTensors, common: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer had more state than main parameters, which it has from its first step on."""
+    names = [name for name in stored.names if name.startswith(OPTIMIZER_STATE)]
+    has_tensors = any(not name.startswith(f"{OPTIMIZER_STATE}{MAIN_PARAM}.") for name in names)
+    return has_tensors or bool(common.get("megarl", {}).get("step"))
 
 
 def _file_assignment(request: SaveRequest) -> tuple[bool, int | None]:

@@ -22,6 +22,7 @@ from megarl.errors import ConfigError
 from megarl.megatron.mcore_fields import ddp_fields, optimizer_fields
 from megarl.megatron.modeling.megatron_model import MegatronModel
 from megarl.megatron.runtime import platform
+from megarl.megatron.training.optimizer_class import load_optimizer
 
 
 def wrap_in_ddp(
@@ -56,7 +57,7 @@ def _overlaps(model: MegatronModel) -> bool:
 def optimizer_config(
     config: OptimizerConfig, megatron: MegatronConfig, dtype: torch.dtype, *, overlap: bool
 ) -> McoreOptimizerConfig:
-    """Return megatron-core's configuration of Adam for parameters of `dtype`.
+    """Return megatron-core's configuration of the optimizer for parameters of `dtype`.
 
     Args:
         overlap: as in `ddp_fields`.
@@ -74,7 +75,15 @@ def optimizer_config(
 def make_optimizer(
     model: MegatronModel, chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, megatron: MegatronConfig
 ) -> ChainedOptimizer:
-    """Build Adam over the chunks' parameters."""
+    """Build the optimizer over the chunks' parameters.
+
+    megarl has megatron-core build Adam, and puts an optimizer of another class in its place: megatron-core knows few
+    classes, and refuses SGD with the distributed optimizer.
+
+    Raises:
+        ConfigError: as `load_optimizer`.
+    """
+    other = None if config.is_adam else load_optimizer(config, megatron, model.spec.parallel, key="optimizer")
     optimizer = get_megatron_optimizer(
         optimizer_config(config, megatron, model.dtype, overlap=_overlaps(model)),
         list(chunks),
@@ -82,6 +91,15 @@ def make_optimizer(
         pg_collection=model.groups,
     )
     assert isinstance(optimizer, ChainedOptimizer), type(optimizer)
+    for member in () if other is None else optimizer.chained_optimizers:
+        if not member.is_stub_optimizer:
+            options = member.optimizer.defaults  # those of Adam, which are in the groups too
+            groups = [
+                {name: value for name, value in group.items() if name not in options}
+                for group in member.optimizer.param_groups
+            ]
+            member.optimizer = other.create(groups)
+            member.config.optimizer = config.type  # `is_adam` reads it
     return optimizer
 
 

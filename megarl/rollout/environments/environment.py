@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import cast
 
 from megarl.config.rollout import EnvironmentConfig
-from megarl.config.section import load_object
+from megarl.config.section import load_class
 from megarl.errors import AgentError, ConfigError
 
 Message: TypeAlias = Mapping[str, Any]
@@ -145,12 +145,7 @@ def check_environment(config: EnvironmentConfig, key: str = ENV) -> type:
         ConfigError: it cannot be imported, is no class, lacks a method, or does not take the keyword arguments, or its
             `check_settings` refuses them.
     """
-    found = load_object(config.path, key=f"{key}.path", kind="Environment")
-    if not isinstance(found, type):
-        raise ConfigError(
-            f"{key}.path needs a class, one object of which is created for each episode, got {config.path}, an object "
-            f"of type {type(found).__name__}"
-        )
+    found = load_class(config.path, key=f"{key}.path")
     for name, num_arguments in METHODS.items():
         method = getattr(found, name, None)
         if not callable(method):

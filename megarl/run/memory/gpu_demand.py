@@ -161,6 +161,11 @@ def _model_demand(
     """Return grid and demand by pipeline stage; `optimizer`: None if the model is not trained."""
     grid, split = RankGrid.of(parallel, slots), pipeline_split(parallel)
     element = _element(config)
+    if optimizer is not None and not optimizer.is_adam:
+        from megarl.megatron.training.optimizer_class import load_optimizer  # imports torch
+
+        other = load_optimizer(optimizer, config.trainer.megatron, parallel, key=f"{name}: optimizer")
+        element = replace(element, moments=other.state_bytes)
     states = (
         training_state(model, grid, split, element, distributed=optimizer.distributed)
         if optimizer is not None

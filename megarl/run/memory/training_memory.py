@@ -11,6 +11,8 @@ Per parameter, in bfloat16 with gradients and optimizer state in float32 (s: ran
 
 Libraries also keep what `CacheBytes` counts between passes.
 
+Another optimizer has its own state in the place of the moments, 4 bytes with momentum and none for plain SGD.
+
 s is dp * cp, for routed experts the number of ranks that hold the same shard of the same experts. All ranks of a
 pipeline stage hold equally much; stages differ. In float32 there are no separate main parameters.
 """
@@ -43,7 +45,7 @@ class ElementBytes:
     gradients: int
     main_parameters: int
     moments: int
-    """Both of Adam's moments together."""
+    """Both of Adam's moments together, or the state of another optimizer."""
     quantized: int = 0
     """FP8 copies of the weights of linear layers, without their scales: one for products with the weight, and one for
     products with its transpose, which only backward passes need."""

@@ -28,7 +28,7 @@ def test_staged_bytes_are_those_of_the_buffers(limit, allocated, monkeypatch):
     torch.manual_seed(0)
     tensors = [torch.randn(n) for n in (540, 10, 600, 300, 16, 1, 1000, 700, 33, 480)]
     copy = HostStaging(tensors, limit)
-    copy.stage()
+    copy.stage(tensors)
     assert copy.num_bytes == sum(allocated(len(buffer)) for buffer in copy._buffers)
     assert copy.num_bytes <= (limit if limit is not None else 1.7 * 4 * sum(map(len, tensors)))
     assert sorted(copy.staged + copy.not_staged) == list(range(len(tensors)))
@@ -42,7 +42,7 @@ def test_staged_bytes_are_those_of_the_buffers(limit, allocated, monkeypatch):
 def test_staged_copies_keep_the_values_of_their_time(device):
     tensors = [torch.arange(n, dtype=torch.float32, device=device) for n in (540, 10, 1000)]
     copy = HostStaging(tensors, None)
-    copy.stage()
+    copy.stage(tensors)
     for tensor in tensors:
         tensor.zero_()
     for staged, tensor in zip(copy.tensors, tensors, strict=True):

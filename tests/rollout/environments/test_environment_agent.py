@@ -293,7 +293,7 @@ class NoReply(NoClose):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"path": "AN_OBJECT"}, "needs a class, one object of which is created for each .* an object of type object"),
+        ({"path": "AN_OBJECT"}, "needs a class, got .*:AN_OBJECT, a object"),
         ({"path": "NoClose"}, r"needs a class with the methods reset, step, close, .*:NoClose has no close"),
         ({"path": "NoReply"}, r"NoReply.step\(self\) -> None needs to take 1 arguments: too many positional"),
         ({"path": "Echo", "kwargs": {"what": 1}}, r"^rollout.env.kwargs: .*:Echo.* does not take these arguments: "),
