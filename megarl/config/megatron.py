@@ -262,8 +262,11 @@ REFUSED: Mapping[Part, tuple[RefusedFields, ...]] = {
             "megarl sets it from model.dtype": "fp16 bf16 params_dtype",
             "megarl sets it from trainer.megatron.model.fp8_recipe": "fp8_recipe",
             "megarl sets it from trainer.megatron.ddp.overlap_param_gather": "overlap_param_gather",
-            "checkpoints hold the two moments of Adam": (
-                "optimizer sgd_momentum muon_* adaptive_muon_* lion_* soap_* use_layer_wise_distributed_optimizer"
+            "trainer.optimizer.type and kwargs choose the optimizer": (
+                "optimizer sgd_momentum muon_* adaptive_muon_* lion_* soap_*"
+            ),
+            "checkpoints hold ranges of parameters, as the distributed optimizer divides them": (
+                "use_layer_wise_distributed_optimizer"
             ),
             "it skips updates without a record; limits.grad_norm with action: skip does it with one": (
                 "grad_norm_skip_threshold"

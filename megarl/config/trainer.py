@@ -210,7 +210,8 @@ class OffloadConfig(Section):
     """Trainer memory that is moved to the host while engines generate."""
 
     optimizer: bool | None = None
-    """Offload float32 master weights and the optimizer's state, such as Adam's moments. Default: true on CUDA where engines share the devices."""
+    """Offload float32 master weights and the optimizer's state, such as Adam's moments. Default: true on CUDA where
+    engines share the devices."""
 
     gradients: bool | None = None
     """Free the gradient buffers, without a copy. Default: true on CUDA where engines share the devices."""

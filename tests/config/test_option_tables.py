@@ -152,7 +152,7 @@ def test_options_that_cannot_work_are_refused_when_the_configuration_is_loaded(n
         ("ddp", "bucket_size", True, "needs int, null, got True"),
         ("ddp", "use_megatron_fsdp", True, ""),
         ("optimizer", "lr", 1e-5, "megarl sets it from trainer.optimizer"),
-        ("optimizer", "optimizer", "muon", "checkpoints hold the two moments of Adam"),
+        ("optimizer", "optimizer", "muon", "trainer.optimizer.type and kwargs choose the optimizer"),
     ],
 )
 def test_messages_name_the_field_and_the_reason(part: Any, name: str, value: Any, message: str) -> None:

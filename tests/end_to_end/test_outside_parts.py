@@ -1,4 +1,4 @@
-"""A run whose engine, tracker and learning-rate decay are those of a user: the example's engine on transformers."""
+"""A run whose engine, tracker, optimizer and learning-rate decay are a user's: the example's engine on transformers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,20 @@ EXAMPLE = Path(__file__).parents[2] / "examples/custom-engine"
 PARTS = """
 import json
 
+import torch
+
 def square(done):
     return (1 - done) ** 2
+
+class Signs(torch.optim.Optimizer):
+    def __init__(self, params, lr, weight_decay, *, scale):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "scale": scale})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign() * group["lr"] * group["scale"])
 
 class Last:
     def __init__(self, run_dir, step):
@@ -32,12 +44,15 @@ class Last:
 """
 
 
+SIGNS = {"type": "parts:Signs", "kwargs": {"scale": 0.5}}
+
+
 def test_a_run_with_parts_from_outside(world, tmp_path):
     (tmp_path / "parts.py").write_text(PARTS)
     config = write_run(
         world,
         tmp_path,
-        trainer={"steps": 3, "optimizer": {"lr": LR, "decay": "parts:square"}},
+        trainer={"steps": 3, "optimizer": {"lr": LR, "decay": "parts:square"} | SIGNS},
         rollout={"max_new_tokens": 12, "engine": {"type": "transformers_engine:TransformersEngine"}, "replicas": 2},
         weight_sync={"strategy": "gather_hf"},
         tracking={"tensorboard": False, "sinks": [{"path": "parts:Last"}]},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, override
 
 import torch
@@ -91,16 +92,23 @@ def make_optimizer(
         pg_collection=model.groups,
     )
     assert isinstance(optimizer, ChainedOptimizer), type(optimizer)
-    for member in () if other is None else optimizer.chained_optimizers:
-        if not member.is_stub_optimizer:
-            options = member.optimizer.defaults  # those of Adam, which are in the groups too
-            groups = [
-                {name: value for name, value in group.items() if name not in options}
-                for group in member.optimizer.param_groups
-            ]
-            member.optimizer = other.create(groups)
+    for member in optimizer.chained_optimizers:
+        if other is not None and not member.is_stub_optimizer:
+            member.optimizer = other.create(_without_options(member.optimizer))
             member.config.optimizer = config.type  # `is_adam` reads it
     return optimizer
+
+
+def _without_options(adam: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer without the options that it has put there."""
+    groups = [
+        {name: value for name, value in group.items() if name not in adam.defaults} for group in adam.param_groups
+    ]
+    for parameter in chain.from_iterable(group["params"] for group in groups):
+        if not parameter.is_leaf:
+            # a range of a float32 parameter is a view, and torch's constructor takes only views that keep gradients
+            parameter.retain_grad()
+    return groups
 
 
 def squared_norms(optimizer: ChainedOptimizer) -> Tensor:

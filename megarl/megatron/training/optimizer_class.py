@@ -116,7 +116,7 @@ class _Trial:
         generator = torch.Generator().manual_seed(0)
         values, gradients = torch.randn(2, 24, generator=generator)
         sizes = [prod(shape) for shape in shapes]
-        parameters = []
+        parameters: list[Tensor] = []
         for shape, value, gradient in zip(shapes, values.split(sizes), gradients.split(sizes), strict=True):
             parameter = torch.nn.Parameter(value.clone().view(shape))
             parameter.grad = gradient.clone().view(shape)

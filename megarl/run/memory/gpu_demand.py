@@ -145,7 +145,8 @@ def _models_of(config: StageConfig, pool: str) -> Iterator[tuple[RankGrid, _Stag
         if auxiliary.pool == pool:
             model = _architecture(config, auxiliary.path, auxiliary.head)
             parallel, own = auxiliary.parallel, swaps and pool == MAIN_POOL
-            yield _model_demand(config, auxiliary.name, model, parallel, slots, auxiliary.optimizer, swaps=own)
+            name, key, optimizer = auxiliary.name, auxiliary.key, auxiliary.optimizer
+            yield _model_demand(config, name, model, parallel, slots, optimizer, key=key, swaps=own)
 
 
 def _model_demand(
@@ -156,15 +157,21 @@ def _model_demand(
     slots: int,
     optimizer: OptimizerConfig | None,
     *,
+    key: str = "trainer",
     swaps: bool = False,
 ) -> tuple[RankGrid, _Stages]:
-    """Return grid and demand by pipeline stage; `optimizer`: None if the model is not trained."""
+    """Return grid and demand by pipeline stage.
+
+    Args:
+        optimizer: None if the model is not trained.
+        key: YAML key of the section that has the optimizer.
+    """
     grid, split = RankGrid.of(parallel, slots), pipeline_split(parallel)
     element = _element(config)
     if optimizer is not None and not optimizer.is_adam:
         from megarl.megatron.training.optimizer_class import load_optimizer  # imports torch
 
-        other = load_optimizer(optimizer, config.trainer.megatron, parallel, key=f"{name}: optimizer")
+        other = load_optimizer(optimizer, config.trainer.megatron, parallel, key=f"{key}.optimizer")
         element = replace(element, moments=other.state_bytes)
     states = (
         training_state(model, grid, split, element, distributed=optimizer.distributed)

@@ -148,6 +148,17 @@ def scheduled_rate(config: SftConfig) -> float:
     return float(groups.param_groups[0]["lr"])
 
 
+def test_optimizers_of_each_model_are_tried_out(tree: dict[str, Any]) -> None:
+    tree["trainer"] = {"optimizer": {"type": "sgd", "kwargs": {"momentum": 0.9}}}
+    tree["algorithm"] = {"type": "ppo", "critic": {"optimizer": {"type": "torch.optim:RMSprop"}}}
+    assert run_problems(tree) == []
+    tree["trainer"]["optimizer"]["kwargs"] = {"momentum": -1}
+    tree["algorithm"]["critic"]["optimizer"] = {"type": "torch.optim:NAdam"}
+    of_policy, of_critic = run_problems(tree)
+    assert has_parts(of_policy, "trainer.optimizer: creating sgd raised ValueError: Invalid momentum ...")
+    assert has_parts(of_critic, "algorithm.critic.optimizer.type: torch.optim:NAdam has the state 'mu_product' ...")
+
+
 def test_updates_of_each_model_are_compared_with_its_own_warm_up(tree: dict[str, Any]) -> None:
     tree["trainer"] = {"steps": 10, "optimizer": {"warmup_steps": 18}}
     tree["algorithm"] = {"type": "ppo", "prompts_per_step": 4, "num_mini_batches": 2}

@@ -23,7 +23,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Mean(torch.optim.Optimizer):
-    """Descent along the mean of all gradients so far: replaces its state in every step, and counts steps as integers."""
+    """Descent along the mean of all gradients: replaces its state in every step, and counts steps as integers."""
 
     def __init__(self, params, lr, weight_decay):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})

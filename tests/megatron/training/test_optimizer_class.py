@@ -1,5 +1,8 @@
 """Optimizers other than Adam under megatron-core, against the same classes of torch on full parameters."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -40,13 +43,12 @@ def record_steps(trainer):
     recorded, step = [], trainer._optimizer.step_with_ready_grads
 
     def record_then_step():
-        names = {id(parameter): name for name, parameter in trained_parameters(trainer.model).items()}
-        gradients = {}
+        parameters = trained_parameters(trainer.model)
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        gradients = {name: torch.full([parameter.numel()], torch.nan) for name, parameter in parameters.items()}
         for member in trainer._optimizer.chained_optimizers:
             for parameter, main, start in _stepped_parameters(member):
-                full = torch.full([parameter.numel()], torch.nan)
-                full[start : start + main.numel()] = main.grad.flatten()
-                gradients[names[id(parameter)]] = full
+                gradients[names[id(parameter)]][start : start + main.numel()] = main.grad.flatten()
         recorded.append(gradients)
         return step()
 
@@ -55,7 +57,7 @@ def record_steps(trainer):
 
 
 def train_on_rank(model, optimizer, steps):
-    """Return by rank: weights before and after, gradients of each step, the weights of full tensors, and freed bytes."""
+    """Return by rank: weights before and after, gradients of each step, weights of full tensors, and freed bytes."""
     worker = TrainerWorker(trainer_spec(model, **optimizer))
     before, recorded = weights_of(worker), record_steps(worker._trainer)
     request = own_part(worker._model, make_request(*HALVES, max_tokens=128))
@@ -107,6 +109,24 @@ def test_ranks_together_step_as_the_class_does_on_full_parameters(optimizer, mak
         stepped = {name: after[name] for name in want}
         assert any(not torch.equal(before[name], stepped[name]) for name in want)
         assert_same_bits(stepped, want)
+
+
+def test_the_example_of_the_documentation_is_that_class():
+    page = (Path(__file__).parents[3] / "docs/configuration.md").read_text()
+    (block,) = (each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Lion" in each)
+    example = {}
+    exec(block, example)
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(4, 9, generator=generator)
+    found = []
+    for make in (example["Lion"], outside_optimizers.Lion):
+        parameter = torch.nn.Parameter(values.clone())
+        optimizer = make([parameter], lr=0.1, weight_decay=0.2)
+        for gradient in gradients:
+            parameter.grad = gradient
+            optimizer.step()
+        found.append(parameter.detach())
+    assert torch.equal(*found)
 
 
 LAYOUTS = [
@@ -188,7 +208,10 @@ def load(megatron=None, parallel=None, **fields):
         ({"type": "absent:Lion"}, "trainer.optimizer.type: cannot import absent"),
         ({"type": f"{OUTSIDE}:function"}, "trainer.optimizer.type needs a class, got .*:function, a function"),
         ({"type": f"{OUTSIDE}:NoOptimizer"}, "type needs a subclass of torch.optim.Optimizer, got .*:NoOptimizer"),
-        ({"type": f"{OUTSIDE}:Lion", "kwargs": {"beta": 1}}, "trainer.optimizer.kwargs: .*:Lion needs to take .*'beta'"),
+        (
+            {"type": f"{OUTSIDE}:Lion", "kwargs": {"beta": 1}},
+            "trainer.optimizer.kwargs: .*:Lion needs to take .*'beta'",
+        ),
         ({"type": "sgd", "kwargs": {"betas": 1}}, "trainer.optimizer.kwargs: sgd needs to take .*'betas'"),
         ({"type": "sgd", "kwargs": {"momentum": -1}}, "creating sgd raised ValueError: Invalid momentum"),
         ({"type": f"{OUTSIDE}:CannotBeCreated"}, "creating .*:CannotBeCreated raised ValueError: never"),
@@ -198,7 +221,10 @@ def load(megatron=None, parallel=None, **fields):
         ({"type": f"{OUTSIDE}:ChangesGroups"}, ":ChangesGroups keeps the option 'scale' of a group between steps"),
         ({"type": f"{OUTSIDE}:KeepsNumbers"}, ":KeepsNumbers has the state 'largest', .*; checkpoints hold tensors"),
         ({"type": "torch.optim:NAdam"}, r":NAdam has the state 'mu_product', a tensor of shape \[\]"),
-        ({"type": f"{OUTSIDE}:WholeNorm"}, ":WholeNorm updates a value by others .* trainer.optimizer.distributed: false"),
+        (
+            {"type": f"{OUTSIDE}:WholeNorm"},
+            ":WholeNorm updates a value by others .* trainer.optimizer.distributed: false",
+        ),
     ],
 )
 def test_classes_that_cannot_train_are_refused(fields, problem):
@@ -209,13 +235,15 @@ def test_classes_that_cannot_train_are_refused(fields, problem):
 def test_updates_that_take_whole_tensors_need_whole_tensors():
     fields = {"type": f"{OUTSIDE}:WholeNorm", "distributed": False}
     load(**fields)
-    with pytest.raises(ConfigError, match="parallel.tp = parallel.etp = 1"):
+    with pytest.raises(ConfigError, match=r"parallel\.tp = parallel\.etp = 1"):
         load(parallel=ParallelConfig(tp=2), **fields)
 
 
 def test_options_of_adam_are_refused():
     megatron = MegatronConfig(optimizer={"optimizer_cpu_offload": True, "decoupled_lr": 0.1})
-    with pytest.raises(ConfigError, match="trainer.megatron.optimizer: optimizer_cpu_offload need .*type: adam, got sgd"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.megatron\.optimizer: optimizer_cpu_offload need .*type: adam, got sgd"
+    ):
         load(megatron, type="sgd")
     load(MegatronConfig(optimizer={"decoupled_lr": 0.1, "apply_wd_to_qk_layernorm": True}), type="sgd")
     for name in ("beta1", "beta2", "eps"):

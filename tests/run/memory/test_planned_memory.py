@@ -252,6 +252,20 @@ def test_colocated(configure):
     assert demand.bucket_bytes == 2 * 256 * 2**20
 
 
+def test_each_model_has_the_state_of_its_own_optimizer(configure):
+    critic = {"optimizer": {"type": "sgd"}}
+    sections = {
+        "trainer": {"optimizer": {"type": "sgd", "kwargs": {"momentum": 0.9}}},
+        "algorithm": {"type": "ppo", "critic": critic},
+    }
+    (demand,) = gpu_demands(configure(**sections), H100)
+    (adam,) = gpu_demands(configure(algorithm={"type": "ppo"}), H100)
+    moments = {model.name: model.state.moments for model in demand.models}
+    of_adam = {model.name: model.state.moments for model in adam.models}
+    assert (moments["policy"], moments["critic"]) == (of_adam["policy"] // 2, 0)
+    assert of_adam["critic"] > 0
+
+
 def test_disaggregated(configure):
     placement = {"pools": {"b": {"slots_per_node": 4}}, "rollout": {"pool": "b"}}
     main, engines = gpu_demands(configure(placement=placement), H100)
