@@ -57,8 +57,8 @@ def load_optimizer(
 
     Raises:
         ConfigError: it cannot be imported, is no `torch.optim.Optimizer`, does not take its arguments, raises an
-            exception, does not follow the schedule, or keeps state that checkpoints do not hold; its updates depend on
-            how tensors are divided; or options are set that only Adam has.
+            exception, is random, does not follow the schedule, or keeps state that checkpoints do not hold; its updates
+            depend on how tensors are divided; or options are set that only Adam has.
     """
     if megatron.adam_fields:
         names = ", ".join(megatron.adam_fields)
@@ -84,6 +84,8 @@ def load_optimizer(
     trial = _Trial(create, name=f"{key}.type: {config.type}")
     shapes = [(24,)] if config.distributed else [(4, 5), (4,)]
     values, optimizer = trial.run(shapes, lr=0.5)
+    if not torch.equal(values, trial.run(shapes, lr=0.5)[0]):
+        raise ConfigError(f"{trial.name} takes different steps with the same gradients, and replicas have to stay equal")
     moved, _ = trial.run(shapes, lr=1e-9)
     start = torch.cat([p.flatten() for p in trial.parameters(shapes)])
     if (moved - start).abs().max() > 1e-3 * (values - start).abs().max():

@@ -69,6 +69,13 @@ class ConstantRate(Mean):
                 p.sub_(self.lr * p.grad)
 
 
+class Random(Mean):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad * torch.rand_like(p))
+
+
 class CountsInItself(Mean):
     count = 0
 

@@ -217,6 +217,7 @@ def load(megatron=None, parallel=None, **fields):
         ({"type": f"{OUTSIDE}:CannotBeCreated"}, "creating .*:CannotBeCreated raised ValueError: never"),
         ({"type": f"{OUTSIDE}:Raises"}, "trainer.optimizer.type: .*:Raises: step raised SystemExit: no"),
         ({"type": f"{OUTSIDE}:ConstantRate", "lr": 0.1}, ":ConstantRate does not read lr from its parameter groups"),
+        ({"type": f"{OUTSIDE}:Random", "distributed": False}, ":Random takes different steps with the same gradients"),
         ({"type": f"{OUTSIDE}:CountsInItself"}, ":CountsInItself keeps the attribute 'count' between steps"),
         ({"type": f"{OUTSIDE}:ChangesGroups"}, ":ChangesGroups keeps the option 'scale' of a group between steps"),
         ({"type": f"{OUTSIDE}:KeepsNumbers"}, ":KeepsNumbers has the state 'largest', .*; checkpoints hold tensors"),
