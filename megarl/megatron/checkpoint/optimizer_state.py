@@ -15,7 +15,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megarl.megatron.training.optimizer_class import STEP, is_saved
+from megarl.megatron.training.optimizer_class import STEP, is_saved_state
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
@@ -107,14 +107,22 @@ def _write_own_step(inner: torch.optim.Optimizer, step: int) -> None:
             holder[STEP] = type(count)(step)
 
 
-def create_own_state(optimizer: ChainedOptimizer) -> None:
-    """Have optimizers of other classes than Adam create their state, in a step with gradients of zero.
+def prepare_own_state(optimizer: ChainedOptimizer, *, is_saved: bool) -> None:
+    """Give optimizers of other classes than Adam the state that a checkpoint is then read into.
 
-    The step changes parameters, which are to be read from a checkpoint with the state.
+    Where it is missing, they create it in a step with gradients of zero. The step changes parameters, which are read
+    from the checkpoint too.
+
+    Args:
+        is_saved: the checkpoint has state; otherwise it is of a run before its first step, and state is dropped.
     """
     for member in () if is_adam(optimizer) else _sub_optimizers(optimizer):
         inner = member.optimizer
-        if not any(inner.state.values()):
+        if not is_saved:
+            inner.state.clear()
+            for group in inner.param_groups:
+                group.pop(STEP, None)
+        elif not any(inner.state.values()):
             for parameter in _parameters(inner):
                 parameter.grad = torch.zeros_like(parameter)
             with torch.no_grad():
@@ -153,7 +161,7 @@ def _torch_optimizers(optimizer: ChainedOptimizer) -> Iterator[torch.optim.Optim
 
 def _saved_names(state: Mapping[str, object], main: Tensor) -> list[str]:
     """Return the names of the tensors in the state of a parameter, which `load_optimizer` has tried out on others."""
-    lost = [name for name, value in state.items() if name != STEP and not is_saved(name, value, main)]
+    lost = [name for name, value in state.items() if name != STEP and not is_saved_state(name, value, main)]
     assert not lost, f"the state {', '.join(map(repr, lost))} of the optimizer is not like that of its trial"
     return [name for name in state if name != STEP]
 

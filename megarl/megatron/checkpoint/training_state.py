@@ -37,8 +37,8 @@ from megarl.megatron.checkpoint.model_state import CHECKPOINT_VERSION, CONTENT_M
 from megarl.megatron.checkpoint.optimizer_state import (
     MAIN_PARAM,
     collect_optimizer_shards,
-    create_own_state,
     is_adam,
+    prepare_own_state,
     read_step,
     sync_parameters,
     write_step,
@@ -227,8 +227,7 @@ class TrainCheckpoint:
             problems.append(str(e))
         _raise_if_any(problems)
         assert stored is not None
-        if _has_own_state(stored, common):
-            create_own_state(self._optimizer)
+        prepare_own_state(self._optimizer, is_saved=_has_own_state(stored, common))
         optim_shards = collect_optimizer_shards(self._optimizer)
         held = held_shards(self._model, optim_shards)
         try:

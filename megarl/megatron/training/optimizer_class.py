@@ -85,7 +85,9 @@ def load_optimizer(
     shapes = [(24,)] if config.distributed else [(4, 5), (4,)]
     values, optimizer = trial.run(shapes, lr=0.5)
     if not torch.equal(values, trial.run(shapes, lr=0.5)[0]):
-        raise ConfigError(f"{trial.name} takes different steps with the same gradients, and replicas have to stay equal")
+        raise ConfigError(
+            f"{trial.name} takes different steps with the same gradients, and replicas have to stay equal"
+        )
     moved, _ = trial.run(shapes, lr=1e-9)
     start = torch.cat([p.flatten() for p in trial.parameters(shapes)])
     if (moved - start).abs().max() > 1e-3 * (values - start).abs().max():
@@ -162,14 +164,14 @@ class _Trial:
             for name, value in state.items():
                 if name == STEP:
                     steps.append(value)
-                elif not is_saved(name, value, key):
+                elif not is_saved_state(name, value, key):
                     raise ConfigError(f"{self.name} has the state {name!r}, {_describe(value)}; {held}")
         counts = {outcome_of(partial(float, step))[0] for step in steps}
         if len(counts) > 1 or any(count is None or count != int(count) for count in counts):
             raise ConfigError(f"{self.name} has the state 'step', {', '.join(map(_describe, steps))}; {held}")
 
 
-def is_saved(name: object, value: object, parameter: Tensor) -> bool:
+def is_saved_state(name: object, value: object, parameter: Tensor) -> bool:
     """Return whether a value of the state of a parameter is one that checkpoints hold; the count of steps is apart."""
     return (
         isinstance(name, str)

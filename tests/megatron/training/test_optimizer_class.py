@@ -150,9 +150,9 @@ def test_layouts_step_alike(name, sizes, world, fields, model_folder, tmp_path):
 
 
 def resume_on_rank(path, dtype, optimizer, folder, asynchronous):
-    """Save before the first step, after it and after the next, with an offload between them, and once train on.
+    """Save before the first step, after it and after the next, with an offload between them, and train on.
 
-    Returns the weights at the end, and those of trainers that resume from each save.
+    Returns the weights at the end, and those of trainers that resume from each save and of the same trainer again.
     """
 
     def build():
@@ -172,7 +172,11 @@ def resume_on_rank(path, dtype, optimizer, folder, asynchronous):
         for _ in range(number, 3):
             other.train_step(request)
         resumed.append(weights_of(other))
-    return weights_of(worker), resumed
+    trained = weights_of(worker)
+    worker._trainer.checkpoint.load(folder / "0")  # its state is that of three steps
+    for _ in range(3):
+        worker.train_step(request)
+    return trained, [*resumed, weights_of(worker)]
 
 
 @pytest.mark.parametrize(
@@ -195,6 +199,30 @@ def test_training_resumes_bitwise(optimizer, dtype, asynchronous, model_folder, 
     trained, resumed = run_ranks(resume_on_rank, 2, tmp_path, *arguments)
     for each in resumed:
         assert_same_bits(each, trained)
+
+
+def load_on_rank(path, sizes, optimizer, folder, steps):
+    """Resume and train on; return full tensors of the weights."""
+    worker = TrainerWorker(trainer_spec(model_spec(path, sizes), lr=1e-2, weight_decay=0.1, **optimizer))
+    worker._trainer.checkpoint.load(folder)
+    request = own_part(worker._model, make_request(*HALVES, max_tokens=128))
+    for _ in range(steps):
+        worker.train_step(request)
+    return sync_weights(worker)
+
+
+def test_state_is_resumed_in_another_layout(model_folder, tmp_path):
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+    path, optimizer = model_folder("qwen3"), {"type": f"{OUTSIDE}:Mean"}
+    run_ranks(resume_on_rank, 2, tmp_path, path, "float32", optimizer, tmp_path, False)
+    same, tensors, alone = (
+        run_ranks(load_on_rank, world, tmp_path, path, sizes, optimizer | fields, tmp_path / "2", 1)
+        for world, sizes, fields in ((2, {}, {}), (2, {"tp": 2}, {}), (1, {}, {"distributed": False}))
+    )
+    for name, want in same.items():
+        for got in (tensors, alone):
+            assert torch.allclose(got[name], want, rtol=1e-4, atol=1e-6), name
 
 
 def load(megatron=None, parallel=None, **fields):
