@@ -138,6 +138,7 @@ class TrajectorySummary:
     response_length: int
     """Number of sampled tokens."""
     reward: float
+    """As `Trajectory.reward`."""
     rewards: Mapping[str, float]
     """As `Trajectory.rewards`."""
     finish_reason: str
@@ -211,10 +212,10 @@ class GroupSummary:
         assert isinstance(self.trajectories, ObjectColumns)
         return self.trajectories.column(name)
 
-    def with_column(self, name: str, values: Sequence[Any]) -> GroupSummary:
-        """Return the summary with other values of a field of the episodes."""
+    def with_columns(self, **columns: Sequence[Any]) -> GroupSummary:
+        """Return the summary with other values of some fields of the episodes."""
         assert isinstance(self.trajectories, ObjectColumns)
-        return replace(self, trajectories=self.trajectories.replace(**{name: values}))
+        return replace(self, trajectories=self.trajectories.replace(**columns))
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -347,8 +348,8 @@ class RolloutWorker:
             return found, {}
         scored = await self._scorer.score([join_segments(episodes[n]) for n in valid], prompt)
         for n, result in zip(valid, scored.trajectories, strict=True):
-            rewards, reward, errors = result.rewards, result.reward, result.reward_errors
-            found[n] = [replace(each, rewards=rewards, reward=reward, reward_errors=errors) for each in episodes[n]]
+            rewards, errors = result.rewards, result.reward_errors
+            found[n] = [replace(each, rewards=rewards, reward_errors=errors) for each in episodes[n]]
         return found, scored.terms
 
     async def shutdown(self) -> None:

@@ -119,7 +119,7 @@ def test_workers_continue_after_a_reward_error_and_share_an_estimate(components,
     sampling = Sampling(temperature=1.0, max_new_tokens=8)
     groups = failing.collect(components.prompts[2:7], num_samples=2, sampling=sampling, label="good")
     assert [g.summary.group_id for g in groups] == [0, 1, 2, 3, 4]
-    assert {t.reward for g in groups for t in g.summary.trajectories} == {1.0}
+    assert [t.rewards["odd"] for g in groups for t in g.summary.trajectories] == [1.0] * 10
     trajectories = [group.payload.fetch() for group in groups]
     arguments = (ReinforcePlusPlusConfig(gamma=0.9, kl_reward=None), 0.0)
     rewards = np.random.default_rng(0).normal(size=10).tolist()

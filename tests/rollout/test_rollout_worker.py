@@ -64,8 +64,7 @@ class LengthScorer:
     async def score(self, trajectories, prompt):
         assert {t.prompt_id for t in trajectories} == {prompt.prompt_id}
         rewards = [{"length": float(t.loss_mask.sum()), "one": 1.0} for t in trajectories]
-        pairs = zip(trajectories, rewards, strict=True)
-        scored = [replace(t, rewards=terms, reward=terms["length"] + 0.5) for t, terms in pairs]
+        scored = [replace(t, rewards=terms) for t, terms in zip(trajectories, rewards, strict=True)]
         return ScoredGroup(trajectories=scored, terms={"length": TermReport(seconds=0.5, num_retried=1)})
 
 
@@ -86,12 +85,12 @@ def test_group_is_sampled_scored_and_summarized():
     assert second.loss_mask.tolist() == [False] * 3 + [True] * 2
     assert second.logprobs.tolist() == [0.0] * 3 + [-0.5] * 2
     assert second.policy_versions.tolist() == [-1] * 3 + [0, 1]
-    assert (second.rewards, second.reward) == ({"length": 2.0, "one": 1.0}, 2.5)
+    assert second.rewards == {"length": 2.0, "one": 1.0}
     assert first.group_id == second.group_id == 3
     assert (summary.group_id, summary.prompt_id) == (3, "train.jsonl:3")
     last = summary.trajectories[1]
     assert (last.num_tokens, last.prompt_length, last.response_length) == (5, 3, 2)
-    assert (last.reward, last.rewards, last.finish_reason) == (2.5, {"length": 2.0, "one": 1.0}, "stop")
+    assert (last.rewards, last.finish_reason) == ({"length": 2.0, "one": 1.0}, "stop")
     assert (last.min_policy_version, last.max_policy_version) == (0, 1)
 
 
@@ -210,7 +209,10 @@ async def test_a_second_turn_over_the_limit_is_aborted():
     engine = SlowSecondTurn()
     _, (trajectory,) = await worker(engine, seconds=0.05, agent=two_turns).rollout_group(job(num_samples=1))
     assert engine.aborted == ["1-3-0.1"]
-    assert (trajectory.loss_mask.sum(), trajectory.reward) == (1 + 2, 3.5)  # the engine answers in time, with `stop`
+    assert (trajectory.loss_mask.sum(), trajectory.rewards["length"]) == (
+        1 + 2,
+        3,
+    )  # the engine answers in time, with `stop`
 
 
 async def broken(episode):

