@@ -30,9 +30,8 @@ from megarl.batch.trajectory import (
     join_segments,
 )
 from megarl.config.rollout import AgentConfig, RolloutConfig
-from megarl.engines.batching_engine import EngineFailedError
 from megarl.engines.engine import GenerationEngine, Sampling
-from megarl.engines.engine_pool import ContinuingEngine, EngineLease, EnginePool
+from megarl.engines.engine_pool import EngineFailedError, EngineLease, EnginePool, EpisodeEngine
 from megarl.engines.request_clock import RequestClock, TimeLimit
 from megarl.errors import LostEngineError, MegarlError, StalledEngineError
 from megarl.rollout.agents.agent import Agent, run_agent
@@ -394,7 +393,7 @@ class RolloutWorker:
             sampling = replace(sampling, temperature=0.0)
         spec = self._spec
         limit = TimeLimit(self._clock, spec.request_timeout_seconds)
-        engine = ContinuingEngine(lease, limit, stalls)
+        engine = EpisodeEngine(lease, limit, stalls)
         episode = Episode(
             job.prompt,
             self._tokenizer,

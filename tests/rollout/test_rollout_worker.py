@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megarl.batch.trajectory import ScoredGroup, TermReport
-from megarl.engines import batching_engine
-from megarl.engines.batching_engine import BatchingEngine, tokens_from
-from megarl.engines.engine import UNFINISHED, Generation, GenerationRequest, Sampling
+from megarl.engines import engine_pool
+from megarl.engines.engine import UNFINISHED, Generation, GenerationRequest, Sampling, tokens_from
+from megarl.engines.engine_pool import PooledEngine
 from megarl.errors import AgentError, LostEngineError, RewardError, WorkerError
 from megarl.rollout import rollout_worker
 from megarl.rollout.agents.single_turn import single_turn
@@ -246,7 +246,7 @@ def make_requests(count):
 @in_virtual_time
 async def test_only_requests_of_the_same_loop_iteration_are_batched():
     wrapped, requests = FakeEngine(), make_requests(3)
-    engine = BatchingEngine(wrapped)
+    engine = PooledEngine(wrapped)
     first = await asyncio.gather(engine.generate(requests[0]), engine.generate(requests[1]))
     second = await engine.generate(requests[2])
     assert wrapped.calls == [["r-0", "r-1"], ["r-2"]]
@@ -255,7 +255,7 @@ async def test_only_requests_of_the_same_loop_iteration_are_batched():
 
 @in_virtual_time
 async def test_cancelled_caller_does_not_affect_the_others():
-    engine = BatchingEngine(FakeEngine(seconds=0.05))
+    engine = PooledEngine(FakeEngine(seconds=0.05))
     cancelled, remaining = [asyncio.create_task(engine.generate(request)) for request in make_requests(2)]
     await asyncio.sleep(0.01)
     cancelled.cancel()
@@ -346,7 +346,7 @@ def rollout(*engines, restarts=(), num_samples=8, agent=None):
 
 @pytest.fixture
 def report_each_token(monkeypatch):
-    monkeypatch.setattr(batching_engine, "REPORT_SECONDS", TOKEN_SECONDS / 4)
+    monkeypatch.setattr(engine_pool, "REPORT_SECONDS", TOKEN_SECONDS / 4)
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 7, 20, MAX_NEW_TOKENS - 1])

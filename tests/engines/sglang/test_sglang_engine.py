@@ -9,8 +9,8 @@ import numpy as np
 import psutil
 import pytest
 
-from megarl.engines import batching_engine
-from megarl.engines.batching_engine import continue_after, tokens_from
+from megarl.engines import engine_pool
+from megarl.engines.engine import continue_after, tokens_from
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
 from tests.engines import reference
@@ -293,7 +293,7 @@ class AsyncEngine(WholeBatches):
 
 def test_truncated_samples_have_the_tokens_of_the_engine(engine, monkeypatch):
     """Their time is over as soon as the engine reports their first tokens."""
-    monkeypatch.setattr(batching_engine, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(engine_pool, "REPORT_SECONDS", 0.05)
     job = make_group_job(num_samples=4, max_new_tokens=480)
 
     async def rollout(seconds):
@@ -315,7 +315,7 @@ def test_truncated_samples_have_the_tokens_of_the_engine(engine, monkeypatch):
 
 
 def test_group_continues_after_its_engine_is_killed(engine, spec, monkeypatch):
-    monkeypatch.setattr(batching_engine, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(engine_pool, "REPORT_SECONDS", 0.05)
     job = make_group_job(num_samples=8, max_new_tokens=480)
 
     async def rollout(*engines, kill=None):
