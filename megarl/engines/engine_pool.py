@@ -126,8 +126,6 @@ class PooledEngine:
         """Number of samples that the engine is generating for this worker."""
         self.lost_error: LostEngineError | None = None
         """Why the engine was marked lost; None while it is in use."""
-        self.num_stale_replies = 0
-        """Number of completions that arrived when no caller was waiting for them any more."""
 
     @property
     def is_stalled(self) -> bool:
@@ -265,8 +263,8 @@ class PooledEngine:
         if isinstance(outcome, MegarlError) or outcome.finish_reason != "abort":  # an engine that is stuck may abort
             self._note_progress()
         if pending.reply.done():
-            self.num_stale_replies += 1
-        elif isinstance(outcome, MegarlError):
+            return  # no caller waits for it any more
+        if isinstance(outcome, MegarlError):
             is_lost = isinstance(outcome, LostEngineError)
             pending.reply.set_exception(outcome if is_lost else EngineFailedError(str(outcome)))
         else:
@@ -360,23 +358,11 @@ class EnginePool:
         self._clock, self._no_progress_seconds = clock or RequestClock(), no_progress_seconds
         self._engines = [None if each is None else self._make(number, each) for number, each in enumerate(engines)]
         self._engine_available = asyncio.Event()
-        self._replaced_engines: list[PooledEngine] = []
-        """Lost engines that were replaced; they may still reply."""
-        self.num_retried = 0
-        """Number of requests that were sent again because their engine was lost."""
-        self.num_kept_tokens = 0
-        """Number of tokens that these requests had sampled and continued from."""
 
     @property
     def outstanding(self) -> list[int]:
         """Number of samples that each engine is generating, by engine index."""
         return [0 if engine is None else engine.outstanding for engine in self._engines]
-
-    @property
-    def num_stale_replies(self) -> int:
-        """Number of completions that arrived after their engine was marked lost or their request had failed."""
-        engines = (*self._replaced_engines, *self._engines)
-        return sum(engine.num_stale_replies for engine in engines if engine is not None)
 
     def mark_lost(self, index: int, error: LostEngineError) -> None:
         """Stop using an engine: its requests are retried on others, and its later replies are dropped."""
@@ -386,10 +372,7 @@ class EnginePool:
 
     def replace(self, index: int, engine: GenerationEngine) -> None:
         """Use `engine` as engine `index` from now on."""
-        before = self._engines[index]
-        if before is not None:
-            before.mark_lost(LostEngineError(f"engine {index} was replaced"))
-            self._replaced_engines.append(before)
+        self.mark_lost(index, LostEngineError(f"engine {index} was replaced"))
         self._engines[index] = self._make(index, engine)
         self._engine_available.set()
 
@@ -449,9 +432,8 @@ class EngineLease:
 
     def count_retry(self, kept_tokens: int) -> None:
         """Count a request that is sent again, and the tokens that it continues from."""
-        for counts in (self, self._pool):
-            counts.num_retried += 1
-            counts.num_kept_tokens += kept_tokens
+        self.num_retried += 1
+        self.num_kept_tokens += kept_tokens
 
     async def engine(self) -> PooledEngine:
         """Return the group's engine; if it is lost or stalled, lease another one. Waits only if no engine is live."""

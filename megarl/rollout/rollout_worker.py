@@ -162,16 +162,6 @@ class TrajectorySummary:
         """Whether a reward failed on the trajectory, so that it is not trained on."""
         return bool(self.reward_errors)
 
-    @property
-    def min_policy_version(self) -> int:
-        """Smallest policy version among the sampled tokens; -1 if none was sampled."""
-        return self.tokens_by_version[0][0] if self.tokens_by_version else -1
-
-    @property
-    def max_policy_version(self) -> int:
-        """Largest policy version among the sampled tokens; -1 if none was sampled."""
-        return self.tokens_by_version[-1][0] if self.tokens_by_version else -1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
@@ -237,18 +227,6 @@ def _make_group_summary(*values: Any) -> GroupSummary:
     return GroupSummary(**dict(zip(_group_summary_fields(), values, strict=True)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryCounts:
-    """Counts of the retries that lost engines have caused."""
-
-    num_retried: int
-    """Number of requests that were sent again, to another engine."""
-    num_kept_tokens: int = 0
-    """Number of tokens that these requests had sampled and continued from."""
-    num_stale_replies: int
-    """Number of completions that were dropped because no caller was waiting for them any more."""
-
-
 class RolloutWorker:
     """Generates and scores groups of trajectories, in a process separate from the engines."""
 
@@ -291,14 +269,6 @@ class RolloutWorker:
     async def resume_clock(self) -> None:
         """Let the time limits continue."""
         self._clock.resume()
-
-    async def retry_counts(self) -> RetryCounts:
-        """Return how many requests were retried and how many replies were dropped so far."""
-        return RetryCounts(
-            num_retried=self._pool.num_retried,
-            num_kept_tokens=self._pool.num_kept_tokens,
-            num_stale_replies=self._pool.num_stale_replies,
-        )
 
     async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, Sequence[Trajectory]]:
         """Generate and score `num_samples` trajectories of the job's prompt.
