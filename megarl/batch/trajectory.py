@@ -59,8 +59,8 @@ class Trajectory:
     """Reward term -> value, before weighting; `<term>/<name>` -> further value of a term, which is only logged."""
 
     reward: float = 0.0
-    """Sum of the terms with the weights of the configuration; 0 if it is dropped. Steps train on the sum with their own
-    weights, which the controller computes from `rewards`."""
+    """Total reward, which the controller sums up from `rewards` with the weights of a step; 0 before, and if it is
+    dropped."""
 
     reward_errors: Mapping[str, str] = field(default_factory=dict)
     """Reward term -> error message, for terms that failed on this completion (`on_error: drop`). If there are any, the

@@ -92,11 +92,6 @@ class ModelIdentity:
     config: Mapping[str, Any]
     """config.json without `architectures` and `IGNORED_CONFIG_KEYS`."""
 
-    @property
-    def config_sha256(self) -> str:
-        """SHA-256 of `config` in canonical JSON."""
-        return hashlib.sha256(_canonical(self.config)).hexdigest()
-
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Return the identity of a model with this config.json."""

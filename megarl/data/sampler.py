@@ -191,10 +191,6 @@ class MixtureOrder:
         """Return the order of the same data with another seed."""
         return MixtureOrder(self._sizes, self._ratios, seed, self._shuffle)
 
-    def source_at(self, ordinal: int) -> int:
-        """Return the index of the source of a prompt by its ordinal."""
-        return int(self._sources[ordinal % len(self._sources)])
-
     def row_at(self, ordinal: int) -> int:
         """Return the row of a prompt by its ordinal, from 0."""
         assert ordinal >= 0, f"ordinals count from 0, got {ordinal}"

@@ -19,7 +19,6 @@ import numpy as np
 from megarl.cluster.workers.dispatch import CallBatches
 from megarl.config.rollout import EngineConfig
 from megarl.config.section import load_class
-from megarl.engines.batching_engine import no_tokens
 from megarl.engines.engine import (
     EngineMemory,
     EngineUpdate,
@@ -27,6 +26,7 @@ from megarl.engines.engine import (
     Generation,
     GenerationRequest,
     UpdateReport,
+    no_tokens,
 )
 from megarl.errors import ConfigError, LostEngineError, WeightSyncError, WorkerError
 from megarl.text import describe_error

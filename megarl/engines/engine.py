@@ -100,6 +100,47 @@ class Generation:
     """Why generation ended: `stop`, `length` or `abort`; `UNFINISHED` if it has not."""
 
 
+def continue_after(request: GenerationRequest, part: Generation) -> GenerationRequest:
+    """Return the request for what is left of a completion of `request` after its first tokens, `part`."""
+    left = request.sampling.max_new_tokens - len(part.token_ids)
+    assert left > 0, f"a completion of {len(part.token_ids)} tokens has ended"
+    return replace(
+        request,
+        token_ids=(*request.token_ids, *part.token_ids.tolist()),
+        sampling=replace(request.sampling, max_new_tokens=left),
+    )
+
+
+def join(part: Generation, rest: Generation) -> Generation:
+    """Return the completion that consists of its first tokens, `part`, and the rest, with which it ends."""
+    return Generation(
+        token_ids=np.concatenate([part.token_ids, rest.token_ids]),
+        logprobs=np.concatenate([part.logprobs, rest.logprobs]),
+        policy_versions=np.concatenate([part.policy_versions, rest.policy_versions]),
+        finish_reason=rest.finish_reason,
+    )
+
+
+def no_tokens() -> Generation:
+    """Return the first tokens of a completion of which none was sampled yet."""
+    return Generation(
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        policy_versions=np.zeros(0, np.int32),
+        finish_reason=UNFINISHED,
+    )
+
+
+def tokens_from(generation: Generation, start: int) -> Generation:
+    """Return the tokens of a completion from `start` on."""
+    return replace(
+        generation,
+        token_ids=generation.token_ids[start:],
+        logprobs=generation.logprobs[start:],
+        policy_versions=generation.policy_versions[start:],
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUpdate:
     """A weight update of one engine, which takes part in the controller's decision about all engines."""
@@ -143,15 +184,15 @@ class CompletionEngine(Protocol):
         ...
 
 
-class GenerationEngine(CompletionEngine, Protocol):
+class GenerationEngine(Protocol):
     """The methods of an engine that rollout workers use."""
-
-    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """Return one completion per request, in order, once all are done: one inter-process call instead of many."""
-        ...
 
     def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[FinishedRequest]]:
         """Yield the completions of the requests as they finish, those that finish together in one list."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request early; it completes with finish_reason `abort`. Unknown ids are ignored."""
         ...
 
     async def partial_outputs(self, known: Mapping[str, int]) -> dict[str, Generation]:
@@ -170,8 +211,8 @@ class GenerationEngine(CompletionEngine, Protocol):
         ...
 
 
-class RolloutEngine(GenerationEngine, Protocol):
-    """The methods of an engine that the controller uses: generation, and weight updates."""
+class RolloutEngine(Protocol):
+    """The methods of an engine that the controller uses: device memory, and weight updates."""
 
     async def release(self, memory: Sequence[EngineMemory]) -> None:
         """Free these kinds of device memory, once no request is in flight; no-op for what is free already.

@@ -1,4 +1,4 @@
-"""Computes the rewards of trajectories: the value of every reward term, and their weighted sum."""
+"""Computes the rewards of trajectories: the value of every reward term."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megarl.batch.trajectory import MAX_REWARD, Prompt, ScoredGroup, TermReport, Trajectory
+from megarl.batch.trajectory import Prompt, ScoredGroup, TermReport, Trajectory
 from megarl.config.reward import (
     AnyRuleConfig,
     CodeRewardConfig,
@@ -82,9 +82,7 @@ class RewardScorer:
         outcomes = await asyncio.gather(*(self._score_term(name, completions, prompt) for name in names))
         return ScoredGroup(
             trajectories=[
-                self._with_rewards(
-                    trajectory, {name: values[i] for name, (values, _) in zip(names, outcomes, strict=True)}
-                )
+                _with_rewards(trajectory, {name: values[i] for name, (values, _) in zip(names, outcomes, strict=True)})
                 for i, trajectory in enumerate(trajectories)
             ],
             terms={name: report for name, (_, report) in zip(names, outcomes, strict=True)},
@@ -112,22 +110,17 @@ class RewardScorer:
                 raise RewardError(str(outcome)) from outcome.__cause__
         return outcomes, TermReport(seconds=time.perf_counter() - start, num_retried=len(failed))
 
-    def _with_rewards(self, trajectory: Trajectory, outcomes: Mapping[str, TermValue | TermError]) -> Trajectory:
-        rewards: dict[str, float] = {}
-        errors: dict[str, str] = {}
-        for name, outcome in outcomes.items():
-            if isinstance(outcome, TermError):
-                errors[name] = str(outcome)
-            else:
-                rewards[name] = outcome.reward
-                rewards |= {f"{name}/{metric}": value for metric, value in outcome.metrics.items()}
-        parts = {name: self._rules[name].weight * rewards[name] for name in outcomes if name in rewards}
-        reward = 0.0 if errors else sum(parts.values(), 0.0)
-        if not abs(reward) <= MAX_REWARD:
-            name = max(parts, key=lambda name: abs(parts[name]))
-            errors[name] = f"reward.terms.{name}: its weight makes {parts[name]:g} of its value, beyond {MAX_REWARD:g}"
-            reward = 0.0
-        return replace(trajectory, rewards=rewards, reward=reward, reward_errors=errors)
+
+def _with_rewards(trajectory: Trajectory, outcomes: Mapping[str, TermValue | TermError]) -> Trajectory:
+    rewards: dict[str, float] = {}
+    errors: dict[str, str] = {}
+    for name, outcome in outcomes.items():
+        if isinstance(outcome, TermError):
+            errors[name] = str(outcome)
+        else:
+            rewards[name] = outcome.reward
+            rewards |= {f"{name}/{metric}": value for metric, value in outcome.metrics.items()}
+    return replace(trajectory, rewards=rewards, reward_errors=errors)
 
 
 def _make_term(name: str, config: AnyRuleConfig) -> Term:

@@ -7,11 +7,12 @@ import json
 import math
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol, cast, override
 
 import regex
 
@@ -303,51 +304,50 @@ class Term(Protocol):
         ...
 
 
-class NumericTerm:
-    """Compares final answers with the reference; see `numeric_reward`."""
+class CompletionTerm(ABC):
+    """Base class of terms that score each completion by itself, all those of a prompt at once."""
 
     compares_completions = False
+
+    async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
+        """Return the value or the failure of each completion; as `Term`."""
+        return await asyncio.gather(*(self._score(completion, prompt) for completion in completions))
+
+    @abstractmethod
+    async def _score(self, completion: Completion, prompt: Prompt) -> TermValue | TermError:
+        """Return the value or the failure of one completion."""
+
+    async def close(self) -> None:  # noqa: B027
+        """Do nothing: the term holds no resources of its own."""
+
+
+class NumericTerm(CompletionTerm):
+    """Compares final answers with the reference; see `numeric_reward`. The value is 1.0 or 0.0."""
 
     def __init__(self, name: str, config: NumericRewardConfig) -> None:
         self._label = f"reward.terms.{name} (numeric)"
         self._strict = config.strict
 
-    async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
-        """Return 1.0 for each correct completion and 0.0 for the others; as `Term`."""
-        answer = require_answer(prompt, self._label)
-        return [
-            TermValue(
-                numeric_reward(
-                    completion.text,
-                    answer,
-                    strict=self._strict,
-                    finished=completion.trajectory.finish_reason == "stop",
-                )
-            )
-            for completion in completions
-        ]
-
-    async def close(self) -> None:
-        """Do nothing: the term holds no resources."""
+    @override
+    async def _score(self, completion: Completion, prompt: Prompt) -> TermValue:
+        answer, finished = require_answer(prompt, self._label), completion.trajectory.finish_reason == "stop"
+        return TermValue(numeric_reward(completion.text, answer, strict=self._strict, finished=finished))
 
 
-class MathTerm:
-    """Compares final answers with the reference; see `math_reward`."""
+class MathTerm(CompletionTerm):
+    """Compares final answers with the reference, in processes of sympy that all terms share; see `math_reward`.
 
-    compares_completions = False
+    The value is 1.0 if a completion is correct, else 0.0, with the metric `undecided`.
+    """
 
     def __init__(self, name: str, config: MathRewardConfig) -> None:
         self._label = f"reward.terms.{name} (math)"
         self._config = config
         self._threads = CallThreads(self._label, MAX_CHECKERS)
 
-    async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
-        """Return 1.0 for each correct completion and 0.0 for the others, with the metric `undecided`; as `Term`."""
-        answer = require_answer(prompt, self._label)
-        return await asyncio.gather(*(self._score(completion, prompt, answer) for completion in completions))
-
-    async def _score(self, completion: Completion, prompt: Prompt, answer: str) -> TermValue | TermError:
-        compared = compare_final_answer(completion.text, answer)
+    @override
+    async def _score(self, completion: Completion, prompt: Prompt) -> TermValue | TermError:
+        compared = compare_final_answer(completion.text, require_answer(prompt, self._label))
         if not isinstance(compared, str):
             run = partial(compare, *compared, self._config.cpu_seconds, self._config.timeout_seconds)
             try:
@@ -356,17 +356,12 @@ class MathTerm:
                 return TermError(f"{self._label}: {e} {quote(completion, prompt)}")
         return TermValue(float(compared == "equal"), {"undecided": float(compared == "undecided")})
 
-    async def close(self) -> None:
-        """Do nothing: the processes of sympy are shared by all terms and end with this process."""
 
-
-class FormatTerm:
+class FormatTerm(CompletionTerm):
     """Searches for a regular expression, with a timeout and without blocking the event loop.
 
-    The package `regex` can interrupt a search, which `re` cannot.
+    The value is 1.0 if the pattern is found, else 0.0. The package `regex` can interrupt a search, which `re` cannot.
     """
-
-    compares_completions = False
 
     def __init__(self, name: str, config: FormatRewardConfig) -> None:
         """Create the term.
@@ -379,10 +374,7 @@ class FormatTerm:
         self._timeout_seconds = config.timeout_seconds
         self._threads = CallThreads(self._label, MAX_SEARCH_THREADS)
 
-    async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
-        """Return 1.0 for each completion that matches and 0.0 for the others; as `Term`."""
-        return await asyncio.gather(*(self._score(completion, prompt) for completion in completions))
-
+    @override
     async def _score(self, completion: Completion, prompt: Prompt) -> TermValue | TermError:
         seconds = self._timeout_seconds
         try:
@@ -408,21 +400,13 @@ class FormatTerm:
         """
         return float(self._pattern.search(text, timeout=timeout, concurrent=concurrent) is not None)
 
-    async def close(self) -> None:
-        """Do nothing: the term holds no resources."""
 
-
-class EnvironmentTerm:
+class EnvironmentTerm(CompletionTerm):
     """Adds up the rewards that the environment has given for the turns of an episode."""
 
-    compares_completions = False
-
-    async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
-        """Return the sum of each completion; as `Term`."""
-        return [TermValue(float(sum(completion.trajectory.turn_rewards))) for completion in completions]
-
-    async def close(self) -> None:
-        """Do nothing: the term holds no resources."""
+    @override
+    async def _score(self, completion: Completion, prompt: Prompt) -> TermValue:
+        return TermValue(float(sum(completion.trajectory.turn_rewards)))
 
 
 def require_answer(prompt: Prompt, label: str) -> str:

@@ -30,9 +30,8 @@ from megarl.batch.trajectory import (
     join_segments,
 )
 from megarl.config.rollout import AgentConfig, RolloutConfig
-from megarl.engines.batching_engine import EngineFailedError
 from megarl.engines.engine import GenerationEngine, Sampling
-from megarl.engines.engine_pool import ContinuingEngine, EngineLease, EnginePool
+from megarl.engines.engine_pool import EngineFailedError, EngineLease, EnginePool, EpisodeEngine
 from megarl.engines.request_clock import RequestClock, TimeLimit
 from megarl.errors import LostEngineError, MegarlError, StalledEngineError
 from megarl.rollout.agents.agent import Agent, run_agent
@@ -138,6 +137,7 @@ class TrajectorySummary:
     response_length: int
     """Number of sampled tokens."""
     reward: float
+    """As `Trajectory.reward`."""
     rewards: Mapping[str, float]
     """As `Trajectory.rewards`."""
     finish_reason: str
@@ -161,16 +161,6 @@ class TrajectorySummary:
     def is_dropped(self) -> bool:
         """Whether a reward failed on the trajectory, so that it is not trained on."""
         return bool(self.reward_errors)
-
-    @property
-    def min_policy_version(self) -> int:
-        """Smallest policy version among the sampled tokens; -1 if none was sampled."""
-        return self.tokens_by_version[0][0] if self.tokens_by_version else -1
-
-    @property
-    def max_policy_version(self) -> int:
-        """Largest policy version among the sampled tokens; -1 if none was sampled."""
-        return self.tokens_by_version[-1][0] if self.tokens_by_version else -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,10 +201,10 @@ class GroupSummary:
         assert isinstance(self.trajectories, ObjectColumns)
         return self.trajectories.column(name)
 
-    def with_column(self, name: str, values: Sequence[Any]) -> GroupSummary:
-        """Return the summary with other values of a field of the episodes."""
+    def with_columns(self, **columns: Sequence[Any]) -> GroupSummary:
+        """Return the summary with other values of some fields of the episodes."""
         assert isinstance(self.trajectories, ObjectColumns)
-        return replace(self, trajectories=self.trajectories.replace(**{name: values}))
+        return replace(self, trajectories=self.trajectories.replace(**columns))
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -235,18 +225,6 @@ def _group_summary_fields() -> tuple[str, ...]:
 
 def _make_group_summary(*values: Any) -> GroupSummary:
     return GroupSummary(**dict(zip(_group_summary_fields(), values, strict=True)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryCounts:
-    """Counts of the retries that lost engines have caused."""
-
-    num_retried: int
-    """Number of requests that were sent again, to another engine."""
-    num_kept_tokens: int = 0
-    """Number of tokens that these requests had sampled and continued from."""
-    num_stale_replies: int
-    """Number of completions that were dropped because no caller was waiting for them any more."""
 
 
 class RolloutWorker:
@@ -291,14 +269,6 @@ class RolloutWorker:
     async def resume_clock(self) -> None:
         """Let the time limits continue."""
         self._clock.resume()
-
-    async def retry_counts(self) -> RetryCounts:
-        """Return how many requests were retried and how many replies were dropped so far."""
-        return RetryCounts(
-            num_retried=self._pool.num_retried,
-            num_kept_tokens=self._pool.num_kept_tokens,
-            num_stale_replies=self._pool.num_stale_replies,
-        )
 
     async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, Sequence[Trajectory]]:
         """Generate and score `num_samples` trajectories of the job's prompt.
@@ -347,8 +317,8 @@ class RolloutWorker:
             return found, {}
         scored = await self._scorer.score([join_segments(episodes[n]) for n in valid], prompt)
         for n, result in zip(valid, scored.trajectories, strict=True):
-            rewards, reward, errors = result.rewards, result.reward, result.reward_errors
-            found[n] = [replace(each, rewards=rewards, reward=reward, reward_errors=errors) for each in episodes[n]]
+            rewards, errors = result.rewards, result.reward_errors
+            found[n] = [replace(each, rewards=rewards, reward_errors=errors) for each in episodes[n]]
         return found, scored.terms
 
     async def shutdown(self) -> None:
@@ -393,7 +363,7 @@ class RolloutWorker:
             sampling = replace(sampling, temperature=0.0)
         spec = self._spec
         limit = TimeLimit(self._clock, spec.request_timeout_seconds)
-        engine = ContinuingEngine(lease, limit, stalls)
+        engine = EpisodeEngine(lease, limit, stalls)
         episode = Episode(
             job.prompt,
             self._tokenizer,

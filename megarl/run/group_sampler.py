@@ -20,7 +20,7 @@ from megarl.rollout.journal.journal import journal_folder, list_steps, remove_st
 from megarl.run.remote.group_stream import FinishedGroup
 from megarl.run.remote.rollout_group import RolloutGroup
 from megarl.run.reward_weights import RewardFailures, RewardWeights
-from megarl.run.rollout_batch import BatchVersions, KeptSample, RolloutBatch, weighted_sum
+from megarl.run.rollout_batch import BatchVersions, KeptSample, RolloutBatch
 from megarl.run.run_parts import RunParts
 from megarl.run.run_state import RunState
 from megarl.run.schedule.events import ScheduleState
@@ -338,7 +338,7 @@ class GroupSampler:
             self.begin_sampling()
             max_removed = ((max_batches or DEFAULT_MAX_BATCHES) - 1) * num_groups
             batch, removed = self._take_batch(
-                self.scheduled, lambda group: is_kept(self._with_weights(group)), max_removed
+                self.scheduled, lambda group: is_kept(self.weights.sum_up(group)), max_removed
             )
             num_batches = (len(batch.all_groups) + len(removed.all_groups)) / num_groups
             if gate is not None:
@@ -394,9 +394,10 @@ class GroupSampler:
 
     def _is_usable(self, group: FinishedGroup) -> bool:
         """Return whether rewards failed on so few completions of the group that it can be trained on."""
-        if self._config.algorithm.needs_greedy_baseline and group.summary.baseline is None:
+        summary = self.weights.sum_up(group).summary
+        if self._config.algorithm.needs_greedy_baseline and summary.baseline is None:
             return False
-        return len(group.summary.kept) >= self._min_completions
+        return len(summary.kept) >= self._min_completions
 
     @property
     def _min_completions(self) -> int:
@@ -406,28 +407,18 @@ class GroupSampler:
     def _make_batch(self, groups: Sequence[FinishedGroup], *, min_completions: int) -> RolloutBatch:
         """Return the batch of sampled groups, with the rewards of models."""
         self._report_startup()
-        weighted = [self._with_weights(group) for group in groups]
-        batch = RolloutBatch.from_sampled(weighted, min_completions=min_completions)
-        self._failures.add(groups)
+        summed = [self.weights.sum_up(group) for group in groups]
+        batch = RolloutBatch.from_sampled(summed, min_completions=min_completions)
+        if self._scorers and batch.groups:
+            unscored = batch.groups
+            batch.add_terms(self._score(batch))  # a cost is a term, and no part of the total
+            scored = {id(before): group for before, group in zip(unscored, batch.groups, strict=True)}
+            summed = [self.weights.sum_up(scored.get(id(group), group)) for group in summed]
+            batch = RolloutBatch.from_sampled(summed, min_completions=min_completions)
+        self._failures.add(summed)
         dropped = self._stage.step_metrics.get("reward/dropped", 0.0) + batch.num_dropped  # of all batches of the step
         self._stage.add_metrics({"reward/dropped": dropped, **self._failures.metrics()})
-        self._add_model_rewards(batch)
         return batch
-
-    def _with_weights(self, group: FinishedGroup) -> FinishedGroup:
-        """Return the group with the sums of its terms by the weights of the current step, without reward models.
-
-        Rollout workers sum up by the weights of the configuration; the group may also be from an earlier step.
-        """
-        weights, summary = self.weights.current, group.summary
-        before, terms, errors = map(summary.column, ("reward", "rewards", "reward_errors"))
-        rewards = tuple(
-            [
-                reward if error else weighted_sum(of_terms, weights)
-                for reward, of_terms, error in zip(before, terms, errors, strict=True)
-            ]
-        )
-        return group if rewards == before else replace(group, summary=summary.with_column("reward", rewards))
 
     def _check_failures(self) -> None:
         """Check that rewards failed on few completions of the step.
@@ -456,18 +447,15 @@ class GroupSampler:
         self._stage.step_metrics.clear()
         self._failures.begin_step()
 
-    def _add_model_rewards(self, batch: RolloutBatch) -> None:
-        """Score the batch with the reward models and recompute the total rewards; costs do not count as reward."""
-        scorers = self._scorers
-        if not batch.groups or not scorers:
-            return
-        request, values = batch.forward_request(self._config), {}
-        for name, scorer in scorers.items():
+    def _score(self, batch: RolloutBatch) -> dict[str, list[float]]:
+        """Return the N values of each reward model, by name of its term."""
+        request, values = batch.forward_request(self._config), dict[str, list[float]]()
+        for name, scorer in self._scorers.items():
             self._sync.begin_scoring(name)
             with self._stage.phase("score"):
                 scores = scorer.scores(request)
             values[name] = [scores[keys[-1]] for keys in batch.segment_keys]  # of the end of each episode
-        batch.add_rewards(values, self.weights.current)
+        return values
 
     def begin_sampling(self) -> None:
         """Free device memory for the engines and, if they have lost their weights, push them again."""

@@ -1,4 +1,6 @@
-"""Weights of the reward terms by step: those of the configuration, until `megarl attach RUN --set` changes them.
+"""Weights of the reward terms by step, and total rewards: the sums of the terms, each times its weight.
+
+The weights are those of the configuration, until `megarl attach RUN --set` changes them:
 
     <run_dir>/journal/reward-weights.jsonl      {"step": 7, "weights": {"accuracy": 1.0, "style": 0.5}}
                                                 {"requested": {"style": 0.2}}
@@ -13,8 +15,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from megarl.batch.trajectory import MAX_REWARD
 from megarl.cluster.process.atomic_files import append_line, read_lines
 from megarl.config import RunConfig
 from megarl.config.reward import RewardsConfig
@@ -120,6 +124,33 @@ class RewardWeights:
         if recorded is None and self._writes:
             append_line(self._path, {"step": step, "weights": self._current})
         return {name: weight for name, weight in self._current.items() if weight != before[name]}
+
+    def sum_up(self, group: FinishedGroup) -> FinishedGroup:
+        """Return the group with its total rewards in the current step, from the terms that each completion has.
+
+        A completion whose total is beyond `MAX_REWARD` is dropped; the term with the largest part has failed. Dropped
+        completions have the total 0.
+        """
+        terms, errors = group.summary.column("rewards"), list(group.summary.column("reward_errors"))
+        totals = [0.0] * len(errors)
+        for i, of_terms in enumerate(terms):
+            if errors[i]:
+                continue
+            total = 0.0
+            for name, weight in self._current.items():
+                if name in of_terms:
+                    total += weight * of_terms[name]
+            if abs(total) <= MAX_REWARD:
+                totals[i] = total
+            else:
+                errors[i] = self._too_large(of_terms)
+        return replace(group, summary=group.summary.with_columns(reward=totals, reward_errors=errors))
+
+    def _too_large(self, terms: Mapping[str, float]) -> dict[str, str]:
+        """Return the error of the term with the largest part of a total."""
+        parts = {name: weight * terms[name] for name, weight in self._current.items() if name in terms}
+        name = max(parts, key=lambda name: abs(parts[name]))
+        return {name: f"reward.terms.{name}: its weight makes {parts[name]:g} of its value, beyond {MAX_REWARD:g}"}
 
     def _read(self) -> None:
         """Read the lines that were appended since the last call."""

@@ -8,9 +8,9 @@ not among them: they are left out here, before anything is estimated, logged or 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, groupby, pairwise
+from itertools import chain, groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,45 +176,28 @@ class RolloutBatch:
         trained = range(len(reasons)) if self.sample_indices is None else self.sample_indices
         return replace(self, sample_indices=[n for n in trained if reasons[n] not in TRUNCATED_REASONS])
 
-    def add_rewards(self, values: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> None:
-        """Add reward terms and recompute all total rewards.
-
-        Args:
-            values: N values of each added term.
-            weights: weights of all terms of the total, old and new; others do not count. A source may lack some.
-        """
-
-        def complete(sample_index: int | None, summary: TrajectorySummary) -> TrajectorySummary:
-            added = {} if sample_index is None else {name: term[sample_index] for name, term in values.items()}
-            rewards = {**summary.rewards, **added}
-            return replace(summary, rewards=rewards, reward=weighted_sum(rewards, weights))
-
-        self._map_rewards(complete)
+    def add_terms(self, values: Mapping[str, Sequence[float]]) -> None:
+        """Add reward terms of N values each; the total rewards stay as they are."""
+        terms = self.kept.column("rewards")
+        for name, values_N in values.items():
+            terms = [{**of_one, name: value} for of_one, value in zip(terms, values_N, strict=True)]
+        self._replace_column("rewards", terms)
 
     def add_to_rewards(self, name: str, values: Sequence[float]) -> None:
         """Add a reward term of N values, and add it to the total rewards with weight 1."""
+        self.add_terms({name: values})
+        self._replace_column("reward", [reward + value for reward, value in zip(self.rewards, values, strict=True)])
 
-        def add(sample_index: int | None, summary: TrajectorySummary) -> TrajectorySummary:
-            if sample_index is None:
-                return summary
-            value = values[sample_index]
-            return replace(summary, rewards={**summary.rewards, name: value}, reward=summary.reward + value)
-
-        self._map_rewards(add)
-
-    def _map_rewards(self, score: Callable[[int | None, TrajectorySummary], TrajectorySummary]) -> None:
-        """Replace the summaries of the N completions, and of greedy ones, which have no index, by `score(...)`."""
-        sample_index = count()
-
-        def apply(group: FinishedGroup) -> FinishedGroup:
-            kept = set(group.summary.kept)
-            found = tuple(
-                summary if summary.is_dropped else score(next(sample_index) if i in kept else None, summary)
-                for i, summary in enumerate(group.summary.trajectories)
-            )
-            return replace(group, summary=replace(group.summary, trajectories=found))
-
-        self.groups = [apply(group) for group in self.groups]
+    def _replace_column(self, name: str, values: Sequence[object]) -> None:
+        """Replace a field in the summaries of the N completions."""
+        groups: list[FinishedGroup] = []
+        values_N = iter(values)
+        for group in self.groups:
+            column = list(group.summary.column(name))
+            for i in group.summary.kept:
+                column[i] = next(values_N)
+            groups.append(replace(group, summary=group.summary.with_columns(**{name: column})))
+        self.groups = groups
 
     def forward_request(self, config: RunConfig) -> ForwardRequest:
         """Return a forward request (log-probs, values, scores) over all completions."""
@@ -351,15 +334,6 @@ class RolloutBatch:
         if offsets[-1] == len(offsets) - 1:
             return indices
         return np.concatenate([np.arange(offsets[n], offsets[n + 1]) for n in indices.tolist()])
-
-
-def weighted_sum(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return the sum of a completion's terms, each times its weight; its source may lack some terms."""
-    total = 0.0
-    for name, weight in weights.items():
-        if name in rewards:
-            total += weight * rewards[name]
-    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

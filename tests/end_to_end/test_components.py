@@ -67,8 +67,7 @@ def test_engine_weights_equal_the_export_bitwise(components, tmp_path):
         assert stats.bytes_delivered == report.bytes_moved == sum(t.nbytes for t in exported.values())
         assert stats.buckets > 2
         groups = components.sample(f"weights-{version}")
-        versions = {(t.min_policy_version, t.max_policy_version) for g in groups for t in g.summary.trajectories}
-        assert versions == {(version, version)}
+        assert {v for g in groups for t in g.summary.trajectories for v, _ in t.tokens_by_version} == {version}
         components.train(groups)
     first, second = (load_file(tmp_path / f"exported-{version}" / "model.safetensors") for version in (0, 1))
     assert not any(torch.equal(first[name], second[name]) for name in first)
@@ -119,7 +118,7 @@ def test_workers_continue_after_a_reward_error_and_share_an_estimate(components,
     sampling = Sampling(temperature=1.0, max_new_tokens=8)
     groups = failing.collect(components.prompts[2:7], num_samples=2, sampling=sampling, label="good")
     assert [g.summary.group_id for g in groups] == [0, 1, 2, 3, 4]
-    assert {t.reward for g in groups for t in g.summary.trajectories} == {1.0}
+    assert [t.rewards["odd"] for g in groups for t in g.summary.trajectories] == [1.0] * 10
     trajectories = [group.payload.fetch() for group in groups]
     arguments = (ReinforcePlusPlusConfig(gamma=0.9, kl_reward=None), 0.0)
     rewards = np.random.default_rng(0).normal(size=10).tolist()

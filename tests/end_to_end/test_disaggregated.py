@@ -66,7 +66,7 @@ def test_received_engine_weights_equal_the_export_bitwise(ranks, world, tmp_path
             # both trainer ranks hold all weights and share the sending
             assert max(sum(hop.bytes_sent for hop in of_rank) for of_rank in hops) < 0.6 * need
             groups = components.sample(f"version-{version}")
-            assert {t.max_policy_version for g in groups for t in g.summary.trajectories} == {version}
+            assert {t.tokens_by_version[-1][0] for g in groups for t in g.summary.trajectories} == {version}
             assert 0 < components.train(groups).metrics[MISMATCH] <= 1e-4
             assert report.seconds["verify"] > 0
         check_that_a_difference_is_found(components, 2)

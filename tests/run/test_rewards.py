@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from megarl.errors import ConfigError, RewardError
 from megarl.rollout.journal.journal import list_steps, step_folder
 from megarl.run.remote.group_stream import FinishedGroup
 from megarl.run.reward_weights import FILE, RewardFailures, RewardWeights, parse_weights, request_weights
-from megarl.run.rollout_batch import RolloutBatch, term_metrics, weighted_sum
+from megarl.run.rollout_batch import RolloutBatch, term_metrics
 from megarl.run.run_state import RunState
 from megarl.run.schedule.events import Leased
 from megarl.run.schedule_log import log_folder, read_log
@@ -210,7 +212,76 @@ def test_metrics_of_terms_that_not_all_completions_have() -> None:
         "reward/a/length_correlation": pytest.approx(statistics.correlation([1, 2, 6, 5, 9], [1, 2, 3, 4, 5])),
         "reward/b/length_correlation": pytest.approx(-1.0),
     }
-    assert weighted_sum({"a": 6.0}, {"a": -0.5, "b": 2.0}) == -3.0
+
+
+def totals(folder: Path, *scored: Mapping[str, float], weights: Mapping[str, float]) -> tuple[list[float], list[Any]]:
+    """Return the totals and the errors of completions with these terms."""
+    group = finished_group([completion([0, 1], reward=7.0, rewards=terms) for terms in scored])
+    summary = RewardWeights(config(folder), weights).sum_up(group).summary
+    return list(summary.column("reward")), list(summary.column("reward_errors"))
+
+
+def test_a_total_is_the_sum_of_the_terms_that_a_completion_has(tmp_path: Path) -> None:
+    scored = ({"match": 1.0, "style": 3.0, "style/length": 9.0}, {"match": 0.5}, {"style": 2.0, "cost": 4.0})
+    assert totals(tmp_path, *scored, weights={"style": -0.5}) == ([-0.5, 0.5, -1.0], [{}] * 3)
+    tenths = {name: 0.1 * n for n, name in enumerate("abcde", 1)}
+    weights = {name: 1 / n for n, name in enumerate("abcde", 3)}
+    expected = sum(Fraction(weights[name]) * Fraction(value) for name, value in tenths.items())
+    (total,), _ = totals(tmp_path, tenths, weights=weights)
+    assert total == pytest.approx(float(expected), rel=1e-15)
+
+
+def test_a_total_beyond_all_rewards_is_a_failure_of_the_largest_term(tmp_path: Path) -> None:
+    scored = {"match": 3.0, "style": -6e17}
+    message = "reward.terms.style: its weight makes -1.2e+18 of its value, beyond 1e+18"
+    assert totals(tmp_path, scored, weights={"style": 2.0}) == ([0.0], [{"style": message}])
+    assert totals(tmp_path, scored, weights={"style": 1.0}) == ([pytest.approx(-6e17)], [{}])
+    (infinite,), (errors,) = totals(tmp_path, {"match": 1e10}, weights={"match": 1e300})
+    assert (infinite, set(errors)) == (0.0, {"match"})
+
+
+ONE_TERM: dict[str, Any] = {"terms": {"match": {"type": "numeric"}}}
+
+
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off", "async"])
+def test_totals_that_a_changed_weight_makes_too_large_are_not_trained_on(tmp_path: Path, schedule: str) -> None:
+    requests: list[str] = []
+
+    def script(label: str, number: int, sample: int) -> float:
+        if not requests:
+            request_weights(tmp_path, {"match": 1e18})
+        requests.append(label)
+        return 2.0 if sample == 0 else float(sample % 2) / 2
+
+    finished = run_script(
+        tmp_path,
+        {"type": "grpo", "kl_loss": None, "group_size": 4},
+        script,
+        steps=6,
+        schedule={"type": schedule},
+        reward={**ONE_TERM, "max_failed_share": 0.5},
+    )
+    last = finished.metrics[-1]
+    assert last["reward/match/weight"] == 1e18
+    assert (last["reward/match/failed"], last["reward/dropped"]) == (2.0, 2.0), "one of each group of 4"
+    assert last["reward/mean"] == pytest.approx(1e18 / 3)
+
+
+def test_a_reward_model_whose_part_is_too_large_drops_the_completion(tmp_path: Path) -> None:
+    """The score of one completion in four is 3, and its weight 1e18."""
+    model = {"quality": {"type": "model", "path": "rm", "weight": 1e18}}
+    finished = run_script(
+        tmp_path,
+        {"type": "grpo", "kl_loss": None, "group_size": 4},
+        lambda *_: 1.0,
+        steps=1,
+        reward={"terms": {**ONE_TERM["terms"], **model}, "max_failed_share": 0.5},
+        models={"reward quality": {"score": lambda key: 3.0 if key[1] == 2 else 0.25 * key[1]}},
+    )
+    (row,) = finished.metrics
+    assert (row["reward/quality/failed"], row["reward/dropped"]) == (2.0, 2.0)
+    assert row["reward/mean"] == pytest.approx(1e18 / 3)
+    assert trained_on(finished)
 
 
 def group(*errors: dict[str, str]) -> FinishedGroup:

@@ -132,13 +132,13 @@ def test_a_loss_that_reads_a_column_which_the_batch_lacks_is_refused() -> None:
         batch.train_request(make_config(), ValueLoss(clip=None))
 
 
-def test_added_rewards_have_their_weights_and_a_further_term_weight_one() -> None:
+def test_added_terms_are_logged_and_a_term_that_is_added_to_the_rewards_has_weight_one() -> None:
     batch = make_batch()
     values = {"model": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], "cost": [0.5] * 8}
-    batch.add_rewards(values, {"match": 2.0, "model": 0.1})
+    batch.add_terms(values)
     for n, (summary, before) in enumerate(zip(batch.summaries, make_batch().rewards, strict=True)):
         assert summary.rewards == {"match": before, "model": values["model"][n], "cost": 0.5}
-        assert summary.reward == pytest.approx(2 * before + 0.1 * values["model"][n])
+        assert summary.reward == before
     assert batch.reward_term("cost") == [0.5] * 8
     batch = make_batch()
     before = batch.rewards
@@ -178,8 +178,9 @@ def test_dropped_completions_are_left_out() -> None:
     assert [sample.key for sample in batch.forward_request(make_config()).samples] == batch.keys
     batch.add_to_rewards("overlong", [-0.5, -1.0, -2.0])
     assert batch.rewards == [0.5, 2.0, 6.0]
-    batch.add_rewards({"model": [1.0, 2.0, 3.0]}, {"model": 10.0})
-    assert batch.rewards == [10.0, 20.0, 30.0]
+    batch.add_terms({"model": [1.0, 2.0, 3.0]})
+    assert batch.rewards == [0.5, 2.0, 6.0]
+    assert batch.reward_term("model") == [1.0, 2.0, 3.0]
     batch.scalars["advantages"] = batch.scalars["values"] = batch.scalars["returns"] = [0.1, 0.2, 0.3]
     (mini_batch,) = batch.train_request(make_config(), ValueLoss(clip=None)).mini_batches
     assert {s.key: s.scalars["returns"] for s in mini_batch.samples} == {(0, 0): 0.1, (0, 2): 0.2, (1, 1): 0.3}

@@ -100,9 +100,10 @@ class Straggler:
         """`seconds` as a multiple of `median_seconds`."""
         return self.seconds / self.median_seconds
 
-    def is_significant(self, factor: float) -> bool:
-        """Return whether the rank exceeds `factor` times the median, by more than `MIN_EXCESS_SECONDS`."""
-        return self.ratio > factor and self.seconds - self.median_seconds > MIN_EXCESS_SECONDS
+    @property
+    def is_significant(self) -> bool:
+        """Whether the rank exceeds `STRAGGLER_FACTOR` times the median, by more than `MIN_EXCESS_SECONDS`."""
+        return self.ratio > STRAGGLER_FACTOR and self.seconds - self.median_seconds > MIN_EXCESS_SECONDS
 
 
 def slowest_by_phase(records: Sequence[Sequence[CallRecord]]) -> list[Straggler]:
@@ -131,11 +132,6 @@ def slowest_by_phase(records: Sequence[Sequence[CallRecord]]) -> list[Straggler]
     return list(found.values())
 
 
-def find_stragglers(records: Sequence[Sequence[CallRecord]], *, factor: float = STRAGGLER_FACTOR) -> list[Straggler]:
-    """Return the significant stragglers, at most one per phase; `records`: as for `slowest_by_phase`."""
-    return [one for one in slowest_by_phase(records) if one.is_significant(factor)]
-
-
 class StragglerMonitor:
     """Tracks the stragglers of a worker group from step to step and reports persistent ones."""
 
@@ -155,7 +151,7 @@ class StragglerMonitor:
         Phases in which the slowest rank is busy for at most `MIN_EXCESS_SECONDS` have no metric.
         """
         phases = slowest_by_phase(records)
-        late = {one.phase: one for one in phases if one.is_significant(STRAGGLER_FACTOR)}
+        late = {one.phase: one for one in phases if one.is_significant}
         self._streaks = {
             phase: (one.rank, self._streaks[phase][1] + 1 if self._streaks.get(phase, (None, 0))[0] == one.rank else 1)
             for phase, one in late.items()

@@ -28,16 +28,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.engines.batching_engine import continue_after, join, no_tokens, tokens_from
-from megarl.engines.engine import Generation, GenerationRequest
+from megarl.engines.engine import (
+    UNFINISHED,
+    Generation,
+    GenerationRequest,
+    continue_after,
+    join,
+    no_tokens,
+    tokens_from,
+)
 from megarl.engines.sglang.request_gate import RequestGate, SglangLoad, Ticket
 from megarl.errors import WorkerError
 
 if TYPE_CHECKING:
     from megarl.engines.sglang.engine_host import EngineHost
 from typing import TYPE_CHECKING
-
-from megarl.engines.engine import UNFINISHED
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

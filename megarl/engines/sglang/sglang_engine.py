@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import override
 
 from megarl.cluster.workers.dispatch import CallBatches
 from megarl.engines.engine import (
@@ -27,6 +28,7 @@ from megarl.engines.engine import (
     FinishedRequest,
     Generation,
     GenerationRequest,
+    RolloutEngine,
     UpdateReport,
 )
 from megarl.engines.engine_spec import EngineSpec, make_engine_spec
@@ -129,8 +131,8 @@ class EngineHealth:
     """Pids of the scheduler processes on their nodes, one per TP rank."""
 
 
-class SglangEngine:
-    """Implements `RolloutEngine`. Every method may raise LostEngineError: the engine's processes have exited."""
+class SglangEngine(RolloutEngine):
+    """An engine of SGLang. Every method may raise LostEngineError: the engine's processes have exited."""
 
     def __init__(self, spec: EngineSpec, nodes: Sequence[EngineNode] = ()) -> None:
         """Args:
@@ -208,19 +210,20 @@ class SglangEngine:
         """End all requests in flight early."""
         await self._host.call(self._requests.abort_all())
 
+    @override
     async def release(self, memory: Sequence[EngineMemory]) -> None:
-        """Free device memory, whose contents are lost; see `RolloutEngine.release`."""
         if self._spec.holds_requests:
             await self._weights.hold_requests()
         if await self._released.release(memory, is_paused=self._weights.has_queued_requests):
             self._weights.mark_lost()
 
+    @override
     async def resume(self, memory: Sequence[EngineMemory]) -> None:
-        """Allocate device memory again; see `RolloutEngine.resume`."""
         await self._released.resume(memory)
         if self._released.is_allocated:
             await self._weights.resume_requests()
 
+    @override
     async def begin_weights(self) -> None:
         """Stop decoding and open a weight update; requests in flight wait and continue with the new weights.
 
@@ -228,10 +231,11 @@ class SglangEngine:
         """
         await self._weights.begin()
 
+    @override
     async def load_weights(self, bucket: WeightBucket) -> None:
-        """Write the bucket's tensors into every TP rank; see `RolloutEngine.load_weights`."""
         await self._weights.load(bucket)
 
+    @override
     async def layouts(self) -> list[WeightLayout]:
         """Return the weight layout of each TP rank, by rank, traced from the model's loader (`engine_trace`).
 
@@ -244,29 +248,32 @@ class SglangEngine:
         """Return the layouts with padding and with the tensors that need `load_weights`; raises as `layouts`."""
         return await self._weights.traces()
 
+    @override
     async def full_tensors(self) -> tuple[str, ...]:
         """Return the tensors that every update must send through `load_weights`; raises as `layouts`."""
         return full_tensors(await self.traces())
 
+    @override
     async def weight_needs(self) -> WeightNeeds:
         """Return `layouts` and `full_tensors` together, to be sent; raises as `layouts`."""
         layouts = share_tensors(await self.layouts())
         return WeightNeeds(layouts=tuple(layouts), full_tensors=await self.full_tensors())
 
+    @override
     async def weight_needs_digest(self) -> bytes:
         """Return the digest of `weight_needs`; raises as `layouts`."""
         return (await self.weight_needs()).digest
 
+    @override
     async def update_weights(self, update: EngineUpdate) -> UpdateReport:
-        """Run a whole weight update; see `RolloutEngine.update_weights`."""
         return await self._update.run(update)
 
+    @override
     async def prepare_boxes(self, offers: Sequence[BoxOffer]) -> None:
-        """Connect the TP ranks with the trainer ranks on their slots; see `RolloutEngine.prepare_boxes`."""
         await self._weights.prepare_boxes(offers)
 
+    @override
     async def join_trainer(self, transfer_spec: TransferSpec, engine: int, transfer_group: TransferGroup) -> None:
-        """Plan what the TP ranks receive, and connect them to the trainer's ranks; see `RolloutEngine.join_trainer`."""
         await self._weights.prepare(transfer_spec, engine)
         await self._weights.connect(transfer_group)
 
@@ -274,12 +281,12 @@ class SglangEngine:
         """Return for each TP rank: (tensor, box) of each piece of its layout -> `digest` of the parameter's values."""
         return await self._weights.piece_hashes()
 
+    @override
     async def sample_boxes(self, policy_version: int, count: int) -> list[SampledBox]:
-        """Return boxes of the weights to compare in one sync; see `RolloutEngine.sample_boxes`."""
         return await self._weights.sample(policy_version, count)
 
+    @override
     async def verify_weights(self, expected: Sequence[ExpectedBox]) -> str | None:
-        """Compare boxes of the weights with the trainer's; see `RolloutEngine.verify_weights`."""
         return await self._weights.verify(expected)
 
     async def read_weights(self, directory: str) -> None:

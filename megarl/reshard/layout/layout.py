@@ -21,7 +21,6 @@ from megarl.reshard.layout.model_tensors import TensorSpec as TensorSpec
 from megarl.reshard.layout.piece_table import Columns as Columns
 from megarl.reshard.layout.piece_table import PieceTable as PieceTable
 from megarl.reshard.layout.piece_table import ShardPiece as ShardPiece
-from megarl.reshard.layout.piece_table import empty_names
 from megarl.reshard.layout.piece_table import widen as widen
 
 
@@ -52,10 +51,6 @@ class WeightLayout:
     def digest(self) -> bytes:
         """A digest of everything, equal in all processes for equal layouts."""
         return digest_of([self.tensors.digest, self.pieces.digest])
-
-    def without_local_names(self) -> WeightLayout:
-        """Return the layout with empty names of local tensors, which other ranks do not need for planning."""
-        return WeightLayout(self.tensors, self.pieces.with_locals(empty_names(len(self.pieces.locals))))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, WeightLayout):

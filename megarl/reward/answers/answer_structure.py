@@ -21,7 +21,6 @@ from megarl.reward.answers.quantities import Unit, is_name, is_sum_of_names, rea
 
 Structure: TypeAlias = list[Any]
 
-_TEXT = r"\\text\s*\{\s*%s\s*\}"
 _WORD_BETWEEN = r"(?:,?\s*\\text\s*\{{\s*,?\s*{0}\s*,?\s*\}}|,?(?<=[\s,)\]}}0-9]){0}(?=[\s(\[{{\\0-9-]))"
 _OR, _AND = _WORD_BETWEEN.format("or"), _WORD_BETWEEN.format("and")
 _COMMA = r",(?!\s*(?:\\text\s*\{\s*)?(?:or|and)\b)|;"

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import regex
 
-from megarl.reward.answers.answer_text import clean_answer, is_enclosed, split_outside
+from megarl.reward.answers.answer_text import is_enclosed, split_outside
 
 Number = Fraction | float
 """Rational numbers are exact; roots, logarithms and angles are floats."""
@@ -361,7 +361,6 @@ _MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillio
 _MAGNITUDE = regex.compile(
     rf"\s*(?:\\text\s*\{{)?\s*({'|'.join(_MAGNITUDES)})s?(?![A-Za-z])(\s*\}})?", regex.IGNORECASE
 )
-_RELATION = r"(?<![<>!])=|\\approx(?![A-Za-z])"
 _NAME = regex.compile(
     r"(?:\\?[A-Za-z]+|[A-Z]+)(?:_(?:[A-Za-z0-9]|\{[^{}]*\})|\^?'+|\^\{?\\prime\}?)*\s*(?:\((?:[^()]*)\))?"
     r"|\\text\s*\{[^{}0-9]*\}(?:_(?:[A-Za-z0-9]|\{[^{}]*\}))?|\\(?:vec|overline|hat|bar)\s*\{[A-Za-z]+\}|\\frac\{d[a-z]\}\{d[a-z]\}"
@@ -394,16 +393,6 @@ def is_name(text: str) -> bool:
 def is_sum_of_names(text: str) -> bool:
     """Whether a side of an equation is made of names without numbers, such as `x + y`."""
     return _NAMES.fullmatch(text) is not None
-
-
-def parse_number(answer: str) -> Fraction | None:
-    r"""Return the exact value of a written number, with or without a unit, or None for any other text.
-
-    Accepts separators of thousands, decimals, fractions (`1/2`, `3 1/2`, `\frac{1}{2}`), repeating decimals and powers
-    of ten. A sum is not a number: the policy must compute it.
-    """
-    quantity = read_quantity(clean_answer(answer)) if len(answer) <= MAX_NUMBER_LENGTH else None
-    return None if quantity is None else quantity.value
 
 
 def read_quantities(text: str, *, is_reference: bool = False) -> list[Quantity]:

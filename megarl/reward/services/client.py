@@ -61,7 +61,7 @@ class CircuitBreaker:
             while not has_slot:
                 is_trial = await self._wait()
                 await self._slots.acquire()
-                has_slot = is_trial or self._opened_at is None
+                has_slot = is_trial or not self.is_open
                 if not has_slot:
                     self._slots.release()
             yield
@@ -72,7 +72,7 @@ class CircuitBreaker:
             raise
         except BaseException:
             self._num_failures += 1
-            if is_trial or (self._opened_at is None and self._num_failures >= self._config.failures):
+            if is_trial or (not self.is_open and self._num_failures >= self._config.failures):
                 self._opened_at = asyncio.get_running_loop().time()
             self._end_trial(is_trial, succeeded=False)
             raise

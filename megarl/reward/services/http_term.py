@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, override
 
 from megarl.batch.trajectory import Prompt
 from megarl.cluster.workers.dispatch import call_for_all
 from megarl.config.reward import HttpRewardConfig
 from megarl.reward.services.client import RefusedRequestError, ServiceClient, ServiceError
-from megarl.reward.terms import Completion, TermError, TermValue, abbreviate, quote, read_result
+from megarl.reward.terms import Completion, CompletionTerm, TermError, TermValue, abbreviate, quote, read_result
 
 
 class RequestBatcher[T, R]:
@@ -63,10 +63,8 @@ class RequestBatcher[T, R]:
             request.add_done_callback(self._requests.discard)
 
 
-class HttpTerm:
+class HttpTerm(CompletionTerm):
     """Sends completions in batches to a service, and checks what it answers."""
-
-    compares_completions = False
 
     def __init__(self, name: str, config: HttpRewardConfig) -> None:
         """Create the term; raises as `ServiceClient`."""
@@ -77,10 +75,7 @@ class HttpTerm:
             self._send, max_size=config.max_batch_size, wait_seconds=config.batch_wait_seconds
         )
 
-    async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
-        """Return what the service answers; as `Term`."""
-        return await asyncio.gather(*(self._score(completion, prompt) for completion in completions))
-
+    @override
     async def _score(self, completion: Completion, prompt: Prompt) -> TermValue | TermError:
         item = {
             "prompt_id": prompt.prompt_id,
@@ -117,6 +112,7 @@ class HttpTerm:
             raise ServiceError(f"the service needs to answer with {num} results, one per completion, got {len(answer)}")
         return answer
 
+    @override
     async def close(self) -> None:
         """Cancel requests in flight and close the connections."""
         await self._batcher.close()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Sequence
+from typing import override
 
 from megarl.batch.trajectory import Prompt
 from megarl.config.reward import JudgeRewardConfig
 from megarl.errors import ConfigError, RewardError
 from megarl.reward.services.client import ServiceClient, ServiceError
-from megarl.reward.terms import Completion, TermError, TermValue, abbreviate, compile_pattern, quote
+from megarl.reward.terms import Completion, CompletionTerm, TermError, TermValue, abbreviate, compile_pattern, quote
 
 SEARCH_SECONDS = 1.0
 """CPU time of the search for the score in a reply."""
@@ -18,10 +17,11 @@ SEARCH_SECONDS = 1.0
 _FIELDS = re.compile(r"\{(prompt|completion|answer)\}")
 
 
-class JudgeTerm:
-    """Asks a judge for the score of each completion, in a request of its own."""
+class JudgeTerm(CompletionTerm):
+    """Asks a judge for the score of each completion, in a request of its own.
 
-    compares_completions = False
+    The value is scaled to 0 to 1; the score itself is the further value `score`.
+    """
 
     def __init__(self, name: str, config: JudgeRewardConfig) -> None:
         """Create the term.
@@ -36,16 +36,13 @@ class JudgeTerm:
         self._pattern = compile_pattern(config.pattern, key=f"reward.terms.{name}.pattern")
         self._client = ServiceClient(config, key=f"reward.terms.{name}")
 
-    async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
-        """Return the scores, scaled to 0 to 1; as `Term`. The scores themselves are the further value `score`."""
+    @override
+    async def _score(self, completion: Completion, prompt: Prompt) -> TermValue | TermError:
         if prompt.answer is None and "{answer}" in self._config.rubric:
             raise RewardError(
                 f"{self._label} needs a reference answer for its rubric (data.fields.answer), but {prompt.prompt_id} "
                 "has none"
             )
-        return await asyncio.gather(*(self._score(completion, prompt) for completion in completions))
-
-    async def _score(self, completion: Completion, prompt: Prompt) -> TermValue | TermError:
         config = self._config
         try:
             score = self._read_score(_read_reply(await self._client.post(self._url, self._body(completion, prompt))))
@@ -94,6 +91,7 @@ class JudgeTerm:
             )
         return value
 
+    @override
     async def close(self) -> None:
         """Close the connections to the judge."""
         await self._client.close()

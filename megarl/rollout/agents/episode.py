@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from megarl.batch.trajectory import Prompt, Trajectory, count_turns
 from megarl.data.tokenizer import describe_unknown_token, read_vocab_size
-from megarl.engines.batching_engine import ABORT_GRACE_SECONDS
 from megarl.engines.engine import CompletionEngine, Generation, GenerationRequest, Sampling
+from megarl.engines.engine_pool import ABORT_GRACE_SECONDS
 from megarl.engines.request_clock import RequestClock, TimeLimit
 from megarl.errors import AgentError, WorkerError
 from megarl.text import replace_surrogates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megarl.rollout.environments.environment import Step, Task
+from megarl.rollout.environments.environment import Step, Task, require_answer
 
 MAX_LENGTH = 100
 """Maximum number of characters of an expression."""
@@ -139,9 +139,7 @@ class Calculator:
         Raises:
             ValueError: the row has no answer.
         """
-        if task.prompt.answer is None:
-            raise ValueError(f"{task.prompt.prompt_id} has no answer (data.fields.answer)")
-        self._answer = task.prompt.answer.strip()
+        self._answer = require_answer(task).strip()
 
     def step(self, reply: str) -> Step:
         """Return the result of a call, or the reward of an answer."""

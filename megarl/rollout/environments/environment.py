@@ -49,6 +49,17 @@ class Task:
     not saved with the run, and other rollout workers have their own."""
 
 
+def require_answer(task: Task) -> str:
+    """Return the reference answer of the task's row.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if task.prompt.answer is None:
+        raise ValueError(f"{task.prompt.prompt_id} has no answer (data.fields.answer)")
+    return task.prompt.answer
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What follows a reply of the policy.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.batch.trajectory import MAX_REWARD, TIME_LIMIT, Trajectory
 from megarl.config.data import DataConfig
 from megarl.config.rollout import EnvironmentConfig
-from megarl.engines.batching_engine import EngineFailedError
+from megarl.engines.engine_pool import EngineFailedError
 from megarl.errors import AgentError
 from megarl.rollout.agents.episode import Episode, RefusedTextError
 from megarl.rollout.environments.conversation import (

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import httpx
 
 from megarl.errors import AgentError
-from megarl.rollout.environments.environment import Step, Task
+from megarl.rollout.environments.environment import Step, Task, require_answer
 from megarl.rollout.environments.search import is_answer, normalize
 from megarl.text import replace_surrogates
 
@@ -94,9 +94,7 @@ class HttpTool:
         Raises:
             ValueError: the row has no answer.
         """
-        if task.prompt.answer is None:
-            raise ValueError(f"{task.prompt.prompt_id} has no answer (data.fields.answer)")
-        self._answer = normalize(task.prompt.answer)
+        self._answer = normalize(require_answer(task))
         if SHARED_KEY not in task.shared:
             task.shared[SHARED_KEY] = httpx.AsyncHTTPTransport(trust_env=False)
         self._client = httpx.AsyncClient(

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from megarl.config.sandbox import SandboxConfig
 from megarl.errors import AgentError, ConfigError
 from megarl.rollout.environments.calculator import ANSWER
-from megarl.rollout.environments.environment import Step, Task
+from megarl.rollout.environments.environment import Step, Task, require_answer
 from megarl.sandbox.sandbox import Interpreter, Outcome
 from megarl.sandbox.session import find_code
 from megarl.sandbox.tiers import choose_tier, open_sandbox
@@ -73,9 +73,7 @@ class PythonInterpreter:
         Raises:
             ValueError: the row has no answer.
         """
-        if task.prompt.answer is None:
-            raise ValueError(f"{task.prompt.prompt_id} has no answer (data.fields.answer)")
-        self._answer = task.prompt.answer.strip()
+        self._answer = require_answer(task).strip()
 
     def step(self, reply: str) -> Step:
         """Return the output of code, or the reward of an answer.

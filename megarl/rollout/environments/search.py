@@ -13,7 +13,7 @@ from typing import Any
 from megarl.config.section import expand_home
 from megarl.data.rows import read_rows
 from megarl.errors import AgentError
-from megarl.rollout.environments.environment import Step, Task
+from megarl.rollout.environments.environment import Step, Task, require_answer
 
 WORD = re.compile(r"\w+")
 
@@ -137,9 +137,7 @@ class Search:
         Raises:
             ValueError: the row has no answer, or no passages.
         """
-        if task.prompt.answer is None:
-            raise ValueError(f"{task.prompt.prompt_id} has no answer (data.fields.answer)")
-        self._answer = normalize(task.prompt.answer)
+        self._answer = normalize(require_answer(task))
         if self._index is None:
             self._passages = Passages(read_context(task.prompt.row, task.prompt.prompt_id))
             return

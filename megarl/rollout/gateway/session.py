@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from megarl.batch.trajectory import TIME_LIMIT, Trajectory
 from megarl.config.rollout import HarnessConfig
 from megarl.data.chat_template import chat_template_source
-from megarl.engines.batching_engine import EngineFailedError
 from megarl.engines.engine import Generation
+from megarl.engines.engine_pool import EngineFailedError
 from megarl.errors import AgentError, MegarlError
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.environments.conversation import ChatRenderer

@@ -106,16 +106,6 @@ class RemoteEngine:
     handle: ActorHandle
     name: str
 
-    async def generate(self, request: GenerationRequest) -> Generation:
-        """Generate one completion of the request."""
-        (generation,) = await self.generate_many([request])
-        return generation
-
-    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """Generate one completion per request, in order, with a single remote call."""
-        generations: list[Generation] = await self._invoke("generate_many", requests)
-        return generations
-
     async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[FinishedRequest]]:
         """Yield the completions as they finish, one remote call for each list of them.
 

@@ -211,9 +211,9 @@ class RolloutGroup:
         stored, places = distinct_refs([group.payload for group in groups])
         columns = [
             [value for group in groups for value in group.summary.column(name)]
-            for name in ("reward", "rewards", "segment_tokens")
+            for name in ("segment_tokens", "reward", "rewards", "reward_errors")
         ]
-        rewards = [(reward, terms) for reward, terms, tokens in zip(*columns, strict=True) for _ in tokens or (None,)]
+        rewards = [rewards for tokens, *rewards in zip(*columns, strict=True) for _ in tokens or (None,)]
         self._record(
             step % len(self._workers), (step, tuple(rewards), tuple(advantages), places, *as_arguments(stored))
         )

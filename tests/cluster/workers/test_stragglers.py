@@ -12,7 +12,7 @@ from megarl.cluster.workers.stragglers import (
     CallTime,
     Straggler,
     StragglerMonitor,
-    find_stragglers,
+    slowest_by_phase,
     timed_call,
 )
 
@@ -23,6 +23,10 @@ def make_step(*busy_seconds, method="train_step", wall=9.0, stages=()):
         [CallRecord("trainer", method, wall, seconds, stage)]
         for seconds, stage in zip(busy_seconds, stages or [0] * len(busy_seconds), strict=True)
     ]
+
+
+def find_stragglers(records):
+    return [one for one in slowest_by_phase(records) if one.is_significant]
 
 
 def test_busiest_rank_is_found_although_calls_take_equally_long():

@@ -9,8 +9,8 @@ import numpy as np
 import psutil
 import pytest
 
-from megarl.engines import batching_engine
-from megarl.engines.batching_engine import continue_after, tokens_from
+from megarl.engines import engine_pool
+from megarl.engines.engine import continue_after, tokens_from
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
 from tests.engines import reference
@@ -293,7 +293,7 @@ class AsyncEngine(WholeBatches):
 
 def test_truncated_samples_have_the_tokens_of_the_engine(engine, monkeypatch):
     """Their time is over as soon as the engine reports their first tokens."""
-    monkeypatch.setattr(batching_engine, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(engine_pool, "REPORT_SECONDS", 0.05)
     job = make_group_job(num_samples=4, max_new_tokens=480)
 
     async def rollout(seconds):
@@ -315,7 +315,7 @@ def test_truncated_samples_have_the_tokens_of_the_engine(engine, monkeypatch):
 
 
 def test_group_continues_after_its_engine_is_killed(engine, spec, monkeypatch):
-    monkeypatch.setattr(batching_engine, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(engine_pool, "REPORT_SECONDS", 0.05)
     job = make_group_job(num_samples=8, max_new_tokens=480)
 
     async def rollout(*engines, kill=None):
@@ -323,18 +323,17 @@ def test_group_continues_after_its_engine_is_killed(engine, spec, monkeypatch):
         worker = RolloutWorker(limits, engines, NoScores(), tokenizer=None)
         group = asyncio.create_task(worker.rollout_group(job))
         if kill is not None:
-            outputs = worker._pool.live(0).engine.partial_outputs
-            await wait_for(lambda: outputs.num_tokens >= 50)
+            pending = worker._pool.live(0)._pending
+            await wait_for(lambda: sum(len(each.reported.token_ids) for each in pending.values()) >= 50)
             kill()
-        _, trajectories = await group
-        return await worker.retry_counts(), trajectories
+        return await group
 
     _, expected = asyncio.run(rollout(AsyncEngine(engine)))
     with started(spec) as lost:
         kill = lost.scheduler_processes()[0].kill
-        counts, trajectories = asyncio.run(rollout(AsyncEngine(lost), AsyncEngine(engine), kill=kill))
-    assert counts.num_retried >= 1
-    assert counts.num_kept_tokens >= 50
+        summary, trajectories = asyncio.run(rollout(AsyncEngine(lost), AsyncEngine(engine), kill=kill))
+    assert summary.num_retried >= 1
+    assert summary.num_kept_tokens >= 50
     for one, other in zip(trajectories, expected, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert np.abs(one.logprobs - other.logprobs).max() <= TOLERANCE

@@ -69,18 +69,18 @@ def score(scorer: RewardScorer, prompt: Prompt, *completions: str):
 
 def test_runs_the_tests_of_a_row(prompt):
     found = score(code_scorer(), prompt, RIGHT, HALF, MBPP_ROW["code"], "no program")
-    assert [t.reward for t in found] == [1.0, 0.0, 1.0, 0.0]
+    assert [t.rewards["tests"] for t in found] == [1.0, 0.0, 1.0, 0.0]
     assert [round(t.rewards["tests/passed"], 3) for t in found] == [1.0, 0.333, 1.0, 0.0]
-    assert [t.reward for t in score(code_scorer(score="share"), prompt, RIGHT, HALF)] == [1.0, 1 / 3]
-    assert [t.reward for t in score(code_scorer(require_block=True), prompt, MBPP_ROW["code"])] == [0.0]
+    assert [t.rewards["tests"] for t in score(code_scorer(score="share"), prompt, RIGHT, HALF)] == [1.0, 1 / 3]
+    assert [t.rewards["tests"] for t in score(code_scorer(require_block=True), prompt, MBPP_ROW["code"])] == [0.0]
     endless = score(code_scorer(sandbox={"wall_seconds": 0.1}), prompt, "```python\nwhile True: pass\n```")
-    assert [t.reward for t in endless] == [0.0]
+    assert [t.rewards["tests"] for t in endless] == [0.0]
 
 
 def test_forged_results_score_0(prompt):
     texts = [text.replace("answer(x)", "common_prefix(words)").replace("(x)", "(words)") for text in FORGERIES.values()]
     two = with_row({**prompt.row, "test_list": MBPP_ROW["test_list"][:2]})
-    assert [t.reward for t in score(code_scorer(), two, *texts)] == [0.0] * len(texts)
+    assert [t.rewards["tests"] for t in score(code_scorer(), two, *texts)] == [0.0] * len(texts)
 
 
 BAD_PROGRAMS = {
@@ -98,7 +98,7 @@ BAD_PROGRAMS = {
 def test_bad_programs_score_0_and_are_no_failures(prompt):
     found = score(code_scorer(), prompt, *(f"```python\n{source}\n```" for source in BAD_PROGRAMS))
     for name, trajectory in zip(BAD_PROGRAMS.values(), found, strict=True):
-        assert (trajectory.reward, trajectory.reward_errors) == (0.0, {}), name
+        assert (trajectory.rewards["tests"], trajectory.reward_errors) == (0.0, {}), name
 
 
 def test_programs_are_scored_by_what_they_print():
@@ -106,11 +106,11 @@ def test_programs_are_scored_by_what_they_print():
     both, first = (with_row({"tests": tests[:count]}) for count in (2, 1))
     adds = "import sys\nprint(sum(map(int, input().split())))\n"
     found = score(code_scorer(tests_field="tests"), both, adds, "print(7)")
-    assert [t.reward for t in found] == [1.0, 0.0]
+    assert [t.rewards["tests"] for t in found] == [1.0, 0.0]
     closes = f"{adds}sys.stdin.close()\nsys.stdout.close()"
     writes = [f"import os\nos.write(1, b'7{end}')" for end in ("\\xff", "\\0")]
     found = score(code_scorer(tests_field="tests"), first, closes, *writes, "print(7, end='\\r\\n \\n')")
-    assert [t.reward for t in found] == [1.0, 0.0, 0.0, 1.0]
+    assert [t.rewards["tests"] for t in found] == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_a_lost_sandbox_is_a_failure_and_no_reward(prompt, monkeypatch):

@@ -49,7 +49,7 @@ SLEEPS = "import time\ntime.sleep(6000)"
 @pytest.mark.parametrize("fields", [{}, {"score": "share"}], ids=["all", "share"])
 def test_programs_that_sleep_through_all_tests_score_0(fields):
     found = score(MANY, *[SLEEPS] * 5, limits={"wall_seconds": 0.2}, timeout_seconds=1.0, **fields)
-    assert [(t.reward, t.reward_errors, t.rewards["tests/timeout"]) for t in found] == [(0.0, {}, 1.0)] * 5
+    assert [(t.rewards["tests"], t.reward_errors, t.rewards["tests/timeout"]) for t in found] == [(0.0, {}, 1.0)] * 5
     assert wait_until(lambda: not threads_of_rewards())
 
 
@@ -93,7 +93,7 @@ def test_the_end_of_a_program_is_counted_by_name(end):
     if end == "memory" and best_tier() == "unsafe":
         pytest.skip("needs a sandbox, which measures the memory of all processes together")
     (found,) = score(MANY[:1], ENDS[end], limits=LIMITS.get(end))
-    assert (found.reward, found.reward_errors) == (0.0, {})
+    assert (found.rewards["tests"], found.reward_errors) == (0.0, {})
     counted = {name.removeprefix("tests/"): value for name, value in found.rewards.items() if name != "tests"}
     assert counted.pop("passed") == 0.0
     assert [name for name, value in counted.items() if value] == [end]
@@ -103,14 +103,18 @@ def test_values_that_cost_too_much_to_compare_are_counted():
     tests = [{"call": "f()", "expected": [1]}]
     source = "def f(): return {i * (2**61 - 1) for i in range(1, 1000)}"
     (found,) = score(tests, source)
-    assert (found.reward, found.reward_errors, found.rewards["tests/undecided"]) == (0.0, {}, 1.0)
+    assert (found.rewards["tests"], found.reward_errors, found.rewards["tests/undecided"]) == (0.0, {}, 1.0)
 
 
 def test_output_as_long_as_the_expected_one_is_right():
     text = " ".join(map(str, range(20_000)))
     tests = [{"input": "", "output": text}]
     right = "print(*range(20_000))"
-    assert [t.reward for t in score(tests, right, f"{right}\n{right}", "print('x' * 10**6)")] == [1.0, 0.0, 0.0]
+    assert [t.rewards["tests"] for t in score(tests, right, f"{right}\n{right}", "print('x' * 10**6)")] == [
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_no_completion_has_metrics_that_others_lack():

@@ -168,7 +168,7 @@ def test_faults_of_the_service_change_no_score() -> None:
     service = LocalService(lengths, Faults(error=0.2, hang=0.05, slow=0.1))
     limits = {"max_batch_size": 4, "max_concurrent_requests": 8, "max_retries": 6}
     scored = run(service, partial(score_groups, num_groups=60, size=8), **limits)
-    rewards = [trajectory.reward for group in scored for trajectory in group]
+    rewards = [trajectory.rewards["judge"] for group in scored for trajectory in group]
     assert rewards == [float(n) for n in range(1, 481)], "every score is that of its completion, and none is 0"
     assert not any(trajectory.reward_errors for group in scored for trajectory in group)
     assert service.kinds >= Counter(error=20, hang=3, slow=8)
@@ -236,7 +236,7 @@ def test_a_batch_that_is_refused_is_split_so_that_the_others_have_scores() -> No
         return Response(413, text="too long") if too_long else lengths(body)
 
     scored = score(LocalService(answer), ["a", "bb", "xxxx", "ccc", "d"])
-    assert [t.reward for t in scored] == [1.0, 2.0, 0.0, 3.0, 1.0]
+    assert [t.rewards.get("judge") for t in scored] == [1.0, 2.0, None, 3.0, 1.0]
     assert [bool(t.reward_errors) for t in scored] == [False, False, True, False, False]
     assert "refused the request with status 413: 'too long'" in scored[2].reward_errors["judge"]
 
@@ -260,7 +260,7 @@ def test_a_service_that_comes_back_while_requests_are_held_back_scores_them() ->
 
     service = LocalService(answer)
     scored = score(service, ["a", "bb", "ccc"], max_batch_size=1, max_retries=6)
-    assert [t.reward for t in scored] == [1.0, 2.0, 3.0]
+    assert [t.rewards["judge"] for t in scored] == [1.0, 2.0, 3.0]
 
 
 def test_a_canceled_group_does_not_cancel_the_requests_of_others() -> None:
@@ -274,7 +274,7 @@ def test_a_canceled_group_does_not_cancel_the_requests_of_others() -> None:
         return (await second).trajectories
 
     (scored,) = run(service, work)
-    assert scored.reward == 2.0
+    assert scored.rewards == {"judge": 2.0}
     assert len(service.requests) == 1
 
 
@@ -379,7 +379,7 @@ def test_a_rubric_with_an_answer_needs_one() -> None:
     with expect_error(RewardError, "a.jsonl:2"):
         score_by_judge(LocalService(grade), ["it is 3"], without)
     (scored,) = score_by_judge(LocalService(grade), ["it is 3"], without, rubric="Answer: {completion}")
-    assert scored.reward == 0.5
+    assert scored.rewards["judge"] == 0.5
 
 
 @pytest.mark.parametrize(

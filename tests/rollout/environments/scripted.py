@@ -39,7 +39,7 @@ class TurnScorer:
     async def score(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> ScoredGroup:
         sums = [float(sum(t.turn_rewards)) for t in trajectories]
         pairs = zip(trajectories, sums, strict=True)
-        return ScoredGroup(trajectories=[replace(t, reward=total, rewards={"game": total}) for t, total in pairs])
+        return ScoredGroup(trajectories=[replace(t, rewards={"game": total}) for t, total in pairs])
 
     async def close(self) -> None:
         pass

@@ -45,7 +45,7 @@ def test_an_episode_is_prompt_replies_and_masked_messages(tokenizer: Any) -> Non
     assert tokenizer.decode(first.token_ids) == text
     assert tokenizer.decode(first.token_ids[first.loss_mask]) == "why<eos>yes it is<eos>done<eos>"
     assert first.turn_rewards == (0.25, 0.25, 1.0)
-    assert (first.reward, first.finish_reason) == (1.5, "stop")
+    assert (first.rewards, first.finish_reason) == ({"game": 1.5}, "stop")
     assert summary.trajectories[0].num_turns == 3
     # each prompt is the tokens of the one before, what was sampled, and the new messages
     asked = [r.token_ids for r in engine.requests if "-1-1-0" in r.request_id]
@@ -106,7 +106,7 @@ def test_the_time_limit_of_the_run_ends_an_episode_as_truncated(tokenizer: Any, 
     assert summary.kept == (0, 1)
     sampled = tokenizer.decode(first.token_ids[first.loss_mask])
     assert sampled == ("why<eos>why<eos>why<eos>ye" if environment is Echo else "why<eos>")
-    assert first.reward == (0.75 if environment is Echo else 0.25)
+    assert first.rewards["game"] == (0.75 if environment is Echo else 0.25)
     assert not open_environments
 
 
@@ -151,7 +151,7 @@ def test_stripped_thoughts_fork_segments_that_share_the_reward() -> None:
     texts = [tokenizer.decode(each.token_ids[each.loss_mask]) for each in segments]
     assert texts == ["<think>so</think>why<eos>", "yes<eos><think>is it</think>is<eos>", "done<eos>"]
     assert [each.turn_rewards for each in segments] == [(0.25,), (0.25, 0.25), (1.0,)]
-    assert {each.reward for each in segments} == {1.75}
+    assert [each.rewards for each in segments] == [{"game": 1.75}] * 3
     assert "<think>" not in tokenizer.decode(segments[2].token_ids)
     assert summary.trajectories[0].num_segments == 3
 
@@ -167,7 +167,7 @@ REFUSALS = {
 def test_a_text_that_the_template_does_not_take_ends_the_episode_with_its_rewards(name: str) -> None:
     tokenizer = chat_tokenizer(REFUSALS[name])
     summary, (first, _) = run(TextEngine(tokenizer, replies("why", "a zap", "done")))
-    assert (first.finish_reason, first.turn_rewards, first.reward) == ("refused", (0.25, 0.25), 0.5)
+    assert (first.finish_reason, first.turn_rewards, first.rewards) == ("refused", (0.25, 0.25), {"game": 0.5})
     assert summary.kept == (0, 1)
     assert tokenizer.decode(first.token_ids[first.loss_mask]) == "why<eos>a zap<eos>"
 
@@ -190,7 +190,7 @@ class Blocking:
 def test_blocking_methods_run_outside_the_event_loop(tokenizer: Any) -> None:
     worker = make_worker(TextEngine(tokenizer, replies("why")), Blocking)
     summary, _ = asyncio.run(worker.rollout_group(make_job(tokenizer)))
-    assert [each.reward for each in summary.trajectories] == [0.5, 0.5]
+    assert [each.rewards for each in summary.trajectories] == [{"game": 0.5}] * 2
     assert threading.get_ident() not in Blocking.threads
 
 
@@ -243,7 +243,7 @@ def test_any_text_of_an_environment_continues_the_episode(
     answer = Step(messages=[{"role": "tool", "content": text}], reward=0.5)
     monkeypatch.setattr(Returns, "step_of", staticmethod(lambda _: answer), raising=False)
     _, (first, _) = run(TextEngine(tokenizer, replies("why")), Returns, max_turns=2)
-    assert (first.reward, first.finish_reason, first.segment) == (1.0, "turns", 0)
+    assert (first.rewards, first.finish_reason, first.segment) == ({"game": 1.0}, "turns", 0)
 
 
 class Singleton(Echo):

@@ -17,9 +17,11 @@ from megarl.functional import group_advantages
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.rollout.environments.environment import Step, Task
 from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.reward_weights import RewardWeights
 from megarl.run.rollout_batch import RolloutBatch
 from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
 from tests.rollout.environments.scripted import TextEngine, make_job, make_worker
+from tests.run.finished_groups import run_config
 from tests.virtual_time import run_in_virtual_time
 
 NUM_GROUPS, GROUP_SIZE, SHARE = 40, 8, 0.1
@@ -47,6 +49,7 @@ async def quality(trajectory: Trajectory, text: str, row: Any) -> float:
 
 
 QUALITY = {"type": "python", "path": f"{__name__}:quality", "on_error": "drop", "timeout_seconds": LIMIT}
+REWARDS = {"terms": {"game": {"type": "environment"}, "quality": QUALITY}}
 
 
 class Faulty:
@@ -94,9 +97,10 @@ def finished() -> list[FinishedGroup]:
     state.clear()
     waits.clear()
     tokenizer = chat_tokenizer(APPEND)
-    rewards = RewardsConfig.model_validate({"terms": {"game": {"type": "environment"}, "quality": QUALITY}})
     engine = TextEngine(tokenizer, lambda text, request_id: "yes", seconds=1.0)
-    worker = make_worker(engine, Faulty, scorer=RewardScorer(rewards, tokenizer.decode), max_seconds=LIMIT)
+    worker = make_worker(
+        engine, Faulty, scorer=RewardScorer(RewardsConfig.model_validate(REWARDS), tokenizer.decode), max_seconds=LIMIT
+    )
 
     async def main() -> list[FinishedGroup]:
         jobs = [make_job(tokenizer, num_samples=GROUP_SIZE, number=n) for n in range(1, NUM_GROUPS + 1)]
@@ -133,20 +137,21 @@ def test_failed_episodes_are_repeated_once_then_left_out(finished: list[Finished
     assert all("test_faults:Faulty" in each.reward_errors["environment"] for each in without_environment)
     assert state["scored"] == len(summaries) - len(without_environment) + retried["quality"]
     assert {name for each in dropped for name in each.reward_errors} == {"environment", "quality"}
-    assert {each.reward for each in summaries if not each.is_dropped} == {11.0, 12.0, 13.0}  # no zero
+    assert {sum(each.rewards.values()) for each in summaries if not each.is_dropped} == {11.0, 12.0, 13.0}  # no zero
 
 
 def test_baselines_are_those_without_the_failed_episodes(finished: list[FinishedGroup]) -> None:
-    batch = RolloutBatch.from_sampled(finished, min_completions=2)
+    weights = RewardWeights(run_config({"type": "grpo"}, reward=REWARDS), {}, writes=False)
+    batch = RolloutBatch.from_sampled([weights.sum_up(group) for group in finished], min_completions=2)
     got = group_advantages(torch.tensor(batch.rewards), torch.tensor(batch.group_ids), kind="grpo")
     expected: list[float] = []
     for group in finished:
-        rewards = np.array([t.reward for t in group.payload.fetch() if not t.reward_errors])
+        rewards = np.array([sum(t.rewards.values()) for t in group.payload.fetch() if not t.reward_errors])
         if len(rewards) >= 2:
             expected += ((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)).tolist()
     np.testing.assert_allclose(got.numpy(), expected, rtol=0, atol=1e-6)
     exact = group_advantages(torch.tensor(batch.rewards).double(), torch.tensor(batch.group_ids), kind="dr_grpo")
-    means = [np.mean([t.reward for t in g.payload.fetch() if not t.reward_errors]) for g in batch.groups]
+    means = [np.mean([sum(t.rewards.values()) for t in g.payload.fetch() if not t.reward_errors]) for g in batch.groups]
     centred = [r - means[g] for r, g in zip(batch.rewards, batch.group_ids, strict=True)]
     np.testing.assert_allclose(exact.numpy(), centred, rtol=0, atol=1e-7)
 

@@ -16,8 +16,8 @@ import pytest
 from pydantic import ValidationError
 
 from megarl.config.rollout import HarnessConfig, RolloutConfig
-from megarl.engines.batching_engine import BatchingEngine, no_tokens
-from megarl.engines.engine import Generation, GenerationRequest
+from megarl.engines.engine import Generation, GenerationRequest, no_tokens
+from megarl.engines.engine_pool import PooledEngine
 from megarl.errors import ConfigError
 from megarl.rollout.environments.environment import Task
 from megarl.rollout.gateway import harness_agent
@@ -77,7 +77,7 @@ def test_a_command_gets_its_task_and_may_return_a_reward(tokenizer: Any, tmp_pat
         "variables": [],
         "mine": "5",
     }
-    assert summary.trajectories[0].reward == 0.25
+    assert summary.trajectories[0].rewards == {"game": 0.25}
     assert trajectories[0].turn_rewards == (0.0, 0.25)
     assert sampled_ids(trajectories) == logged_ids(engine)
 
@@ -522,7 +522,7 @@ def test_a_request_that_was_not_sent_yet_is_not_sent_after_its_session_is_closed
 
     async def sent_and_aborted(iterations: int) -> tuple[int, int]:
         engine = EndlessEngine(tokenizer)
-        batching: Any = BatchingEngine(engine)
+        batching: Any = PooledEngine(engine)
         batching.tokenizer = tokenizer
         session = scripted.make_session(batching, 0)
         request = TurnRequest(messages=({"role": "user", "content": LONG},))

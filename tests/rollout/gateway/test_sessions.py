@@ -231,7 +231,7 @@ def test_parallel_and_rewritten_conversations_are_segments_and_nothing_is_traine
 def test_the_reward_of_the_harness_is_that_of_the_last_turn(tokenizer: Any) -> None:
     _, _, trajectories = send(tokenizer, chat("is it?"), chat("is it?", "yes", "why?"), chat("lower?"))
     assert [each.turn_rewards for each in trajectories] == [(), (1.0,)]
-    assert {each.reward for each in trajectories} == {1.0}
+    assert [each.rewards for each in trajectories] == [{"game": 1.0}] * 2
 
 
 def test_log_probabilities_are_returned_as_the_engine_sampled_them(tokenizer: Any) -> None:

@@ -215,12 +215,12 @@ def lost_answer_errors():
 
 def test_call_is_retried_if_the_answer_was_lost_but_not_on_a_dead_engine(monkeypatch):
     monkeypatch.setattr(remote_engine, "RETRY_SECONDS", 0.0)
-    handle = FakeActor(*lost_answer_errors(), ["completion"])
-    assert asyncio.run(RemoteEngine(handle, "engine 1").generate_many([])) == ["completion"]
+    handle = FakeActor(*lost_answer_errors(), {"1": "tokens"})
+    assert asyncio.run(RemoteEngine(handle, "engine 1").partial_outputs({"1": 0})) == {"1": "tokens"}
     assert handle.left == []
     handle = FakeActor(*lost_answer_errors(), ActorDiedError())
-    with expect_error(LostEngineError, "generate_many", "1"):
-        asyncio.run(RemoteEngine(handle, "engine 1").generate_many([]))
+    with expect_error(LostEngineError, "partial_outputs", "1"):
+        asyncio.run(RemoteEngine(handle, "engine 1").partial_outputs({}))
 
 
 @pytest.mark.parametrize("explains", [True, False])

@@ -47,7 +47,7 @@ class SeededEngine(WholeBatches):
 class Scorer:
     async def score(self, trajectories, prompt):
         lengths = [(t, float(t.loss_mask.sum())) for t in trajectories]
-        scored = [replace(t, rewards={"length": length}, reward=length / 3) for t, length in lengths]
+        scored = [replace(t, rewards={"length": length / 3}) for t, length in lengths]
         return ScoredGroup(trajectories=scored, terms={"length": TermReport(seconds=0.5, num_retried=1)})
 
 
@@ -163,7 +163,7 @@ def test_an_actor_of_a_run_that_lost_its_folder_writes_nothing(make_actor, tmp_p
         take_over(tmp_path)
         written = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
         assert isinstance(run(actor, [job(1)])[0], LostLockError)
-        rewards = [(t.reward, t.rewards) for t in trajectories]
+        rewards = [(t.reward, t.rewards, t.reward_errors) for t in trajectories]
         with pytest.raises(LostLockError):
             asyncio.run(actor.record(5, rewards, [0.0] * len(rewards), [(0, 0)], [trajectories]))
         assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == written

@@ -479,13 +479,13 @@ def test_rollouts_are_written_with_the_rewards_of_each_sequence(ray):
     run = start_group(ray, workers=1)
     groups = [
         finished_group([completion([0, 1], reward=1.5), completion([1], reward=2.0, rewards={"a": 3.0})]),
-        finished_group([completion([1, 1], reward=0.5)]),
+        finished_group([completion([1, 1], rewards={"match": 0.5}, reward_errors={"match": "too large"})]),
     ]
     groups = [replace(group, payload=StoredItem(f"object {n}", 0)) for n, group in enumerate(groups)]
     run.group.record(3, groups, [0.1, 0.2, 0.3])
     step, rewards, advantages, places, *stored = ray.workers[0].arguments["record"]
     assert (step, advantages, places) == (3, (0.1, 0.2, 0.3), ((0, 0), (1, 0)))
-    assert rewards == ((1.5, {"match": 1.5}), (2.0, {"a": 3.0}), (0.5, {"match": 0.5}))
+    assert rewards == ([1.5, {"match": 1.5}, {}], [2.0, {"a": 3.0}, {}], [0.0, {"match": 0.5}, {"match": "too large"}])
     assert stored == ["object 0", "object 1"]
 
 

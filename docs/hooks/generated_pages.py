@@ -1,6 +1,7 @@
-"""Add a page for each public module, with the interfaces that its `__all__` names.
+"""Add the pages that are written by the code: the interfaces of each public module, and the keys of each command.
 
-The pages exist only in the site: a comment in docs/architecture.md is replaced by the links.
+They exist only in the site, so that pages which are also read in the repository cannot link to them: a comment in
+docs/architecture.md, and one in docs/configuration.md, is replaced by the links.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import megarl
-
-PLACE_OF_LINKS = "<!-- pages of the public names -->"
+from megarl.cli.tools.config_reference import make_reference
+from megarl.config import STAGES
 
 GUIDES = {
     "agents": ("rewards-and-agents.md", "environments.md"),
@@ -68,21 +69,37 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """What mkdocstrings shows of a name, where it is not all."""
 
 
+LINKS = {
+    "architecture.md": (
+        "<!-- pages of the public names -->",
+        [f"- [`megarl.{name}`](api/{name}.md)" for name in GUIDES],
+    ),
+    "configuration.md": (
+        "<!-- pages of all keys -->",
+        [f"- [Keys of `megarl {command}`](reference/{command}.md)" for command in STAGES],
+    ),
+}
+"""By page of docs/, the comment that is replaced, and the links."""
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages api/MODULE.md."""
+    """Add the pages api/MODULE.md and reference/COMMAND.md."""
     for name in GUIDES:
         files.append(File.generated(config, f"api/{name}.md", content=_page(name)))
+    for command in STAGES:
+        files.append(File.generated(config, f"reference/{command}.md", content=make_reference(command)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace the comment in the page on the architecture by links to the pages of the public names."""
+    """Replace the comment in a page by links to generated pages."""
     del config, files
-    if page.file.src_uri != "architecture.md":
+    if page.file.src_uri not in LINKS:
         return markdown
-    if PLACE_OF_LINKS not in markdown:
-        raise PluginError(f"docs/architecture.md needs the comment {PLACE_OF_LINKS}")
-    return markdown.replace(PLACE_OF_LINKS, "\n".join(f"- [`megarl.{name}`](api/{name}.md)" for name in GUIDES))
+    comment, links = LINKS[page.file.src_uri]
+    if comment not in markdown:
+        raise PluginError(f"docs/{page.file.src_uri} needs the comment {comment}")
+    return markdown.replace(comment, "\n".join(links))
 
 
 def _page(name: str) -> str:
