@@ -47,7 +47,7 @@ def make_config(case: Case, world: Path, folder: Path) -> RunConfig:
         "weight_sync": {
             "strategy": case.strategy,
             "bucket_bytes": 60_000,
-            "verify": {"every": 2, "sample": 16},
+            "verify": {"every": 2},
             "delta": True,
         },
         "placement": {"slots_per_node": case.slots},
