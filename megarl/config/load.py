@@ -220,8 +220,7 @@ def _delete_fixed_keys(tree: dict[str, object], error: ValidationError) -> bool:
             path = _yaml_path(problem["loc"], tree, missing=False)
             fixed = _find_fixed(".".join(path))
             if fixed is not None and fixed[0] == problem["input"]:
-                section = reduce(getitem, path[:-1], cast("Any", tree))
-                del section[path[-1]]
+                reduce(getitem, path[:-1], cast("Any", tree)).pop(path[-1])
                 found = True
     return found
 

@@ -60,7 +60,7 @@ def push(components: Components, exported: Mapping[str, Tensor], version: int) -
     if version == 0:
         components.overwrite_served(exported)
     report = components.weights.push(version)
-    assert report.metrics()["weight_sync/is_whole"] == float(version == 0)
+    assert report.metrics()["weight_sync/is_full"] == float(version == 0)
     return report
 
 

@@ -258,7 +258,7 @@ class SglangEngine:
         return (await self.weight_needs()).digest
 
     async def update_weights(self, update: EngineUpdate) -> UpdateReport:
-        """Run a whole weight update; see `RolloutEngine.update_weights`."""
+        """Run a weight update; see `RolloutEngine.update_weights`."""
         return await self._update.run(update)
 
     async def prepare_boxes(self, offers: Sequence[BoxOffer]) -> None:

@@ -97,7 +97,7 @@ class PushReport:
         if self.delta is None:
             return metrics
         return metrics | {
-            "weight_sync/is_whole": float(self.delta.base is None),
+            "weight_sync/is_full": float(self.delta.base is None),
             "weight_sync/bytes_saved": self.bytes_saved,
             "weight_sync/changed_share": stats.changed_pieces / max(stats.pieces, 1),
         }
