@@ -163,7 +163,6 @@ def _settings(args: argparse.Namespace) -> list[str]:
         "checkpoint.keep_journal=all",
         f"recovery.max_restarts={20 + 2 * args.kills}",
         "recovery.max_identical_failures=10",
-        "recovery.backoff_seconds=0.1",
         *args.overrides,
     ]
 

@@ -14,7 +14,6 @@ from megarl.config.algorithms.actor_critic import (
     PfPpoConfig,
     PpoConfig,
     SafeRlhfConfig,
-    ValuePretrainingConfig,
     VapoConfig,
 )
 from megarl.functional import (
@@ -139,7 +138,7 @@ class Vapo(Algorithm[VapoConfig]):
 
 def pretrain_critic(run: RLRun, algorithm: VapoConfig) -> None:
     """Fit the critic to Monte-Carlo returns of the initial policy, until it converges or `max_steps` is reached."""
-    monitor = ConvergenceMonitor(algorithm.pretraining)
+    monitor = ConvergenceMonitor()
     for number in range(1, algorithm.pretraining.max_steps + 1):
         if run.should_stop():
             break
@@ -158,11 +157,23 @@ def pretrain_critic(run: RLRun, algorithm: VapoConfig) -> None:
             break
 
 
+CONVERGENCE_WINDOW = 5
+"""Number of steps over which the change of the value loss is measured."""
+
+SETTLED_CHANGE = 0.02
+"""Relative change of the value loss over the window below which it counts as converged."""
+
+MIN_EXPLAINED_VARIANCE = 0.5
+"""Explained variance of the returns that a critic needs before its pretraining ends early."""
+
+
 @dataclass(slots=True)
 class ConvergenceMonitor:
     """Detects convergence of critic pretraining from its loss and explained variance."""
 
-    config: ValuePretrainingConfig
+    window: int = CONVERGENCE_WINDOW
+    settled: float = SETTLED_CHANGE
+    min_explained_variance: float = MIN_EXPLAINED_VARIANCE
     losses: list[float] = field(default_factory=list)
 
     def converged(self, loss: float, explained_variance: float) -> bool:
@@ -172,10 +183,10 @@ class ConvergenceMonitor:
         variance is at least `min_explained_variance`.
         """
         self.losses.append(loss)
-        if len(self.losses) <= self.config.window or explained_variance < self.config.min_explained_variance:
+        if len(self.losses) <= self.window or explained_variance < self.min_explained_variance:
             return False
-        before = self.losses[-1 - self.config.window]
-        return abs(before - loss) < self.config.settled * abs(before)
+        before = self.losses[-1 - self.window]
+        return abs(before - loss) < self.settled * abs(before)
 
 
 @by_groups

@@ -13,18 +13,9 @@ class RecoveryConfig(Section):
     """How a run reacts when one of its processes dies or hangs, and how it shuts down."""
 
     max_restarts: int = Field(default=20, ge=0)
-    """Number of restarts within `restart_window_seconds` for each process of a kind: with 100 engines, 100 times as
-    many restarts of engines. The ranks of the trainer restart together and count as one process. The next failure
-    within the window ends the run. 0: no restarts."""
-
-    restart_window_seconds: float = Field(default=86_400.0, gt=0)
-    """Seconds for which a restart counts. A run that loses fewer processes in any such time continues for ever."""
-
-    backoff_seconds: float = Field(default=1.0, ge=0)
-    """Seconds to wait before the second restart since the last completed step; doubled for each further restart."""
-
-    max_backoff_seconds: float = Field(default=60.0, ge=0)
-    """Longest wait in seconds before a restart."""
+    """Number of restarts within a day for each process of a kind: with 100 engines, 100 times as many restarts of
+    engines. The ranks of the trainer restart together and count as one process. The next failure within the day ends
+    the run. 0: no restarts."""
 
     max_identical_failures: int = Field(default=3, ge=1)
     """Abort after this many identical failures of a process with no completed step in between. An engine is left out

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from megarl.config.load import load_config, make_config, read_tree
+from megarl.config.load import make_config, read_tree
 from megarl.config.model import ModelConfig
 from megarl.config.placement import PlacementConfig
 from megarl.config.preference import DpoConfig, RmConfig
@@ -109,14 +109,14 @@ STAGE_BY_SECTION: dict[str, type[StageConfig]] = {"algorithm": RunConfig, "rm": 
 
 
 def load_resolved(path: Path) -> StageConfig:
-    """Load a configuration that `dump_config` wrote to `path`, and infer its type.
+    """Load a configuration that `dump_config` wrote to `path`, perhaps in an earlier version, and infer its type.
 
     Raises:
         ConfigError: the file cannot be read or is invalid.
     """
     tree = read_tree(path)
     kind = next((kind for section, kind in STAGE_BY_SECTION.items() if section in tree), SftConfig)
-    return load_config(kind, path)
+    return make_config(kind, tree, origin=str(path), is_record=True)
 
 
 def command_of(config: StageConfig) -> str:

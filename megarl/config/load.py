@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from pydantic import ValidationError
@@ -25,6 +28,21 @@ FLOAT = re.compile(
     r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?"
     r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
 )
+
+
+FIXED_KEYS: Mapping[str, tuple[object, str]] = {
+    "algorithm.pretraining.min_explained_variance": (0.5, "0.5"),
+    "algorithm.pretraining.settled": (0.02, "0.02"),
+    "algorithm.pretraining.window": (5, "5 steps"),
+    "recovery.backoff_seconds": (1.0, "1 s"),
+    "recovery.max_backoff_seconds": (60.0, "60 s"),
+    "recovery.restart_window_seconds": (86_400.0, "86400 s"),
+    "reward.terms.*.backoff_seconds": (0.5, "0.5 s"),
+    "reward.terms.*.batch_wait_seconds": (0.02, "0.02 s"),
+    "reward.terms.*.breaker": ({"failures": 5, "cooldown_seconds": 10.0}, "5 failures in a row and 10 s"),
+    "weight_sync.verify.sample": (16, "16 boxes"),
+}
+"""Keys that earlier versions had and that are constants -> (value, in words). `*` stands for the name of a term."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -123,6 +141,7 @@ def make_config[C: Section](
     *,
     origin: str | None = None,
     slots: tuple[int, int] | None = None,
+    is_record: bool = False,
 ) -> C:
     """Make a configuration of type `kind` from `tree`, with `overrides` ("a.b=c", the value in YAML) applied in order.
 
@@ -130,6 +149,8 @@ def make_config[C: Section](
         tree: parsed YAML; modified by the overrides.
         origin: prefix of error messages, such as the file's path.
         slots: as in `load_config`.
+        is_record: whether `tree` is from `dump_config`, perhaps of an earlier version: keys of `FIXED_KEYS` may have
+            the values that are fixed.
 
     Raises:
         ConfigError: unknown or missing keys, invalid values; lists all problems, one per line.
@@ -141,6 +162,8 @@ def make_config[C: Section](
     try:
         return kind.model_validate(tree)
     except ValidationError as e:
+        if is_record and _delete_fixed_keys(tree, e):
+            return make_config(kind, tree, origin=origin)
         start = f"{origin}: " if origin else ""
         raise ConfigError("\n".join(f"{start}{line}" for line in _format_errors(e, kind, tree))) from e
 
@@ -189,6 +212,23 @@ def _set_default_slots(tree: dict[str, object], slots: tuple[int, int]) -> None:
         tree["placement"] = {**placement, "nodes": nodes, "slots_per_node": per_node}
 
 
+def _delete_fixed_keys(tree: dict[str, object], error: ValidationError) -> bool:
+    """Delete the unknown keys that are in `FIXED_KEYS` with the same value; return whether there were any."""
+    found = False
+    for problem in error.errors(include_url=False):
+        if problem["type"] == "extra_forbidden":
+            path = _yaml_path(problem["loc"], tree, missing=False)
+            fixed = _find_fixed(".".join(path))
+            if fixed is not None and fixed[0] == problem["input"]:
+                reduce(getitem, path[:-1], cast("Any", tree)).pop(path[-1])
+                found = True
+    return found
+
+
+def _find_fixed(key: str) -> tuple[object, str] | None:
+    return next((fixed for pattern, fixed in FIXED_KEYS.items() if fnmatchcase(key, pattern)), None)
+
+
 def _format_errors(error: ValidationError, kind: type[Section], tree: dict[str, object]) -> list[str]:
     lines = []
     for problem in error.errors(include_url=False):
@@ -196,7 +236,12 @@ def _format_errors(error: ValidationError, kind: type[Section], tree: dict[str, 
         where = ".".join(_yaml_path(problem["loc"], tree, missing=missing)) or kind.__name__
         match problem["type"]:
             case "extra_forbidden":
-                line = f"{where}: unknown key"
+                fixed = _find_fixed(where)
+                line = (
+                    f"{where}: unknown key"
+                    if fixed is None
+                    else f"{where} is no longer an option: it is fixed at {fixed[1]}"
+                )
             case "missing":
                 line = f"{where}: this key is required"
             case "value_error":

@@ -38,24 +38,11 @@ SERVICE_SETTINGS = frozenset(
         "api_key_env",
         "timeout_seconds",
         "max_retries",
-        "backoff_seconds",
         "max_concurrent_requests",
-        "breaker",
         "max_batch_size",
-        "batch_wait_seconds",
     }
 )
 """Fields that say where and how a service is called, and not what it returns: they may change on resume."""
-
-
-class BreakerConfig(Section):
-    """When requests to a service are held back: while it is down, only one request at a time is sent to try it."""
-
-    failures: int = Field(default=5, ge=1)
-    """Number of consecutive failed requests of a rollout worker after which it holds back further ones."""
-
-    cooldown_seconds: float = Field(default=10.0, gt=0)
-    """Time until one request tries the service again; the others wait for its result."""
 
 
 class ServiceRewardConfig(RuleConfig):
@@ -73,16 +60,12 @@ class ServiceRewardConfig(RuleConfig):
 
     max_retries: int = Field(default=4, ge=0)
     """Number of times that a request is sent again after a timeout, a lost connection, or a status 408, 429 or 5xx.
-    Then the term has failed on the completion."""
-
-    backoff_seconds: float = Field(default=0.5, gt=0)
-    """Mean time before the first retry. It doubles with each retry, up to 30 seconds, and is random between 0 and
-    twice its mean, so that workers do not retry all at once. A longer `Retry-After` of the service is obeyed."""
+    Then the term has failed on the completion. The time before a retry is random, so that workers do not retry all at
+    once: half a second in the mean before the first, doubled with each retry, up to 30 seconds. A longer `Retry-After`
+    of the service is obeyed."""
 
     max_concurrent_requests: int = Field(default=16, ge=1)
     """Number of requests that are in flight at once."""
-
-    breaker: BreakerConfig = BreakerConfig()
 
     @model_validator(mode="after")
     def _check_url(self) -> ServiceRewardConfig:
@@ -103,9 +86,6 @@ class HttpRewardConfig(ServiceRewardConfig):
 
     max_batch_size: int = Field(default=64, ge=1)
     """Largest number of completions in one request."""
-
-    batch_wait_seconds: float = Field(default=0.02, ge=0)
-    """Time that a completion waits for others to be sent in the same request."""
 
 
 class JudgeRewardConfig(ServiceRewardConfig):

@@ -13,11 +13,8 @@ class VerifyConfig(Section):
     """Comparison of samples of the engines' weights with the trainer's, bit by bit, before engines serve them."""
 
     every: int = Field(default=1, ge=1)
-    """Compare in the sync of every policy version that this number divides."""
-
-    sample: int = Field(default=16, ge=1)
-    """Number of boxes, of at most 262,144 elements each, that are compared in a sync. Others are chosen for each
-    policy version, and are the same in every engine."""
+    """Compare in the sync of every policy version that this number divides: 16 boxes of at most 262,144 elements each.
+    Others are chosen for each policy version, and are the same in every engine."""
 
 
 class WeightSyncConfig(Section):

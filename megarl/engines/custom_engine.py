@@ -254,7 +254,7 @@ class CustomEngineHost:
             raise WeightSyncError(problem) from error
 
     async def update_weights(self, update: EngineUpdate) -> UpdateReport:
-        """Run a whole weight update; see `RolloutEngine.update_weights`."""
+        """Run a weight update; see `RolloutEngine.update_weights`."""
         return await self._update.run(update)
 
     async def receive(self, delta: DeltaUpdate | None) -> list[SyncStats]:

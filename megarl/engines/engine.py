@@ -262,7 +262,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def update_weights(self, update: EngineUpdate) -> UpdateReport:
-        """Run a whole weight update: stop decoding, receive, and do what the controller decides for all engines.
+        """Run a weight update: stop decoding, receive, and do what the controller decides for all engines.
 
         Raises:
             WeightSyncError: a box does not fit the engine's parameters, a rank of either side has died or is late, or

@@ -1,4 +1,4 @@
-"""A whole weight update of one engine, in which the controller decides about all engines at once.
+"""The weight update of one engine, in which the controller decides about all engines at once.
 
 begin     pause generation
 receive   boxes from the trainer; the TP ranks stop waiting if the controller aborts the update

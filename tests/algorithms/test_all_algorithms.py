@@ -25,7 +25,7 @@ ANY_SHARE = {"max_failed_share": 1.0}
 NO_KL: dict[str, Any] = {"kl_reward": None}
 MATCH = {"match": {"type": "numeric"}}
 COST = {"terms": {**MATCH, "cost": {"type": "model", "path": "cost"}}}
-PRETRAINING = {"max_steps": 2, "window": 1, "settled": 0.1, "min_explained_variance": -1000.0}
+PRETRAINING = {"max_steps": 2}
 
 KINDS = (
     *("grpo", "rloo", "dr_grpo", "gspo", "cispo", "gmpo", "dapo", "reinforce_pp", "reinforce_pp_baseline"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from megarl.algorithms import ppo
 from megarl.algorithms.grpo import apply_overlong_penalty, differs_in
 from megarl.algorithms.ppo import ConvergenceMonitor
 from megarl.algorithms.prime import has_useful_accuracy
-from megarl.config.algorithms.actor_critic import PrimeConfig, ValuePretrainingConfig
+from megarl.config.algorithms.actor_critic import PrimeConfig
 from megarl.config.algorithms.group_baseline import DapoConfig
 from megarl.config.trainer import TrainerConfig
 from megarl.errors import DataError
@@ -28,7 +30,7 @@ from tests.errors import expect_error
 from tests.run.finished_groups import completion, finished_group, groups_with_rewards, run_config
 
 KEYS = [(g, i) for g in range(2) for i in range(3)]
-PRETRAINING = {"max_steps": 6, "window": 2, "settled": 0.1, "min_explained_variance": -1000.0}
+PRETRAINING = {"max_steps": 6}
 NO_KL: dict[str, Any] = {"kl_reward": None}
 OFFLOADING: dict[str, Any] = {"policy": {"offloads": True}}
 
@@ -279,12 +281,19 @@ def test_pf_ppo_trains_critic_and_policy_on_resampled_completions(tmp_path: Path
             assert batch.denominators.num_tokens == 3 * 3 + 3 * 4
 
 
+def patch_monitor(patch: pytest.MonkeyPatch, min_explained_variance: float) -> None:
+    """Let critics converge once the loss changes by less than 10 % over two steps."""
+    monitor = partial(ConvergenceMonitor, window=2, settled=0.1, min_explained_variance=min_explained_variance)
+    patch.setattr(ppo, "ConvergenceMonitor", monitor)
+
+
 def vapo(folder: Path, pretraining: dict[str, Any], **options: Any) -> FinishedRun:
     tree = {"type": "vapo", "group_size": 3, "nll_coefficient": 0.2, "pretraining": pretraining}
     return run_script(folder, tree, differing_rewards, **options)
 
 
-def test_vapo_pretrains_its_critic_until_it_converges(tmp_path: Path) -> None:
+def test_vapo_pretrains_its_critic_until_it_converges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_monitor(monkeypatch, -1000.0)
     losses = {"losses": [9.0, 4.0, 2.0, 1.0, 3.0, 1.05, 8.0]}
     run = vapo(tmp_path, PRETRAINING | {"max_steps": 9}, models={"critic": losses})
     critic_only_step = ["engines sample", "critic values", "critic train"]
@@ -299,11 +308,14 @@ def test_vapo_pretrains_its_critic_until_it_converges(tmp_path: Path) -> None:
     assert [row["critic/loss"] for row in run.metrics] == [8.0]
 
 
-def test_vapo_ends_pretraining_on_convergence_or_after_max_steps(tmp_path: Path) -> None:
+def test_vapo_ends_pretraining_on_convergence_or_after_max_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch_monitor(monkeypatch, -1000.0)
     early = vapo(tmp_path / "early", PRETRAINING, models={"critic": {"losses": [3.0]}})
     assert len(early.pretraining) == 3
-    unexplained = PRETRAINING | {"min_explained_variance": 1.0}
-    never = vapo(tmp_path / "never", unexplained, models={"critic": {"losses": [3.0]}})
+    patch_monitor(monkeypatch, 1.0)
+    never = vapo(tmp_path / "never", PRETRAINING, models={"critic": {"losses": [3.0]}})
     assert len(never.pretraining) == 6
     none = vapo(tmp_path / "none", PRETRAINING | {"max_steps": 0})
     assert none.pretraining == []
@@ -336,7 +348,7 @@ def test_vapo_adds_nll_of_positive_completions(tmp_path: Path) -> None:
     ],
 )
 def test_convergence_monitor(losses: list[float], explained: float | list[float], settled: list[bool]) -> None:
-    monitor = ConvergenceMonitor(ValuePretrainingConfig(window=2, settled=0.05, min_explained_variance=0.5))
+    monitor = ConvergenceMonitor(window=2, settled=0.05, min_explained_variance=0.5)
     each = explained if isinstance(explained, list) else [explained] * len(losses)
     assert list(map(monitor.converged, losses, each)) == settled
 

@@ -13,10 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from megarl.algorithms import ppo
 from megarl.config import STAGES, RunConfig, SftConfig, command_of, dump_config, load_config, load_resolved
-from megarl.config.load import _parse, make_config, read_tree
+from megarl.config.load import FIXED_KEYS, _parse, make_config, read_tree
 from megarl.config.reward import NumericRewardConfig
 from megarl.errors import ConfigError
+from megarl.reward.services import client, http_term
+from megarl.run.supervision import restart_budget
+from megarl.run.sync import sync_update
 from tests.config.runs import REQUIRED, make_run
 from tests.errors import expect_error
 
@@ -102,6 +106,54 @@ def test_overrides_apply_in_order(write: Write) -> None:
 def test_override_errors(write: Write, override: str, message: str) -> None:
     (line,) = problems(write(MINIMAL + "seed: 1\nalgorithm: {type: grpo}\n"), override)
     assert line.startswith(message)
+
+
+CONSTANTS = {
+    "algorithm.pretraining.min_explained_variance": ppo.MIN_EXPLAINED_VARIANCE,
+    "algorithm.pretraining.settled": ppo.SETTLED_CHANGE,
+    "algorithm.pretraining.window": ppo.CONVERGENCE_WINDOW,
+    "recovery.backoff_seconds": restart_budget.BACKOFF_SECONDS,
+    "recovery.max_backoff_seconds": restart_budget.MAX_BACKOFF_SECONDS,
+    "recovery.restart_window_seconds": restart_budget.RESTART_WINDOW_SECONDS,
+    "reward.terms.*.backoff_seconds": client.BACKOFF_SECONDS,
+    "reward.terms.*.batch_wait_seconds": http_term.BATCH_WAIT_SECONDS,
+    "reward.terms.*.breaker": {"failures": client.MAX_FAILURES, "cooldown_seconds": client.COOLDOWN_SECONDS},
+    "weight_sync.verify.sample": sync_update.NUM_VERIFIED_BOXES,
+}
+FIXED = "algorithm: {type: vapo}\nreward: {terms: {x: {type: http, url: 'http://a'}}}\nweight_sync: {verify: {}}\n"
+
+
+def write_fixed(path: Path, pattern: str, value: object) -> str:
+    """Write a configuration that sets a key of `FIXED_KEYS`; return the key."""
+    tree = yaml.safe_load(MINIMAL + FIXED)
+    node, (*parents, leaf) = tree, ["x" if part == "*" else part for part in pattern.split(".")]
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[leaf] = value
+    path.write_text(yaml.safe_dump(tree))
+    return ".".join([*parents, leaf])
+
+
+@pytest.mark.parametrize("pattern", FIXED_KEYS)
+def test_a_key_that_is_a_constant_is_refused_by_its_name(write: Write, pattern: str) -> None:
+    """Also with the value that it is fixed at, which the refusal names; a run's own file may have that one."""
+    value, words = FIXED_KEYS[pattern]
+    assert value == CONSTANTS[pattern]
+    numbers = value.values() if isinstance(value, dict) else [value]
+    assert [float(number) for number in re.findall(r"[\d.]+", words)] == list(numbers)
+    path = write(MINIMAL)
+    for other in (value, 7):
+        key = write_fixed(path, pattern, other)
+        refusal = f"{key} is no longer an option: it is fixed at {words}"
+        assert problems(path) == [refusal]
+        if other == value:
+            config = load_resolved(path)
+            assert load_resolved(write(dump_config(config))) == config
+            with pytest.raises((AttributeError, KeyError)):
+                at(config, key)
+        else:
+            with expect_error(ConfigError, refusal):
+                load_resolved(path)
 
 
 def test_all_problems_are_reported_together(write: Write) -> None:

@@ -17,6 +17,7 @@ from megarl.controller import assembly, recovery
 from megarl.controller.assembly import RunAssembly
 from megarl.controller.recovery import train_with_recovery
 from megarl.run.run_events import EventLog, MessageEvent
+from megarl.run.supervision import restart_budget
 from megarl.tracking.startup import Startup
 from tests.errors import expect_error
 from tests.run.finished_groups import run_config
@@ -31,7 +32,7 @@ class World:
         self.saved: Path | None = None
         self.dead: errors.MegarlError | None = None
         """The loss of a trainer process that the controller finds when it looks."""
-        sections = {"recovery": {"max_restarts": 5, "backoff_seconds": 0.0}, "trainer": {"steps": 3}}
+        sections = {"recovery": {"max_restarts": 5}, "trainer": {"steps": 3}}
         self.config = run_config({"type": "grpo"}, run_dir=str(tmp_path), **sections)
         world = self
 
@@ -55,6 +56,7 @@ class World:
 
         patch.setattr(recovery, "RunAssembly", RunAssembly)
         patch.setattr(recovery, "train", self.train)
+        patch.setattr(restart_budget, "BACKOFF_SECONDS", 0.0)
         patch.setattr(recovery, "latest_valid", lambda *_: self.saved and SimpleNamespace(folder=self.saved))
 
     restart_budget: Any

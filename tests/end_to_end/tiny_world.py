@@ -61,7 +61,7 @@ def run_tree(world: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
         "placement": {"slots_per_node": 2},
         "checkpoint": {"every": EVERY, "keep_every": EVERY},
         "weight_sync": {},
-        "recovery": {"backoff_seconds": 0.1},
+        "recovery": {},
     }
     return patient(tree | sections)
 

@@ -123,7 +123,7 @@ def test_a_stop_request_at_startup_runs_no_step_and_exports_nothing(tmp_path: Pa
 
 
 def test_a_stop_request_ends_critic_pretraining(tmp_path: Path) -> None:
-    pretraining = {"max_steps": 5, "window": 5, "settled": 0.1}
+    pretraining = {"max_steps": 5}
     done = run_until("step-0-2", tmp_path, type="vapo", kl_reward=None, pretraining=pretraining)
     assert (len(done.pretraining), done.metrics) == (2, [])
     with expect_error(EarlyStop, "before", "first"):

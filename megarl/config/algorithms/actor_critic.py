@@ -149,17 +149,8 @@ class ValuePretrainingConfig(Section):
     """
 
     max_steps: int = Field(default=50, ge=0)
-    """Largest number of pretraining steps; pretraining ends here even if it has not converged. 0: no pretraining."""
-
-    min_explained_variance: float = Field(default=0.5, le=1)
-    """Explained variance of the returns that the critic has to reach before pretraining ends early."""
-
-    settled: float = Field(default=0.02, gt=0)
-    """Relative change of the value loss over `window` steps below which it counts as converged. Pretraining ends early
-    when this and `min_explained_variance` are both met."""
-
-    window: int = Field(default=5, ge=1)
-    """Number of steps over which the change of the value loss is measured."""
+    """Largest number of pretraining steps. Pretraining ends earlier once the critic explains half of the variance of
+    the returns and the value loss has changed by less than 2 % over 5 steps. 0: no pretraining."""
 
 
 class VapoConfig(ActorCriticConfig):

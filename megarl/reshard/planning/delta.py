@@ -108,7 +108,7 @@ class SelectedRound:
 
     round: Round
     slots: Ints
-    """int64 [n, 4], one line per slot of `round`: its index among the slots of the whole round, its first row in that
+    """int64 [n, 4], one line per slot of `round`: its index among the slots of the full round, its first row in that
     slot's box, the first row after it, and its offset in the bucket."""
 
 
@@ -117,7 +117,7 @@ class DeltaPlan:
 
     def __init__(self, rounds: Sequence[Round], member: int = -1) -> None:
         """`member`: index of the rank in the plan's all-gather group; -1 without one."""
-        self._whole, self._member = rounds, member
+        self._rounds, self._member = rounds, member
         self.held: list[HeldBox] = []
         """Every distinct box that this rank holds and sends or copies; their marks come first."""
         self._held: dict[tuple[str, Box], CutBox] = {}
@@ -170,7 +170,9 @@ class DeltaPlan:
 
     def _add_received(self, hop: int) -> list[tuple[tuple[CutBox, ...], ...]]:
         """Return, by round and message, the boxes received in a hop; those of one source have consecutive marks."""
-        messages = [(number, message) for number, this in enumerate(self._whole) for message in this.hops[hop].receives]
+        messages = [
+            (number, message) for number, this in enumerate(self._rounds) for message in this.hops[hop].receives
+        ]
         found: dict[int, tuple[CutBox, ...]] = {}
         incoming: dict[int, slice] = {}
         for source in sorted({message.source for _, message in messages}):
@@ -181,10 +183,10 @@ class DeltaPlan:
                     found[id(message)] = tuple(cuts)
             incoming[source] = slice(first, self.num_marks)
         self.incoming.append(incoming)
-        return [tuple(found[id(message)] for message in this.hops[hop].receives) for this in self._whole]
+        return [tuple(found[id(message)] for message in this.hops[hop].receives) for this in self._rounds]
 
     def _round_boxes(self, number: int, receives: Sequence[tuple[tuple[CutBox, ...], ...]]) -> RoundBoxes:
-        this, gathered = self._whole[number], self._gathered[number]
+        this, gathered = self._rounds[number], self._gathered[number]
         of_offset: dict[int, CutBox] = {}
         for gather, boxes in zip(this.gathers, gathered, strict=True):
             for slots, of_member in zip(gather.slots, boxes, strict=True):
@@ -205,7 +207,7 @@ class DeltaPlan:
 
     def _outgoing(self, hop: int) -> dict[int, Ints]:
         boxes: dict[int, list[CutBox]] = {}
-        for this, of_round in zip(self._whole, self._boxes, strict=True):
+        for this, of_round in zip(self._rounds, self._boxes, strict=True):
             for send, of_send in zip(this.hops[hop].sends, of_round.sends[hop], strict=True):
                 boxes.setdefault(send.to, []).extend(of_send)
         return {to: _indices(boxes[to]) for to in sorted(boxes)}
@@ -238,7 +240,7 @@ class DeltaPlan:
         marked, runs = marks.tolist(), iter(gathers.tolist())
         return [
             _Selection(this, marked).select(boxes, [next(runs) for _ in this.gathers])
-            for this, boxes in zip(self._whole, self._boxes, strict=True)
+            for this, boxes in zip(self._rounds, self._boxes, strict=True)
         ]
 
 
@@ -249,9 +251,9 @@ class _Selection:
         self._this, self._marked = this, marked
         self._slots: list[tuple[int, int, int, int]] = []
         self._num_slots = 0
-        """Number of slots of the whole round so far."""
+        """Number of slots of the full round so far."""
         self._received: dict[int, list[MessagePart]] = {}
-        """By offset of a slot in the whole round's bucket, what is received of it."""
+        """By offset of a slot in the full round's bucket, what is received of it."""
         self._regions: list[int] = []
         self._end = self._split = 0
 

@@ -31,9 +31,9 @@ class SyncStats:
     """Number of point-to-point messages received."""
     collectives: int = 0
     bytes_not_received: int = 0
-    """Bytes that a whole sync would have received, and that have not changed."""
+    """Bytes that a full sync would have received, and that have not changed."""
     bytes_not_delivered: int = 0
-    """Bytes that a whole sync would have delivered to rollout engines, and that have not changed."""
+    """Bytes that a full sync would have delivered to rollout engines, and that have not changed."""
     mark_bytes: int = 0
     """Bytes received that tell which weights have changed, contained in `bytes_received`."""
     pieces: int = 0

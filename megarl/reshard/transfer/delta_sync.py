@@ -1,11 +1,11 @@
 """One rank's part of delta syncs: digests of what it has sent, and the exchange of what has changed.
 
-    base None     a whole sync: keep digests of all pieces
+    base None     a full sync: keep digests of all pieces
     base 41       compare with the digests of sync 41, exchange marks, select the rounds' changed pieces
 
 A rank keeps the digests of the latest sync only, and only once it has done its part of it. The controller gives the
 base: the sync after which every engine that takes part has served all of the weights. After a failed sync, new
-connections, a restarted engine or a resumed run there is none, and the sync is whole.
+connections, a restarted engine or a resumed run there is none, and the sync is full.
 
 A changed piece is taken for unchanged if both contents have the same digest. A digest has 128 bits (BLAKE2b) on the
 CPU: for one piece of one sync, the chance is about 2**-128. On a GPU it is the sum of `megarl_kernels.checksum_boxes`,
@@ -92,9 +92,9 @@ class DeltaSync:
             raise type(e)(f"rank {self._rank}: marks of changed weights: {e}") from e
         selected = self.plan.select(marks, gathers)
         counter.changed_pieces = int(changed.sum())
-        for whole, some in zip(self._rounds, selected, strict=True):
-            counter.bytes_not_received += _bytes_received(whole) - _bytes_received(some.round)
-            counter.bytes_not_delivered += whole.bytes_delivered - some.round.bytes_delivered
+        for full, some in zip(self._rounds, selected, strict=True):
+            counter.bytes_not_received += _bytes_received(full) - _bytes_received(some.round)
+            counter.bytes_not_delivered += full.bytes_delivered - some.round.bytes_delivered
         return selected
 
     def _digest(self, tensors: Mapping[str, Tensor], transport: Transport) -> Ints:

@@ -20,9 +20,15 @@ from typing import Any
 
 import httpx
 
-from megarl.config.reward import BreakerConfig, ServiceRewardConfig
+from megarl.config.reward import ServiceRewardConfig
 from megarl.errors import ConfigError
 from megarl.text import replace_surrogates
+
+MAX_FAILURES = 5
+"""Number of failed requests in a row after which further ones are held back."""
+
+COOLDOWN_SECONDS = 10.0
+"""Seconds until one request tries the service again; the others wait for its result."""
 
 
 class CircuitOpenError(Exception):
@@ -32,8 +38,14 @@ class CircuitOpenError(Exception):
 class CircuitBreaker:
     """The circuit breaker of one service, for the requests of one event loop."""
 
-    def __init__(self, config: BreakerConfig, max_concurrent_requests: int) -> None:
-        self._config = config
+    def __init__(
+        self,
+        max_concurrent_requests: int,
+        *,
+        max_failures: int = MAX_FAILURES,
+        cooldown_seconds: float = COOLDOWN_SECONDS,
+    ) -> None:
+        self._max_failures, self._cooldown_seconds = max_failures, cooldown_seconds
         self._slots = asyncio.Semaphore(max_concurrent_requests)
         self._num_failures = 0
         """Number of consecutive failures."""
@@ -72,7 +84,7 @@ class CircuitBreaker:
             raise
         except BaseException:
             self._num_failures += 1
-            if is_trial or (not self.is_open and self._num_failures >= self._config.failures):
+            if is_trial or (not self.is_open and self._num_failures >= self._max_failures):
                 self._opened_at = asyncio.get_running_loop().time()
             self._end_trial(is_trial, succeeded=False)
             raise
@@ -88,7 +100,7 @@ class CircuitBreaker:
         loop = asyncio.get_running_loop()
         while self._opened_at is not None:
             opened_at, trial = self._opened_at, self._trial
-            remaining = opened_at + self._config.cooldown_seconds - loop.time()
+            remaining = opened_at + self._cooldown_seconds - loop.time()
             if remaining > 0:
                 await asyncio.sleep(remaining)
                 if self._opened_at not in (None, opened_at):
@@ -109,8 +121,11 @@ class CircuitBreaker:
 RETRIED_STATUSES = frozenset({408, 429, *range(500, 600)})
 """Statuses of a service that is overloaded or down; another request may succeed."""
 
+BACKOFF_SECONDS = 0.5
+"""Mean time in seconds before the first retry of a request; it doubles with each retry."""
+
 MAX_BACKOFF_SECONDS = 30.0
-"""Longest mean time before a retry."""
+"""Longest mean time in seconds before a retry."""
 
 MAX_QUOTED_BODY = 200
 """Number of characters of a refused request's answer that an error message quotes."""
@@ -161,7 +176,7 @@ class ServiceClient:
             timeout=None,  # noqa: S113 -- `_attempt` limits the whole request, httpx only its parts
             limits=httpx.Limits(max_connections=config.max_concurrent_requests),
         )
-        self._breaker = CircuitBreaker(config.breaker, config.max_concurrent_requests)
+        self._breaker = CircuitBreaker(config.max_concurrent_requests)
         self._random = random.Random()  # unseeded: workers must not retry at the same times
 
     async def post(self, url: str, body: Mapping[str, Any]) -> object:
@@ -185,7 +200,7 @@ class ServiceClient:
                 reason, wait_seconds = str(error), error.wait_seconds
             if attempt == self._config.max_retries:
                 raise ServiceError(f"{reason} (attempt {attempt + 1} of {attempt + 1})")
-            mean = min(MAX_BACKOFF_SECONDS, self._config.backoff_seconds * 2**attempt)
+            mean = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2**attempt)
             await asyncio.sleep(max(self._random.uniform(0, 2 * mean), min(wait_seconds, MAX_BACKOFF_SECONDS)))
         if not response.is_success:
             text = response.text[:MAX_QUOTED_BODY]

@@ -12,6 +12,9 @@ from megarl.config.reward import HttpRewardConfig
 from megarl.reward.services.client import RefusedRequestError, ServiceClient, ServiceError
 from megarl.reward.terms import Completion, CompletionTerm, TermError, TermValue, abbreviate, quote, read_result
 
+BATCH_WAIT_SECONDS = 0.02
+"""Seconds that a completion waits for others to be sent in the same request."""
+
 
 class RequestBatcher[T, R]:
     """Sends items in batches: a full one at once, others after a short wait.
@@ -72,7 +75,7 @@ class HttpTerm(CompletionTerm):
         self._config = config
         self._client = ServiceClient(config, key=f"reward.terms.{name}")
         self._batcher: RequestBatcher[Mapping[str, Any], object] = RequestBatcher(
-            self._send, max_size=config.max_batch_size, wait_seconds=config.batch_wait_seconds
+            self._send, max_size=config.max_batch_size, wait_seconds=BATCH_WAIT_SECONDS
         )
 
     @override

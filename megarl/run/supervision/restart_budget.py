@@ -16,6 +16,15 @@ from megarl.errors import MegarlError, RestartLimitError
 RESTARTS_FILE = "restarts.jsonl"
 """File of a run folder with a line for each restart."""
 
+BACKOFF_SECONDS = 1.0
+"""Seconds to wait before the second restart of a process without a completed step in between; doubled for each more."""
+
+MAX_BACKOFF_SECONDS = 60.0
+"""Longest wait in seconds before a restart."""
+
+RESTART_WINDOW_SECONDS = 86_400.0
+"""Seconds for which a restart counts. A run that loses fewer processes in any such time continues for ever."""
+
 NUM_NAMED = 3
 """How many of the processes that were lost together a message names."""
 
@@ -77,7 +86,7 @@ class RestartLog:
 class RestartBudget:
     """Restart budget of a run: a rate for each kind of process, "engine", "rollout worker", "trainer", "controller".
 
-    Within any `recovery.restart_window_seconds`, `recovery.max_restarts` times as many processes of a kind may be
+    Within any `RESTART_WINDOW_SECONDS`, `recovery.max_restarts` times as many processes of a kind may be
     restarted as the run has of it. The ranks of the trainer restart together and count as one process.
 
     budget = RestartBudget(config.recovery, notify)
@@ -154,8 +163,8 @@ class RestartBudget:
             each = f" for each of {num_processes} {kind}s" if num_processes > 1 else ""
             raise RestartLimitError(
                 f"step {step}: {what} lost after {used} restarts of this kind "
-                f"(recovery.max_restarts: {self._config.max_restarts}{each}, within recovery.restart_window_seconds: "
-                f"{self._config.restart_window_seconds:g}): {first}"
+                f"(recovery.max_restarts: {self._config.max_restarts}{each}, within "
+                f"{RESTART_WINDOW_SECONDS / 3600:g} h): {first}"
             ) from first
         self._count_failures(causes, step)
         seconds = [self._backoff(self._recent[kind, name]) for name in names]
@@ -187,7 +196,7 @@ class RestartBudget:
 
     def _times_within_window(self, kind: str) -> deque[float]:
         """Return the times of restarts, without those that are older than the window."""
-        times, oldest = self._times[kind], time.monotonic() - self._config.restart_window_seconds
+        times, oldest = self._times[kind], time.monotonic() - RESTART_WINDOW_SECONDS
         while times and times[0] <= oldest:
             times.popleft()
         return times
@@ -217,8 +226,8 @@ class RestartBudget:
     def _backoff(self, recent: int) -> float:
         if recent == 0:
             return 0.0
-        # the cap keeps 2.0 ** n finite; `max_backoff_seconds` applies long before
-        return min(self._config.backoff_seconds * 2.0 ** min(recent - 1, 60), self._config.max_backoff_seconds)
+        # the cap keeps 2.0 ** n finite; `MAX_BACKOFF_SECONDS` applies long before
+        return min(BACKOFF_SECONDS * 2.0 ** min(recent - 1, 60), MAX_BACKOFF_SECONDS)
 
 
 def normalize_failure(text: str) -> str:

@@ -35,15 +35,18 @@ from megarl.run.remote.trainer_group import TrainerGroup
 from megarl.run.sync.sync_connections import REPORT_GRACE_SECONDS, SyncConnections
 from megarl.tracking.phases import PhaseTimer
 
+NUM_VERIFIED_BOXES = 16
+"""Number of boxes of the engines' weights that are compared with the trainer's in a sync."""
 
-def verify_weights(trainer: TrainerGroup, engines: EngineHandles, policy_version: int, sample: int) -> None:
-    """Compare `sample` boxes in every engine, within an update that has not ended.
+
+def verify_weights(trainer: TrainerGroup, engines: EngineHandles, policy_version: int) -> None:
+    """Compare `NUM_VERIFIED_BOXES` boxes in every engine, within an update that has not ended.
 
     Raises:
         WeightSyncError: a box differs; names tensor, box, engine and TP rank. The engine serves no requests until an
             update succeeds.
     """
-    samples, *others = engines.call("sample_boxes", policy_version, sample)
+    samples, *others = engines.call("sample_boxes", policy_version, NUM_VERIFIED_BOXES)
     for engine, of_engine in zip(engines.engines[1:], others, strict=True):
         if of_engine != samples:
             raise WeightSyncError(f"{engine.name} has another weight layout than {engines.engines[0].name}")
@@ -94,7 +97,7 @@ class PushReport:
         if self.delta is None:
             return metrics
         return metrics | {
-            "weight_sync/is_whole": float(self.delta.base is None),
+            "weight_sync/is_full": float(self.delta.base is None),
             "weight_sync/bytes_saved": self.bytes_saved,
             "weight_sync/changed_share": stats.changed_pieces / max(stats.pieces, 1),
         }
@@ -215,7 +218,7 @@ class SyncUpdate:
         verify = self._config.verify
         if verify is not None and self._policy_version % verify.every == 0:
             with timer.phase("verify"):
-                verify_weights(self._trainer, self._engines, self._policy_version, verify.sample)
+                verify_weights(self._trainer, self._engines, self._policy_version)
 
     def _report(self, sent: PushResult, reports: Sequence[UpdateReport], seconds: Mapping[str, float]) -> PushReport:
         stats = sum_sync_stats([sent.stats, *chain.from_iterable(report.stats for report in reports)])

@@ -120,7 +120,7 @@ def test_any_selection_delivers_what_has_changed_and_makes_progress(name, data):
     assert find_stalls([mark_groups(plan, group) + posted_groups(of, group) for plan, of, group in triples]) == []
 
     targets, wanted = ([filled(needs[rank], OLD) for rank in range(len(sources))] for _ in range(2))
-    simulate.run(rounds, held, wanted, groups)  # a whole sync of the changed weights
+    simulate.run(rounds, held, wanted, groups)  # a full sync of the changed weights
     simulate.run(chosen, held, targets, groups)
     for got, want in zip(targets, wanted, strict=True):
         for local in want:

@@ -88,7 +88,7 @@ def reshard(grid, gen_pp, gen_tp, nodes, direct, large_bytes, backend):
 
 
 def push_deltas(strategy, source, need, sink, boxes):
-    """Run a whole sync that can be a base, one in which nothing has changed, and one in which four layers have.
+    """Run a full sync that can be a base, one in which nothing has changed, and one in which four layers have.
 
     The other layers have the values of sync 5 before. Return the statistics of each.
     """

@@ -223,7 +223,7 @@ def change(weights, rows_of):
 @settings(max_examples=12)
 @given(drawn=layouts(), data=st.data())
 def test_changed_pieces_travel_and_nothing_else(transport, drawn, data):
-    """After a whole sync, two sparse ones: engines hold all weights, and counted bytes are those of changed pieces."""
+    """After a full sync, two sparse ones: engines hold all weights, and counted bytes are those of changed pieces."""
     with delta_cluster(transport, *drawn) as cluster:
         whole = cluster.sync(DeltaUpdate(number=0))
         assert cluster.wrong_elements() == 0

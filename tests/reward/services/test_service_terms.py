@@ -26,7 +26,7 @@ from httpx import Response
 from openai.types.chat import ChatCompletion
 
 from megarl.batch.trajectory import Prompt, ScoredGroup, Trajectory
-from megarl.config.reward import BreakerConfig, RewardsConfig
+from megarl.config.reward import RewardsConfig
 from megarl.errors import ConfigError, RewardError
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.reward.services.client import CircuitBreaker, CircuitOpenError
@@ -124,7 +124,7 @@ class LocalService:
             await runner.cleanup()
 
 
-FAST = {"backoff_seconds": 0.01, "timeout_seconds": 0.25, "breaker": {"failures": 5, "cooldown_seconds": 0.05}}
+FAST = {"timeout_seconds": 0.25}
 PATIENT = {"timeout_seconds": UNREACHED_SECONDS}
 
 
@@ -287,7 +287,7 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # nobody else gets the port
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/x"
-        (scored,) = asyncio.run(run_with(work, url, max_retries=1, **PATIENT)).trajectories
+        (scored,) = asyncio.run(run_with(work, url, max_retries=0, **PATIENT)).trajectories
     assert "the service cannot be reached: ConnectError" in scored.reward_errors["judge"]
 
 
@@ -428,7 +428,7 @@ def in_virtual_time(work: Callable[[Guarded], Coroutine[Any, Any, None]]) -> Cal
     """Return a test that runs `work` with a service behind a breaker with 8 slots."""
 
     def test() -> None:
-        run_in_virtual_time(work(Guarded(CircuitBreaker(BreakerConfig(failures=3, cooldown_seconds=COOLDOWN), 8))))
+        run_in_virtual_time(work(Guarded(CircuitBreaker(8, max_failures=3, cooldown_seconds=COOLDOWN))))
 
     test.__doc__ = work.__doc__
     return test

@@ -417,7 +417,7 @@ def test_fingerprint_does_not_depend_on_how_a_service_is_called():
     def service(**fields):
         return config(reward={"terms": {"tests": {"type": "http", "url": "http://a", **fields}}})
 
-    same = [{"url": "http://b"}, {"max_retries": 1}, {"breaker": {"failures": 1}}, {"max_batch_size": 1}]
+    same = [{"url": "http://b"}, {"max_retries": 1}, {"timeout_seconds": 1.0}, {"max_batch_size": 1}]
     assert {service(**fields) for fields in same} == {service()}
     assert service(weight=2.0) != service() != service(on_error="raise")
     assert config(reward={"max_failed_share": 0.5}) == config()

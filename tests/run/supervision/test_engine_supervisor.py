@@ -7,7 +7,7 @@ import pytest
 
 from megarl.config.checkpoint import RecoveryConfig
 from megarl.errors import LostEngineError, RestartLimitError, WeightSyncError, WorkerError
-from megarl.run.supervision import engine_supervisor
+from megarl.run.supervision import engine_supervisor, restart_budget
 from megarl.run.supervision.engine_supervisor import (
     GATHER_SECONDS,
     GRACE_SECONDS,
@@ -99,7 +99,8 @@ class World:
 
 @pytest.fixture
 def make_world(monkeypatch):
-    def make_world(count=2, is_up=True, **recovery):
+    def make_world(count=2, is_up=True, *, backoff_seconds=restart_budget.BACKOFF_SECONDS, **recovery):
+        monkeypatch.setattr(restart_budget, "BACKOFF_SECONDS", backoff_seconds)
         ray, messages, resynced = CountingRay(), [], []
         monkeypatch.setattr(engine_supervisor, "time", ray)
         monkeypatch.setattr(engine_supervisor, "ray", ray)

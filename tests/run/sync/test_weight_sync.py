@@ -235,7 +235,7 @@ def test_all_connect_once_and_a_push_is_one_call_of_each(make):
     for version in (0, 1):
         report = sync.push(version)
         assert report.bytes_moved == 1 + 1
-        assert ("weight_sync/is_whole" in report.metrics(), cluster.deltas[-1]) == (False, None)
+        assert ("weight_sync/is_full" in report.metrics(), cluster.deltas[-1]) == (False, None)
         assert report.seconds.keys() == {"open", "transfer", "commit"}
         assert take(cluster) == [*UPDATES, "push", ("serves", 0, version), ("serves", 1, version)]
 
@@ -394,8 +394,8 @@ def test_a_delta_builds_on_the_last_push_unless_that_failed(make, disaggregated)
     cluster, sync = make(disaggregated=disaggregated, delta=True)
     first = sync.push(0)
     assert last_delta(cluster) == (1, None)
-    assert first.metrics()["weight_sync/is_whole"] == 1.0
-    assert sync.push(1).metrics()["weight_sync/is_whole"] == 0.0
+    assert first.metrics()["weight_sync/is_full"] == 1.0
+    assert sync.push(1).metrics()["weight_sync/is_full"] == 0.0
     assert last_delta(cluster) == (2, 1)
     fail_push(cluster, sync, 2)
     sync.push(2)
@@ -577,7 +577,7 @@ class Engines:
 
 
 def verify(engines):
-    verify_weights(Trainer(), engines, 8, 16)
+    verify_weights(Trainer(), engines, 8)
 
 
 def test_engines_compare_what_all_trainer_ranks_hold_and_errors_name_the_engine():
@@ -589,11 +589,11 @@ def test_engines_compare_what_all_trainer_ranks_hold_and_errors_name_the_engine(
 
 
 def test_every_second_version_is_compared_before_it_is_served(make, monkeypatch):
-    cluster, sync = make(verify={"every": 2, "sample": 5})
+    cluster, sync = make(verify={"every": 2})
     compared = []
 
-    def compare(trainer, engines, policy_version, sample):
-        assert (trainer, len(engines.engines), sample) == (cluster, 2, 5)
+    def compare(trainer, engines, policy_version):
+        assert (trainer, len(engines.engines)) == (cluster, 2)
         assert ("serves", 0, policy_version) not in cluster.calls
         compared.append(policy_version)
         if policy_version == 4:

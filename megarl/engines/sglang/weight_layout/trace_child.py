@@ -22,7 +22,7 @@ from megarl.engines.sglang.scheduler_process import skip_other_models
 from megarl.engines.sglang.server_args import make_engine_arguments
 from megarl.engines.sglang.weight_layout.engine_trace import (
     EngineTrace,
-    group_identical_layers,
+    find_identical_layers,
     trace_deduplicated,
     trace_live,
     write_traces,
@@ -128,12 +128,12 @@ def _trace_fully_and_deduplicated(
     """Return the full trace, and whether deduplicated tracing gives the same."""
     model = build_model(spec, rank)
     full_trace = trace_live(model, tensors)
-    return full_trace, trace_deduplicated(model, tensors, group_identical_layers(model, tensors)) == full_trace
+    return full_trace, trace_deduplicated(model, tensors, find_identical_layers(model, tensors)) == full_trace
 
 
 def _trace_inner_rank(spec: EngineSpec, rank: int, tensors: Mapping[str, TensorSpec], *, in_full: bool) -> EngineTrace:
     model = build_model(spec, rank)
-    trace = None if in_full else trace_deduplicated(model, tensors, group_identical_layers(model, tensors))
+    trace = None if in_full else trace_deduplicated(model, tensors, find_identical_layers(model, tensors))
     return trace or trace_live(model, tensors)
 
 

@@ -245,7 +245,7 @@ class WeightSession:
         if delta is not None:
             if delta.base not in (None, self._base):
                 raise WeightSyncError(
-                    f"the engine does not hold all weights of sync {delta.base}: it needs a whole sync"
+                    f"the engine does not hold all weights of sync {delta.base}: it needs a full sync"
                 )
             self._number = delta.number
         if not self._over_network:

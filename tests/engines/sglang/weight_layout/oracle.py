@@ -11,8 +11,8 @@ import torch
 
 from megarl.engines.engine_spec import EngineSpec
 from megarl.engines.sglang.weight_layout.engine_trace import (
+    find_identical_layers,
     fold,
-    group_identical_layers,
     model_tensors,
     trace_deduplicated,
     trace_live,
@@ -36,7 +36,7 @@ def compare(folder, device, tp, ep):
     for rank in range(tp):
         meta_model = build_model(spec, rank)
         trace = trace_live(meta_model, tensors)
-        assert trace_deduplicated(meta_model, tensors, group_identical_layers(meta_model, tensors)) == trace
+        assert trace_deduplicated(meta_model, tensors, find_identical_layers(meta_model, tensors)) == trace
         model = build_model(spec, rank, device="cpu")
         for p in model.parameters():
             p.data = torch.full_like(p.data, UNTOUCHED, dtype=torch.float64)

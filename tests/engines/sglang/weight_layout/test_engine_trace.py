@@ -9,7 +9,7 @@ from torch import nn
 
 from megarl.engines.sglang.weight_layout.engine_trace import (
     Padding,
-    group_identical_layers,
+    find_identical_layers,
     read_traces,
     trace_deduplicated,
     trace_live,
@@ -178,20 +178,20 @@ def tensors(heights):
 
 
 def trace_both_ways(model, parts):
-    return trace_live(model, parts), trace_deduplicated(model, parts, group_identical_layers(model, parts))
+    return trace_live(model, parts), trace_deduplicated(model, parts, find_identical_layers(model, parts))
 
 
 def test_identical_layers_get_the_pieces_and_padding_of_the_first():
     model, parts = Layers([5, 6, 6, 5, 6]), tensors([4, 4, 4, 4, 4])
-    assert group_identical_layers(model, parts) == {0: [0, 3], 1: [1, 2, 4]}
+    assert find_identical_layers(model, parts) == {0: [0, 3], 1: [1, 2, 4]}
     full_trace, deduplicated = trace_both_ways(model, parts)
     assert deduplicated == full_trace
     assert len(deduplicated.padding) == 5
     assert {spec.dtype for spec in deduplicated.layout.tensors.values()} == {"float32"}
 
 
-def test_layers_with_different_tensors_are_in_different_groups():
-    assert group_identical_layers(Layers([4, 4, 4]), tensors([4, 2, 4])) == {0: [0, 2], 1: [1]}
+def test_layers_with_different_tensors_are_not_identical():
+    assert find_identical_layers(Layers([4, 4, 4]), tensors([4, 2, 4])) == {0: [0, 2], 1: [1]}
 
 
 def test_layer_with_a_different_loader_makes_the_traces_differ():
@@ -203,7 +203,7 @@ def test_layer_with_a_different_loader_makes_the_traces_differ():
 def test_layer_loaded_into_another_cannot_be_deduplicated():
     model = Layers([4, 6], swapped={0: 1, 1: 0})
     model.layers[0].weight.data = torch.empty(6, 3)
-    assert trace_deduplicated(model, tensors([4, 4]), group_identical_layers(model, tensors([4, 4]))) is None
+    assert trace_deduplicated(model, tensors([4, 4]), find_identical_layers(model, tensors([4, 4]))) is None
 
 
 def test_trace_file_round_trip_and_truncated_file(tmp_path):
