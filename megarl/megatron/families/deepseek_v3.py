@@ -7,12 +7,11 @@ the parameter maps leave the copies out, and an export writes them (`ModelArchit
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal, Self
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.architecture import Layer, ModelArchitecture
 from megarl.megatron.families.attention import LatentAttention
 from megarl.megatron.families.config_json import HfConfig
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
@@ -55,31 +54,33 @@ class _Config(HfConfig):
 def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
     c = _Config.read(config, origin=origin)
-    return replace(
-        c.to_architecture("DeepseekV3ForCausalLM", origin=origin),
-        attention=LatentAttention(
-            hidden_size=c.hidden_size,
-            num_heads=c.num_attention_heads,
-            q_lora_rank=c.q_lora_rank,
-            kv_lora_rank=c.kv_lora_rank,
-            qk_nope_head_dim=c.qk_nope_head_dim,
-            qk_rope_head_dim=c.qk_rope_head_dim,
-            v_head_dim=c.v_head_dim,
+    attention = LatentAttention(
+        hidden_size=c.hidden_size,
+        num_heads=c.num_attention_heads,
+        q_lora_rank=c.q_lora_rank,
+        kv_lora_rank=c.kv_lora_rank,
+        qk_nope_head_dim=c.qk_nope_head_dim,
+        qk_rope_head_dim=c.qk_rope_head_dim,
+        v_head_dim=c.v_head_dim,
+        rope=c.rope(origin=origin),
+    )
+    experts = MixtureOfExperts(
+        hidden_size=c.hidden_size,
+        num_experts=c.n_routed_experts,
+        ffn_size=c.moe_intermediate_size,
+        routing=Routing(
+            top_k=c.num_experts_per_tok,
+            scoring_func="sigmoid",
+            num_groups=c.n_group,
+            topk_group=c.topk_group,
+            routed_scaling_factor=c.routed_scaling_factor,
         ),
-        experts=MixtureOfExperts(
-            hidden_size=c.hidden_size,
-            num_experts=c.n_routed_experts,
-            ffn_size=c.moe_intermediate_size,
-            routing=Routing(
-                top_k=c.num_experts_per_tok,
-                scoring_func="sigmoid",
-                num_groups=c.n_group,
-                topk_group=c.topk_group,
-                routed_scaling_factor=c.routed_scaling_factor,
-            ),
-            shared_ffn_size=c.moe_intermediate_size * (c.n_shared_experts or 0),
-            expert_bias=True,
-        ),
-        dense_layers=frozenset(range(c.first_k_dense_replace)),
-        num_mtp_layers=c.num_nextn_predict_layers or 0,
+        shared_ffn_size=c.moe_intermediate_size * (c.n_shared_experts or 0),
+        expert_bias=True,
+    )
+    return c.to_architecture(
+        "DeepseekV3ForCausalLM",
+        origin=origin,
+        layers=c.uniform_layers(attention, experts=experts, dense=range(c.first_k_dense_replace)),
+        mtp_layers=(Layer(attention=attention, mlp=experts),) * (c.num_nextn_predict_layers or 0),
     )

@@ -189,6 +189,10 @@ class MixtureOfExperts:
         return split_rows(gate, up, height=self.ffn_size, width=self.hidden_size, expert=expert)
 
 
+FeedForward = GatedMlp | MixtureOfExperts
+"""Feed-forward part of a layer."""
+
+
 def gated_fc1(prefix: str, hidden_size: int, ffn_size: int) -> ParameterMap:
     """Return the map of megatron-core's `linear_fc1`: each rank stacks its shard of gate above its shard of up."""
     return split_rows(f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight", height=ffn_size, width=hidden_size)

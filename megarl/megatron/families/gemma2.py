@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.architecture import Layer, ModelArchitecture
 from megarl.megatron.families.config_json import HfConfig
 from megarl.model_files.json_object import JsonMapping
 
@@ -36,19 +36,16 @@ class _Config(HfConfig):
 def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
     c = _Config.read(config, origin=origin)
-    plain = c.to_architecture("Gemma2ForCausalLM", origin=origin)
-    return replace(
-        plain,
-        attention=replace(
-            c.grouped_query_attention(),
-            post_norm=True,
-            scale=c.query_pre_attn_scalar**-0.5,
-            softcap=c.attn_logit_softcapping,
-        ),
-        mlp=replace(plain.mlp, post_norm=True),
+    attention = c.grouped_query_attention(
+        origin=origin, post_norm=True, scale=c.query_pre_attn_scalar**-0.5, softcap=c.attn_logit_softcapping
+    )
+    mlp = c.gated_mlp(post_norm=True)
+    return c.to_architecture(
+        "Gemma2ForCausalLM",
+        origin=origin,
+        layers=[Layer(attention=replace(attention, window=window), mlp=mlp) for window in c.window_sizes()],
         activation="gelu_tanh",
         zero_centered_norms=True,
         embedding_scale=c.hidden_size**0.5,
         logit_softcap=c.final_logit_softcapping,
-        window_sizes=c.window_sizes(),
     )

@@ -147,7 +147,7 @@ def drop_missing_mtp_layers(model: ModelArchitecture, folder: Path) -> ModelArch
     except DataError:
         return model  # a folder without weights; damaged ones are reported by those who read them
     mtp_tensors = hf_tensors_of(model.mtp_parameter_maps().values(), "float32")
-    return model if mtp_tensors.keys() & stored.keys() else replace(model, num_mtp_layers=0)
+    return model if mtp_tensors.keys() & stored.keys() else replace(model, mtp_layers=())
 
 
 def load_architecture_and_dtype(

@@ -148,8 +148,8 @@ def recomputable_modules(model: ModelArchitecture) -> list[str]:
     present = {
         "core_attn": True,
         "layernorm": True,
-        "mla_up_proj": isinstance(model.attention, LatentAttention),
-        "mlp": not all(model.has_routed_experts(i) for i in range(model.num_layers)),
+        "mla_up_proj": bool(model.attentions(LatentAttention)),
+        "mlp": not all(layer.has_routed_experts for layer in model.layers),
         "moe": experts is not None,
         "moe_act": experts is not None,
         "shared_experts": experts is not None and experts.shared_ffn_size > 0,

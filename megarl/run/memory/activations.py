@@ -26,7 +26,7 @@ from typing import Literal
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
-from megarl.megatron.families.feed_forward import MixtureOfExperts
+from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
 from megarl.megatron.families.trainer_layouts import padded_vocab, pipeline_split, stage_layers
 
 FLOAT32_BYTES = 4
@@ -74,8 +74,8 @@ def layer_activations(
     shared = t if parallel.uses_sequence_parallel else 1
     hidden = size * n * model.hidden_size
     parts = {"layer_input": 2 * hidden // shared, "layernorm": 2 * hidden // shared}
-    attention, mlp = model.layer_parts(number)
-    match attention:
+    layer = model.layer(number)
+    match layer.attention:
         case GroupedQueryAttention() as a:
             query, key = a.num_heads * a.head_dim, max(a.num_kv_heads, t) * a.head_dim
             parts["attention"] = size * n * (query + 2 * key + query + key + query) // t
@@ -87,9 +87,11 @@ def layer_activations(
             parts["core_attn"] = FLOAT32_BYTES * n * a.num_heads // t
             # queries, keys, and the projection that keys and values come from
             parts["mla_up_proj"] = size * n * a.num_heads * (2 * key + a.qk_nope_head_dim + value) // t
-    if isinstance(mlp, MixtureOfExperts):
-        return parts | _expert_activations(mlp, parallel, load)
-    return parts | {"mlp": size * n * 3 * model.mlp.ffn_size // t}
+    match layer.mlp:
+        case MixtureOfExperts() as experts:
+            return parts | _expert_activations(experts, parallel, load)
+        case GatedMlp() as mlp:
+            return parts | {"mlp": size * n * 3 * mlp.ffn_size // t}
 
 
 def _expert_activations(experts: MixtureOfExperts, parallel: ParallelConfig, load: TokenLoad) -> dict[str, int]:
@@ -117,15 +119,12 @@ def stage_activations(
     head_kind: HeadKind = "fused",
 ) -> list[ActivationBytes]:
     """Return the activations of a rank of each pipeline stage."""
-    by_kind = {}
-    for number in range(model.num_layers):
-        is_routed = model.has_routed_experts(number)
-        if is_routed not in by_kind:
-            by_kind[is_routed] = layer_activations(model, number, parallel, load)
+    first = {layer: number for number, layer in reversed(list(enumerate(model.layers)))}
+    by_kind = {layer: layer_activations(model, number, parallel, load) for layer, number in first.items()}
     result = []
     stages = stage_layers(model.num_layers, parallel.pp, pipeline_split(parallel))
     for stage, chunks in enumerate(stages):
-        layers = [[by_kind[model.has_routed_experts(i)] for i in chunk] for chunk in chunks]
+        layers = [[by_kind[model.layers[i]] for i in chunk] for chunk in chunks]
         kept = max(_kept(chunk, recompute) for chunk in layers)
         flat = [parts for chunk in layers for parts in chunk]
         forward = max(sum(parts.values()) for parts in flat)

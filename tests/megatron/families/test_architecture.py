@@ -25,7 +25,7 @@ from megarl.megatron.families.load_architecture import (
     load_architecture_from_folder,
 )
 from megarl.megatron.families.trainer_layouts import trainer_layouts
-from megarl.megatron.modeling.gpt_model import attention_factor, inverse_frequencies
+from megarl.megatron.modeling.rotary import attention_factor, inverse_frequencies
 from tests.megatron.families.tiny import CONFIGS, DEEPSEEK_V3, PLAIN, QWEN3_MOE, tiny
 
 
@@ -191,7 +191,7 @@ def test_original_positions_are_those_that_transformers_takes(kind: str, top_lev
     scaling |= {"original_max_position_embeddings": nested} if nested else {}
     config = PLAIN | {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 512, "rope_scaling": scaling}
     config |= {"original_max_position_embeddings": top_level} if top_level else {}
-    rope = load_architecture(config, origin="test").rope
+    rope = load_architecture(config, origin="test").layers[0].attention.rope
     expected = LlamaRotaryEmbedding(LlamaConfig(**json.loads(json.dumps(config))))
     assert torch.equal(inverse_frequencies(rope, 64), expected.inv_freq)
     assert attention_factor(rope, 64) == expected.attention_scaling
