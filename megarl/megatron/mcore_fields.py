@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
+from megarl.megatron.families.attention import GatedDeltaNet, GroupedQueryAttention, LatentAttention
 
 if TYPE_CHECKING:
     from megarl.config.megatron import MegatronConfig
@@ -20,7 +20,7 @@ def needs_torch_layers(architecture: ModelArchitecture, megatron: MegatronConfig
     """Return whether layers are torch's, also where Transformer Engine is installed.
 
     It lacks an attention softcap, norms after row-parallel linears or of all heads together, and attention in float32
-    that does not store all scores. Its sliding windows and sinks are not used. `trainer.megatron.model.transformer_impl:
+    that does not store all scores. Its sliding windows, sinks and gated delta nets are not used. `trainer.megatron.model.transformer_impl:
     local` chooses torch's layers.
 
     Args:
@@ -30,6 +30,7 @@ def needs_torch_layers(architecture: ModelArchitecture, megatron: MegatronConfig
         a.post_norm or a.window or a.softcap is not None or a.sinks or a.full_qk_norm
         for a in architecture.attentions(GroupedQueryAttention)
     )
+    lacks_feature |= bool(architecture.attentions(GatedDeltaNet))
     return lacks_feature or dtype == "float32" or not megatron.allows_te_layers
 
 

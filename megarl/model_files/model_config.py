@@ -119,6 +119,19 @@ def read_model_config(path: str | Path) -> JsonObject:
     return config | _corrections(config, Path(path))
 
 
+def language_config(config: JsonMapping) -> JsonObject:
+    """Return the keys of a config.json with those of its language model, which `text_config` holds in some folders.
+
+    The folder's architecture stays: it names the model that holds the language model and, for instance, a vision tower.
+    So does its `tie_word_embeddings`, which transformers takes for such a model.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return dict(config)
+    kept = ("architectures", "tie_word_embeddings")
+    return {**config, **text} | {key: config[key] for key in kept if key in config}
+
+
 def config_file(path: str | Path) -> Path:
     """Return the path of the config.json in folder `path`; `path` itself if that is no folder."""
     return Path(path) / "config.json" if Path(path).is_dir() else Path(path)

@@ -46,6 +46,12 @@ Head = Literal["lm", "value"]
 LM_SUFFIX, VALUE_SUFFIX = "ForCausalLM", "ForSequenceClassification"
 """Suffixes of Hugging Face architecture names, by head."""
 
+VALUE_NAMES = {
+    "Gemma3ForCausalLM": "Gemma3TextForSequenceClassification",
+    "Qwen3_5ForCausalLM": "Qwen3_5TextForSequenceClassification",
+}
+"""Language model -> value model where the names differ by more than the suffix."""
+
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.+)")
 _MTP_EXTRA_PARAMETERS = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
 _MTP_LAYER_PREFIX = "transformer_layer."
@@ -117,6 +123,9 @@ class ModelArchitecture:
     """Hugging Face tensors that the model folder may lack; they are initialized with zeros."""
     ignored_patterns: tuple[str, ...] = ()
     """Name patterns of tensors that the model folder may hold and that the model does not use."""
+    passed_patterns: tuple[str, ...] = ()
+    """Name patterns of tensors that the model does not compute with, and that exports copy from its folder: a vision
+    tower, or prediction layers of which megarl has no description."""
     hf_renames: tuple[tuple[str, str], ...] = ()
     """(part of a tensor name, replacement), applied in order to every Hugging Face tensor name: for folders that name
     their tensors otherwise, e.g. `("model.layers.", "transformer.h.")`."""
@@ -138,15 +147,16 @@ class ModelArchitecture:
         mtp_layers = range(self.num_layers, self.num_layers + self.num_mtp_layers)
         return replace(
             self,
-            name=self.name.removesuffix(LM_SUFFIX) + VALUE_SUFFIX,
+            name=VALUE_NAMES.get(self.name, self.name.removesuffix(LM_SUFFIX) + VALUE_SUFFIX),
             head="value",
             tie_embeddings=False,
             mtp_layers=(),
+            passed_patterns=(),
             logit_softcap=None,
             optional_tensors=(self.hf_name(SCORE_TENSOR),) if from_lm else (),
             ignored_patterns=(
                 *(self.hf_name(f"model.layers.{number}.*") for number in mtp_layers),
-                *((self.hf_name(HEAD_TENSOR),) if from_lm else ()),
+                *((self.hf_name(HEAD_TENSOR), *self.passed_patterns) if from_lm else ()),
             ),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -163,9 +163,9 @@ class GroupedQueryAttention:
             case "input_layernorm.weight" | "linear_qkv.layer_norm_weight":
                 return replicated(prefix + "input_layernorm.weight", hidden)
             case "q_layernorm.weight" if self.full_qk_norm:
-                return split_rows(hf_prefix + "q_norm.weight", height=self.num_heads * self.head_dim)
+                return replicated(hf_prefix + "q_norm.weight", self.num_heads * self.head_dim)
             case "k_layernorm.weight" if self.full_qk_norm:
-                return split_rows(hf_prefix + "k_norm.weight", height=self.num_kv_heads * self.head_dim)
+                return replicated(hf_prefix + "k_norm.weight", self.num_kv_heads * self.head_dim)
             case "q_layernorm.weight":
                 return replicated(hf_prefix + "q_norm.weight", self.head_dim)
             case "k_layernorm.weight":
@@ -311,5 +311,101 @@ class LatentAttention:
         return None
 
 
-Attention = GroupedQueryAttention | LatentAttention
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaNet:
+    """Gated delta net (arXiv 2412.06464): linear attention with a state per head, after a causal convolution.
+
+    megatron-core's `in_proj` stacks queries, keys, values, output gates z, write strengths b and decays a.
+
+    Examples:
+        >>> attention = GatedDeltaNet(
+        ...     hidden_size=64,
+        ...     num_key_heads=2,
+        ...     num_value_heads=4,
+        ...     key_head_dim=8,
+        ...     value_head_dim=16,
+        ...     conv_kernel=4,
+        ... )
+        >>> attention.map_parameter("", "self_attention.A_log").parts[0][0].shape
+        (4,)
+    """
+
+    hidden_size: int
+    num_key_heads: int
+    """Number of query heads, and of key heads."""
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+    """Tokens that the convolution of queries, keys and values spans."""
+    fused_projections: bool = False
+    """Hugging Face stores q, k, v, z as one tensor, and b, a as another, each interleaved by key head (Qwen3-Next)."""
+
+    window: ClassVar[int] = 0
+    score_width: ClassVar[int] = 0
+    """It computes no attention scores."""
+
+    @property
+    def _sections(self) -> dict[str, int]:
+        """Rows of each section of `in_proj`, per key head."""
+        values = self.num_value_heads // self.num_key_heads
+        key, value = self.key_head_dim, values * self.value_head_dim
+        return {"q": key, "k": key, "v": value, "z": value, "b": values, "a": values}
+
+    def parameter_names(self) -> list[str]:
+        """Return the megatron-core names of the parameters."""
+        names = ("in_proj.weight", "conv1d.weight", "dt_bias", "A_log", "out_norm.weight", "out_proj.weight")
+        return ["input_layernorm.weight", *(f"self_attention.{name}" for name in names)]
+
+    def map_parameter(self, prefix: str, name: str) -> ParameterMap | None:
+        """Return the map of parameter `name`; None if there is no such parameter."""
+        hf_prefix, values = prefix + "linear_attn.", self.num_value_heads
+        match name.removeprefix("self_attention."):
+            case "input_layernorm.weight" | "in_proj.layer_norm_weight":
+                return replicated(prefix + "input_layernorm.weight", self.hidden_size)
+            case "in_proj.weight":
+                return self._map_in_proj(hf_prefix)
+            case "conv1d.weight":
+                rows = {x: self._sections[x] * self.num_key_heads for x in "qkv"}
+                return _stacked(hf_prefix + "conv1d.weight", list(rows.values()), (1, self.conv_kernel))
+            case "dt_bias" | "A_log" as of:
+                return split_rows(hf_prefix + of, height=values)
+            case "out_norm.weight":
+                return replicated(hf_prefix + "norm.weight", self.value_head_dim)
+            case "out_proj.weight":
+                return split_columns(hf_prefix + "out_proj.weight", self.hidden_size, values * self.value_head_dim)
+        return None
+
+    def sharding_units(self, prefix: str) -> list[ShardingUnit]:
+        """Return the units that parallel ranks must divide evenly."""
+        return [ShardingUnit(f"{prefix}linear_attn has key heads", self.num_key_heads, "tp * cp")]
+
+    def _map_in_proj(self, hf_prefix: str) -> ParameterMap:
+        heads, hidden, sections = self.num_key_heads, self.hidden_size, self._sections
+        if not self.fused_projections:
+            parts = _stacked(f"{hf_prefix}in_proj_qkv.weight", [sections[x] * heads for x in "qkv"], (hidden,)).parts
+            for x in "zba":
+                parts += split_rows(f"{hf_prefix}in_proj_{x}.weight", height=sections[x] * heads, width=hidden).parts
+            return ParameterMap(parts, 0)
+        parts = ()
+        for tensor, names in (("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")):
+            stride, start = sum(sections[x] for x in names), 0
+            for x in names:
+                starts = [head * stride + start for head in range(heads)]
+                shape, stop = (heads * stride, hidden), sections[x]
+                parts += (tuple(RowRange(f"{hf_prefix}{tensor}.weight", shape, at, at + stop) for at in starts),)
+                start += sections[x]
+        return ParameterMap(parts, 0)
+
+
+def _stacked(tensor: str, heights: Sequence[int], rest: tuple[int, ...]) -> ParameterMap:
+    """Map a parameter to a tensor of sections of `heights` rows, which are split separately."""
+    parts, start, shape = [], 0, (sum(heights), *rest)
+    for height in heights:
+        parts.append((RowRange(tensor, shape, start, start + height),))
+        start += height
+    return ParameterMap(tuple(parts), 0)
+
+
+Attention = GroupedQueryAttention | LatentAttention | GatedDeltaNet
 """Attention of a layer."""

@@ -184,7 +184,8 @@ class HfConfig(BaseModel):
             num_heads=self.num_attention_heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
-            **{"rope": self.rope(origin=origin)} | features,
+            **({} if "rope" in features else {"rope": self.rope(origin=origin)}),
+            **features,
         )
 
     def uniform_layers(

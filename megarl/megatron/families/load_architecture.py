@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config import RmConfig, StageConfig
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.families import (
     deepseek_v3,
-    gemma2,
+    gemma,
+    glm4_moe,
     llama,
+    minimax_m2,
     mixtral,
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from megarl.megatron.families.architecture import (
     LM_SUFFIX,
+    VALUE_NAMES,
     VALUE_SUFFIX,
     FamilyReader,
     Head,
@@ -33,6 +37,7 @@ from megarl.model_files.model_config import (
     describe_unread_file,
     find_corrections,
     find_false_copies,
+    language_config,
     read_model_config,
 )
 from megarl.model_files.weight_index import HEAD_TENSOR, derived_tensor_patterns, find_tensor_mismatches, read_headers
@@ -42,11 +47,46 @@ FAMILY_READERS: Mapping[str, FamilyReader] = {
     "Qwen3ForCausalLM": qwen3.read,
     "Qwen3MoeForCausalLM": qwen3_moe.read,
     "LlamaForCausalLM": llama.read,
-    "Gemma2ForCausalLM": gemma2.read,
+    "Gemma2ForCausalLM": gemma.read_gemma2,
+    "Gemma3ForCausalLM": gemma.read_gemma3,
     "MixtralForCausalLM": mixtral.read,
     "DeepseekV3ForCausalLM": deepseek_v3.read,
+    "Glm4MoeForCausalLM": glm4_moe.read,
+    "MiniMaxM2ForCausalLM": minimax_m2.read,
+    "Qwen3NextForCausalLM": qwen3_next.read_next,
+    "Qwen3_5ForCausalLM": qwen3_next.read_dense,
+    "Qwen3_5MoeForCausalLM": qwen3_next.read_moe,
 }
 """Reader by architecture name in config.json; value models use the reader of the language model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPart:
+    """The language model of a folder that holds other models too, with its keys under `text_config`."""
+
+    read: FamilyReader
+    renames: tuple[tuple[str, str], ...]
+    """As `ModelArchitecture.hf_renames`."""
+    passed: tuple[str, ...]
+    """As `ModelArchitecture.passed_patterns`."""
+
+    def architecture(self, config: JsonMapping, *, name: str, origin: str) -> ModelArchitecture:
+        """Return the architecture of the language model in a folder of architecture `name`."""
+        model = self.read(language_config(config), origin=origin)
+        return replace(model, name=name, hf_renames=self.renames, passed_patterns=self.passed)
+
+
+_QWEN3_5 = {"renames": (("model.", "model.language_model."),), "passed": ("model.visual.*", "mtp.*")}
+TEXT_PARTS: Mapping[str, TextPart] = {
+    "Gemma3ForConditionalGeneration": TextPart(
+        read=gemma.read_gemma3,
+        renames=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+        passed=("vision_tower.*", "multi_modal_projector.*"),
+    ),
+    "Qwen3_5ForConditionalGeneration": TextPart(read=qwen3_next.read_dense, **_QWEN3_5),
+    "Qwen3_5MoeForConditionalGeneration": TextPart(read=qwen3_next.read_moe, **_QWEN3_5),
+}
+"""Language model by architecture name of folders that hold other models too."""
 
 
 def read_config(path: str) -> tuple[JsonObject, Path]:
@@ -74,6 +114,10 @@ def load_architecture(
         raise ConfigError(f"{origin}: {problem}")
     architecture = _architecture_name(config, origin)
     is_value, language_model = architecture.endswith(VALUE_SUFFIX), _language_model(architecture)
+    if architecture in TEXT_PARTS:
+        if head == "value":
+            raise ConfigError(f"{origin}: a value model starts from a folder of a language model, got {architecture}")
+        return TEXT_PARTS[architecture].architecture(config, name=architecture, origin=origin)
     readers = dict(FAMILY_READERS)
     if family is not None:
         outside = load_family(family)
@@ -119,14 +163,17 @@ def _architecture_name(config: JsonMapping, origin: str) -> str:
 
 def _language_model(architecture: str) -> str:
     """Return the architecture name of the language model, also for that of a value model."""
-    return architecture.removesuffix(VALUE_SUFFIX) + LM_SUFFIX if architecture.endswith(VALUE_SUFFIX) else architecture
+    if not architecture.endswith(VALUE_SUFFIX):
+        return architecture
+    named = {value: language_model for language_model, value in VALUE_NAMES.items()}
+    return named.get(architecture, architecture.removesuffix(VALUE_SUFFIX) + LM_SUFFIX)
 
 
 def _require_value_head(config: JsonMapping, architecture: str, head: Head | None, *, origin: str) -> None:
     if head == "lm":
         raise ConfigError(
             f"{origin}: {architecture} has a value head and no logits; a language model is needed, "
-            f"{architecture.removesuffix(VALUE_SUFFIX)}{LM_SUFFIX}"
+            f"{_language_model(architecture)}"
         )
     labels = config.get("id2label")
     # transformers does not write id2label if there are two labels, its default
@@ -171,12 +218,12 @@ def load_architecture_and_dtype(
     except KeyError as e:
         raise DataError(f"{file}: {e} is missing") from e
     model = drop_missing_mtp_layers(model, Path(path))
+    config = language_config(config)
     return model, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
 
 
 REQUIRED_SIZES = (
     "hidden_size",
-    "intermediate_size",
     "max_position_embeddings",
     "num_attention_heads",
     "num_hidden_layers",
@@ -187,7 +234,7 @@ REQUIRED_SIZES = (
 
 
 def read_hf_config(folder: Path) -> JsonObject:
-    """Return `read_model_config(folder)` after checking that each of `REQUIRED_SIZES` is a positive number.
+    """Return config.json of a folder, with the keys of its language model, after checking that each of `REQUIRED_SIZES` is a positive number.
 
     Raises:
         DataError: the folder or file does not exist, the file is not a JSON object, a size is missing, or `layer_types`
@@ -195,7 +242,7 @@ def read_hf_config(folder: Path) -> JsonObject:
     """
     if not folder.is_dir():
         raise DataError(f"needs a folder in Hugging Face format, there is no folder {folder}")
-    tree = read_model_config(folder)
+    tree = language_config(read_model_config(folder))
     wrong = [key for key in REQUIRED_SIZES if not _is_positive_number(tree.get(key))]
     if wrong:
         raise DataError(f"{folder / 'config.json'} needs a positive number under {', '.join(wrong)}")
@@ -256,7 +303,7 @@ def find_weight_problems(folder: Path, model: ModelArchitecture) -> list[str]:
     """
     needed = {name: spec.shape for name, spec in model.tensors("float32").items()}
     derived = map(model.hf_name, derived_tensor_patterns(tied=model.tie_embeddings))
-    ignored = (*derived, *model.ignored_patterns)
+    ignored = (*derived, *model.ignored_patterns, *model.passed_patterns)
     problems = find_tensor_mismatches(
         folder, needed, model=model.name, ignored=ignored, optional=model.optional_tensors
     )

@@ -95,7 +95,7 @@ def pipeline_split(parallel: ParallelConfig) -> PipelineSplit:
 def parallel_problems(model: ModelArchitecture, parallel: ParallelConfig, slots: int) -> Iterator[str]:
     """Yield a message, starting with its YAML key, for each parallel size that does not fit `model` or `slots`."""
     p = parallel
-    sizes = {"tp": p.tp, "ep": p.ep, "etp": p.expert_tp}
+    sizes = {"tp": p.tp, "ep": p.ep, "etp": p.expert_tp, "tp * cp": p.tp * p.cp}
     for unit in model.sharding_units():
         size = sizes[unit.axis]
         # megatron-core allows several ranks to share a key-value head

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -106,8 +106,9 @@ def _apply_architecture(
         module.rotary_pos_emb.inv_freq = inverse_frequencies(rotated[0].rope, rotated[0].head_dim)
     for layer in module.decoder.layers:  # megatron-core numbers layers globally, from 1
         attention = architecture.layers[layer.layer_number - 1].attention
+        layer.rotary = None
         if isinstance(attention, GroupedQueryAttention) and attention.rope != rotated[0].rope:
-            layer.rotary = deepcopy(module.rotary_pos_emb)
+            layer.rotary = copy(module.rotary_pos_emb)
             layer.rotary.inv_freq = inverse_frequencies(attention.rope, attention.head_dim)
     if module.pre_process and architecture.embedding_scale != 1.0:
         _scale_embedding(module, architecture.embedding_scale)

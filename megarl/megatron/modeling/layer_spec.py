@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megarl.config.megatron import MegatronConfig
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.attention import Attention, LatentAttention
+from megarl.megatron.families.attention import Attention, GatedDeltaNet, LatentAttention
 from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
 from megarl.megatron.mcore_fields import fusion_fields, needs_torch_layers
 from megarl.megatron.modeling.router import PackLayer, PackRouter
@@ -132,6 +132,10 @@ def _layer(architecture: ModelArchitecture, number: int) -> ModuleSpec:
 def _attention(attention: Attention) -> ModuleSpec:
     if isinstance(attention, LatentAttention):
         return _latent_attention()
+    if isinstance(attention, GatedDeltaNet):
+        from megarl.megatron.modeling.delta_net import delta_net_spec
+
+        return delta_net_spec()
     norms = [RMSNorm if attention.qk_norm else IdentityOp] * 2
     if attention.full_qk_norm:
         norms = [partial(AllHeadsNorm, num_heads=heads) for heads in (attention.num_heads, attention.num_kv_heads)]

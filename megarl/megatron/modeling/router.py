@@ -141,7 +141,7 @@ class PackLayer(TransformerLayer):  # type: ignore[misc]
     same rotary position embedding to all layers.
     """
 
-    rotary: RotaryEmbedding | None = None
+    rotary: RotaryEmbedding | None
     """Rotary position embedding of this layer; None: that of the model."""
 
     @override

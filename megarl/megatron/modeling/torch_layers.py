@@ -149,10 +149,17 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm (arXiv 1910.07467), computed in float32 for any parameter dtype."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, zero_centered: bool | None = None
+    ) -> None:
+        """Create the norm of `hidden_size` elements.
+
+        Args:
+            zero_centered: multiply by 1 + weight; None: as the configuration says.
+        """
         super().__init__()
         self.eps = eps
-        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        self.offset = float(config.layernorm_zero_centered_gamma if zero_centered is None else zero_centered)
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset, dtype=config.params_dtype))
         # each tensor-parallel rank sees its slice of the sequence, so megatron-core must all-reduce this gradient
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -164,18 +171,16 @@ class RMSNorm(torch.nn.Module):
 
 
 class AllHeadsNorm(RMSNorm):
-    """Root-mean-square norm of the queries, or keys, of all heads together, which tensor-parallel ranks split."""
+    """Root-mean-square norm of the queries, or keys, of all heads together, which tensor-parallel ranks split.
 
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int
-    ) -> None:
+    Every rank has the full weight and uses that of its heads; megatron-core sums the gradients of norms of queries and
+    keys over the ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int) -> None:
         """Create the norm of `num_heads` heads over all tensor-parallel ranks, each of width `hidden_size`."""
-        ranks = config.tensor_model_parallel_size
-        super().__init__(config, num_heads // ranks * hidden_size, eps)
-        self.width = num_heads * hidden_size
+        super().__init__(config, num_heads * hidden_size, eps)
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
-        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-        del self.weight.sequence_parallel  # heads are split, not the sequence
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -183,17 +188,27 @@ class AllHeadsNorm(RMSNorm):
         flat = x.float().flatten(-2)
         squares = reduce_from_tensor_model_parallel_region(flat.square().sum(-1, keepdim=True), group=self.tp_group)
         squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
-        out = flat * torch.rsqrt(squares / self.width + self.eps) * (self.weight.float() + self.offset)
-        return out.to(x.dtype).view(x.shape)
+        weight = self.weight.float().chunk(self.tp_group.size())[self.tp_group.rank()] + self.offset
+        return (flat * torch.rsqrt(squares / len(self.weight) + self.eps) * weight).to(x.dtype).view(x.shape)
 
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, object] | None = None,
-    ) -> ShardedStateDict:
-        """Return the sharded state for megatron-core's dist_checkpointing: split over tensor-parallel ranks."""
-        return _sharded_state(self, prefix, sharded_offsets, {"weight": 0})
+
+class SharedHeadNorm(RMSNorm):
+    """Root-mean-square norm of each head by one weight that is not zero-centered, for a tensor-parallel rank's heads.
+
+    megatron-core sums the gradients of such weights over the ranks with sequence parallelism only.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps, zero_centered=False)
+        self.tp_group = None if config.sequence_parallel else parallel_state.get_tensor_model_parallel_group()
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension."""
+        weight = self.weight
+        if self.tp_group is not None:
+            weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
+        return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), self.eps).to(x.dtype)
 
 
 class PostNormLinear(RowParallelLinear):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
 from megarl.megatron.attention_kernels import attention_backend, find_attention_problem
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
+from megarl.megatron.families.attention import GatedDeltaNet, GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts, Routing
 from megarl.megatron.mcore_fields import override_model_fields
 from megarl.megatron.modeling.layer_spec import layer_backend
@@ -91,6 +91,8 @@ def transformer_config(
     latent = architecture.attentions(LatentAttention)
     if latent:
         return MLATransformerConfig(**options, **_latent(architecture, latent[0]))
+    for net in architecture.attentions(GatedDeltaNet):
+        options |= _delta_net(architecture, net)
     return TransformerConfig(**options, **_grouped_query(architecture.attentions(GroupedQueryAttention)[0]))
 
 
@@ -161,6 +163,18 @@ def _grouped_query(attention: GroupedQueryAttention) -> dict[str, object]:
     }
 
 
+def _delta_net(architecture: ModelArchitecture, net: GatedDeltaNet) -> dict[str, object]:
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(isinstance(layer.attention, GatedDeltaNet)) for layer in architecture.layers],
+        "linear_conv_kernel_dim": net.conv_kernel,
+        "linear_key_head_dim": net.key_head_dim,
+        "linear_value_head_dim": net.value_head_dim,
+        "linear_num_key_heads": net.num_key_heads,
+        "linear_num_value_heads": net.num_value_heads,
+    }
+
+
 def _latent(architecture: ModelArchitecture, attention: LatentAttention) -> dict[str, object]:
     rope = attention.rope
     yarn = {
@@ -198,6 +212,7 @@ def _moe(architecture: ModelArchitecture, experts: MixtureOfExperts, moe: MoeCon
         "num_moe_experts": experts.num_experts,
         "moe_ffn_hidden_size": experts.ffn_size,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
+        "moe_shared_expert_gate": experts.shared_gate,
         "moe_layer_freq": [int(layer.has_routed_experts) for layer in architecture.layers],
         "moe_router_load_balancing_type": LOAD_BALANCING_TYPES[moe.aux_loss_scope] if moe.aux_loss_coeff else "none",
         "moe_aux_loss_coeff": moe.aux_loss_coeff,

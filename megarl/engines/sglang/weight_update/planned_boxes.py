@@ -16,7 +16,7 @@ from megarl.engines.sglang.weight_layout.engine_trace import box_text, fold, joi
 from megarl.engines.sglang.weight_layout.load_recorder import Coverage
 from megarl.errors import WeightSyncError
 from megarl.model_files.block_fp8 import VALUES_DTYPE
-from megarl.model_files.model_config import read_model_config
+from megarl.model_files.model_config import language_config, read_model_config
 from megarl.model_files.weight_index import derived_tensor_patterns, read_headers
 from megarl.reshard.layout.boxes import Ints
 from megarl.reshard.layout.layout import Box, contains, extent, slices
@@ -44,7 +44,7 @@ def read_expected_tensors(model_path: str) -> Mapping[str, ExpectedTensor]:
     """
     folder = Path(model_path)
     tensors = read_headers(folder)
-    tied = bool(read_model_config(folder).get("tie_word_embeddings", False))
+    tied = bool(language_config(read_model_config(folder)).get("tie_word_embeddings", False))
     without = derived_tensor_patterns(tied=tied)
     return {
         name: ExpectedTensor(t.shape, t.dtype, required=not any(fnmatchcase(name, pattern) for pattern in without))
