@@ -237,21 +237,30 @@ def read_hf_config(folder: Path) -> JsonObject:
     """Return config.json of a folder, with the keys of its language model, after checking that each of `REQUIRED_SIZES` is a positive number.
 
     Raises:
-        DataError: the folder or file does not exist, the file is not a JSON object, a size is missing, or `layer_types`
-            does not name the type of each layer.
+        DataError: the folder or file does not exist, the file is not a JSON object, a size is missing, as in those of
+            many unsupported architectures, or `layer_types` does not name the type of each layer.
     """
     if not folder.is_dir():
         raise DataError(f"needs a folder in Hugging Face format, there is no folder {folder}")
     tree = language_config(read_model_config(folder))
     wrong = [key for key in REQUIRED_SIZES if not _is_positive_number(tree.get(key))]
     if wrong:
-        raise DataError(f"{folder / 'config.json'} needs a positive number under {', '.join(wrong)}")
+        raise DataError(_describe_missing_sizes(tree, wrong, origin=str(folder / "config.json")))
     kinds, layers = tree.get("layer_types"), tree["num_hidden_layers"]
     if isinstance(kinds, list) and len(kinds) != layers:
         raise DataError(
             f"{folder / 'config.json'}: layer_types needs num_hidden_layers = {layers} entries, got {len(kinds)}"
         )
     return tree
+
+
+def _describe_missing_sizes(config: JsonMapping, missing: list[str], *, origin: str) -> str:
+    """Return the message for a config.json without some of `REQUIRED_SIZES`: most are of unsupported architectures."""
+    needs, names = f"needs a positive number under {', '.join(missing)}", config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or _language_model(name) in FAMILY_READERS:
+        return f"{origin} {needs}"
+    return f"{origin}: architecture {name} is not supported; for a family outside the package, config.json {needs}"
 
 
 def load_architecture_from_folder(
