@@ -71,7 +71,6 @@ class _Gemma2Config(_Config):
 
 class _Gemma3Config(_Config):
     default_theta: ClassVar[float] = 1e6
-
     sliding_window_pattern: PositiveInt = 6
     rope_local_base_freq: PositiveFloat = 10_000.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megarl.config import RmConfig, StageConfig
@@ -52,6 +52,8 @@ FAMILY_READERS: Mapping[str, FamilyReader] = {
     "MixtralForCausalLM": mixtral.read,
     "DeepseekV3ForCausalLM": deepseek_v3.read,
     "Glm4MoeForCausalLM": glm4_moe.read,
+    "Glm4MoeLiteForCausalLM": deepseek_v3.read_glm_flash,
+    "MiMoForCausalLM": qwen2.read_mimo,
     "MiniMaxM2ForCausalLM": minimax_m2.read,
     "Qwen3NextForCausalLM": qwen3_next.read_next,
     "Qwen3_5ForCausalLM": qwen3_next.read_dense,
@@ -69,10 +71,12 @@ class TextPart:
     """As `ModelArchitecture.hf_renames`."""
     passed: tuple[str, ...]
     """As `ModelArchitecture.passed_patterns`."""
+    defaults: JsonMapping = field(default_factory=dict)
+    """Keys that published folders leave out, with transformers' defaults."""
 
     def architecture(self, config: JsonMapping, *, name: str, origin: str) -> ModelArchitecture:
         """Return the architecture of the language model in a folder of architecture `name`."""
-        model = self.read(language_config(config), origin=origin)
+        model = self.read({**self.defaults, **language_config(config)}, origin=origin)
         return replace(model, name=name, hf_renames=self.renames, passed_patterns=self.passed)
 
 
@@ -82,6 +86,12 @@ TEXT_PARTS: Mapping[str, TextPart] = {
         read=gemma.read_gemma3,
         renames=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
         passed=("vision_tower.*", "multi_modal_projector.*"),
+        defaults={
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6,
+        },
     ),
     "Qwen3_5ForConditionalGeneration": TextPart(read=qwen3_next.read_dense, **_QWEN3_5),
     "Qwen3_5MoeForConditionalGeneration": TextPart(read=qwen3_next.read_moe, **_QWEN3_5),
@@ -109,7 +119,7 @@ def load_architecture(
         ConfigError: the architecture or one of its options is not supported, a key is missing, the model has a value
             head while `head` is "lm", or `family` cannot be imported.
     """
-    problem = find_config_problem(config)
+    problem = find_config_problem(language_config(config))
     if problem is not None:
         raise ConfigError(f"{origin}: {problem}")
     architecture = _architecture_name(config, origin)
@@ -123,10 +133,7 @@ def load_architecture(
         outside = load_family(family)
         readers[outside.architecture] = outside.read
     if language_model not in readers:
-        raise ConfigError(
-            f"{origin}: architecture {architecture} is not supported; supported are {', '.join(readers)}, and their "
-            f"value models ({VALUE_SUFFIX} instead of {LM_SUFFIX}); model.family names a family outside the package"
-        )
+        raise ConfigError(_describe_unknown(architecture, config, origin=origin))
     if is_value:
         _require_value_head(config, architecture, head, origin=origin)
     model = readers[language_model](config, origin=origin)
@@ -152,6 +159,31 @@ def require_family(path: str, family: str | None, *, key: str = "model.family") 
         return  # reported by those who read the model
     if _language_model(architecture) != expected:
         raise ConfigError(f"{key}: {family} reads {expected} models, got {architecture} in {file}")
+
+
+MISSING_FEATURES = {
+    "mamba_num_heads": "Mamba-2 layers",
+    "ssm_state_size": "state-space layers",
+    "index_topk": "sparse attention with an indexer",
+    "num_kv_shared_layers": "layers that share keys and values",
+    "attention_chunk_size": "chunked attention",
+    "encoder_layers": "an encoder",
+    "alibi": "position biases",
+    "rotary_pct": "rotary embeddings named by rotary_pct",
+    "layer_norm_eps": "layer norms with a mean",
+    "layer_norm_epsilon": "layer norms with a mean",
+}
+"""Key of config.json -> the feature that it states and that no layer of megarl has."""
+
+
+def _describe_unknown(architecture: str, config: JsonMapping, *, origin: str) -> str:
+    """Return the message for an architecture without a reader: what megarl lacks for it, as far as its keys tell."""
+    keys = language_config(config)
+    lacks = [f"{key} {keys[key]} ({feature})" for key, feature in MISSING_FEATURES.items() if keys.get(key)]
+    advice = "model.family names a family outside the package, which describes each layer"
+    if lacks:
+        return f"{origin}: architecture {architecture} is not supported, it needs {' and '.join(lacks)}"
+    return f"{origin}: architecture {architecture} is not supported, though no key names a missing feature; {advice}"
 
 
 def _architecture_name(config: JsonMapping, origin: str) -> str:
@@ -234,7 +266,7 @@ REQUIRED_SIZES = (
 
 
 def read_hf_config(folder: Path) -> JsonObject:
-    """Return config.json of a folder, with the keys of its language model, after checking that each of `REQUIRED_SIZES` is a positive number.
+    """Return config.json of a folder, with the keys of its language model; each of `REQUIRED_SIZES` is positive.
 
     Raises:
         DataError: the folder or file does not exist, the file is not a JSON object, a size is missing, as in those of
@@ -243,6 +275,8 @@ def read_hf_config(folder: Path) -> JsonObject:
     if not folder.is_dir():
         raise DataError(f"needs a folder in Hugging Face format, there is no folder {folder}")
     tree = language_config(read_model_config(folder))
+    part = TEXT_PARTS.get(_architecture_name(tree, str(folder / "config.json")))
+    tree = tree if part is None else {**part.defaults, **tree}
     wrong = [key for key in REQUIRED_SIZES if not _is_positive_number(tree.get(key))]
     if wrong:
         raise DataError(_describe_missing_sizes(tree, wrong, origin=str(folder / "config.json")))
@@ -256,11 +290,10 @@ def read_hf_config(folder: Path) -> JsonObject:
 
 def _describe_missing_sizes(config: JsonMapping, missing: list[str], *, origin: str) -> str:
     """Return the message for a config.json without some of `REQUIRED_SIZES`: most are of unsupported architectures."""
-    needs, names = f"needs a positive number under {', '.join(missing)}", config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if not isinstance(name, str) or _language_model(name) in FAMILY_READERS:
+    name, needs = _architecture_name(config, origin), f"needs a positive number under {', '.join(missing)}"
+    if name in TEXT_PARTS or _language_model(name) in FAMILY_READERS:
         return f"{origin} {needs}"
-    return f"{origin}: architecture {name} is not supported; for a family outside the package, config.json {needs}"
+    return f"{_describe_unknown(name, config, origin=origin)}; config.json {needs}"
 
 
 def load_architecture_from_folder(

@@ -34,6 +34,8 @@ SIZES = {
 EXPERTS = {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 LATENT = {key: value for key, value in CONFIGS["deepseek_v3"].items() if key != "model_type"}
 LATENT |= {**SIZES, "num_key_value_heads": 4, "num_hidden_layers": 3}
+DELTA_NET = {"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 4}
+DELTA_NET |= {"linear_num_value_heads": 8, "shared_expert_intermediate_size": 64, "full_attention_interval": 2}
 MODELS = {
     "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
@@ -41,6 +43,12 @@ MODELS = {
     "qwen3_moe": EXPERTS | {"decoder_sparse_step": 1},
     "deepseek_v3": LATENT,
     "gemma2": {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma3_text": {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 8},
+    "glm4_moe": EXPERTS | {"num_hidden_layers": 3, "n_routed_experts": 8, "attention_bias": True, "use_qk_norm": True},
+    "minimax_m2": {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16},
+    "qwen3_next": EXPERTS | DELTA_NET | {"decoder_sparse_step": 1},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": EXPERTS | DELTA_NET,
 }
 CASES = {
     f"{model} {device} tp {tp}": (model, device, tp, 1)
