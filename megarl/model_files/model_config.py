@@ -109,6 +109,16 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 """`model_type` of config.json -> architecture of the language model, where config.json names none."""
 
+UNTRAINED_TENSORS: Mapping[str, tuple[str, ...]] = {
+    "Gemma3ForConditionalGeneration": ("vision_tower.*", "multi_modal_projector.*"),
+    "MiMoForCausalLM": ("model.mtp_layers.*",),
+    "Qwen3NextForCausalLM": ("mtp.*",),
+    "Qwen3_5ForConditionalGeneration": ("model.visual.*", "mtp.*"),
+    "Qwen3_5MoeForConditionalGeneration": ("model.visual.*", "mtp.*"),
+}
+"""Architecture -> name patterns of tensors that training does not change: vision towers, and undescribed prediction
+layers. Exports copy them from the model folder, weight syncs leave them out."""
+
 SINGLE_FILE = "model.safetensors"
 """File of a model with one file of weights."""
 
@@ -137,6 +147,11 @@ def language_config(config: JsonMapping) -> JsonObject:
         return dict(config)
     kept = ("architectures", "tie_word_embeddings")
     return {**config, **text} | {key: config[key] for key in kept if key in config}
+
+
+def untrained_patterns(config: JsonMapping) -> tuple[str, ...]:
+    """Return those of `UNTRAINED_TENSORS` of the architecture in a config.json."""
+    return UNTRAINED_TENSORS.get(str((config.get("architectures") or [None])[0]), ())
 
 
 def config_file(path: str | Path) -> Path:

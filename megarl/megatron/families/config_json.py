@@ -173,10 +173,13 @@ class HfConfig(BaseModel):
             partial=self.partial_rotary,
         )
 
-    def grouped_query_attention(self, *, origin: str, **features: Any) -> GroupedQueryAttention:
+    def grouped_query_attention(
+        self, *, origin: str, rope: Rope | None = None, **features: Any
+    ) -> GroupedQueryAttention:
         """Return grouped-query attention, by default without biases and query/key norms.
 
         Args:
+            rope: rotary position embedding; None: that of all layers.
             features: further fields of `GroupedQueryAttention`.
         """
         return GroupedQueryAttention(
@@ -184,7 +187,7 @@ class HfConfig(BaseModel):
             num_heads=self.num_attention_heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
-            **({} if "rope" in features else {"rope": self.rope(origin=origin)}),
+            rope=rope or self.rope(origin=origin),
             **features,
         )
 

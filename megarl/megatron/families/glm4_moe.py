@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): half of each head is rotated, first layers dense, sigmoid router, MTP layers.
+"""GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): half of each head is rotated, first layers dense, sigmoid router, MTP.
 
 As in a DeepSeek-V3 folder, each MTP layer holds a copy of the embedding and of the head.
 """

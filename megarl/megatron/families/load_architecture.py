@@ -33,6 +33,7 @@ from megarl.megatron.families.architecture import (
 from megarl.model_files.block_fp8 import find_config_problem
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.model_files.model_config import (
+    UNTRAINED_TENSORS,
     config_file,
     describe_unread_file,
     find_corrections,
@@ -69,23 +70,20 @@ class TextPart:
     read: FamilyReader
     renames: tuple[tuple[str, str], ...]
     """As `ModelArchitecture.hf_renames`."""
-    passed: tuple[str, ...]
-    """As `ModelArchitecture.passed_patterns`."""
     defaults: JsonMapping = field(default_factory=dict)
     """Keys that published folders leave out, with transformers' defaults."""
 
     def architecture(self, config: JsonMapping, *, name: str, origin: str) -> ModelArchitecture:
         """Return the architecture of the language model in a folder of architecture `name`."""
         model = self.read({**self.defaults, **language_config(config)}, origin=origin)
-        return replace(model, name=name, hf_renames=self.renames, passed_patterns=self.passed)
+        return replace(model, name=name, hf_renames=self.renames)
 
 
-_QWEN3_5 = {"renames": (("model.", "model.language_model."),), "passed": ("model.visual.*", "mtp.*")}
+_QWEN3_5 = (("model.", "model.language_model."),)
 TEXT_PARTS: Mapping[str, TextPart] = {
     "Gemma3ForConditionalGeneration": TextPart(
         read=gemma.read_gemma3,
         renames=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
-        passed=("vision_tower.*", "multi_modal_projector.*"),
         defaults={
             "vocab_size": 262_208,
             "num_attention_heads": 8,
@@ -93,8 +91,8 @@ TEXT_PARTS: Mapping[str, TextPart] = {
             "rms_norm_eps": 1e-6,
         },
     ),
-    "Qwen3_5ForConditionalGeneration": TextPart(read=qwen3_next.read_dense, **_QWEN3_5),
-    "Qwen3_5MoeForConditionalGeneration": TextPart(read=qwen3_next.read_moe, **_QWEN3_5),
+    "Qwen3_5ForConditionalGeneration": TextPart(read=qwen3_next.read_dense, renames=_QWEN3_5),
+    "Qwen3_5MoeForConditionalGeneration": TextPart(read=qwen3_next.read_moe, renames=_QWEN3_5),
 }
 """Language model by architecture name of folders that hold other models too."""
 
@@ -127,7 +125,7 @@ def load_architecture(
     if architecture in TEXT_PARTS:
         if head == "value":
             raise ConfigError(f"{origin}: a value model starts from a folder of a language model, got {architecture}")
-        return TEXT_PARTS[architecture].architecture(config, name=architecture, origin=origin)
+        return _with_untrained(TEXT_PARTS[architecture].architecture(config, name=architecture, origin=origin))
     readers = dict(FAMILY_READERS)
     if family is not None:
         outside = load_family(family)
@@ -136,8 +134,12 @@ def load_architecture(
         raise ConfigError(_describe_unknown(architecture, config, origin=origin))
     if is_value:
         _require_value_head(config, architecture, head, origin=origin)
-    model = readers[language_model](config, origin=origin)
+    model = _with_untrained(readers[language_model](config, origin=origin))
     return model.with_value_head(from_lm=not is_value) if is_value or head == "value" else model
+
+
+def _with_untrained(model: ModelArchitecture) -> ModelArchitecture:
+    return replace(model, passed_patterns=(*model.passed_patterns, *UNTRAINED_TENSORS.get(model.name, ())))
 
 
 def require_family(path: str, family: str | None, *, key: str = "model.family") -> None:

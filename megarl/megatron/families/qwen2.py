@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from typing import Literal
 
 from pydantic import PositiveInt
@@ -28,8 +26,7 @@ def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
 
 def read_mimo(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture of MiMo-7B (arXiv 2505.07608): Qwen2 with prediction layers under names of their own."""
-    model = _architecture("MiMoForCausalLM", _MimoConfig.read(config, origin=origin), origin=origin)
-    return replace(model, passed_patterns=("model.mtp_layers.*",))
+    return _architecture("MiMoForCausalLM", _MimoConfig.read(config, origin=origin), origin=origin)
 
 
 def _architecture(name: str, c: _Config, *, origin: str) -> ModelArchitecture:

@@ -189,7 +189,8 @@ class AllHeadsNorm(RMSNorm):
         squares = reduce_from_tensor_model_parallel_region(flat.square().sum(-1, keepdim=True), group=self.tp_group)
         squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         weight = self.weight.float().chunk(self.tp_group.size())[self.tp_group.rank()] + self.offset
-        return (flat * torch.rsqrt(squares / len(self.weight) + self.eps) * weight).to(x.dtype).view(x.shape)
+        out: Tensor = flat * torch.rsqrt(squares / len(self.weight) + self.eps) * weight
+        return out.to(x.dtype).view(x.shape)
 
 
 class SharedHeadNorm(RMSNorm):

@@ -6,6 +6,7 @@ four pipeline chunks. Positions go up to 4,096, so that long sequences fit; RoPE
 affects short sequences.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ _TIED = {"tie_word_embeddings": True}
 # a larger epsilon: outputs near zero of a delta net's heads are normalized, which amplifies rounding by 1 / sqrt(eps)
 _DELTA_NET = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
 _DELTA_NET |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "rms_norm_eps": 1e-4}
-_DELTA_NET |= {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]}
+_DELTA_NET |= {"full_attention_interval": 2}
 _DELTA_NET |= {"rope_parameters": _PLAIN | {"partial_rotary_factor": 0.25}}
 _QWEN3_NEXT = _QWEN3 | _DELTA_NET | {"model_type": "qwen3_next", "moe_intermediate_size": 24, "num_experts": 8}
 _QWEN3_NEXT |= {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 40}
@@ -98,7 +99,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"num_nextn_predict_layers": 1, "rope_parameters": _PLAIN | {"partial_rotary_factor": 0.5}},
     "minimax_m2": _SIZES
     | {"model_type": "minimax_m2", "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
-    | {"rope_parameters": _PLAIN | {"partial_rotary_factor": 0.5}},
+    | {"rope_parameters": _PLAIN | {"partial_rotary_factor": 0.5}, "rotary_dim": 8, "scoring_func": "sigmoid"}
+    | {"use_qk_norm": True, "use_routing_bias": True},
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5": _QWEN3 | _DELTA_NET | {"model_type": "qwen3_5_text"} | _TIED,
     "qwen3_5_moe": _QWEN3_NEXT | {"model_type": "qwen3_5_moe_text", "vocab_size": 509},
@@ -110,7 +112,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 _TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 48}
-_TOWER |= {"num_position_embeddings": 16, "patch_size": 4}
+_TOWER |= {"num_position_embeddings": 16, "patch_size": 4, "deepstack_visual_indexes": []}
 VISION: dict[str, dict[str, Any]] = {
     "qwen3_5": _TOWER,
     "qwen3_5_moe": _TOWER,
@@ -133,6 +135,7 @@ def save_vision_model(name: str, root: Path) -> tuple[str, str]:
     missing = model.load_state_dict(_nested(build(CONFIGS[name]).state_dict()), strict=False)
     assert not missing.unexpected_keys, missing.unexpected_keys
     model.save_pretrained(folder)
+    _write_interval(name, folder / "config.json")
     saved = load_file(folder / "model.safetensors")
     assert len(saved) > len(load_file(Path(text) / "model.safetensors"))
     return str(folder), text
@@ -148,11 +151,20 @@ def save_model(name: str, root: Path) -> str:
     folder = root / name.replace(" ", "-")
     if not (folder / "model.safetensors").exists():
         build(CONFIGS[name]).save_pretrained(folder)
+        _write_interval(name, folder / "config.json")
         if CONFIGS[name].get("num_nextn_predict_layers"):
             append_prediction_layer(folder / "model.safetensors", CONFIGS[name])
         if name == OWN_HEAD:
             append_head(folder / "model.safetensors")
     return str(folder)
+
+
+def _write_interval(name: str, file: Path) -> None:
+    """Write the interval of layers with full attention, which SGLang reads and transformers does not write."""
+    described = json.loads(file.read_text())
+    if "full_attention_interval" in CONFIGS[name]:
+        described.get("text_config", described)["full_attention_interval"] = CONFIGS[name]["full_attention_interval"]
+        file.write_text(json.dumps(described))
 
 
 def save_value_model(name: str, root: Path) -> str:
