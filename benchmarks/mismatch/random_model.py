@@ -28,6 +28,8 @@ def build_random_model(config: dict[str, Any], *, values: bool = False) -> PreTr
                 tensor.add_(0.3 * torch.randn_like(tensor))
             elif name.endswith((".bias", "gate.weight", "router.weight")):
                 tensor.normal_(std=0.3)
+            elif name.endswith("A_log"):
+                tensor.uniform_(-4.0, -1.0)  # a gated delta net then remembers more than a few tokens
             elif name.endswith("e_score_correction_bias"):
                 tensor.normal_(std=0.1)
         # transformers zeroes the padding token's row; a norm of zeros amplifies rounding a thousandfold

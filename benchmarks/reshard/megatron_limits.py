@@ -8,6 +8,7 @@ from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention
+from megarl.megatron.families.feed_forward import GatedMlp
 from megarl.megatron.families.trainer_layouts import padded_vocab
 from megarl.reshard.analysis.scenario import Scenario
 
@@ -34,8 +35,8 @@ def require_megatron_core_support(model: ModelArchitecture, train: RankGrid, gen
     Raises:
         ConfigError: it cannot; names the limit.
     """
-    attention, ffn_size = model.attention, model.mlp.ffn_size
-    if model.experts or not isinstance(attention, GroupedQueryAttention):
+    attention, mlp = model.layers[0].attention, model.layers[0].mlp
+    if not isinstance(mlp, GatedMlp) or not isinstance(attention, GroupedQueryAttention):
         raise ConfigError(f"megatron_core is compared on dense models only, got {model.name}")
     if model.tie_embeddings and (train.pp > 1 or gen.pp > 1):
         raise ConfigError(
@@ -56,8 +57,8 @@ def require_megatron_core_support(model: ModelArchitecture, train: RankGrid, gen
         "embedding": (padded[0], 1),
         "linear_qkv": (qkv, 1),
         "linear_proj": (attention.num_heads * attention.head_dim, 1),
-        "linear_fc1": (2 * ffn_size, 2),  # gate and up are split separately
-        "linear_fc2": (ffn_size, 1),
+        "linear_fc1": (2 * mlp.ffn_size, 2),  # gate and up are split separately
+        "linear_fc2": (mlp.ffn_size, 1),
     }
     for name, (length, stride) in lengths.items():
         tiles = math.lcm(train.tp * stride, gen.tp * stride)

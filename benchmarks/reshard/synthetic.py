@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.architecture import Layer, ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention, Rope
 from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts, Routing
 from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout
@@ -31,21 +31,23 @@ def synthetic_model(megabytes: float, *, is_moe: bool = False) -> ModelArchitect
     experts = MixtureOfExperts(
         hidden_size=hidden, num_experts=EXPERTS, ffn_size=hidden // 2, routing=Routing(top_k=4), expert_bias=False
     )
+    attention = GroupedQueryAttention(
+        hidden_size=hidden,
+        num_heads=HEADS,
+        num_kv_heads=HEADS // 2,
+        head_dim=2 * unit,
+        rope=Rope(theta=1e6, max_positions=4096),
+        qk_norm=True,
+    )
+    dense = Layer(attention=attention, mlp=GatedMlp(hidden_size=hidden, ffn_size=3 * hidden))
     return ModelArchitecture(
         name="Qwen3MoeForCausalLM" if is_moe else "Qwen3ForCausalLM",
-        num_layers=LAYERS,
         hidden_size=hidden,
         vocab_size=VOCAB,
         max_positions=4096,
         norm_eps=1e-6,
         tie_embeddings=False,
-        rope=Rope(theta=1e6, max_positions=4096),
-        attention=GroupedQueryAttention(
-            hidden_size=hidden, num_heads=HEADS, num_kv_heads=HEADS // 2, head_dim=2 * unit, qk_norm=True
-        ),
-        mlp=GatedMlp(hidden_size=hidden, ffn_size=3 * hidden),
-        experts=experts if is_moe else None,
-        dense_layers=frozenset({0}) if is_moe else frozenset(),
+        layers=(dense, *[Layer(attention=attention, mlp=experts) if is_moe else dense] * (LAYERS - 1)),
     )
 
 

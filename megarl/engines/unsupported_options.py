@@ -11,11 +11,21 @@ from collections.abc import Iterator, Mapping
 from megarl.errors import ConfigError
 from megarl.model_files.block_fp8 import CONFIG_KEY
 from megarl.model_files.json_object import JsonMapping
+from megarl.model_files.model_config import language_config
 
 _GEMMA2_LAYERS = ("sliding_attention", "full_attention")
+_DELTA_NETS = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 _KEYS_WITHOUT_DEFAULT: Mapping[str, Mapping[str, object]] = {
     "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "MiniMaxM2ForCausalLM": {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
+    **{name: {"full_attention_interval": 4} for name in _DELTA_NETS},
 }
 """Keys that SGLang reads without a default, with the value it needs; transformers need not write them."""
 
@@ -28,8 +38,13 @@ def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> li
         device: device of the engines, `cpu` or `cuda`.
         origin: path of the config.json, for the messages.
     """
+    config = language_config(config)
     architecture = (config.get("architectures") or [None])[0]
     match architecture:
+        case "MiniMaxM2ForCausalLM":
+            problems = _minimax_m2(config, device, origin)
+        case _ if architecture in _DELTA_NETS:
+            problems = _delta_nets(config, device, origin)
         case "Gemma2ForCausalLM":
             problems = _gemma2(config, device, origin)
         case "MixtralForCausalLM":
@@ -52,6 +67,7 @@ def find_build_problems(config: JsonMapping, device: str, *, origin: str) -> lis
         device: device on which the model is built, `cpu` or `cuda`.
         origin: path of the config.json.
     """
+    config = language_config(config)
     architecture = (config.get("architectures") or [None])[0]
     needed = _KEYS_WITHOUT_DEFAULT.get(architecture, {})
     problems = [
@@ -101,6 +117,28 @@ def _gemma2(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
     yield from _unread(config, {"layer_types": alternating, "tie_word_embeddings": True}, origin)
     yield from _plain_rope(config, origin)
     yield from _required(config, dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"), origin)
+
+
+def _minimax_m2(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
+    if device == "cpu":
+        yield f"placement.device: {origin}: norms of the queries of all heads need engines on cuda, got cpu"
+    yield from _required(config, _KEYS_WITHOUT_DEFAULT["MiniMaxM2ForCausalLM"], origin)
+    parameters = config.get("rope_parameters") or {}
+    fraction = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if fraction not in (None, 1.0):
+        yield from _required(config, {"rotary_dim": int(config["head_dim"] * fraction)}, origin)
+
+
+def _delta_nets(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
+    if device == "cpu":
+        yield f"placement.device: {origin}: gated delta nets need engines on cuda, got cpu"
+    interval = config.get("full_attention_interval")
+    if not isinstance(interval, int):
+        yield f"model.path: {origin}: SGLang needs full_attention_interval, got {interval}"
+        return
+    kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention"
+             for i in range(config["num_hidden_layers"])]  # fmt: skip
+    yield from _unread(config, {"layer_types": kinds}, origin)
 
 
 def _mixtral(config: JsonMapping, origin: str) -> Iterator[str]:

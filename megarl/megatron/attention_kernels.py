@@ -21,7 +21,7 @@ from typing import Literal
 from megarl.cluster.placement.hardware import BLACKWELL, HOPPER, Capability, package_version
 from megarl.config.megatron import MegatronConfig
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.attention import LatentAttention
+from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
 
 KEY = "trainer.megatron.model.attention_backend"
 USE_TORCH_LAYERS = "set trainer.megatron.model.transformer_impl: local, for torch's layers"
@@ -62,16 +62,16 @@ def find_attention_problem(
             f"{KEY}: fused needs compute capability 9.0 for packed sequences, got {gpu}; set flash, which needs "
             f"flash-attn 2, or {USE_TORCH_LAYERS}"
         )
-    keys, values = _head_sizes(architecture)
-    fits = max(keys, values) <= 128 or (keys, values) == (192, 128)
-    # cuDNN's kernels for wide heads of Hopper exclude MLA's other sizes
-    fits |= capability == HOPPER and max(keys, values) <= 256 and (keys == values or min(keys, values) < 128)
-    if fits and keys % 8 == values % 8 == 0:
-        return None
-    return (
-        f"{KEY}: fused has no kernel for heads of {keys} (keys) and {values} (values) on compute capability {gpu}; set "
-        f"flash, which needs flash-attn, or {USE_TORCH_LAYERS}"
-    )
+    for keys, values in _head_sizes(architecture):
+        fits = max(keys, values) <= 128 or (keys, values) == (192, 128)
+        # cuDNN's kernels for wide heads of Hopper exclude MLA's other sizes
+        fits |= capability == HOPPER and max(keys, values) <= 256 and (keys == values or min(keys, values) < 128)
+        if not fits or keys % 8 or values % 8:
+            return (
+                f"{KEY}: fused has no kernel for heads of {keys} (keys) and {values} (values) on compute capability "
+                f"{gpu}; set flash, which needs flash-attn, or {USE_TORCH_LAYERS}"
+            )
+    return None
 
 
 def find_flash_attn_problem(megatron: MegatronConfig, capability: Capability, *, cp: int) -> str | None:
@@ -99,7 +99,7 @@ def find_flash_attn_problem(megatron: MegatronConfig, capability: Capability, *,
 
 
 def _find_flash_size_problem(architecture: ModelArchitecture, capability: Capability) -> str | None:
-    largest = max(_head_sizes(architecture))  # narrower values are padded
+    largest = max(max(sizes) for sizes in _head_sizes(architecture))  # narrower values are padded
     if largest % 8 == 0 and largest <= (192 if capability in ((8, 6), (8, 9)) else 256):
         return None
     return f"{KEY}: flash has no kernel for heads of {largest} on compute capability {_name(capability)}; " + (
@@ -107,12 +107,11 @@ def _find_flash_size_problem(architecture: ModelArchitecture, capability: Capabi
     )
 
 
-def _head_sizes(architecture: ModelArchitecture) -> tuple[int, int]:
-    """Return the sizes of a head's keys and values."""
-    attention = architecture.attention
-    if isinstance(attention, LatentAttention):
-        return attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
-    return attention.head_dim, attention.head_dim
+def _head_sizes(architecture: ModelArchitecture) -> set[tuple[int, int]]:
+    """Return the distinct sizes of a head's keys and values."""
+    grouped = {(a.head_dim, a.head_dim) for a in architecture.attentions(GroupedQueryAttention)}
+    latent = architecture.attentions(LatentAttention)
+    return grouped | {(a.qk_nope_head_dim + a.qk_rope_head_dim, a.v_head_dim) for a in latent}
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from megarl.megatron.families.attention import LatentAttention
+from megarl.megatron.families.attention import GatedDeltaNet, GroupedQueryAttention, LatentAttention
 
 if TYPE_CHECKING:
     from megarl.config.megatron import MegatronConfig
@@ -19,14 +19,19 @@ if TYPE_CHECKING:
 def needs_torch_layers(architecture: ModelArchitecture, megatron: MegatronConfig, dtype: str) -> bool:
     """Return whether layers are torch's, also where Transformer Engine is installed.
 
-    It lacks an attention softcap, a norm after row-parallel linears, and attention in float32 that does not store all
-    scores. `trainer.megatron.model.transformer_impl: local` chooses torch's layers.
+    It lacks an attention softcap, norms after row-parallel linears or of all heads together, and attention in float32
+    that does not store all scores. Its sliding windows, sinks and gated delta nets are not used.
+    `trainer.megatron.model.transformer_impl: local` chooses torch's layers.
 
     Args:
         dtype: `float32` or `bfloat16`, of parameters and activations.
     """
-    lacks_feature = architecture.mlp.post_norm or bool(architecture.window_sizes) or dtype == "float32"
-    return lacks_feature or not megatron.allows_te_layers
+    lacks_feature = any(
+        a.post_norm or a.window or a.softcap is not None or a.sinks or a.full_qk_norm
+        for a in architecture.attentions(GroupedQueryAttention)
+    )
+    lacks_feature |= bool(architecture.attentions(GatedDeltaNet))
+    return lacks_feature or dtype == "float32" or not megatron.allows_te_layers
 
 
 def fusion_fields(
@@ -56,11 +61,11 @@ def fusion_fields(
 
 def _has_rope_kernel(architecture: ModelArchitecture) -> bool:
     """Return whether a fused kernel computes RoPE: for latent attention YaRN only, on powers of two as Triton needs."""
-    attention = architecture.attention
-    if not isinstance(attention, LatentAttention):
-        return True
-    ranges = (attention.qk_rope_head_dim // 2, attention.qk_nope_head_dim, attention.v_head_dim)
-    return architecture.rope.rope_type == "yarn" and all(size.bit_count() == 1 for size in ranges)
+    return all(
+        a.rope.rope_type == "yarn"
+        and all(n.bit_count() == 1 for n in (a.qk_rope_head_dim // 2, a.qk_nope_head_dim, a.v_head_dim))
+        for a in architecture.attentions(LatentAttention)
+    )
 
 
 def override_model_fields(fields: Mapping[str, object], megatron: MegatronConfig, *, moe: bool) -> dict[str, object]:

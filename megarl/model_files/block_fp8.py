@@ -58,6 +58,8 @@ def find_config_problem(config: JsonMapping) -> str | None:
         return None
     needs = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}
     found = {"fmt": "e4m3", **stated} if isinstance(stated, Mapping) else {}
+    if found.get("fmt") == VALUES_DTYPE:  # as MiniMax-M2.5 writes it
+        found["fmt"] = "e4m3"
     wrong = [f"{key} {found.get(key)}" for key, value in needs.items() if found.get(key) != value]
     if not wrong:
         return None

@@ -99,8 +99,25 @@ ARCHITECTURES: Mapping[str, str] = {
     "gemma2": "Gemma2ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 """`model_type` of config.json -> architecture of the language model, where config.json names none."""
+
+UNTRAINED_TENSORS: Mapping[str, tuple[str, ...]] = {
+    "Gemma3ForConditionalGeneration": ("vision_tower.*", "multi_modal_projector.*"),
+    "MiMoForCausalLM": ("model.mtp_layers.*",),
+    "Qwen3NextForCausalLM": ("mtp.*",),
+    "Qwen3_5ForConditionalGeneration": ("model.visual.*", "mtp.*"),
+    "Qwen3_5MoeForConditionalGeneration": ("model.visual.*", "mtp.*"),
+}
+"""Architecture -> name patterns of tensors that training does not change: vision towers, and undescribed prediction
+layers. Exports copy them from the model folder, weight syncs leave them out."""
 
 SINGLE_FILE = "model.safetensors"
 """File of a model with one file of weights."""
@@ -117,6 +134,24 @@ def read_model_config(path: str | Path) -> JsonObject:
     """
     config = read_json_object(config_file(path))
     return config | _corrections(config, Path(path))
+
+
+def language_config(config: JsonMapping) -> JsonObject:
+    """Return the keys of a config.json with those of its language model, which `text_config` holds in some folders.
+
+    The folder's architecture stays: it names the model that holds the language model and, for instance, a vision tower.
+    So does its `tie_word_embeddings`, which transformers takes for such a model.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return dict(config)
+    kept = ("architectures", "tie_word_embeddings")
+    return {**config, **text} | {key: config[key] for key in kept if key in config}
+
+
+def untrained_patterns(config: JsonMapping) -> tuple[str, ...]:
+    """Return those of `UNTRAINED_TENSORS` of the architecture in a config.json."""
+    return UNTRAINED_TENSORS.get(str((config.get("architectures") or [None])[0]), ())
 
 
 def config_file(path: str | Path) -> Path:

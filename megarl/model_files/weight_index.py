@@ -100,7 +100,9 @@ def find_tensor_mismatches(
             f"{'; '.join(shapes)}"
         )
     scales = scales_of(tensors)
-    unexpected = [name for name in tensors if name not in needed and name not in scales and not _matches(name, ignored)]
+    unexpected = [
+        name for name in tensors if name not in needed and name not in scales and not matches_any(name, ignored)
+    ]
     if unexpected:
         found.append(
             f"{folder} holds {len(unexpected)} tensors that {model} as config.json describes it does not have, "
@@ -121,7 +123,8 @@ def _read_index(index: Path) -> dict[str, str]:
     return names
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether `name` matches one of the patterns, in which `*` stands for any text."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -102,13 +102,19 @@ def test_the_controller_calls_each_process_a_fixed_number_of_times(tmp_path):
         assert report["egress_ratio_64_to_8_machines"] < 1.05
 
 
+def changed(**parts):
+    """Return MODEL with other attributes of a part of its layers."""
+    layers = [replace(of, **{k: replace(getattr(of, k), **v) for k, v in parts.items()}) for of in MODEL.layers]
+    return replace(MODEL, layers=tuple(layers))
+
+
 @pytest.mark.parametrize(
     ("model", "layout", "why"),
     [
         (MODEL, (1, 3, 1, 1, 2), r"every rank in an engine, got 3 ranks % \(gen pp 1 \* tp 2\) = 1"),
-        (replace(MODEL, attention=replace(MODEL.attention, num_kv_heads=2)), (1, 2, 2, 1, 4), r"got 2 % 4 = 2"),
+        (changed(attention={"num_kv_heads": 2}), (1, 2, 2, 1, 4), r"got 2 % 4 = 2"),
         (replace(MODEL, vocab_size=300), (1, 4, 1, 1, 2), r"the same padded vocabulary on both sides, got 512 and 384"),
-        (replace(MODEL, mlp=replace(MODEL.mlp, ffn_size=3)), (1, 3, 2, 1, 2), r"split into 12 tiles, got 6 % 12"),
+        (changed(mlp={"ffn_size": 3}), (1, 3, 2, 1, 2), r"split into 12 tiles, got 6 % 12"),
         (replace(MODEL, tie_embeddings=True), (2, 1, 1, 1, 1), r"does not support tied embeddings"),
     ],
 )

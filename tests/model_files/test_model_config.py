@@ -157,7 +157,7 @@ def test_a_single_file_beside_an_index_that_does_not_list_it_is_reported(tied: P
 
 
 def test_architectures_follow_from_the_model_type_as_in_transformers(tied: Path) -> None:
-    assert set(ARCHITECTURES.values()) == set(FAMILY_READERS)
+    assert set(ARCHITECTURES.values()) == set(FAMILY_READERS) - {"MiMoForCausalLM"}  # transformers does not have it
     assert {kind: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in ARCHITECTURES} == ARCHITECTURES
     expected = load(tied)
     for missing in (None, []):

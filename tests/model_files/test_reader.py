@@ -312,5 +312,6 @@ def test_other_quantizations_are_not_read(stated, got):
 
 def test_published_quantizations_are_read():
     without_format = {key: value for key, value in QUANTIZATION.items() if key != "fmt"}
-    for stated in (None, QUANTIZATION, without_format, QUANTIZATION | {"modules_to_not_convert": ["lm_head"]}):
+    as_dtype, unquantized_head = {"fmt": "float8_e4m3fn"}, {"modules_to_not_convert": ["lm_head"]}
+    for stated in (None, QUANTIZATION, without_format, QUANTIZATION | as_dtype, QUANTIZATION | unquantized_head):
         assert find_config_problem({"quantization_config": stated}) is None

@@ -143,10 +143,10 @@ def _find_a2a_problems(config: StageConfig, model: ModelArchitecture) -> Iterato
     if "a2a" not in kinds:
         return
     tp, cp = config.trainer.parallel.tp, config.trainer.parallel.cp
-    match model.attention:
-        case LatentAttention():
-            yield f"{key}: Transformer Engine has only p2p for latent attention, got a2a"
-        case GroupedQueryAttention(num_kv_heads=heads) if (heads // tp) % cp:
+    if model.attentions(LatentAttention):
+        yield f"{key}: Transformer Engine has only p2p for latent attention, got a2a"
+    for heads in dict.fromkeys(attention.num_kv_heads for attention in model.attentions(GroupedQueryAttention)):
+        if (heads // tp) % cp:
             yield (
                 f"{key}: a2a divides the key-value heads of a tensor-parallel rank over parallel.cp ranks, got "
                 f"{heads} / {tp} % {cp} = {heads // tp % cp}"

@@ -163,7 +163,8 @@ def checkpoint_name(architecture: ModelArchitecture, name: str) -> str:
     if not layer:
         return name
     number = architecture.num_layers + int(layer["mtp"]) if layer["mtp"] else int(layer["decoder"] or 0)
-    is_latent = isinstance(architecture.attention, LatentAttention)
+    in_model = architecture.layer(number)
+    is_latent = isinstance(in_model.attention, LatentAttention)
     in_layer = name[layer.end() :]
     match in_layer:
         case "input_layernorm.weight" if not is_latent:
@@ -172,7 +173,7 @@ def checkpoint_name(architecture: ModelArchitecture, name: str) -> str:
             in_layer = "self_attention.linear_q_up_proj.layer_norm_weight"
         case "self_attention.kv_layernorm.weight" if is_latent:
             in_layer = "self_attention.linear_kv_up_proj.layer_norm_weight"
-        case "pre_mlp_layernorm.weight" if not architecture.has_routed_experts(number):
+        case "pre_mlp_layernorm.weight" if not in_model.has_routed_experts:
             in_layer = "mlp.linear_fc1.layer_norm_weight"
     return layer[0] + in_layer
 

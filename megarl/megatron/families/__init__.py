@@ -6,6 +6,7 @@ from megarl.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from megarl.megatron.families.architecture import FamilyReader as FamilyReader
+    from megarl.megatron.families.architecture import Layer as Layer
     from megarl.megatron.families.architecture import ModelArchitecture as ModelArchitecture
     from megarl.megatron.families.architecture import ModelFamily as ModelFamily
     from megarl.megatron.families.attention import GroupedQueryAttention as GroupedQueryAttention
@@ -25,6 +26,7 @@ __all__ = [
     "GroupedQueryAttention",
     "HfConfig",
     "LatentAttention",
+    "Layer",
     "MixtureOfExperts",
     "ModelArchitecture",
     "ModelFamily",
@@ -40,6 +42,7 @@ __getattr__ = lazy_names(
     {
         "megarl.megatron.families.architecture": (
             "FamilyReader",
+            "Layer",
             "ModelArchitecture",
             "ModelFamily",
         ),

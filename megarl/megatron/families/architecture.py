@@ -22,13 +22,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from megarl.batch.balance import SequenceCost
 from megarl.config.section import load_object
 from megarl.errors import ConfigError
-from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention, Rope
-from megarl.megatron.families.feed_forward import GatedMlp, LayerPart, MixtureOfExperts, ShardingUnit
+from megarl.megatron.families.attention import Attention
+from megarl.megatron.families.feed_forward import FeedForward, LayerPart, MixtureOfExperts, ShardingUnit
 from megarl.megatron.families.parameter_map import ParameterMap, RowRange, replicated, split_rows
 from megarl.model_files.json_object import JsonMapping
 from megarl.model_files.weight_index import EMBEDDING_TENSOR, HEAD_TENSOR
@@ -38,11 +38,19 @@ EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 SCORE_TENSOR = "score.weight"
 
+A = TypeVar("A", bound=Attention)
+
 Head = Literal["lm", "value"]
 """Output head of a model: next-token logits ("lm") or one scalar per token ("value")."""
 
 LM_SUFFIX, VALUE_SUFFIX = "ForCausalLM", "ForSequenceClassification"
 """Suffixes of Hugging Face architecture names, by head."""
+
+VALUE_NAMES = {
+    "Gemma3ForCausalLM": "Gemma3TextForSequenceClassification",
+    "Qwen3_5ForCausalLM": "Qwen3_5TextForSequenceClassification",
+}
+"""Language model -> value model where the names differ by more than the suffix."""
 
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.+)")
 _MTP_EXTRA_PARAMETERS = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
@@ -50,22 +58,43 @@ _MTP_LAYER_PREFIX = "transformer_layer."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A decoder layer: attention and feed-forward, each with the norms around it.
+
+    Layers of one model may differ in both. All that is done layer by layer reads this description: specs of modules,
+    weight layouts and sync, export, memory, cost.
+    """
+
+    attention: Attention
+    mlp: FeedForward
+
+    @property
+    def parts(self) -> tuple[LayerPart, ...]:
+        """The parts that hold its parameters."""
+        return self.attention, self.mlp
+
+    @property
+    def has_routed_experts(self) -> bool:
+        """Whether its feed-forward is a mixture of experts."""
+        return isinstance(self.mlp, MixtureOfExperts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelArchitecture:
     """A model as its config.json describes it: what it computes and how its parameters map to Hugging Face tensors.
 
     Examples:
-        >>> attention = GroupedQueryAttention(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16)
+        >>> rope = Rope(theta=10_000, max_positions=512)
+        >>> attention = GroupedQueryAttention(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, rope=rope)
+        >>> layer = Layer(attention=attention, mlp=GatedMlp(hidden_size=64, ffn_size=128))
         >>> model = ModelArchitecture(
         ...     name="LlamaForCausalLM",
-        ...     num_layers=2,
         ...     hidden_size=64,
         ...     vocab_size=256,
         ...     max_positions=512,
         ...     norm_eps=1e-5,
         ...     tie_embeddings=True,
-        ...     rope=Rope(theta=10_000, max_positions=512),
-        ...     attention=attention,
-        ...     mlp=GatedMlp(hidden_size=64, ffn_size=128),
+        ...     layers=(layer, layer),
         ... )
         >>> model.tensors("bfloat16")["model.layers.1.mlp.down_proj.weight"].shape
         (64, 128)
@@ -73,22 +102,15 @@ class ModelArchitecture:
 
     name: str
     """Hugging Face's name of the architecture, e.g. `Qwen3ForCausalLM`."""
-    num_layers: int
-    """Number of decoder layers, without MTP layers."""
     hidden_size: int
     vocab_size: int
     max_positions: int
     norm_eps: float
     tie_embeddings: bool
-    rope: Rope
-    attention: GroupedQueryAttention | LatentAttention
-    mlp: GatedMlp
-    """MLP of the layers without routed experts."""
-    experts: MixtureOfExperts | None = None
-    dense_layers: frozenset[int] = frozenset()
-    """Numbers of the layers without routed experts, if the model has experts."""
-    num_mtp_layers: int = 0
-    """Number of multi-token-prediction (MTP) layers. They are loaded and saved, never trained."""
+    layers: tuple[Layer, ...]
+    """The decoder layers."""
+    mtp_layers: tuple[Layer, ...] = ()
+    """The multi-token-prediction (MTP) layers. They are loaded and saved, never trained."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     zero_centered_norms: bool = False
     """Norms multiply by 1 + weight."""
@@ -96,16 +118,14 @@ class ModelArchitecture:
     """Factor that embeddings are multiplied by."""
     logit_softcap: float | None = None
     """Soft cap of the logits: logit_softcap * tanh(logits / logit_softcap); None: no cap."""
-    window_sizes: tuple[int, ...] = ()
-    """Sliding-window size of each layer in tokens, the token itself included; 0: full attention.
-
-    Empty: all layers have full attention.
-    """
     head: Head = "lm"
     optional_tensors: tuple[str, ...] = ()
     """Hugging Face tensors that the model folder may lack; they are initialized with zeros."""
     ignored_patterns: tuple[str, ...] = ()
     """Name patterns of tensors that the model folder may hold and that the model does not use."""
+    passed_patterns: tuple[str, ...] = ()
+    """Name patterns of tensors that the model does not compute with, and that exports copy from its folder: a vision
+    tower, or prediction layers of which megarl has no description."""
     hf_renames: tuple[tuple[str, str], ...] = ()
     """(part of a tensor name, replacement), applied in order to every Hugging Face tensor name: for folders that name
     their tensors otherwise, e.g. `("model.layers.", "transformer.h.")`."""
@@ -127,32 +147,46 @@ class ModelArchitecture:
         mtp_layers = range(self.num_layers, self.num_layers + self.num_mtp_layers)
         return replace(
             self,
-            name=self.name.removesuffix(LM_SUFFIX) + VALUE_SUFFIX,
+            name=VALUE_NAMES.get(self.name, self.name.removesuffix(LM_SUFFIX) + VALUE_SUFFIX),
             head="value",
             tie_embeddings=False,
-            num_mtp_layers=0,
+            mtp_layers=(),
+            passed_patterns=(),
             logit_softcap=None,
             optional_tensors=(self.hf_name(SCORE_TENSOR),) if from_lm else (),
             ignored_patterns=(
                 *(self.hf_name(f"model.layers.{number}.*") for number in mtp_layers),
-                *((self.hf_name(HEAD_TENSOR),) if from_lm else ()),
+                *((self.hf_name(HEAD_TENSOR), *self.passed_patterns) if from_lm else ()),
             ),
         )
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers, without MTP layers."""
+        return len(self.layers)
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Number of MTP layers, which are numbered after the decoder layers."""
+        return len(self.mtp_layers)
+
+    @property
+    def experts(self) -> MixtureOfExperts | None:
+        """The mixture of experts of its layers that have one, which is the same in all; None for a dense model."""
+        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)), None)
 
     @property
     def num_experts(self) -> int:
         """Number of routed experts per MoE layer; 0 for a dense model."""
         return self.experts.num_experts if self.experts else 0
 
-    def has_routed_experts(self, number: int) -> bool:
-        """Return whether layer `number` has routed experts; numbers from `num_layers` on are MTP layers."""
-        return self.experts is not None and number not in self.dense_layers
+    def layer(self, number: int) -> Layer:
+        """Return layer `number`; numbers from `num_layers` on are MTP layers."""
+        return self.layers[number] if number < self.num_layers else self.mtp_layers[number - self.num_layers]
 
-    def layer_parts(self, number: int) -> tuple[LayerPart, ...]:
-        """Return the parts of layer `number`; numbers from `num_layers` on are MTP layers."""
-        if self.experts is not None and number not in self.dense_layers:
-            return self.attention, self.experts
-        return self.attention, self.mlp
+    def attentions(self, kind: type[A]) -> list[A]:
+        """Return the distinct attentions of class `kind` of its decoder layers, in the order of their first layers."""
+        return list(dict.fromkeys(layer.attention for layer in self.layers if isinstance(layer.attention, kind)))
 
     def parameter_maps(self) -> dict[str, ParameterMap]:
         """Return the map of every parameter by its megatron-core name, in layer order.
@@ -216,7 +250,7 @@ class ModelArchitecture:
         """Return the units that parallel ranks must divide evenly, each described by the first layer that has it."""
         first: dict[tuple[str, int], ShardingUnit] = {}
         for i in range(self.num_layers):
-            for part in self.layer_parts(i):
+            for part in self.layer(i).parts:
                 for without_layer, unit in zip(
                     part.sharding_units(""), part.sharding_units(f"model.layers.{i}."), strict=True
                 ):
@@ -226,7 +260,7 @@ class ModelArchitecture:
 
     def _layer_parameter_maps(self, mcore_prefix: str, number: int) -> Iterator[tuple[str, ParameterMap]]:
         hf_prefix = f"model.layers.{number}."
-        for part in self.layer_parts(number):
+        for part in self.layer(number).parts:
             for name in part.parameter_names():
                 mapping = part.map_parameter(hf_prefix, name)
                 assert mapping, name
@@ -240,7 +274,7 @@ class ModelArchitecture:
 
     def _map_layer_parameter(self, number: int, name: str) -> ParameterMap:
         prefix = f"model.layers.{number}."
-        for part in self.layer_parts(number):
+        for part in self.layer(number).parts:
             mapping = part.map_parameter(prefix, name)
             if mapping:
                 return mapping
@@ -319,16 +353,12 @@ def load_family(path: str, *, key: str = "model.family") -> ModelFamily:
 
 def sequence_cost(model: ModelArchitecture) -> SequenceCost:
     """Return the coefficients of the model's cost per sequence, from its sizes alone."""
-    attention = model.attention
-    if isinstance(attention, LatentAttention):
-        width = attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim)
-    else:
-        width = attention.num_heads * 2 * attention.head_dim
-    windows = [window for window in model.window_sizes if window]
+    attentions = [layer.attention for layer in model.layers if layer.attention.score_width]
+    windows = [a.window for a in attentions if a.window]
     return SequenceCost(
         matmul_parameters=_num_matmul_parameters(model),
-        attention_layers=model.num_layers,
-        attention_width=width,
+        attention_layers=len(attentions),
+        attention_width=max((a.score_width for a in attentions), default=0),
         windowed_layers=len(windows),
         window=max(windows, default=0),
     )
@@ -336,15 +366,14 @@ def sequence_cost(model: ModelArchitecture) -> SequenceCost:
 
 def _num_matmul_parameters(model: ModelArchitecture) -> int:
     """Return the number of matrix parameters that one token is multiplied with, the output head included."""
-    first = {model.has_routed_experts(i): i for i in range(model.num_layers)}
-    count = {routed: _num_layer_parameters(model, number) for routed, number in first.items()}
+    count = {layer: _num_layer_parameters(layer) for layer in dict.fromkeys(model.layers)}
     outputs = model.vocab_size if model.head == "lm" else 1
-    return sum(count[model.has_routed_experts(i)] for i in range(model.num_layers)) + model.hidden_size * outputs
+    return sum(count[layer] for layer in model.layers) + model.hidden_size * outputs
 
 
-def _num_layer_parameters(model: ModelArchitecture, number: int) -> int:
+def _num_layer_parameters(layer: Layer) -> int:
     always = routed = 0
-    for part in model.layer_parts(number):
+    for part in layer.parts:
         for name in part.parameter_names():
             mapping = part.map_parameter("", name)
             assert mapping is not None, name
@@ -354,4 +383,6 @@ def _num_layer_parameters(model: ModelArchitecture, number: int) -> int:
                 always += elements
             else:
                 routed += elements
-    return always + (routed * model.experts.routing.top_k // model.experts.num_experts if model.experts else 0)
+    if isinstance(layer.mlp, MixtureOfExperts):
+        return always + routed * layer.mlp.routing.top_k // layer.mlp.num_experts
+    return always

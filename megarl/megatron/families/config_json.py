@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import ClassVar, Literal, Self, TypeAlias
+from collections.abc import Container, Iterable
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -17,9 +18,9 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from megarl.errors import ConfigError
-from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.attention import GroupedQueryAttention, Rope
-from megarl.megatron.families.feed_forward import GatedMlp
+from megarl.megatron.families.architecture import Layer, ModelArchitecture
+from megarl.megatron.families.attention import Attention, GroupedQueryAttention, Rope
+from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
 from megarl.model_files.json_object import JsonMapping, JsonObject
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2"]
@@ -77,6 +78,10 @@ class HfConfig(BaseModel):
 
     attention_kinds: ClassVar[tuple[str, ...]] = ("full_attention",)
     """Supported entries of `layer_types`."""
+    default_theta: ClassVar[float] = 10000.0
+    """Hugging Face's default of `rope_theta`."""
+    partial_rotary: ClassVar[bool] = False
+    """The family may rotate a part of a head's dimensions."""
 
     @classmethod
     def read(cls, config: JsonMapping, *, origin: str) -> Self:
@@ -123,12 +128,34 @@ class HfConfig(BaseModel):
         """Number of key-value heads; null means the number of query heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
-    def to_architecture(self, name: str, *, origin: str, theta: float = 10000.0) -> ModelArchitecture:
-        """Return the architecture of a plain decoder: grouped-query attention, gated MLP. Families replace parts.
+    def to_architecture(
+        self, name: str, *, origin: str, layers: Iterable[Layer] | None = None, **features: Any
+    ) -> ModelArchitecture:
+        """Return the architecture of a decoder.
 
         Args:
             name: Hugging Face's name of the architecture.
-            theta: the family's default of `rope_theta`.
+            layers: its layers; by default all have grouped-query attention and a gated MLP.
+            features: further fields of `ModelArchitecture`.
+
+        Raises:
+            ConfigError: the RoPE type is not supported, or a parameter is missing or no number.
+        """
+        if layers is None:
+            layers = self.uniform_layers(self.grouped_query_attention(origin=origin))
+        return ModelArchitecture(
+            name=name,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_position_embeddings,
+            norm_eps=self.rms_norm_eps,
+            tie_embeddings=self.tie_word_embeddings,
+            layers=tuple(layers),
+            **features,
+        )
+
+    def rope(self, *, origin: str) -> Rope:
+        """Return the rotary position embedding of all layers.
 
         Raises:
             ConfigError: the RoPE type is not supported, or a parameter is missing or no number.
@@ -138,29 +165,50 @@ class HfConfig(BaseModel):
             stated.setdefault("partial_rotary_factor", self.partial_rotary_factor)
         if self.original_max_position_embeddings is not None:
             stated["original_max_position_embeddings"] = self.original_max_position_embeddings
-        return ModelArchitecture(
-            name=name,
-            num_layers=self.num_hidden_layers,
-            hidden_size=self.hidden_size,
-            vocab_size=self.vocab_size,
+        return Rope.read(
+            stated,
+            theta=self.rope_theta or self.default_theta,
             max_positions=self.max_position_embeddings,
-            norm_eps=self.rms_norm_eps,
-            tie_embeddings=self.tie_word_embeddings,
-            rope=Rope.read(
-                stated, theta=self.rope_theta or theta, max_positions=self.max_position_embeddings, origin=origin
-            ),
-            attention=self.grouped_query_attention(),
-            mlp=GatedMlp(hidden_size=self.hidden_size, ffn_size=self.intermediate_size),
+            origin=origin,
+            partial=self.partial_rotary,
         )
 
-    def grouped_query_attention(self) -> GroupedQueryAttention:
-        """Return grouped-query attention without biases and query/key norms."""
+    def grouped_query_attention(
+        self, *, origin: str, rope: Rope | None = None, **features: Any
+    ) -> GroupedQueryAttention:
+        """Return grouped-query attention, by default without biases and query/key norms.
+
+        Args:
+            rope: rotary position embedding; None: that of all layers.
+            features: further fields of `GroupedQueryAttention`.
+        """
         return GroupedQueryAttention(
             hidden_size=self.hidden_size,
             num_heads=self.num_attention_heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
+            rope=rope or self.rope(origin=origin),
+            **features,
         )
+
+    def uniform_layers(
+        self, attention: Attention, *, experts: MixtureOfExperts | None = None, dense: Container[int] = ()
+    ) -> list[Layer]:
+        """Return layers with the same attention.
+
+        Args:
+            experts: feed-forward of the layers that are not `dense`; None: all layers have the gated MLP.
+            dense: numbers of the layers with the gated MLP.
+        """
+        mlp = self.gated_mlp()
+        return [
+            Layer(attention=attention, mlp=mlp if experts is None or i in dense else experts)
+            for i in range(self.num_hidden_layers)
+        ]
+
+    def gated_mlp(self, **features: Any) -> GatedMlp:
+        """Return the gated MLP of a layer without experts; `features`: further fields of `GatedMlp`."""
+        return GatedMlp(hidden_size=self.hidden_size, ffn_size=self.intermediate_size, **features)
 
 
 def _scaling_of(parameters: JsonObject) -> JsonObject:

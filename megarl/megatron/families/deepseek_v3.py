@@ -7,12 +7,12 @@ the parameter maps leave the copies out, and an export writes them (`ModelArchit
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Container
 from typing import Literal, Self
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.architecture import Layer, ModelArchitecture
 from megarl.megatron.families.attention import LatentAttention
 from megarl.megatron.families.config_json import HfConfig
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
@@ -52,34 +52,59 @@ class _Config(HfConfig):
         return self
 
 
+class _GlmConfig(_Config):
+    q_lora_rank: PositiveInt | None = 768
+    num_experts_per_tok: PositiveInt = 4
+    n_group: PositiveInt = 1
+    topk_group: PositiveInt = 1
+    routed_scaling_factor: PositiveFloat = 1.8
+    first_k_dense_replace: NonNegativeInt = 1
+    mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
+    """Feed-forward kind of each layer, as transformers 5 writes it in place of `first_k_dense_replace`."""
+
+
 def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
     c = _Config.read(config, origin=origin)
-    return replace(
-        c.to_architecture("DeepseekV3ForCausalLM", origin=origin),
-        attention=LatentAttention(
-            hidden_size=c.hidden_size,
-            num_heads=c.num_attention_heads,
-            q_lora_rank=c.q_lora_rank,
-            kv_lora_rank=c.kv_lora_rank,
-            qk_nope_head_dim=c.qk_nope_head_dim,
-            qk_rope_head_dim=c.qk_rope_head_dim,
-            v_head_dim=c.v_head_dim,
+    return _architecture("DeepseekV3ForCausalLM", c, range(c.first_k_dense_replace), origin=origin)
+
+
+def read_glm_flash(config: JsonMapping, *, origin: str) -> ModelArchitecture:
+    """Return the architecture of GLM-4.7-Flash, which has the layers of DeepSeek-V3 and other defaults."""
+    c = _GlmConfig.read(config, origin=origin)
+    kinds = c.mlp_layer_types or ("dense",) * c.first_k_dense_replace
+    dense = [number for number, kind in enumerate(kinds) if kind == "dense"]
+    return _architecture("Glm4MoeLiteForCausalLM", c, dense, origin=origin)
+
+
+def _architecture(name: str, c: _Config, dense: Container[int], *, origin: str) -> ModelArchitecture:
+    attention = LatentAttention(
+        hidden_size=c.hidden_size,
+        num_heads=c.num_attention_heads,
+        q_lora_rank=c.q_lora_rank,
+        kv_lora_rank=c.kv_lora_rank,
+        qk_nope_head_dim=c.qk_nope_head_dim,
+        qk_rope_head_dim=c.qk_rope_head_dim,
+        v_head_dim=c.v_head_dim,
+        rope=c.rope(origin=origin),
+    )
+    experts = MixtureOfExperts(
+        hidden_size=c.hidden_size,
+        num_experts=c.n_routed_experts,
+        ffn_size=c.moe_intermediate_size,
+        routing=Routing(
+            top_k=c.num_experts_per_tok,
+            scoring_func="sigmoid",
+            num_groups=c.n_group,
+            topk_group=c.topk_group,
+            routed_scaling_factor=c.routed_scaling_factor,
         ),
-        experts=MixtureOfExperts(
-            hidden_size=c.hidden_size,
-            num_experts=c.n_routed_experts,
-            ffn_size=c.moe_intermediate_size,
-            routing=Routing(
-                top_k=c.num_experts_per_tok,
-                scoring_func="sigmoid",
-                num_groups=c.n_group,
-                topk_group=c.topk_group,
-                routed_scaling_factor=c.routed_scaling_factor,
-            ),
-            shared_ffn_size=c.moe_intermediate_size * (c.n_shared_experts or 0),
-            expert_bias=True,
-        ),
-        dense_layers=frozenset(range(c.first_k_dense_replace)),
-        num_mtp_layers=c.num_nextn_predict_layers or 0,
+        shared_ffn_size=c.moe_intermediate_size * (c.n_shared_experts or 0),
+        expert_bias=True,
+    )
+    return c.to_architecture(
+        name,
+        origin=origin,
+        layers=c.uniform_layers(attention, experts=experts, dense=dense),
+        mtp_layers=(Layer(attention=attention, mlp=experts),) * (c.num_nextn_predict_layers or 0),
     )

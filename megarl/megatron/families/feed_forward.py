@@ -26,7 +26,7 @@ class ShardingUnit:
     """Text for error messages, e.g. `model.layers.0.self_attn.q_proj.weight has query heads`."""
     total: int
     """Number of units in the full tensor."""
-    axis: Literal["tp", "etp", "ep"]
+    axis: Literal["tp", "etp", "ep", "tp * cp"]
     """Parallel dimension that divides the units."""
     can_replicate: bool = False
     """Several ranks may hold the same unit if there are more ranks than units."""
@@ -110,6 +110,8 @@ class HfExpertNames:
     """Hugging Face's module names in a mixture-of-experts layer."""
 
     block: str = "mlp"
+    shared: str = "mlp.shared_experts"
+    expert_bias: str = "gate.e_score_correction_bias"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -132,6 +134,8 @@ class MixtureOfExperts:
     hf_names: HfExpertNames = HfExpertNames()
     shared_ffn_size: int = 0
     """Hidden size of all shared experts together, which form one MLP; 0: none."""
+    shared_gate: bool = False
+    """The output of the shared experts is multiplied by the sigmoid of a linear of the hidden state (Qwen3-Next)."""
     expert_bias: bool = False
     """The router selects experts with a float32 bias per expert (megatron-core's buffer `expert_bias`)."""
 
@@ -145,6 +149,7 @@ class MixtureOfExperts:
             for i in (1, 2)
         ]
         if self.shared_ffn_size:
+            names += ["mlp.shared_experts.gate_weight"] if self.shared_gate else []
             names += [f"mlp.shared_experts.linear_fc{i}.weight" for i in (1, 2)]
         return names
 
@@ -153,14 +158,17 @@ class MixtureOfExperts:
         expert = _EXPERT.fullmatch(name)
         if expert:
             return self._map_expert(prefix, int(expert[1] or expert[4]), expert["local"] or expert["grouped"])
-        hidden, shared = self.hidden_size, prefix + "mlp.shared_experts."
+        hidden, shared = self.hidden_size, f"{prefix}{self.hf_names.shared}."
         match name:
             case "pre_mlp_layernorm.weight":
                 return replicated(prefix + "post_attention_layernorm.weight", hidden)
             case "mlp.router.weight":
                 return replicated(f"{prefix}{self.hf_names.block}.gate.weight", self.num_experts, hidden)
             case "mlp.router.expert_bias" if self.expert_bias:
-                return replicated(prefix + "mlp.gate.e_score_correction_bias", self.num_experts, dtype="float32")
+                bias = f"{prefix}{self.hf_names.block}.{self.hf_names.expert_bias}"
+                return replicated(bias, self.num_experts, dtype="float32")
+            case "mlp.shared_experts.gate_weight" if self.shared_gate:
+                return replicated(f"{prefix}{self.hf_names.shared}_gate.weight", 1, hidden)
             case "mlp.shared_experts.linear_fc1.weight":
                 return gated_fc1(shared, hidden, self.shared_ffn_size)
             case "mlp.shared_experts.linear_fc2.weight":
@@ -177,7 +185,7 @@ class MixtureOfExperts:
         ]
         if self.shared_ffn_size:
             units.append(
-                ShardingUnit(f"{prefix}mlp.shared_experts.gate_proj.weight has rows", self.shared_ffn_size, "tp")
+                ShardingUnit(f"{prefix}{self.hf_names.shared}.gate_proj.weight has rows", self.shared_ffn_size, "tp")
             )
         return units
 
@@ -187,6 +195,10 @@ class MixtureOfExperts:
             return split_columns(f"{hf_prefix}{self.hf_names.down}.weight", self.hidden_size, self.ffn_size, expert)
         gate, up = (f"{hf_prefix}{name}.weight" for name in (self.hf_names.gate, self.hf_names.up))
         return split_rows(gate, up, height=self.ffn_size, width=self.hidden_size, expert=expert)
+
+
+FeedForward = GatedMlp | MixtureOfExperts
+"""Feed-forward part of a layer."""
 
 
 def gated_fc1(prefix: str, hidden_size: int, ffn_size: int) -> ParameterMap:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megarl.config import RmConfig, StageConfig
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.families import (
     deepseek_v3,
-    gemma2,
+    gemma,
+    glm4_moe,
     llama,
+    minimax_m2,
     mixtral,
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from megarl.megatron.families.architecture import (
     LM_SUFFIX,
+    VALUE_NAMES,
     VALUE_SUFFIX,
     FamilyReader,
     Head,
@@ -29,10 +33,12 @@ from megarl.megatron.families.architecture import (
 from megarl.model_files.block_fp8 import find_config_problem
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.model_files.model_config import (
+    UNTRAINED_TENSORS,
     config_file,
     describe_unread_file,
     find_corrections,
     find_false_copies,
+    language_config,
     read_model_config,
 )
 from megarl.model_files.weight_index import HEAD_TENSOR, derived_tensor_patterns, find_tensor_mismatches, read_headers
@@ -42,11 +48,53 @@ FAMILY_READERS: Mapping[str, FamilyReader] = {
     "Qwen3ForCausalLM": qwen3.read,
     "Qwen3MoeForCausalLM": qwen3_moe.read,
     "LlamaForCausalLM": llama.read,
-    "Gemma2ForCausalLM": gemma2.read,
+    "Gemma2ForCausalLM": gemma.read_gemma2,
+    "Gemma3ForCausalLM": gemma.read_gemma3,
     "MixtralForCausalLM": mixtral.read,
     "DeepseekV3ForCausalLM": deepseek_v3.read,
+    "Glm4MoeForCausalLM": glm4_moe.read,
+    "Glm4MoeLiteForCausalLM": deepseek_v3.read_glm_flash,
+    "MiMoForCausalLM": qwen2.read_mimo,
+    "MiniMaxM2ForCausalLM": minimax_m2.read,
+    "Qwen3NextForCausalLM": qwen3_next.read_next,
+    "Qwen3_5ForCausalLM": qwen3_next.read_dense,
+    "Qwen3_5MoeForCausalLM": qwen3_next.read_moe,
 }
 """Reader by architecture name in config.json; value models use the reader of the language model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPart:
+    """The language model of a folder that holds other models too, with its keys under `text_config`."""
+
+    read: FamilyReader
+    renames: tuple[tuple[str, str], ...]
+    """As `ModelArchitecture.hf_renames`."""
+    defaults: JsonMapping = field(default_factory=dict)
+    """Keys that published folders leave out, with transformers' defaults."""
+
+    def architecture(self, config: JsonMapping, *, name: str, origin: str) -> ModelArchitecture:
+        """Return the architecture of the language model in a folder of architecture `name`."""
+        model = self.read({**self.defaults, **language_config(config)}, origin=origin)
+        return replace(model, name=name, hf_renames=self.renames)
+
+
+_QWEN3_5 = (("model.", "model.language_model."),)
+TEXT_PARTS: Mapping[str, TextPart] = {
+    "Gemma3ForConditionalGeneration": TextPart(
+        read=gemma.read_gemma3,
+        renames=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+        defaults={
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "Qwen3_5ForConditionalGeneration": TextPart(read=qwen3_next.read_dense, renames=_QWEN3_5),
+    "Qwen3_5MoeForConditionalGeneration": TextPart(read=qwen3_next.read_moe, renames=_QWEN3_5),
+}
+"""Language model by architecture name of folders that hold other models too."""
 
 
 def read_config(path: str) -> tuple[JsonObject, Path]:
@@ -69,24 +117,29 @@ def load_architecture(
         ConfigError: the architecture or one of its options is not supported, a key is missing, the model has a value
             head while `head` is "lm", or `family` cannot be imported.
     """
-    problem = find_config_problem(config)
+    problem = find_config_problem(language_config(config))
     if problem is not None:
         raise ConfigError(f"{origin}: {problem}")
     architecture = _architecture_name(config, origin)
     is_value, language_model = architecture.endswith(VALUE_SUFFIX), _language_model(architecture)
+    if architecture in TEXT_PARTS:
+        if head == "value":
+            raise ConfigError(f"{origin}: a value model starts from a folder of a language model, got {architecture}")
+        return _with_untrained(TEXT_PARTS[architecture].architecture(config, name=architecture, origin=origin))
     readers = dict(FAMILY_READERS)
     if family is not None:
         outside = load_family(family)
         readers[outside.architecture] = outside.read
     if language_model not in readers:
-        raise ConfigError(
-            f"{origin}: architecture {architecture} is not supported; supported are {', '.join(readers)}, and their "
-            f"value models ({VALUE_SUFFIX} instead of {LM_SUFFIX}); model.family names a family outside the package"
-        )
+        raise ConfigError(_describe_unknown(architecture, config, origin=origin))
     if is_value:
         _require_value_head(config, architecture, head, origin=origin)
-    model = readers[language_model](config, origin=origin)
+    model = _with_untrained(readers[language_model](config, origin=origin))
     return model.with_value_head(from_lm=not is_value) if is_value or head == "value" else model
+
+
+def _with_untrained(model: ModelArchitecture) -> ModelArchitecture:
+    return replace(model, passed_patterns=(*model.passed_patterns, *UNTRAINED_TENSORS.get(model.name, ())))
 
 
 def require_family(path: str, family: str | None, *, key: str = "model.family") -> None:
@@ -110,6 +163,31 @@ def require_family(path: str, family: str | None, *, key: str = "model.family") 
         raise ConfigError(f"{key}: {family} reads {expected} models, got {architecture} in {file}")
 
 
+MISSING_FEATURES = {
+    "mamba_num_heads": "Mamba-2 layers",
+    "ssm_state_size": "state-space layers",
+    "index_topk": "sparse attention with an indexer",
+    "num_kv_shared_layers": "layers that share keys and values",
+    "attention_chunk_size": "chunked attention",
+    "encoder_layers": "an encoder",
+    "alibi": "position biases",
+    "rotary_pct": "rotary embeddings named by rotary_pct",
+    "layer_norm_eps": "layer norms with a mean",
+    "layer_norm_epsilon": "layer norms with a mean",
+}
+"""Key of config.json -> the feature that it states and that no layer of megarl has."""
+
+
+def _describe_unknown(architecture: str, config: JsonMapping, *, origin: str) -> str:
+    """Return the message for an architecture without a reader: what megarl lacks for it, as far as its keys tell."""
+    keys = language_config(config)
+    lacks = [f"{key} {keys[key]} ({feature})" for key, feature in MISSING_FEATURES.items() if keys.get(key)]
+    advice = "model.family names a family outside the package, which describes each layer"
+    if lacks:
+        return f"{origin}: architecture {architecture} is not supported, it needs {' and '.join(lacks)}"
+    return f"{origin}: architecture {architecture} is not supported, though no key names a missing feature; {advice}"
+
+
 def _architecture_name(config: JsonMapping, origin: str) -> str:
     names = config.get("architectures") or ["(none)"]
     if not isinstance(names, list) or not isinstance(names[0], str):
@@ -119,14 +197,17 @@ def _architecture_name(config: JsonMapping, origin: str) -> str:
 
 def _language_model(architecture: str) -> str:
     """Return the architecture name of the language model, also for that of a value model."""
-    return architecture.removesuffix(VALUE_SUFFIX) + LM_SUFFIX if architecture.endswith(VALUE_SUFFIX) else architecture
+    if not architecture.endswith(VALUE_SUFFIX):
+        return architecture
+    named = {value: language_model for language_model, value in VALUE_NAMES.items()}
+    return named.get(architecture, architecture.removesuffix(VALUE_SUFFIX) + LM_SUFFIX)
 
 
 def _require_value_head(config: JsonMapping, architecture: str, head: Head | None, *, origin: str) -> None:
     if head == "lm":
         raise ConfigError(
             f"{origin}: {architecture} has a value head and no logits; a language model is needed, "
-            f"{architecture.removesuffix(VALUE_SUFFIX)}{LM_SUFFIX}"
+            f"{_language_model(architecture)}"
         )
     labels = config.get("id2label")
     # transformers does not write id2label if there are two labels, its default
@@ -147,7 +228,7 @@ def drop_missing_mtp_layers(model: ModelArchitecture, folder: Path) -> ModelArch
     except DataError:
         return model  # a folder without weights; damaged ones are reported by those who read them
     mtp_tensors = hf_tensors_of(model.mtp_parameter_maps().values(), "float32")
-    return model if mtp_tensors.keys() & stored.keys() else replace(model, num_mtp_layers=0)
+    return model if mtp_tensors.keys() & stored.keys() else replace(model, mtp_layers=())
 
 
 def load_architecture_and_dtype(
@@ -171,12 +252,12 @@ def load_architecture_and_dtype(
     except KeyError as e:
         raise DataError(f"{file}: {e} is missing") from e
     model = drop_missing_mtp_layers(model, Path(path))
+    config = language_config(config)
     return model, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
 
 
 REQUIRED_SIZES = (
     "hidden_size",
-    "intermediate_size",
     "max_position_embeddings",
     "num_attention_heads",
     "num_hidden_layers",
@@ -187,24 +268,34 @@ REQUIRED_SIZES = (
 
 
 def read_hf_config(folder: Path) -> JsonObject:
-    """Return `read_model_config(folder)` after checking that each of `REQUIRED_SIZES` is a positive number.
+    """Return config.json of a folder, with the keys of its language model; each of `REQUIRED_SIZES` is positive.
 
     Raises:
-        DataError: the folder or file does not exist, the file is not a JSON object, a size is missing, or `layer_types`
-            does not name the type of each layer.
+        DataError: the folder or file does not exist, the file is not a JSON object, a size is missing, as in those of
+            many unsupported architectures, or `layer_types` does not name the type of each layer.
     """
     if not folder.is_dir():
         raise DataError(f"needs a folder in Hugging Face format, there is no folder {folder}")
-    tree = read_model_config(folder)
+    tree = language_config(read_model_config(folder))
+    part = TEXT_PARTS.get(_architecture_name(tree, str(folder / "config.json")))
+    tree = tree if part is None else {**part.defaults, **tree}
     wrong = [key for key in REQUIRED_SIZES if not _is_positive_number(tree.get(key))]
     if wrong:
-        raise DataError(f"{folder / 'config.json'} needs a positive number under {', '.join(wrong)}")
+        raise DataError(_describe_missing_sizes(tree, wrong, origin=str(folder / "config.json")))
     kinds, layers = tree.get("layer_types"), tree["num_hidden_layers"]
     if isinstance(kinds, list) and len(kinds) != layers:
         raise DataError(
             f"{folder / 'config.json'}: layer_types needs num_hidden_layers = {layers} entries, got {len(kinds)}"
         )
     return tree
+
+
+def _describe_missing_sizes(config: JsonMapping, missing: list[str], *, origin: str) -> str:
+    """Return the message for a config.json without some of `REQUIRED_SIZES`: most are of unsupported architectures."""
+    name, needs = _architecture_name(config, origin), f"needs a positive number under {', '.join(missing)}"
+    if name in TEXT_PARTS or _language_model(name) in FAMILY_READERS:
+        return f"{origin} {needs}"
+    return f"{_describe_unknown(name, config, origin=origin)}; config.json {needs}"
 
 
 def load_architecture_from_folder(
@@ -256,7 +347,7 @@ def find_weight_problems(folder: Path, model: ModelArchitecture) -> list[str]:
     """
     needed = {name: spec.shape for name, spec in model.tensors("float32").items()}
     derived = map(model.hf_name, derived_tensor_patterns(tied=model.tie_embeddings))
-    ignored = (*derived, *model.ignored_patterns)
+    ignored = (*derived, *model.ignored_patterns, *model.passed_patterns)
     problems = find_tensor_mismatches(
         folder, needed, model=model.name, ignored=ignored, optional=model.optional_tensors
     )

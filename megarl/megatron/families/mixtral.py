@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import ClassVar
 
 from pydantic import PositiveInt
 
@@ -17,6 +17,7 @@ class _Config(HfConfig):
     num_local_experts: PositiveInt = 8
     num_experts_per_tok: PositiveInt = 2
     sliding_window: None = None
+    default_theta: ClassVar[float] = 1e6
 
 
 def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
@@ -29,4 +30,5 @@ def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
         routing=Routing(top_k=c.num_experts_per_tok),
         hf_names=HfExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
     )
-    return replace(c.to_architecture("MixtralForCausalLM", origin=origin, theta=1e6), experts=experts)
+    layers = c.uniform_layers(c.grouped_query_attention(origin=origin), experts=experts)
+    return c.to_architecture("MixtralForCausalLM", origin=origin, layers=layers)

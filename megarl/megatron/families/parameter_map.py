@@ -76,15 +76,16 @@ def replicated(tensor: str, *shape: int, dtype: str | None = None) -> ParameterM
     return ParameterMap(((RowRange.all(tensor, shape),),), None, dtype=dtype)
 
 
-def split_rows(*tensors: str, height: int, width: int, expert: int | None = None) -> ParameterMap:
-    """Map a parameter to tensors [height, width] split by rows; each rank stacks its shards of all tensors.
+def split_rows(*tensors: str, height: int, width: int | None = None, expert: int | None = None) -> ParameterMap:
+    """Map a parameter to tensors [height, width], or [height], split by rows; each rank stacks its shards of all.
 
     Examples:
         >>> fc1 = split_rows("mlp.gate_proj.weight", "mlp.up_proj.weight", height=16, width=8)
         >>> local_shape(fc1, 2)  # on each of two ranks: 8 rows of each tensor
         (16, 8)
     """
-    return ParameterMap(tuple((RowRange.all(tensor, (height, width)),) for tensor in tensors), 0, expert)
+    shape = (height,) if width is None else (height, width)
+    return ParameterMap(tuple((RowRange.all(tensor, shape),) for tensor in tensors), 0, expert)
 
 
 def split_columns(tensor: str, height: int, width: int, expert: int | None = None) -> ParameterMap:
@@ -123,20 +124,23 @@ def shard_pieces(
         return
     shards = size if mapping.shard_dim == 0 else 1
     index = rank if mapping.shard_dim == 0 else 0
-    assert local_shape[0] % len(mapping.parts) == 0, (local, local_shape)
-    rows_per_part = local_shape[0] // len(mapping.parts)
-    for p, part in enumerate(mapping.parts):
-        first, last = index * rows_per_part, (index + 1) * rows_per_part
+    target_start = 0
+    for part in mapping.parts:
+        # only parameters of one part are padded
+        own_rows = local_shape[0] if len(mapping.parts) == 1 else sum(r.stop - r.start for r in part) // shards
+        first, last = index * own_rows, (index + 1) * own_rows
         at = 0
         for rows in part:
             lo, hi = max(at, first), min(at + rows.stop - rows.start, last)
             if lo < hi:
                 source = (rows.start + lo - at, rows.start + hi - at)
-                target = (p * rows_per_part + lo - first, p * rows_per_part + hi - first)
+                target = (target_start + lo - first, target_start + hi - first)
                 rest: Box = tuple((0, n) for n in rows.shape[1:])
                 yield ShardPiece(rows.tensor, (source, *rest), local, (target, *rest))
             at += rows.stop - rows.start
-        assert at <= shards * rows_per_part, f"{local}: {at} rows do not fit {shards} shards of {rows_per_part}"
+        assert at <= shards * own_rows, f"{local}: {at} rows do not fit {shards} shards of {own_rows}"
+        target_start += own_rows
+    assert target_start == local_shape[0], (local, local_shape)
 
 
 def _column_pieces(local: str, mapping: ParameterMap, local_shape: tuple[int, ...], rank: int) -> Iterator[ShardPiece]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pydantic import PositiveInt
 
 from megarl.megatron.families.architecture import ModelArchitecture
@@ -19,5 +17,5 @@ class _Config(HfConfig):
 def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
     c = _Config.read(config, origin=origin)
-    attention = replace(c.grouped_query_attention(), qk_norm=True)
-    return replace(c.to_architecture("Qwen3ForCausalLM", origin=origin), attention=attention)
+    attention = c.grouped_query_attention(origin=origin, qk_norm=True)
+    return c.to_architecture("Qwen3ForCausalLM", origin=origin, layers=c.uniform_layers(attention))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
 
 from megarl.megatron.families.architecture import ModelArchitecture
@@ -27,14 +25,12 @@ def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
     c = _Config.read(config, origin=origin)
     without, step = c.mlp_only_layers or (), c.decoder_sparse_step
-    return replace(
-        c.to_architecture("Qwen3MoeForCausalLM", origin=origin),
-        attention=replace(c.grouped_query_attention(), qk_norm=True),
-        experts=MixtureOfExperts(
-            hidden_size=c.hidden_size,
-            num_experts=c.num_experts,
-            ffn_size=c.moe_intermediate_size,
-            routing=Routing(top_k=c.num_experts_per_tok, norm_topk_prob=c.norm_topk_prob),
-        ),
-        dense_layers=frozenset(i for i in range(c.num_hidden_layers) if i in without or (i + 1) % step),
+    experts = MixtureOfExperts(
+        hidden_size=c.hidden_size,
+        num_experts=c.num_experts,
+        ffn_size=c.moe_intermediate_size,
+        routing=Routing(top_k=c.num_experts_per_tok, norm_topk_prob=c.norm_topk_prob),
     )
+    dense = {i for i in range(c.num_hidden_layers) if i in without or (i + 1) % step}
+    layers = c.uniform_layers(c.grouped_query_attention(origin=origin, qk_norm=True), experts=experts, dense=dense)
+    return c.to_architecture("Qwen3MoeForCausalLM", origin=origin, layers=layers)

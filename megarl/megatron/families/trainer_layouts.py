@@ -95,7 +95,7 @@ def pipeline_split(parallel: ParallelConfig) -> PipelineSplit:
 def parallel_problems(model: ModelArchitecture, parallel: ParallelConfig, slots: int) -> Iterator[str]:
     """Yield a message, starting with its YAML key, for each parallel size that does not fit `model` or `slots`."""
     p = parallel
-    sizes = {"tp": p.tp, "ep": p.ep, "etp": p.expert_tp}
+    sizes = {"tp": p.tp, "ep": p.ep, "etp": p.expert_tp, "tp * cp": p.tp * p.cp}
     for unit in model.sharding_units():
         size = sizes[unit.axis]
         # megatron-core allows several ranks to share a key-value head
@@ -148,8 +148,8 @@ def recomputable_modules(model: ModelArchitecture) -> list[str]:
     present = {
         "core_attn": True,
         "layernorm": True,
-        "mla_up_proj": isinstance(model.attention, LatentAttention),
-        "mlp": not all(model.has_routed_experts(i) for i in range(model.num_layers)),
+        "mla_up_proj": bool(model.attentions(LatentAttention)),
+        "mlp": not all(layer.has_routed_experts for layer in model.layers),
         "moe": experts is not None,
         "moe_act": experts is not None,
         "shared_experts": experts is not None and experts.shared_ffn_size > 0,

@@ -36,9 +36,10 @@ from megarl.errors import DataError, LostLockError, MegarlError, WeightSyncError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.model_files.block_fp8 import CONFIG_KEY
 from megarl.model_files.file_plan import PlannedFile
+from megarl.model_files.header import StoredTensor
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.model_files.model_config import copy_companions, read_model_config
-from megarl.model_files.weight_index import read_headers
+from megarl.model_files.weight_index import matches_any, read_headers
 from megarl.model_files.writer import SafetensorsWriter, publish
 from megarl.reshard.layout.layout import TensorSpec, WeightLayout
 from megarl.reshard.layout.topology import Topology
@@ -252,12 +253,16 @@ class ExportPlan:
 
 
 def plan_export(
-    folder: Path, layouts: Sequence[WeightLayout], copies: Mapping[str, str] = MappingProxyType({})
+    folder: Path,
+    layouts: Sequence[WeightLayout],
+    copies: Mapping[str, str] = MappingProxyType({}),
+    passed: Mapping[str, StoredTensor] = MappingProxyType({}),
 ) -> ExportPlan:
     """Plan the files in `folder` and their writers, given the layouts of all ranks.
 
     Args:
         copies: additional name -> tensor that is also written under that name.
+        passed: additional tensors, which no rank holds.
     """
     tensors = layouts[0].tensors
     held = [_held_bytes(layout) for layout in layouts]
@@ -269,12 +274,14 @@ def plan_export(
     written = {name: name for name in tensors} | dict(copies)
     for name, source in written.items():
         groups[tuple(holders[source])][name] = (tensors[source].shape, tensors[source].dtype)
+    if passed:
+        groups[()] = {name: (stored.shape, stored.dtype) for name, stored in passed.items()}
     files = plan_files(folder, list(groups.values()), FILE_BYTES)
     writers = assign_files(files, held)
     order = _interleave_writers(files, writers)
     names: dict[int, list[str]] = defaultdict(list)
     for file, writer in zip(files, writers, strict=True):
-        names[writer] += file.tensors
+        names[writer] += [name for name in file.tensors if name in written]
     specs = ModelTensors({name: tensors[name] for name in order if name in tensors})
     needs = {
         writer: WeightLayout(
@@ -341,13 +348,14 @@ def save(model: MegatronModel, source: str, folder: str, *, require_lock: Callab
     rank, target = dist.get_rank(), Path(folder)
     is_publisher = rank == 0
     layouts, topology = _gather_layouts(model.layout)
-    plan = plan_export(target, layouts, _duplicated_tensors(model, Path(source)))
+    passed = _passed_tensors(model, Path(source))
+    plan = plan_export(target, layouts, _duplicated_tensors(model, Path(source)), passed)
     config = _on_all_ranks(target, lambda: _prepare(Path(source), target, require_lock) if is_publisher else {})
     context = SyncContext(rank=rank, sources=layouts, topology=topology, needs=plan.needs)
     writer = SafetensorsWriter(target, plan.files_of(rank))
     with ExitStack() as undo:
         undo.callback(writer.discard)
-        _on_all_ranks(target, lambda: _write(context, model, writer))
+        _on_all_ranks(target, lambda: _write(context, model, writer, passed))
         if is_publisher:
             _set_dtype(config, model.layout.tensors)
             _set_head(config, model.architecture)
@@ -365,6 +373,14 @@ def _duplicated_tensors(model: MegatronModel, source: Path) -> dict[str, str]:
         return duplicates
     stored = read_headers(source)
     return {name: original for name, original in duplicates.items() if name in stored}
+
+
+def _passed_tensors(model: MegatronModel, source: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of `source` that the export repeats unchanged; none if `source` has no weights."""
+    patterns = model.architecture.passed_patterns
+    if not patterns or not any(source.glob("*.safetensors")):
+        return {}
+    return {name: stored for name, stored in read_headers(source).items() if matches_any(name, patterns)}
 
 
 def _gather_layouts(layout: WeightLayout) -> tuple[list[WeightLayout], Topology]:
@@ -411,7 +427,11 @@ def _prepare(source: Path, target: Path, require_lock: Callable[[], None]) -> Js
     return read_model_config(source)
 
 
-def _write(context: SyncContext, model: MegatronModel, writer: SafetensorsWriter) -> None:
+def _write(
+    context: SyncContext, model: MegatronModel, writer: SafetensorsWriter, passed: Mapping[str, StoredTensor]
+) -> None:
+    for name in passed.keys() & writer.names:
+        writer.copy(passed[name], name)
     tensors = model.tensors()
     for piece in model.layout.pieces:
         needs = torch_dtype(model.layout.tensors[piece.tensor].dtype)

@@ -1,13 +1,9 @@
-"""Builds megatron-core's model chunks from a model architecture (a parsed Hugging Face config.json).
-
-RoPE frequencies and their scaling (linear, Llama 3, YaRN) are those of transformers: megatron-core hard-codes Llama
-3.1's context length and frequency factors.
-"""
+"""Builds megatron-core's model chunks from a model architecture (a parsed Hugging Face config.json)."""
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -18,42 +14,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.attention import GroupedQueryAttention, Rope
+from megarl.megatron.families.attention import GroupedQueryAttention
 from megarl.megatron.families.parameter_map import global_name
 from megarl.megatron.families.trainer_layouts import PipelineSplit, padded_vocab, stage_layers
 from megarl.megatron.modeling.language_head import HeadOptions, LanguageHead
 from megarl.megatron.modeling.layer_spec import LayerBackend
+from megarl.megatron.modeling.rotary import inverse_frequencies
 from megarl.megatron.modeling.torch_layers import ValueHead
 from megarl.megatron.runtime import platform
-
-
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return the inverse frequencies in radians per token, float32 [head_dim / 2]."""
-    return _scaled_frequencies(rope, head_dim)[0]
-
-
-def attention_factor(rope: Rope, head_dim: int) -> float:
-    """Return the factor that rotated queries and keys are each multiplied by (YaRN, arXiv 2309.00071, section 3.4)."""
-    return _scaled_frequencies(rope, head_dim)[1]
-
-
-def _scaled_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    if rope.rope_type == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        return 1.0 / (rope.theta**exponents), 1.0
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    # The attributes that transformers reads; a real config object would import half of transformers.
-    config = SimpleNamespace(
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        head_dim=head_dim,
-        max_position_embeddings=rope.max_positions,
-        rope_parameters={"rope_type": rope.rope_type, "rope_theta": rope.theta, **dict(rope.scaling)},
-        standardize_rope_params=lambda: None,
-    )
-    frequencies, factor = ROPE_INIT_FUNCTIONS[rope.rope_type](config, torch.device("cpu"))
-    return frequencies, float(factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +87,7 @@ def _make_module(
         vocab_size=padded_vocab(architecture, groups.tp.size()),
         max_sequence_length=architecture.max_positions,
         position_embedding_type="rope",
-        rotary_base=architecture.rope.theta,
+        rotary_base=10_000,  # of frequencies that are replaced
         pre_process=ends[0],
         post_process=ends[1],
         parallel_output=True,
@@ -133,8 +101,15 @@ def _apply_architecture(
     module: LanguageModule, architecture: ModelArchitecture, groups: ProcessGroupCollection, head: HeadOptions
 ) -> None:
     """Apply features of the architecture that megatron-core has no option for."""
-    if isinstance(architecture.attention, GroupedQueryAttention):
-        module.rotary_pos_emb.inv_freq = inverse_frequencies(architecture.rope, architecture.attention.head_dim)
+    rotated = architecture.attentions(GroupedQueryAttention)
+    if rotated:
+        module.rotary_pos_emb.inv_freq = inverse_frequencies(rotated[0].rope, rotated[0].head_dim)
+    for layer in module.decoder.layers:  # megatron-core numbers layers globally, from 1
+        attention = architecture.layers[layer.layer_number - 1].attention
+        layer.rotary = None
+        if isinstance(attention, GroupedQueryAttention) and attention.rope != rotated[0].rope:
+            layer.rotary = copy(module.rotary_pos_emb)
+            layer.rotary.inv_freq = inverse_frequencies(attention.rope, attention.head_dim)
     if module.pre_process and architecture.embedding_scale != 1.0:
         _scale_embedding(module, architecture.embedding_scale)
     if module.post_process and architecture.head == "value":

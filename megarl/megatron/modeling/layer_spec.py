@@ -32,10 +32,18 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megarl.config.megatron import MegatronConfig
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.attention import LatentAttention
+from megarl.megatron.families.attention import Attention, GatedDeltaNet, LatentAttention
+from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
 from megarl.megatron.mcore_fields import fusion_fields, needs_torch_layers
+from megarl.megatron.modeling.rotary import score_scale
 from megarl.megatron.modeling.router import PackLayer, PackRouter
-from megarl.megatron.modeling.torch_layers import DuplicatedLinear, PostNormLinear, RMSNorm, TorchAttention
+from megarl.megatron.modeling.torch_layers import (
+    AllHeadsNorm,
+    DuplicatedLinear,
+    PostNormLinear,
+    RMSNorm,
+    TorchAttention,
+)
 from megarl.megatron.runtime import platform
 
 if TYPE_CHECKING:
@@ -107,32 +115,44 @@ def torch_block_spec(architecture: ModelArchitecture, layers: range) -> Transfor
 
 
 def _layer(architecture: ModelArchitecture, number: int) -> ModuleSpec:
+    layer = architecture.layers[number]
     return ModuleSpec(
         module=PackLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_attention(architecture),
+            self_attention=_attention(layer.attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_moe(architecture) if architecture.has_routed_experts(number) else _mlp(architecture),
+            mlp=_moe(layer.mlp) if isinstance(layer.mlp, MixtureOfExperts) else _mlp(layer.mlp),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def _attention(architecture: ModelArchitecture) -> ModuleSpec:
-    attention = architecture.attention
+def _attention(attention: Attention) -> ModuleSpec:
     if isinstance(attention, LatentAttention):
         return _latent_attention()
-    qk_norm = RMSNorm if attention.qk_norm else IdentityOp
+    if isinstance(attention, GatedDeltaNet):
+        from megarl.megatron.modeling.delta_net import delta_net_spec
+
+        return delta_net_spec()
+    norms = [RMSNorm if attention.qk_norm else IdentityOp] * 2
+    if attention.full_qk_norm:
+        norms = [partial(AllHeadsNorm, num_heads=heads) for heads in (attention.num_heads, attention.num_kv_heads)]
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=ModuleSpec(
-            module=TorchAttention, params={"softcap": attention.softcap, "windows": architecture.window_sizes}
+            module=TorchAttention,
+            params={
+                "scale": score_scale(attention),
+                "softcap": attention.softcap,
+                "window": attention.window,
+                "sinks": attention.sinks,
+            },
         ),
         linear_proj=PostNormLinear if attention.post_norm else RowParallelLinear,
-        q_layernorm=qk_norm,
-        k_layernorm=qk_norm,
+        q_layernorm=norms[0],
+        k_layernorm=norms[1],
     )
     return ModuleSpec(module=SelfAttention, params=_CAUSAL, submodules=submodules)
 
@@ -154,15 +174,14 @@ def _latent_attention() -> ModuleSpec:
     return ModuleSpec(module=LatentSelfAttention, params=_CAUSAL, submodules=submodules)
 
 
-def _mlp(architecture: ModelArchitecture) -> partial[MLP]:
-    down = PostNormLinear if architecture.mlp.post_norm else RowParallelLinear
+def _mlp(mlp: GatedMlp) -> partial[MLP]:
+    down = PostNormLinear if mlp.post_norm else RowParallelLinear
     return partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=down))
 
 
-def _moe(architecture: ModelArchitecture) -> ModuleSpec:
-    assert architecture.experts is not None
+def _moe(mixture: MixtureOfExperts) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears) if architecture.experts.shared_ffn_size else None
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears) if mixture.shared_ffn_size else None
     experts = ModuleSpec(module=SequentialMLP, submodules=linears)
     return ModuleSpec(
         module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=PackRouter)

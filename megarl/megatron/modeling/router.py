@@ -19,11 +19,12 @@ experts, G groups.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import override
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
 from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
@@ -136,8 +137,25 @@ class PackRouter(TopKRouter):  # type: ignore[misc]
 class PackLayer(TransformerLayer):  # type: ignore[misc]
     """A decoder layer that passes its router the mask in the description of the pack, on every pipeline stage.
 
-    megatron-core passes the mask from the embedding on, so that the routers of later stages get no part of it.
+    megatron-core passes the mask from the embedding on, so that the routers of later stages get no part of it, and the
+    same rotary position embedding to all layers.
     """
+
+    rotary: RotaryEmbedding | None
+    """Rotary position embedding of this layer; None: that of the model."""
+
+    @override
+    def forward(
+        self,
+        *args: Any,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: TorchPackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self.rotary is not None:
+            assert packed_seq_params is not None, "megarl's models compute packed sequences only"
+            rotary_pos_emb = self.rotary(packed_seq_params.max_seqlen_q, packed_seq=True)
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **kwargs)
 
     @override
     def _forward_mlp(

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, override
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -39,22 +44,31 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
         layer_number: int,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        scale: float | None = None,
         softcap: float | None = None,
-        windows: tuple[int, ...] = (),
+        window: int = 0,
+        sinks: bool = False,
         **_: object,
     ) -> None:
         """Create the core attention of one layer.
 
         Args:
-            softcap: cap of the attention scores, as in `GroupedQueryAttention.softcap`.
-            windows: sliding window of every decoder layer, as in `ModelArchitecture.window_sizes`.
+            softmax_scale: scale of the attention scores of all layers.
+            scale: that of this layer, instead of `softmax_scale`.
+            softcap, window, sinks: as in `GroupedQueryAttention`.
         """
         super().__init__(config)
         assert pg_collection is not None, "core attention is built with process groups"
-        self.softmax_scale = softmax_scale if softmax_scale is not None else config.softmax_scale
+        scales = (scale, softmax_scale, config.softmax_scale)
+        self.softmax_scale = next((each for each in scales if each is not None), None)
         self._cp_group = pg_collection.cp
         self.softcap = softcap
-        self._window = windows[layer_number - 1] if windows else 0  # megatron-core numbers layers globally, from 1
+        self._window = window
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if sinks:
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            self.softmax_offset.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -92,6 +106,15 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
             indices.append(group.token_index_K)
         return out_tD.index_copy(0, torch.cat(indices), torch.cat(outputs))
 
+    @override
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> ShardedStateDict:
+        return _sharded_state(self, prefix, sharded_offsets, {"softmax_offset": 0})
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, group: LengthGroup) -> Tensor:
         """Attend within one length group; returns [n, heads, Q, value_dim].
 
@@ -101,30 +124,42 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
             v: [n, kv_heads, L, value_dim].
         """
         gqa = q.shape[1] != k.shape[1]
-        if self.softcap is not None:
-            return self._attend_capped(q, k, v, group.mask(self._window))
+        if self.softcap is not None or self.softmax_offset is not None:
+            return self._attend_by_scores(q, k, v, group.mask(self._window))
         if group.needs_no_mask(self._window):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa, scale=self.softmax_scale)
         mask = group.mask(self._window)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa, scale=self.softmax_scale)
 
-    def _attend_capped(self, q: Tensor, k: Tensor, v: Tensor, mask_n1QL: Tensor) -> Tensor:
-        assert self.softcap is not None
+    def _attend_by_scores(self, q: Tensor, k: Tensor, v: Tensor, mask_n1QL: Tensor) -> Tensor:
         repeats = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
         scale = self.softmax_scale if self.softmax_scale is not None else q.shape[-1] ** -0.5
-        scores = torch.tanh(q @ k.transpose(2, 3) * (scale / self.softcap)) * self.softcap
-        weights = torch.softmax(scores.float().masked_fill(~mask_n1QL, float("-inf")), -1)
-        return weights.to(v.dtype) @ v
+        if self.softcap is None:
+            scores = q @ k.transpose(2, 3) * scale
+        else:
+            scores = torch.tanh(q @ k.transpose(2, 3) * (scale / self.softcap)) * self.softcap
+        scores = scores.float().masked_fill(~mask_n1QL, float("-inf"))
+        if self.softmax_offset is None:
+            return torch.softmax(scores, -1).to(v.dtype) @ v
+        sinks_nHQ1 = self.softmax_offset.float()[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.softmax(torch.cat([scores, sinks_nHQ1], -1), -1)[..., :-1].to(v.dtype) @ v
 
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm (arXiv 1910.07467), computed in float32 for any parameter dtype."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, zero_centered: bool | None = None
+    ) -> None:
+        """Create the norm of `hidden_size` elements.
+
+        Args:
+            zero_centered: multiply by 1 + weight; None: as the configuration says.
+        """
         super().__init__()
         self.eps = eps
-        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        self.offset = float(config.layernorm_zero_centered_gamma if zero_centered is None else zero_centered)
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset, dtype=config.params_dtype))
         # each tensor-parallel rank sees its slice of the sequence, so megatron-core must all-reduce this gradient
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -133,6 +168,48 @@ class RMSNorm(torch.nn.Module):
         """Normalize the last dimension."""
         weight = self.weight.float() + self.offset
         return F.rms_norm(x.float(), (x.shape[-1],), weight, self.eps).to(x.dtype)
+
+
+class AllHeadsNorm(RMSNorm):
+    """Root-mean-square norm of the queries, or keys, of all heads together, which tensor-parallel ranks split.
+
+    Every rank has the full weight and uses that of its heads; megatron-core sums the gradients of norms of queries and
+    keys over the ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int) -> None:
+        """Create the norm of `num_heads` heads over all tensor-parallel ranks, each of width `hidden_size`."""
+        super().__init__(config, num_heads * hidden_size, eps)
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last two dimensions of x [..., heads, width of a head] over all tensor-parallel ranks."""
+        flat = x.float().flatten(-2)
+        squares = reduce_from_tensor_model_parallel_region(flat.square().sum(-1, keepdim=True), group=self.tp_group)
+        squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
+        weight = self.weight.float().chunk(self.tp_group.size())[self.tp_group.rank()] + self.offset
+        out: Tensor = flat * torch.rsqrt(squares / len(self.weight) + self.eps) * weight
+        return out.to(x.dtype).view(x.shape)
+
+
+class SharedHeadNorm(RMSNorm):
+    """Root-mean-square norm of each head by one weight that is not zero-centered, for a tensor-parallel rank's heads.
+
+    megatron-core sums the gradients of such weights over the ranks with sequence parallelism only.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps, zero_centered=False)
+        self.tp_group = None if config.sequence_parallel else parallel_state.get_tensor_model_parallel_group()
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension."""
+        weight = self.weight
+        if self.tp_group is not None:
+            weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
+        return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), self.eps).to(x.dtype)
 
 
 class PostNormLinear(RowParallelLinear):  # type: ignore[misc]
@@ -178,9 +255,16 @@ class DuplicatedLinear(torch.nn.Module):
         metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
         """Return the sharded state for megatron-core's dist_checkpointing: replicated over tensor-parallel ranks."""
-        tensors = self.state_dict(prefix="", keep_vars=True)
-        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(tensors, prefix, {}, sharded_offsets)
-        return sharded
+        return _sharded_state(self, prefix, sharded_offsets, {})
+
+
+def _sharded_state(
+    module: torch.nn.Module, prefix: str, offsets: tuple[tuple[int, int, int], ...], axes: dict[str, int]
+) -> ShardedStateDict:
+    """Return a module's sharded state; `axes`: dimension that tensor-parallel ranks split, by parameter."""
+    tensors = module.state_dict(prefix="", keep_vars=True)
+    sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(tensors, prefix, axes, offsets)
+    return sharded
 
 
 class ValueHead(torch.nn.Module):

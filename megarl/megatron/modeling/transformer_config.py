@@ -16,11 +16,11 @@ from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
 from megarl.megatron.attention_kernels import attention_backend, find_attention_problem
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
-from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
+from megarl.megatron.families.attention import GatedDeltaNet, GroupedQueryAttention, LatentAttention
+from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts, Routing
 from megarl.megatron.mcore_fields import override_model_fields
-from megarl.megatron.modeling.gpt_model import attention_factor
 from megarl.megatron.modeling.layer_spec import layer_backend
+from megarl.megatron.modeling.rotary import score_scale
 from megarl.megatron.modeling.router import LOAD_BALANCING_TYPES
 from megarl.megatron.runtime import platform
 
@@ -45,10 +45,11 @@ def transformer_config(
         problems = [*megatron.find_te_problems(), *recompute.find_te_problems()]
         if problems:
             raise ConfigError("\n".join(problems))
+    mlps = [layer.mlp for layer in architecture.layers]
     options: dict[str, object] = {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
-        "ffn_hidden_size": architecture.mlp.ffn_size,
+        "ffn_hidden_size": next((m.ffn_size for m in mlps if isinstance(m, GatedMlp)), mlps[0].ffn_size),
         "layernorm_epsilon": architecture.norm_eps,
         "layernorm_zero_centered_gamma": architecture.zero_centered_norms,
         "normalization": "RMSNorm",
@@ -87,12 +88,12 @@ def transformer_config(
     if options.get("deterministic_mode"):
         # Transformer Engine's own switch, without which megatron-core refuses its attention
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    match architecture.attention:
-        case GroupedQueryAttention() as attention:
-            config = TransformerConfig(**options, **_grouped_query(architecture, attention))
-        case LatentAttention() as latent:
-            config = MLATransformerConfig(**options, **_latent(architecture, latent))
-    return config
+    latent = architecture.attentions(LatentAttention)
+    if latent:
+        return MLATransformerConfig(**options, **_latent(architecture, latent[0]))
+    for net in architecture.attentions(GatedDeltaNet):
+        options |= _delta_net(architecture, net)
+    return TransformerConfig(**options, **_grouped_query(architecture.attentions(GroupedQueryAttention)[0]))
 
 
 def token_multiple(config: TransformerConfig) -> int:
@@ -150,21 +151,32 @@ def _recomputation(recompute: RecomputeConfig) -> dict[str, object]:
             }
 
 
-def _grouped_query(architecture: ModelArchitecture, attention: GroupedQueryAttention) -> dict[str, object]:
-    scale = attention.scale if attention.scale is not None else attention.head_dim**-0.5
+def _grouped_query(attention: GroupedQueryAttention) -> dict[str, object]:
     return {
         "num_attention_heads": attention.num_heads,
         "num_query_groups": attention.num_kv_heads,
         "kv_channels": attention.head_dim,
         "add_qkv_bias": attention.qkv_bias,
-        "qk_layernorm": attention.qk_norm,
-        # The RoPE attention factor multiplies queries and keys, so its square goes into the softmax scale.
-        "softmax_scale": scale * attention_factor(architecture.rope, attention.head_dim) ** 2,
+        "qk_layernorm": attention.qk_norm or attention.full_qk_norm,
+        "attention_output_gate": attention.output_gate,
+        "softmax_scale": score_scale(attention),
+    }
+
+
+def _delta_net(architecture: ModelArchitecture, net: GatedDeltaNet) -> dict[str, object]:
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(isinstance(layer.attention, GatedDeltaNet)) for layer in architecture.layers],
+        "linear_conv_kernel_dim": net.conv_kernel,
+        "linear_key_head_dim": net.key_head_dim,
+        "linear_value_head_dim": net.value_head_dim,
+        "linear_num_key_heads": net.num_key_heads,
+        "linear_num_value_heads": net.num_value_heads,
     }
 
 
 def _latent(architecture: ModelArchitecture, attention: LatentAttention) -> dict[str, object]:
-    rope = architecture.rope
+    rope = attention.rope
     yarn = {
         "rotary_scaling_factor": rope.scaling_parameter("factor", 1.0),
         "original_max_position_embeddings": int(
@@ -200,7 +212,8 @@ def _moe(architecture: ModelArchitecture, experts: MixtureOfExperts, moe: MoeCon
         "num_moe_experts": experts.num_experts,
         "moe_ffn_hidden_size": experts.ffn_size,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
-        "moe_layer_freq": [int(architecture.has_routed_experts(i)) for i in range(architecture.num_layers)],
+        "moe_shared_expert_gate": experts.shared_gate,
+        "moe_layer_freq": [int(layer.has_routed_experts) for layer in architecture.layers],
         "moe_router_load_balancing_type": LOAD_BALANCING_TYPES[moe.aux_loss_scope] if moe.aux_loss_coeff else "none",
         "moe_aux_loss_coeff": moe.aux_loss_coeff,
         "moe_router_dtype": "fp32",

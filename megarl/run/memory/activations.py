@@ -7,7 +7,7 @@ width f, t = tp, x = etp, and u = 1/t with sequence parallelism, else 1:
     layer_input       4h u: residual stream before both norms
     layernorm         4h u: outputs of both norms
     attention         2(a + 2g)d/t queries, keys, values; 2(a + g)d/t with RoPE; 2ad/t output. Latent: latents, output
-    core_attn         4a/t: log-sum-exp of the softmax
+    core_attn         4a/t: log-sum-exp of the softmax. Gated delta net: a float32 state for every 64 tokens
     mla_up_proj       queries, keys and values of all heads, projected from latents
     mlp               4f/t gate and up; 2f/t their product
     moe               of each token received: 2h input; 4f/x gate and up; 2h output. Router: logits and indices
@@ -25,8 +25,8 @@ from typing import Literal
 
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
-from megarl.megatron.families.feed_forward import MixtureOfExperts
+from megarl.megatron.families.attention import GatedDeltaNet, GroupedQueryAttention, LatentAttention
+from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
 from megarl.megatron.families.trainer_layouts import padded_vocab, pipeline_split, stage_layers
 
 FLOAT32_BYTES = 4
@@ -34,6 +34,9 @@ FLOAT32_BYTES = 4
 EXPERT_IMBALANCE = 1.5
 """Tokens that the most loaded expert-parallel rank receives, relative to the mean. An assumption: it depends on the
 router and the data, and has no upper bound below the number of ranks."""
+
+DELTA_NET_CHUNK = 64
+"""Tokens between two states that the kernels of a gated delta net keep for the backward pass."""
 
 HeadKind = Literal["fused", "plain", "float32"]
 """How the language head computes logits: in chunks of columns; all in the dtype of the weight; all in float32."""
@@ -74,8 +77,8 @@ def layer_activations(
     shared = t if parallel.uses_sequence_parallel else 1
     hidden = size * n * model.hidden_size
     parts = {"layer_input": 2 * hidden // shared, "layernorm": 2 * hidden // shared}
-    attention, mlp = model.layer_parts(number)
-    match attention:
+    layer = model.layer(number)
+    match layer.attention:
         case GroupedQueryAttention() as a:
             query, key = a.num_heads * a.head_dim, max(a.num_kv_heads, t) * a.head_dim
             parts["attention"] = size * n * (query + 2 * key + query + key + query) // t
@@ -87,9 +90,18 @@ def layer_activations(
             parts["core_attn"] = FLOAT32_BYTES * n * a.num_heads // t
             # queries, keys, and the projection that keys and values come from
             parts["mla_up_proj"] = size * n * a.num_heads * (2 * key + a.qk_nope_head_dim + value) // t
-    if isinstance(mlp, MixtureOfExperts):
-        return parts | _expert_activations(mlp, parallel, load)
-    return parts | {"mlp": size * n * 3 * model.mlp.ffn_size // t}
+        case GatedDeltaNet() as a:
+            keys, values = a.num_key_heads * a.key_head_dim, a.num_value_heads * a.value_head_dim
+            projected = 2 * (keys + values + a.num_value_heads)
+            expanded = 2 * a.num_value_heads * a.key_head_dim  # queries and keys, repeated for each value head
+            parts["attention"] = size * n * (projected + 2 * keys + values + expanded + 2 * values) // t
+            state = a.num_value_heads * a.key_head_dim * a.value_head_dim
+            parts["core_attn"] = FLOAT32_BYTES * -(-n // DELTA_NET_CHUNK) * state // t
+    match layer.mlp:
+        case MixtureOfExperts() as experts:
+            return parts | _expert_activations(experts, parallel, load)
+        case GatedMlp() as mlp:
+            return parts | {"mlp": size * n * 3 * mlp.ffn_size // t}
 
 
 def _expert_activations(experts: MixtureOfExperts, parallel: ParallelConfig, load: TokenLoad) -> dict[str, int]:
@@ -117,15 +129,12 @@ def stage_activations(
     head_kind: HeadKind = "fused",
 ) -> list[ActivationBytes]:
     """Return the activations of a rank of each pipeline stage."""
-    by_kind = {}
-    for number in range(model.num_layers):
-        is_routed = model.has_routed_experts(number)
-        if is_routed not in by_kind:
-            by_kind[is_routed] = layer_activations(model, number, parallel, load)
+    first = {layer: number for number, layer in reversed(list(enumerate(model.layers)))}
+    by_kind = {layer: layer_activations(model, number, parallel, load) for layer, number in first.items()}
     result = []
     stages = stage_layers(model.num_layers, parallel.pp, pipeline_split(parallel))
     for stage, chunks in enumerate(stages):
-        layers = [[by_kind[model.has_routed_experts(i)] for i in chunk] for chunk in chunks]
+        layers = [[by_kind[model.layers[i]] for i in chunk] for chunk in chunks]
         kept = max(_kept(chunk, recompute) for chunk in layers)
         flat = [parts for chunk in layers for parts in chunk]
         forward = max(sum(parts.values()) for parts in flat)

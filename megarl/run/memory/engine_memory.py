@@ -12,7 +12,7 @@ from math import prod
 
 from megarl.config.rollout import RolloutConfig
 from megarl.megatron.families.architecture import EMBEDDING, HEAD, ModelArchitecture
-from megarl.megatron.families.attention import LatentAttention
+from megarl.megatron.families.attention import Attention, GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.parameter_map import local_shape
 from megarl.model_files.block_fp8 import BLOCK, is_quantized
 from megarl.model_files.json_object import JsonMapping
@@ -60,7 +60,7 @@ def engine_bytes(
         element_bytes: bytes per element of the weights that are not FP8, and of the KV cache unless it is FP8.
         hf_config: content of the model's config.json, which says whether weights are FP8.
     """
-    extra, is_latent = rollout.engine.extra_args, isinstance(model.attention, LatentAttention)
+    extra, is_latent = rollout.engine.extra_args, bool(model.attentions(LatentAttention))
     kv_element_bytes = 1 if str(extra.get("kv_cache_dtype", "auto")).startswith("fp8") else element_bytes
     is_small = gpu_bytes < 60 * GIB
     chunk = extra.get("chunked_prefill_size") or (4096 if is_small else 8192 if gpu_bytes < 160 * GIB else 16384)
@@ -94,7 +94,8 @@ def engine_weights(
         if name == EMBEDDING or (name == HEAD and model.head == "lm"):
             rows = -(-model.vocab_size // tp) * tp
         if mapping.shard_dim == 0 and "linear_qkv" in name:
-            elements = _qkv_elements(model, tp, "bias" if name.endswith("bias") else "weight")
+            number = int(name.removeprefix("decoder.layers.").split(".")[0])
+            elements = _qkv_elements(model.layers[number].attention, tp, is_bias=name.endswith("bias"))
         else:
             elements = _split(local_shape(mapping, 1, rows=rows), mapping.shard_dim, tp)
         if is_quantized(mapping.parts[0][0].tensor, hf_config):
@@ -109,12 +110,14 @@ def kv_bytes_per_token(model: ModelArchitecture, tp: int, element_bytes: int) ->
 
     A latent is not divided by tp: every rank stores it. Key-value heads are replicated where tp exceeds them.
     """
-    match model.attention:
-        case LatentAttention() as latent:
-            width = latent.kv_lora_rank + latent.qk_rope_head_dim
-        case grouped:
-            width = 2 * grouped.head_dim * max(1, grouped.num_kv_heads // tp)
-    return model.num_layers * width * element_bytes
+    width = 0
+    for layer in model.layers:
+        match layer.attention:
+            case LatentAttention() as latent:
+                width += latent.kv_lora_rank + latent.qk_rope_head_dim
+            case GroupedQueryAttention() as grouped:
+                width += 2 * grouped.head_dim * max(1, grouped.num_kv_heads // tp)
+    return width * element_bytes
 
 
 def default_mem_fraction(engine: EngineBytes, gpu_bytes: int) -> float:
@@ -125,11 +128,11 @@ def default_mem_fraction(engine: EngineBytes, gpu_bytes: int) -> float:
     return round((gpu_bytes - reserved) / gpu_bytes, 3)
 
 
-def _qkv_elements(model: ModelArchitecture, tp: int, kind: str) -> int:
-    a = model.attention
-    assert not isinstance(a, LatentAttention)
-    rows = (a.num_heads // tp + 2 * max(1, a.num_kv_heads // tp)) * a.head_dim
-    return rows * (1 if kind == "bias" else model.hidden_size)
+def _qkv_elements(attention: Attention, tp: int, *, is_bias: bool) -> int:
+    assert isinstance(attention, GroupedQueryAttention)
+    queries = attention.num_heads // tp * (2 if attention.output_gate else 1)
+    rows = (queries + 2 * max(1, attention.num_kv_heads // tp)) * attention.head_dim
+    return rows * (1 if is_bias else attention.hidden_size)
 
 
 def _split(shape: tuple[int, ...], dim: int | None, ranks: int) -> int:

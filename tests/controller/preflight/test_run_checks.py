@@ -80,8 +80,9 @@ def test_all_problems_are_found_in_one_pass(tree: dict[str, Any]) -> None:
         ("{", "config.json is not valid JSON"),
         ("[]", "config.json needs a JSON object, got list"),
         ("{}", "config.json needs a positive number under hidden_size, "),
+        ('{"architectures": ["GotForConditionalGeneration"]}', "GotForConditionalGeneration is not supported, "),
         ({"layer_types": ["full_attention"]}, "config.json: layer_types needs num_hidden_layers = 2 entries, got 1"),
-        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; supported are "),
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported, "),
     ],
 )
 def test_model_configuration_unusable(tree: dict[str, Any], content: str | dict[str, Any] | None, message: str) -> None:

@@ -6,6 +6,7 @@ four pipeline chunks. Positions go up to 4,096, so that long sequences fit; RoPE
 affects short sequences.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ _LLAMA3 = _SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_f
 _SOFTCAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}
 _TIED = {"tie_word_embeddings": True}
+# a larger epsilon: outputs near zero of a delta net's heads are normalized, which amplifies rounding by 1 / sqrt(eps)
+_DELTA_NET = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
+_DELTA_NET |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "rms_norm_eps": 1e-4}
+_DELTA_NET |= {"full_attention_interval": 2}
+_DELTA_NET |= {"rope_parameters": _PLAIN | {"partial_rotary_factor": 0.25}}
+_QWEN3_NEXT = _QWEN3 | _DELTA_NET | {"model_type": "qwen3_next", "moe_intermediate_size": 24, "num_experts": 8}
+_QWEN3_NEXT |= {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 40}
 
 OWN_HEAD = "qwen3 with a head of its own"
 """Model whose config.json ties the head to the embedding, and whose folder stores another head."""
@@ -75,6 +83,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": _SIZES
     | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rope_parameters": _PLAIN},
     "deepseek_v3": _DEEPSEEK_V3,
+    "gemma3": {
+        **(_SIZES | _TIED),
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {"sliding_attention": _PLAIN, "full_attention": _LINEAR},
+    },
+    "glm4_moe": _QWEN3
+    | {"model_type": "glm4_moe", "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2}
+    | {"routed_scaling_factor": 2.5, "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1}
+    | {"num_nextn_predict_layers": 1, "rope_parameters": _PLAIN | {"partial_rotary_factor": 0.5}},
+    "minimax_m2": _SIZES
+    | {"model_type": "minimax_m2", "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
+    | {"rope_parameters": _PLAIN | {"partial_rotary_factor": 0.5}, "rotary_dim": 8, "scoring_func": "sigmoid"}
+    | {"use_qk_norm": True, "use_routing_bias": True},
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5": _QWEN3 | _DELTA_NET | {"model_type": "qwen3_5_text"} | _TIED,
+    "qwen3_5_moe": _QWEN3_NEXT | {"model_type": "qwen3_5_moe_text", "vocab_size": 509},
     "deepseek_v3 without query latent": _DEEPSEEK_V3
     | {"vocab_size": 509, "q_lora_rank": None, "num_nextn_predict_layers": 0, "rope_parameters": _PLAIN}
     | {"n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
@@ -82,16 +111,60 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Content of config.json by model name."""
 
 
+_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 48}
+_TOWER |= {"num_position_embeddings": 16, "patch_size": 4, "deepstack_visual_indexes": []}
+VISION: dict[str, dict[str, Any]] = {
+    "qwen3_5": _TOWER,
+    "qwen3_5_moe": _TOWER,
+    "gemma3": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    | {"image_size": 16, "patch_size": 4},
+}
+"""Vision tower, by name of the language model, of models that have both."""
+
+
+def save_vision_model(name: str, root: Path) -> tuple[str, str]:
+    """Save the model with a vision tower whose language model is that of `save_model`; return both folders."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    folder, text = root / f"{name}-vision", save_model(name, root)
+    model_type = CONFIGS[name]["model_type"].removesuffix("_text")
+    tied = {"tie_word_embeddings": CONFIGS[name]["tie_word_embeddings"]}
+    config = AutoConfig.for_model(model_type, text_config=CONFIGS[name], vision_config=VISION[name], **tied)
+    model = AutoModelForImageTextToText.from_config(config, dtype=build(CONFIGS[name]).dtype)
+    missing = model.load_state_dict(_nested(build(CONFIGS[name]).state_dict()), strict=False)
+    assert not missing.unexpected_keys, missing.unexpected_keys
+    model.save_pretrained(folder)
+    _write_interval(name, folder / "config.json")
+    saved = load_file(folder / "model.safetensors")
+    assert len(saved) > len(load_file(Path(text) / "model.safetensors"))
+    return str(folder), text
+
+
+def _nested(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a language model under their names in a model with a vision tower."""
+    return {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+
+
 def save_model(name: str, root: Path) -> str:
     """Return the folder of model `name` under `root`; the first call writes it."""
     folder = root / name.replace(" ", "-")
     if not (folder / "model.safetensors").exists():
         build(CONFIGS[name]).save_pretrained(folder)
+        _write_interval(name, folder / "config.json")
         if CONFIGS[name].get("num_nextn_predict_layers"):
             append_prediction_layer(folder / "model.safetensors", CONFIGS[name])
         if name == OWN_HEAD:
             append_head(folder / "model.safetensors")
     return str(folder)
+
+
+def _write_interval(name: str, file: Path) -> None:
+    """Write the interval of layers with full attention, which SGLang reads and transformers does not write."""
+    described = json.loads(file.read_text())
+    if "full_attention_interval" in CONFIGS[name]:
+        described.get("text_config", described)["full_attention_interval"] = CONFIGS[name]["full_attention_interval"]
+        file.write_text(json.dumps(described))
 
 
 def save_value_model(name: str, root: Path) -> str:

@@ -27,7 +27,11 @@ def test_logprobs_and_gradients_match_transformers(name, model_folder, tmp_path)
     assert got.grad_norm == pytest.approx(gradient_norm(want.gradients), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", sample(CONFIGS, ["qwen2", "gemma2", "qwen3_moe"]))
+VALUE_MODELS = [name for name in CONFIGS if name not in ("glm4_moe", "minimax_m2", "qwen3_5_moe")]
+"""Models of which transformers has value models."""
+
+
+@pytest.mark.parametrize("name", sample(VALUE_MODELS, ["qwen2", "gemma2", "qwen3_moe"]))
 def test_values_and_their_gradients_match_transformers(name, value_folder, tmp_path):
     folder, sequences = value_folder(name), draw((1, *SHORT), CONFIGS[name]["vocab_size"])
     want, got = differentiate_values(folder, sequences), measure(folder, sequences, tmp_path, head="value")

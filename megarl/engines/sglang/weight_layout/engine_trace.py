@@ -83,6 +83,15 @@ class EngineTrace:
     derived: tuple[str, ...]
     """Tensors from which the loader computes values; they must be loaded with `load_weights`, not as boxes."""
 
+    def without(self, names: Collection[str]) -> EngineTrace:
+        """Return the trace without tensors `names`, whose parameters keep the values that they have."""
+        if not names:
+            return self
+        kept = {name: spec for name, spec in self.layout.tensors.items() if name not in names}
+        pieces = tuple(piece for piece in self.layout.pieces if piece.tensor not in names)
+        derived = tuple(name for name in self.derived if name not in names)
+        return EngineTrace(WeightLayout(kept, pieces), self.padding, derived)
+
 
 def trace_live(
     model: nn.Module, tensors: Mapping[str, TensorSpec], *, must_cover: Collection[str] | None = None

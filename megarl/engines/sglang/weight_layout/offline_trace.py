@@ -86,7 +86,8 @@ def _read_model(model_path: str) -> tuple[str, list[list[object]]]:
     if not path.is_dir() or not any(path.glob("*.safetensors")):
         return config, []
     expected = read_expected_tensors(model_path)
-    return config, [[name, list(e.shape), e.dtype] for name, e in expected.items() if e.required]
+    traced = {name: e for name, e in expected.items() if e.required or e.is_untrained}
+    return config, [[name, list(e.shape), e.dtype] for name, e in traced.items()]
 
 
 def _run_child(config: str, request: JsonObject, cached: Path) -> list[EngineTrace]:

@@ -30,6 +30,8 @@ from megarl.engines.sglang.weight_layout.engine_trace import (
 from megarl.errors import MegarlError
 from megarl.model_files.block_fp8 import is_quantized
 from megarl.model_files.json_object import read_json_object
+from megarl.model_files.model_config import untrained_patterns
+from megarl.model_files.weight_index import matches_any
 from megarl.reshard.layout.layout import TensorSpec
 from megarl.reshard.layout.quantized_layout import quantize_specs
 from megarl.reshard.transfer.bucket import torch_dtype
@@ -63,8 +65,10 @@ def build_model(spec: EngineSpec, rank: int, device: str = "meta") -> nn.Module:
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, reset_context
     from sglang.srt.server_args import ServerArgs
 
+    _define_operators()
     here = spec if torch.cuda.is_available() else replace(spec, device="cpu")
-    arguments = ServerArgs(**make_engine_arguments(here))
+    # the caches of some models with linear attention need a GPU, and no cache changes where weights lie
+    arguments = ServerArgs(**make_engine_arguments(here) | {"disable_radix_cache": True})
     reset_context()
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
     parallel = get_parallel()
@@ -80,11 +84,42 @@ def build_model(spec: EngineSpec, rank: int, device: str = "meta") -> nn.Module:
     config = ModelConfig.from_server_args(arguments)
     if spec.device == "cpu":
         config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(), spec.tp)
+    elif here.device == "cpu":
+        _name_heads_for_cpu(config.hf_text_config)
     quantization = _get_quantization_config(config, LoadConfig())
     with set_default_torch_dtype(torch_dtype(spec.dtype)), torch.device(device):
         model = _initialize_model(config, LoadConfig(), quantization)
     assert isinstance(model, nn.Module)
     return model
+
+
+_CPU_OPERATORS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+"""Operators of sgl_kernel that files of models look up on import where there is no GPU."""
+
+
+def _define_operators() -> None:
+    """Define those of `_CPU_OPERATORS` that are missing, without an implementation: a trace calls none."""
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name in _CPU_OPERATORS:
+        if not hasattr(torch.ops.sgl_kernel, name):
+            library.define(f"{name}(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
+            _libraries.append(library)
+
+
+_libraries: list[torch.library.Library] = []
+"""Definitions end with their library."""
+
+
+def _name_heads_for_cpu(config: object) -> None:
+    """Give a configuration the unpadded head counts under the names that SGLang reads where there is no GPU."""
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        if hasattr(config, name):
+            setattr(config, f"{name}_cpu", getattr(config, name))
 
 
 def checkpoint_tensors(model_path: str, dtype: str) -> dict[str, TensorSpec]:
@@ -97,7 +132,7 @@ def checkpoint_tensors(model_path: str, dtype: str) -> dict[str, TensorSpec]:
     kind = getattr(transformers, stated["architectures"][0])
     config = kind.config_class.from_dict({k: v for k, v in stated.items() if k not in ("auto_map", "model_type")})
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = kind(config)
     # transformers stacks experts, published checkpoints store them separately
     state = revert_weight_conversion(model, model.state_dict())
     tied = set(model.all_tied_weights_keys) if getattr(config, "tie_word_embeddings", False) else set()
@@ -112,6 +147,12 @@ def trace_ranks(spec: EngineSpec, tensors: Mapping[str, TensorSpec] | None = Non
     a full trace on the first and last rank.
     """
     tensors = tensors or checkpoint_tensors(spec.model_path, spec.dtype)
+    patterns = untrained_patterns(read_json_object(Path(spec.model_path) / "config.json"))
+    untrained = {name for name in tensors if matches_any(name, patterns)}
+    return [trace.without(untrained) for trace in _trace_ranks(spec, tensors)]
+
+
+def _trace_ranks(spec: EngineSpec, tensors: Mapping[str, TensorSpec]) -> list[EngineTrace]:
     if spec.tp <= MAX_FULL_TRACES:
         return [trace_live(build_model(spec, rank), tensors) for rank in range(spec.tp)]
     build_model(spec, 0)

@@ -188,6 +188,8 @@ def _check_complete(
 def _trace(model: nn.Module, command: Command) -> EngineTrace:
     if model not in _traces:
         expected = read_expected_tensors(command["model_path"])
-        tensors = {name: TensorSpec(e.shape, command["dtype"]) for name, e in expected.items() if e.required}
-        _traces[model] = trace_live(model, tensors)
+        untrained = {name for name, e in expected.items() if e.is_untrained}
+        traced = {name: e for name, e in expected.items() if e.required or e.is_untrained}
+        tensors = {name: TensorSpec(e.shape, command["dtype"]) for name, e in traced.items()}
+        _traces[model] = trace_live(model, tensors).without(untrained)
     return _traces[model]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from operator import add
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from megarl.engines.sglang.weight_layout.engine_trace import box_text, fold, joi
 from megarl.engines.sglang.weight_layout.load_recorder import Coverage
 from megarl.errors import WeightSyncError
 from megarl.model_files.block_fp8 import VALUES_DTYPE
-from megarl.model_files.model_config import read_model_config
-from megarl.model_files.weight_index import derived_tensor_patterns, read_headers
+from megarl.model_files.model_config import language_config, read_model_config, untrained_patterns
+from megarl.model_files.weight_index import derived_tensor_patterns, matches_any, read_headers
 from megarl.reshard.layout.boxes import Ints
 from megarl.reshard.layout.layout import Box, contains, extent, slices
 from megarl.reshard.transfer.box_views import consecutive, copy_boxes, views_like
@@ -32,7 +31,10 @@ class ExpectedTensor:
     dtype: str
     """Torch dtype name, e.g. `bfloat16`."""
     required: bool
-    """The engine needs the tensor; False for tensors that it derives or ignores."""
+    """Every update brings the tensor; False for tensors that engines derive or ignore, or that training leaves as they
+    are."""
+    is_untrained: bool = False
+    """Training leaves the tensor as it is (`UNTRAINED_TENSORS`): the engine has it from the folder."""
 
 
 @functools.cache
@@ -44,10 +46,16 @@ def read_expected_tensors(model_path: str) -> Mapping[str, ExpectedTensor]:
     """
     folder = Path(model_path)
     tensors = read_headers(folder)
-    tied = bool(read_model_config(folder).get("tie_word_embeddings", False))
-    without = derived_tensor_patterns(tied=tied)
+    config = language_config(read_model_config(folder))
+    without = derived_tensor_patterns(tied=bool(config.get("tie_word_embeddings", False)))
+    untrained = {name for name in tensors if matches_any(name, untrained_patterns(config))}
     return {
-        name: ExpectedTensor(t.shape, t.dtype, required=not any(fnmatchcase(name, pattern) for pattern in without))
+        name: ExpectedTensor(
+            t.shape,
+            t.dtype,
+            required=name not in untrained and not matches_any(name, without),
+            is_untrained=name in untrained,
+        )
         for name, t in tensors.items()
     }
 

@@ -13,12 +13,13 @@ from megarl.engines.sglang.weight_layout import offline_trace
 from megarl.engines.sglang.weight_layout.offline_trace import trace_engine, trace_layouts
 from megarl.engines.sglang.weight_update.messages import decode_traces, encode_traces
 from megarl.errors import DataError
+from megarl.model_files.weight_index import read_headers
 from megarl.reshard.layout.layout import volume
 from tests.engines.engine_server import ForkedProcess
 from tests.engines.remote import engine_variables, fork_traces, server_address
 from tests.engines.sglang.weight_layout import oracle
 from tests.errors import expect_error
-from tests.megatron.fidelity.models import CONFIGS
+from tests.megatron.fidelity.models import CONFIGS, save_vision_model
 from tests.time_limits import HANG_SECONDS
 
 SIZES = {
@@ -34,6 +35,8 @@ SIZES = {
 EXPERTS = {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 LATENT = {key: value for key, value in CONFIGS["deepseek_v3"].items() if key != "model_type"}
 LATENT |= {**SIZES, "num_key_value_heads": 4, "num_hidden_layers": 3}
+DELTA_NET = {"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 4}
+DELTA_NET |= {"linear_num_value_heads": 8, "shared_expert_intermediate_size": 64, "full_attention_interval": 2}
 MODELS = {
     "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
@@ -41,16 +44,33 @@ MODELS = {
     "qwen3_moe": EXPERTS | {"decoder_sparse_step": 1},
     "deepseek_v3": LATENT,
     "gemma2": {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma3_text": {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 8},
+    "glm4_moe": EXPERTS | {"num_hidden_layers": 3, "n_routed_experts": 8, "attention_bias": True, "use_qk_norm": True},
+    "minimax_m2": {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2}
+    | {"rotary_dim": 16, "scoring_func": "sigmoid"},
+    "qwen3_next": EXPERTS | DELTA_NET | {"decoder_sparse_step": 1},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": EXPERTS | DELTA_NET,
 }
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+READ_BY_SGLANG = {model: {"full_attention_interval": 2} for model in DELTA_NETS}
+"""Keys of published config.json files that transformers does not write."""
+
+NO_CPU_ENGINE = (*DELTA_NETS, "gemma3_text", "glm4_moe", "minimax_m2")
+TP_2_ONLY = ("gemma2", *NO_CPU_ENGINE)
 CASES = {
     f"{model} {device} tp {tp}": (model, device, tp, 1)
     for model in MODELS
     for device in ("cpu", "cuda")
     for tp in (1, 2, 4)
-    if model != "gemma2" or tp == 2
+    if model not in TP_2_ONLY or tp == 2
 }
 CASES |= {f"{model} tp {tp} ep 2": (model, "cpu", tp, 2) for model in ("qwen3_moe", "deepseek_v3") for tp in (2, 4)}
-SAMPLE = {label for label, (_, _, tp, ep) in CASES.items() if (tp, ep) == (2, 1)}
+SAMPLE = {
+    label
+    for label, (model, device, tp, ep) in CASES.items()
+    if (tp, ep) == (2, 1) and (device == "cuda" or model not in NO_CPU_ENGINE)
+}
 SAMPLE |= {"qwen2 cuda tp 1", "qwen3 cpu tp 4", "qwen3 cuda tp 4", "deepseek_v3 tp 4 ep 2"}
 
 
@@ -61,6 +81,8 @@ def folders(tmp_path_factory):
     for name, changes in MODELS.items():
         config = AutoConfig.for_model(name, **(SIZES | changes), architectures=[ARCHITECTURES[name]])
         config.save_pretrained(root / name)
+        written = json.loads((root / name / "config.json").read_text())
+        (root / name / "config.json").write_text(json.dumps(written | READ_BY_SGLANG.get(name, {})))
     return {name: str(root / name) for name in MODELS}
 
 
@@ -92,10 +114,10 @@ def test_layout_locates_every_element(compare, label):
     for rank in ranks:
         assert rank["different"] == []
         assert rank["untouched"] == []
-        assert len(rank["derived"]) == (9 if model == "gemma2" else 0)
+        assert len(rank["derived"]) == (9 if model == "gemma2" else 7 if model in DELTA_NETS else 0)
         assert all("norm" in name for name in rank["derived"])
     if device == "cuda":
-        num_vocabularies = 1 if model in ("qwen2", "gemma2") else 2
+        num_vocabularies = {"qwen2": 1, "gemma2": 1, "gemma3_text": 0}.get(model, 2)
         assert sum(rank["padding"] for rank in ranks) == num_vocabularies * 12 * 64
 
 
@@ -145,3 +167,14 @@ def test_unknown_model_raises_with_sglangs_error(tmp_path):
 def test_folder_without_config_json_raises(tmp_path):
     with expect_error(DataError, "config.json"):
         trace_layouts(str(tmp_path), tp=1)
+
+
+@pytest.mark.usefixtures("cache")
+def test_layout_leaves_out_the_tensors_of_a_vision_tower(tmp_path, monkeypatch):
+    """Training does not change them, and the engine has them from the folder."""
+    fork_traces(monkeypatch)
+    folder, text = save_vision_model("qwen3_5", tmp_path)
+    (layout,) = trace_layouts(folder, tp=1, device="cuda")
+    expected = {name.replace("model.", "model.language_model.", 1) for name in read_headers(Path(text))}
+    assert set(layout.tensors) - {"lm_head.weight"} == expected
+    assert {piece.tensor for piece in layout.pieces} == set(layout.tensors)

@@ -1,0 +1,56 @@
+"""MiniMax-M2: queries and keys of all heads are normalized together, half of each head is rotated, sigmoid router."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import PositiveInt
+
+from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.attention import Rope
+from megarl.megatron.families.config_json import HfConfig
+from megarl.megatron.families.feed_forward import HfExpertNames, MixtureOfExperts, Routing
+from megarl.model_files.json_object import JsonMapping
+
+_NAMES = HfExpertNames(
+    block="block_sparse_moe", gate="w1", up="w3", down="w2", expert_bias="e_score_correction_bias"
+)  # fmt: skip
+
+
+class _Config(HfConfig):
+    default_theta: ClassVar[float] = 5e6
+    partial_rotary: ClassVar[bool] = True
+
+    num_key_value_heads: PositiveInt | None = 8
+    head_dim: PositiveInt | None = 128
+    rotary_dim: PositiveInt | None = None
+    """Number of dimensions of a head that are rotated."""
+    num_local_experts: PositiveInt = 256
+    num_experts_per_tok: PositiveInt = 8
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    shared_intermediate_size: Literal[0] = 0
+    use_qk_norm: Literal[True] = True
+    qk_norm_type: Literal["per_layer"] = "per_layer"
+    use_routing_bias: Literal[True] = True
+
+    def rope(self, *, origin: str) -> Rope:
+        """Return the rotary position embedding of all layers, with the fraction that `rotary_dim` states."""
+        if self.rotary_dim is None or self.head_dim is None:
+            return super().rope(origin=origin)
+        stated = self.model_copy(update={"partial_rotary_factor": self.rotary_dim / self.head_dim, "rotary_dim": None})
+        return stated.rope(origin=origin)
+
+
+def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
+    """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
+    c = _Config.read(config, origin=origin)
+    experts = MixtureOfExperts(
+        hidden_size=c.hidden_size,
+        num_experts=c.num_local_experts,
+        ffn_size=c.intermediate_size,
+        routing=Routing(top_k=c.num_experts_per_tok, scoring_func="sigmoid"),
+        hf_names=_NAMES,
+        expert_bias=True,
+    )
+    layers = c.uniform_layers(c.grouped_query_attention(origin=origin, full_qk_norm=True), experts=experts)
+    return c.to_architecture("MiniMaxM2ForCausalLM", origin=origin, layers=layers)
