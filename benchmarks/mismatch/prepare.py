@@ -31,6 +31,7 @@ def prepare_folder(folder: Path, *, gsm8k: Path | None, real_model: Path | None,
     if not (folder / "runs/demo/data").exists():
         run_megarl_demo(folder)
     for example, *arguments in (
+        ("custom-family", "runs/custom-family/model"),
         ("two-policies", "runs/two-policies/data"),
         ("environments", "calculator", "runs/calculator/data"),
         ("environments", "guess", "runs/guess/data"),

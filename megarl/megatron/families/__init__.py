@@ -9,12 +9,15 @@ if TYPE_CHECKING:
     from megarl.megatron.families.architecture import Layer as Layer
     from megarl.megatron.families.architecture import ModelArchitecture as ModelArchitecture
     from megarl.megatron.families.architecture import ModelFamily as ModelFamily
+    from megarl.megatron.families.attention import GatedDeltaNet as GatedDeltaNet
     from megarl.megatron.families.attention import GroupedQueryAttention as GroupedQueryAttention
     from megarl.megatron.families.attention import LatentAttention as LatentAttention
     from megarl.megatron.families.attention import Rope as Rope
     from megarl.megatron.families.config_json import HfConfig as HfConfig
     from megarl.megatron.families.feed_forward import GatedMlp as GatedMlp
+    from megarl.megatron.families.feed_forward import HfExpertNames as HfExpertNames
     from megarl.megatron.families.feed_forward import MixtureOfExperts as MixtureOfExperts
+    from megarl.megatron.families.feed_forward import Routing as Routing
     from megarl.megatron.families.parameter_map import ParameterMap as ParameterMap
     from megarl.megatron.families.parameter_map import replicated as replicated
     from megarl.megatron.families.parameter_map import split_columns as split_columns
@@ -22,9 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FamilyReader",
+    "GatedDeltaNet",
     "GatedMlp",
     "GroupedQueryAttention",
     "HfConfig",
+    "HfExpertNames",
     "LatentAttention",
     "Layer",
     "MixtureOfExperts",
@@ -32,6 +37,7 @@ __all__ = [
     "ModelFamily",
     "ParameterMap",
     "Rope",
+    "Routing",
     "replicated",
     "split_columns",
     "split_rows",
@@ -47,6 +53,7 @@ __getattr__ = lazy_names(
             "ModelFamily",
         ),
         "megarl.megatron.families.attention": (
+            "GatedDeltaNet",
             "GroupedQueryAttention",
             "LatentAttention",
             "Rope",
@@ -54,7 +61,9 @@ __getattr__ = lazy_names(
         "megarl.megatron.families.config_json": ("HfConfig",),
         "megarl.megatron.families.feed_forward": (
             "GatedMlp",
+            "HfExpertNames",
             "MixtureOfExperts",
+            "Routing",
         ),
         "megarl.megatron.families.parameter_map": (
             "ParameterMap",

@@ -63,6 +63,12 @@ class Layer:
 
     Layers of one model may differ in both. All that is done layer by layer reads this description: specs of modules,
     weight layouts and sync, export, memory, cost.
+
+    Examples:
+        >>> rope = Rope(theta=10_000, max_positions=512)
+        >>> attention = GroupedQueryAttention(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, rope=rope)
+        >>> Layer(attention=attention, mlp=GatedMlp(hidden_size=64, ffn_size=128)).has_routed_experts
+        False
     """
 
     attention: Attention

@@ -90,7 +90,12 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How the router selects and weights the experts of a token."""
+    """How the router selects and weights the experts of a token.
+
+    Examples:
+        >>> Routing(top_k=8, scoring_func="sigmoid", routed_scaling_factor=2.5).norm_topk_prob
+        True
+    """
 
     top_k: int
     """Number of experts per token."""
@@ -107,7 +112,16 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfExpertNames:
-    """Hugging Face's module names in a mixture-of-experts layer."""
+    """Hugging Face's module names in a mixture-of-experts layer.
+
+    Examples:
+        >>> names = HfExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+        >>> experts = MixtureOfExperts(
+        ...     hidden_size=8, num_experts=2, ffn_size=4, routing=Routing(top_k=1), hf_names=names
+        ... )
+        >>> experts.map_parameter("", "mlp.router.weight").parts[0][0].tensor
+        'block_sparse_moe.gate.weight'
+    """
 
     block: str = "mlp"
     shared: str = "mlp.shared_experts"
