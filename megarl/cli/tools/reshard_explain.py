@@ -16,7 +16,7 @@ from megarl.reshard.analysis.scenario import Scenario, even_nodes
 from megarl.reshard.analysis.sync_report import Explanation, explain, explain_auto
 from megarl.reshard.layout.engine_ranks import split_stages
 from megarl.reshard.layout.layout import WeightLayout
-from megarl.reshard.layout.quantized_layout import quantize_sources
+from megarl.reshard.layout.quantized_layout import convert_sources
 
 
 class EngineLayouts(Protocol):
@@ -158,7 +158,7 @@ def make_scenario(
         grid=grid,
         gen_pp=to["pp"],
         gen_tp=to["tp"],
-        sources=tuple(quantize_sources(trainer_layouts(model, grid, dtype, split), traced)),
+        sources=tuple(convert_sources(trainer_layouts(model, grid, dtype, split), traced)),
         engine=tuple(tuple(of_rank[stage] for of_rank in stages) for stage in range(to["pp"])),
         topology=even_nodes(grid.size, nodes),
         bucket_bytes=bucket_bytes,

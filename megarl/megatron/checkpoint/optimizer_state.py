@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -214,11 +215,17 @@ def _has_step_per_parameter(inner: torch.optim.Optimizer) -> bool:
 def _stepped_parameters(member: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Yield (parameter, tensor that the optimizer steps, its offset in the flattened parameter)."""
     if isinstance(member, DistributedOptimizer):
-        for parameter, (group, order) in member.model_param_group_index_map.items():
-            main = member.optimizer.param_groups[group]["params"][order]
-            within = member._get_model_param_range_map(parameter)["param"]
-            assert main.numel() == within.size, f"the optimizer steps {main.numel()} values of range {within}"
-            yield parameter, main, within.start
+        # not in the order of `model_param_group_index_map`, which is wrong in groups with parameters of two dtypes
+        steps_16_bit = member.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        stepped_16_bit = member.shard_float16_groups if steps_16_bit else member.shard_fp32_from_float16_groups
+        for models, mains in (
+            (member.model_fp32_groups, member.shard_fp32_groups),
+            (member.model_float16_groups, stepped_16_bit),
+        ):
+            for parameter, main in zip(chain(*models), chain(*mains), strict=True):
+                within = member._get_model_param_range_map(parameter)["param"]
+                assert main.numel() == within.size, f"the optimizer steps {main.numel()} values of range {within}"
+                yield parameter, main, within.start
         return
     parameters = _parameters_by_main(member)
     for group in member.optimizer.param_groups:

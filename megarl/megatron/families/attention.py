@@ -340,6 +340,8 @@ class GatedDeltaNet:
     """Tokens that the convolution of queries, keys and values spans."""
     fused_projections: bool = False
     """Hugging Face stores q, k, v, z as one tensor, and b, a as another, each interleaved by key head (Qwen3-Next)."""
+    float32_state: bool = False
+    """`A_log` and the weight of the norm are float32, whatever the model's dtype (Qwen3.5)."""
 
     window: ClassVar[int] = 0
     score_width: ClassVar[int] = 0
@@ -351,6 +353,10 @@ class GatedDeltaNet:
         values = self.num_value_heads // self.num_key_heads
         key, value = self.key_head_dim, values * self.value_head_dim
         return {"q": key, "k": key, "v": value, "z": value, "b": values, "a": values}
+
+    @property
+    def _state_dtype(self) -> str | None:
+        return "float32" if self.float32_state else None
 
     def parameter_names(self) -> list[str]:
         """Return the megatron-core names of the parameters."""
@@ -368,10 +374,12 @@ class GatedDeltaNet:
             case "conv1d.weight":
                 rows = {x: self._sections[x] * self.num_key_heads for x in "qkv"}
                 return _stacked(hf_prefix + "conv1d.weight", list(rows.values()), (1, self.conv_kernel))
-            case "dt_bias" | "A_log" as of:
-                return split_rows(hf_prefix + of, height=values)
+            case "dt_bias":
+                return split_rows(hf_prefix + "dt_bias", height=values)
+            case "A_log":
+                return split_rows(hf_prefix + "A_log", height=values, dtype=self._state_dtype)
             case "out_norm.weight":
-                return replicated(hf_prefix + "norm.weight", self.value_head_dim)
+                return replicated(hf_prefix + "norm.weight", self.value_head_dim, dtype=self._state_dtype)
             case "out_proj.weight":
                 return split_columns(hf_prefix + "out_proj.weight", self.hidden_size, values * self.value_head_dim)
         return None

@@ -18,6 +18,10 @@ from typing import Literal, Protocol
 from megarl.megatron.families.parameter_map import ParameterMap, replicated, split_columns, split_rows
 
 
+EXPERT_BIAS = "router.expert_bias"
+"""End of the name of megatron-core's buffer that holds a router's expert bias: no parameter, and not trained."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShardingUnit:
     """Indivisible units of a tensor, such as heads or experts, that parallel ranks must divide evenly."""
@@ -156,7 +160,7 @@ class MixtureOfExperts:
     def parameter_names(self) -> list[str]:
         """Return the megatron-core names of the parameters."""
         names = ["pre_mlp_layernorm.weight", "mlp.router.weight"]
-        names += ["mlp.router.expert_bias"] if self.expert_bias else []
+        names += [f"mlp.{EXPERT_BIAS}"] if self.expert_bias else []
         names += [
             f"mlp.experts.local_experts.{expert}.linear_fc{i}.weight"
             for expert in range(self.num_experts)

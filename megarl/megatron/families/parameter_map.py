@@ -63,7 +63,7 @@ class ParameterMap:
     One expert-parallel rank holds it, and the *expert* tensor-parallel ranks split it.
     """
     dtype: str | None = None
-    """Torch dtype name, e.g. "float32"; None: the model's dtype."""
+    """Torch dtype name, e.g. "float32", of the parameter and its tensors; None: the model's dtype."""
 
 
 def replicated(tensor: str, *shape: int, dtype: str | None = None) -> ParameterMap:
@@ -76,7 +76,9 @@ def replicated(tensor: str, *shape: int, dtype: str | None = None) -> ParameterM
     return ParameterMap(((RowRange.all(tensor, shape),),), None, dtype=dtype)
 
 
-def split_rows(*tensors: str, height: int, width: int | None = None, expert: int | None = None) -> ParameterMap:
+def split_rows(
+    *tensors: str, height: int, width: int | None = None, expert: int | None = None, dtype: str | None = None
+) -> ParameterMap:
     """Map a parameter to tensors [height, width], or [height], split by rows; each rank stacks its shards of all.
 
     Examples:
@@ -85,7 +87,7 @@ def split_rows(*tensors: str, height: int, width: int | None = None, expert: int
         (16, 8)
     """
     shape = (height,) if width is None else (height, width)
-    return ParameterMap(tuple((RowRange.all(tensor, shape),) for tensor in tensors), 0, expert)
+    return ParameterMap(tuple((RowRange.all(tensor, shape),) for tensor in tensors), 0, expert, dtype)
 
 
 def split_columns(tensor: str, height: int, width: int, expert: int | None = None) -> ParameterMap:

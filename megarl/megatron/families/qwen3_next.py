@@ -11,7 +11,7 @@ from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
 
 from megarl.megatron.families.architecture import Layer, ModelArchitecture
 from megarl.megatron.families.attention import Attention, GatedDeltaNet
-from megarl.megatron.families.config_json import HfConfig
+from megarl.megatron.families.config_json import DtypeName, HfConfig
 from megarl.megatron.families.feed_forward import HfExpertNames, MixtureOfExperts, Routing
 from megarl.model_files.json_object import JsonMapping
 
@@ -31,6 +31,7 @@ class _Config(HfConfig):
     linear_value_head_dim: PositiveInt = 128
     linear_num_key_heads: PositiveInt = 16
     linear_num_value_heads: PositiveInt = 32
+    mamba_ssm_dtype: DtypeName | None = None
 
     def attention_of_layers(self, *, origin: str, fused_projections: bool) -> list[Attention]:
         attention = self.grouped_query_attention(origin=origin, qk_norm=True, output_gate=True)
@@ -42,6 +43,7 @@ class _Config(HfConfig):
             value_head_dim=self.linear_value_head_dim,
             conv_kernel=self.linear_conv_kernel_dim,
             fused_projections=fused_projections,
+            float32_state=self.mamba_ssm_dtype == "float32",
         )
         kinds = self.layer_types or [
             "linear_attention" if (i + 1) % self.full_attention_interval else "full_attention"

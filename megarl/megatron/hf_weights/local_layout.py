@@ -9,6 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.feed_forward import EXPERT_BIAS
 from megarl.megatron.families.parameter_map import local_shape, shard_pieces
 from megarl.megatron.modeling.gpt_model import ModelChunk
 from megarl.megatron.runtime import platform
@@ -23,7 +24,7 @@ def local_tensors(chunks: Sequence[ModelChunk]) -> dict[str, Tensor]:
     for chunk in chunks:
         held = {name: parameter.data for name, parameter in chunk.module.named_parameters()}
         # the only buffer that is part of the model's weights
-        held |= {name: buffer for name, buffer in chunk.module.named_buffers() if name.endswith("router.expert_bias")}
+        held |= {name: buffer for name, buffer in chunk.module.named_buffers() if name.endswith(EXPERT_BIAS)}
         tensors |= {chunk.global_name(name): tensor for name, tensor in held.items()}
     return tensors
 

@@ -17,7 +17,7 @@ from megarl.megatron.modeling.megatron_model import MegatronModel
 from megarl.megatron.requests import PreparedSync, PushRequest, PushResult, SyncSetup
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import ModelReplica, model_replicas
-from megarl.reshard.layout.quantized_layout import quantized_tensors
+from megarl.reshard.layout.quantized_layout import cast_layout, cast_name, cast_vectors, quantized_tensors
 from megarl.reshard.layout.sampled_boxes import SampledBox
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
@@ -25,6 +25,7 @@ from megarl.reshard.planning.strategy import Sinks, Strategy, SyncContext
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.strategies.gather_hf import GatherHf
 from megarl.reshard.transfer.box_channel import BoxSender
+from megarl.reshard.transfer.bucket import torch_dtype
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec
 from megarl.reshard.transfer.process_groups import TransferGroup, exchange_layouts
 from megarl.reshard.transfer.sample_digests import PartDigests, digest_samples
@@ -56,10 +57,18 @@ class WeightSyncWorker:
     def __init__(self, model: MegatronModel, setup: SyncSetup) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         self._model, self._rank = model, rank
-        needs = setup.needs.values() if setup.transfer_spec is None else setup.transfer_spec.needs
+        needs = list(setup.needs.values()) if setup.transfer_spec is None else setup.transfer_spec.needs
         quantized = quantized_tensors(needs)
         self._quantizer = _make_quantizer(model, quantized) if quantized else None
-        self._layout = model.layout if self._quantizer is None else self._quantizer.layout
+        quantized_layout = model.layout if self._quantizer is None else self._quantizer.layout
+        dtypes = cast_vectors(model.layout.tensors, needs)
+        self._layout = cast_layout(quantized_layout, dtypes)
+        self._casts = {
+            cast_name(piece.local, dtypes[piece.tensor]): (piece.local, torch_dtype(dtypes[piece.tensor]))
+            for piece in model.layout.pieces
+            if piece.tensor in dtypes
+        }
+        """By name of the local tensor that is sent, the one that is held, and the dtype in which it is sent."""
         layouts = exchange_layouts(self._layout, rank)
         self._transfer_spec: TransferSpec | None = None
         self._sender: BoxSender | None = None
@@ -125,9 +134,10 @@ class WeightSyncWorker:
         self.strategy.close()
 
     def _sent_tensors(self) -> Mapping[str, Tensor]:
-        """Return the tensors that `_layout` names; those that engines need in FP8 are quantized now."""
+        """Return the tensors that `_layout` names; those that engines need in another dtype are converted now."""
         held = self._model.tensors()
-        return held if self._quantizer is None else self._quantizer.quantize(held)
+        cast = {name: held[local].to(dtype) for name, (local, dtype) in self._casts.items()}
+        return {**(held if self._quantizer is None else self._quantizer.quantize(held)), **cast}
 
     def _offer_boxes(self, receiver: str, abort_seconds: float) -> BoxSender:
         strategy = self.strategy

@@ -22,6 +22,7 @@ from megarl.megatron.modeling.layer_spec import LayerBackend
 from megarl.megatron.modeling.rotary import inverse_frequencies
 from megarl.megatron.modeling.torch_layers import ValueHead
 from megarl.megatron.runtime import platform
+from megarl.reshard.transfer.bucket import torch_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ def build_chunks(
         module = _make_module(architecture, config, groups, spec, ends=(first, last), vp_stage=vp_stage)
         _apply_architecture(module, architecture, groups, head)
         chunk = ModelChunk(module=module.to(platform.device()), layers=layers, first_expert=first_expert)
+        _set_dtypes(chunk, architecture)
         _mark_experts(chunk, architecture)
         _check_shard_marks(chunk, architecture, groups)
         chunks.append(chunk)
@@ -118,6 +120,14 @@ def _apply_architecture(
         module.output_layer = LanguageHead(
             module.output_layer, head, vocab_size=architecture.vocab_size, softcap=architecture.logit_softcap
         )
+
+
+def _set_dtypes(chunk: ModelChunk, architecture: ModelArchitecture) -> None:
+    """Give parameters whose map states a dtype that dtype; megatron-core creates all in the model's."""
+    for name, parameter in chunk.module.named_parameters():
+        dtype = architecture.parameter_map(chunk.global_name(name)).dtype
+        if dtype is not None:
+            parameter.data = parameter.data.to(torch_dtype(dtype))
 
 
 def _mark_experts(chunk: ModelChunk, architecture: ModelArchitecture) -> None:

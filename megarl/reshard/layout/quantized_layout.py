@@ -1,4 +1,6 @@
-"""Layouts of weights that their holder quantizes to FP8 before it sends them: a block of 128 x 128 has one scale.
+"""Layouts of weights that their holder converts before it sends them: quantized to FP8, or cast to another dtype.
+
+A block of 128 x 128 has one scale:
 
     holds   q_proj.weight            bfloat16 [4096, 4096]  rows 1024:2048  in local tensor  linear_qkv.weight
     sends   q_proj.weight            e4m3     [4096, 4096]  rows 1024:2048                   linear_qkv.weight:fp8
@@ -6,13 +8,16 @@
 
 A shard may cut blocks. Its holder then sends the scales of those blocks whose first element lies in the shard, so that
 every scale has one holder among the shards of a weight.
+
+Engines hold some vectors in another dtype than trainers: SGLang's `A_log` of a gated delta net is float32 in a bfloat16
+model, and its norm is not. Vectors are cast; a matrix in another dtype is an error.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.errors import WeightSyncError
 from megarl.model_files.block_fp8 import BLOCK, SCALES_DTYPE, VALUES_DTYPE, scale_name, scale_shape
@@ -98,12 +103,48 @@ def quantize_layout(layout: WeightLayout, names: Collection[str]) -> WeightLayou
     return WeightLayout(quantize_specs(layout.tensors, names), pieces)
 
 
-def quantize_sources(sources: Sequence[WeightLayout], needs: Iterable[WeightLayout]) -> list[WeightLayout]:
-    """Return the layouts of what the holders of `sources` send to receivers that need `needs`; raises likewise."""
-    names = quantized_tensors(needs)
-    if not names:
+def cast_vectors(held: Mapping[str, TensorSpec], needs: Iterable[WeightLayout]) -> dict[str, str]:
+    """Return the dtypes in which receivers with the layouts `needs` have vectors that are `held` in another dtype."""
+    return {
+        name: spec.dtype
+        for tensors in {id(layout.tensors): layout.tensors for layout in needs}.values()
+        for name, spec in tensors.items()
+        if len(spec.shape) == 1 and name in held and held[name].dtype != spec.dtype
+    }
+
+
+def cast_layout(layout: WeightLayout, dtypes: Mapping[str, str]) -> WeightLayout:
+    """Return the layout of what a process sends that holds `layout` and casts the tensors in `dtypes`."""
+    if not dtypes:
+        return layout
+    pieces = [
+        replace(piece, local=cast_name(piece.local, dtypes[piece.tensor])) if piece.tensor in dtypes else piece
+        for piece in layout.pieces
+    ]
+    specs = {
+        name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in layout.tensors.items()
+    }
+    return WeightLayout(specs, pieces)
+
+
+def cast_name(local: str, dtype: str) -> str:
+    """Return the name of the local tensor that holds `local` in another dtype."""
+    return f"{local}:{dtype}"
+
+
+def convert_sources(sources: Sequence[WeightLayout], needs: Sequence[WeightLayout]) -> list[WeightLayout]:
+    """Return the layouts of what the holders of `sources` send to receivers that need `needs`.
+
+    Raises:
+        WeightSyncError: as `quantized_tensors`.
+    """
+    names, dtypes = quantized_tensors(needs), cast_vectors(sources[0].tensors, needs)
+    if not names and not dtypes:
         return list(sources)
-    sent = {key: quantize_layout(layout, names) for key, layout in {id(each): each for each in sources}.items()}
+    sent = {
+        key: cast_layout(quantize_layout(layout, names), dtypes)
+        for key, layout in {id(each): each for each in sources}.items()
+    }
     tensors = ModelTensors.of(next(iter(sent.values())).tensors)
     shared = {key: WeightLayout(tensors, layout.pieces) for key, layout in sent.items()}
     return [shared[id(layout)] for layout in sources]

@@ -26,6 +26,7 @@ from math import lcm, prod
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.config.megatron import MegatronConfig
 from megarl.megatron.families.architecture import EMBEDDING, HEAD, ModelArchitecture
+from megarl.megatron.families.feed_forward import EXPERT_BIAS
 from megarl.megatron.families.parameter_map import ParameterMap, local_shape
 from megarl.megatron.families.trainer_layouts import PipelineSplit, padded_vocab, stage_layers
 from megarl.run.memory.activations import HeadKind
@@ -105,6 +106,8 @@ class ChunkParameters:
     """Parameters of routed experts."""
     shared: list[int] = field(default_factory=list)
     """A tied embedding that two pipeline stages hold: it has a bucket of its own."""
+    float32: list[int] = field(default_factory=list)
+    """Dense parameters that are float32 in a bfloat16 model: they have a buffer of their own."""
     untrained_bytes: int = 0
     """Tensors without gradient: MTP layers, and expert biases of routers."""
     linears: list[tuple[int, ...]] = field(default_factory=list)
@@ -117,7 +120,7 @@ def chunk_parameters(
     """Return what a rank holds, indexed [stage][chunk].
 
     Args:
-        element_bytes: bytes per element of parameters that have no dtype of their own.
+        element_bytes: bytes per element of parameters whose map states no dtype.
     """
     stages = stage_layers(model.num_layers, grid.pp, split)
     chunks = [[ChunkParameters() for _ in stage] for stage in stages]
@@ -141,10 +144,12 @@ def chunk_parameters(
                 chunk = first
             case _:
                 chunk = last
-        if name.startswith("mtp.") or mapping.dtype is not None:
+        if name.startswith("mtp.") or name.endswith(EXPERT_BIAS):
             chunk.untrained_bytes += num_elements * (element_bytes if mapping.dtype is None else DTYPE_BYTES["float32"])
         elif mapping.expert is not None:
             chunk.experts += [num_elements] if num_elements else []
+        elif mapping.dtype is not None and DTYPE_BYTES[mapping.dtype] != element_bytes:
+            chunk.float32.append(num_elements)
         elif name in (EMBEDDING, HEAD) and tied:
             if grid.pp > 1:
                 chunk.shared.append(num_elements)
@@ -175,12 +180,16 @@ def training_state(
                 elements = bucket_elements(sizes, width) if distributed else sum(sizes)
                 held += elements
                 updated += elements // width if distributed else elements
+        width, held_32 = grid.dp * grid.cp, sum(sum(chunk.float32) for chunk in chunks)
+        if distributed:
+            held_32 = sum(bucket_elements(chunk.float32, width) for chunk in chunks)
+        float32_bytes = held_32 * DTYPE_BYTES["float32"]
         states.append(
             StateBytes(
-                parameters=held * element.parameters + sum(chunk.untrained_bytes for chunk in chunks),
-                gradients=held * element.gradients,
+                parameters=held * element.parameters + float32_bytes + sum(chunk.untrained_bytes for chunk in chunks),
+                gradients=held * element.gradients + float32_bytes,
                 main_parameters=updated * element.main_parameters,
-                moments=updated * element.moments,
+                moments=(updated + (held_32 // width if distributed else held_32)) * element.moments,
             )
         )
     return states
@@ -194,7 +203,10 @@ def frozen_state(
     return [
         StateBytes(
             parameters=sum(
-                size * sum(chunk.dense + chunk.experts + chunk.shared) + chunk.untrained_bytes for chunk in chunks
+                size * sum(chunk.dense + chunk.experts + chunk.shared)
+                + DTYPE_BYTES["float32"] * sum(chunk.float32)
+                + chunk.untrained_bytes
+                for chunk in chunks
             )
         )
         for chunks in chunk_parameters(model, grid, split, size)

@@ -52,7 +52,7 @@ from megarl.reshard.layout.engine_ranks import (
     require_single_node_groups,
     resolve_strategy,
 )
-from megarl.reshard.layout.quantized_layout import quantize_sources
+from megarl.reshard.layout.quantized_layout import convert_sources
 from megarl.reshard.layout.topology import Topology
 
 
@@ -126,7 +126,7 @@ def _place_by_overlap(config: RunConfig, device: str, grid: RankGrid, topology: 
     model, _ = load_architecture_and_dtype(config.model.path, family=config.model.family)
     tp, dtype = config.rollout.tp, make_engine_spec(config, 0, device).dtype
     engine = trace_layouts(config.model.path, tp=tp, ep=config.rollout.engine.ep_size, device=device, dtype=dtype)
-    sources = quantize_sources(trainer_layouts(model, grid, dtype), engine)
+    sources = convert_sources(trainer_layouts(model, grid, dtype), engine)
     return place_engines_by_overlap(sources, [engine], replicas=config.rollout.replicas, topology=topology)
 
 

@@ -21,6 +21,7 @@ from megarl.losses.supervised_loss import ValueLoss
 from megarl.megatron.requests import SaveRequest
 from megarl.megatron.trainer_worker import TrainerWorker
 from tests.megatron.fidelity.measure import nll_request
+from tests.megatron.fidelity.models import TWO_DTYPES
 from tests.megatron.fidelity.reference import draw
 from tests.megatron.rank_models import gather, model_spec, train_step, trainer_spec
 from tests.megatron.ranks import run_ranks
@@ -119,11 +120,14 @@ RESUME_CASES = {
     "dp2 bfloat16 replicated": ("qwen3", {"dtype": "bfloat16", "distributed": False}),
     "tp2": ("deepseek_v3", {"tp": 2}),
     "vpp2 tied bfloat16": ("qwen2", {"pp": 2, "vpp": 2, "dtype": "bfloat16"}),
+    "dp2 two dtypes": (TWO_DTYPES, {"dtype": "bfloat16", "offload_when_idle": True}),
     "ep2 bfloat16, offloaded": ("qwen3_moe", {"ep": 2, "dtype": "bfloat16", "offload_when_idle": True}),
 }
 MORE_RESUME_CASES = {
     "dp2 replicated": ("qwen3", {"distributed": False}),
     "dp2 bfloat16": ("qwen3", {"dtype": "bfloat16"}),
+    "dp2 replicated two dtypes": (TWO_DTYPES, {"dtype": "bfloat16", "distributed": False}),
+    "tp2 two dtypes": (TWO_DTYPES, {"dtype": "bfloat16", "tp": 2}),
     "pp2": ("qwen2", {"pp": 2}),
     "ep2": ("deepseek_v3", {"ep": 2}),
     "values": ("deepseek_v3", {"head": "value", "tp": 2}),
@@ -200,10 +204,13 @@ def check_index(folder, *, has_mains):
     state = {name for name in index.state_dict_metadata if name.startswith("optimizer.")}
     trained = {name for name in index.state_dict_metadata if name not in state and not name.startswith("mtp.")}
     trained -= {name for name in trained if name.endswith("expert_bias")}
-    kinds = ("exp_avg", "exp_avg_sq", "param") if has_mains else ("exp_avg", "exp_avg_sq")
-    assert state == {f"optimizer.state.{kind}.{name}" for kind in kinds for name in trained}
+    of_kind = dict.fromkeys(("exp_avg", "exp_avg_sq"), trained)
+    if has_mains:
+        dtypes = {name: index.state_dict_metadata[name].properties.dtype for name in trained}
+        of_kind["param"] = {name for name in trained if dtypes[name] == torch.bfloat16}
+    assert state == {f"optimizer.state.{kind}.{name}" for kind, names in of_kind.items() for name in names}
     sizes = {name: prod(tensor.size) for name, tensor in index.state_dict_metadata.items()}
-    assert sum(sizes[name] for name in state) == len(kinds) * sum(sizes[name] for name in trained)
+    assert sum(sizes[name] for name in state) == sum(sizes[name] for names in of_kind.values() for name in names)
 
 
 CHAINS = {
@@ -211,6 +218,7 @@ CHAINS = {
     "experts": ("deepseek_v3", ({"ep": 2}, {"tp": 2})),
 }
 BFLOAT16 = ("qwen2", ({"tp": 2}, {"distributed": False}, {"pp": 2}))
+IN_TWO_DTYPES = (TWO_DTYPES, ({}, {"tp": 2}, {"distributed": False}))
 WIDE = {
     "dense": ("qwen3", ({}, {"tp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2, "distributed": False}, {"cp": 2}, {})),
     "experts": (
@@ -267,7 +275,7 @@ def test_resume_in_another_layout(model_folder, tmp_path):
 
 
 def test_main_parameters_are_saved_with_bfloat16_weights(model_folder, tmp_path):
-    check_chains(model_folder, tmp_path, {"tied": BFLOAT16}, dtype="bfloat16")
+    check_chains(model_folder, tmp_path, {"tied": BFLOAT16, "two dtypes": IN_TWO_DTYPES}, dtype="bfloat16")
 
 
 @pytest.mark.slow

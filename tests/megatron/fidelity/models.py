@@ -56,6 +56,12 @@ _DELTA_NET |= {"rope_parameters": _PLAIN | {"partial_rotary_factor": 0.25}}
 _QWEN3_NEXT = _QWEN3 | _DELTA_NET | {"model_type": "qwen3_next", "moe_intermediate_size": 24, "num_experts": 8}
 _QWEN3_NEXT |= {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 40}
 
+TWO_DTYPES = "qwen3_5 in two dtypes"
+"""Model whose folder, in bfloat16, stores the decays and norms of its gated delta nets in float32, as published.
+
+It is not among `CONFIGS`, whose folders are float32.
+"""
+
 OWN_HEAD = "qwen3 with a head of its own"
 """Model whose config.json ties the head to the embedding, and whose folder stores another head."""
 
@@ -149,6 +155,8 @@ def _nested(tensors: dict[str, Any]) -> dict[str, Any]:
 def save_model(name: str, root: Path) -> str:
     """Return the folder of model `name` under `root`; the first call writes it."""
     folder = root / name.replace(" ", "-")
+    if name == TWO_DTYPES:
+        return _save_in_two_dtypes(folder)
     if not (folder / "model.safetensors").exists():
         build(CONFIGS[name]).save_pretrained(folder)
         _write_interval(name, folder / "config.json")
@@ -157,6 +165,26 @@ def save_model(name: str, root: Path) -> str:
         if name == OWN_HEAD:
             append_head(folder / "model.safetensors")
     return str(folder)
+
+
+def _save_in_two_dtypes(folder: Path) -> str:
+    """Save the model `TWO_DTYPES`, if the folder has none; return the folder."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    if not file.exists():
+        build(CONFIGS["qwen3_5"] | {"mamba_ssm_dtype": "float32"}).save_pretrained(folder)
+        _write_interval("qwen3_5", folder / "config.json")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+        tensors = {n: t if is_float32(n) else t.bfloat16() for n, t in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    return str(folder)
+
+
+def is_float32(name: str) -> bool:
+    """Return whether a published Qwen3.5 folder stores the tensor in float32."""
+    return name.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))
 
 
 def _write_interval(name: str, file: Path) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.errors import DataError, LostLockError
-from tests.megatron.fidelity.models import OWN_HEAD
+from tests.megatron.fidelity.models import OWN_HEAD, TWO_DTYPES
 from tests.megatron.rank_models import gather, make_model, model_spec
 from tests.megatron.ranks import run_ranks, sample
 
@@ -124,6 +124,14 @@ def test_export_is_bitwise_equal_to_the_import(name, sizes, model_folder, tmp_pa
         received = max(memory["written from"])
         assert received <= BUCKET + mmap.PAGESIZE
         assert all(size <= JOINED for size in memory["written from"] - {received})
+
+
+def test_tensors_keep_the_dtypes_of_the_folder(model_folder, tmp_path):
+    source = model_folder(TWO_DTYPES)
+    assert errors_of(export(tmp_path, source, dtype="bfloat16", tp=2)) == [None, None]
+    same_bits(tmp_path / "out", source)
+    assert {tensor.dtype for tensor in load_folder(source).values()} == {torch.float32, torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_pipeline_stage_writes_its_own_layers(qwen3_path, tmp_path):

@@ -27,7 +27,7 @@ from megarl.reshard.layout.model_tensors import ModelTensors
 from megarl.reshard.layout.quantized_layout import (
     find_quantized_pieces,
     quantize_layout,
-    quantize_sources,
+    convert_sources,
     quantized_tensors,
 )
 from megarl.reshard.layout.sampled_boxes import find_copies, find_parts, sample_boxes
@@ -184,8 +184,8 @@ def test_sources_follow_what_engines_need():
     sources = random_shards(0)
     engine = WeightLayout(QUANTIZED, [])
     assert quantized_tensors([engine]) == {"w"}
-    assert quantize_sources(sources, [WeightLayout(SPECS, [])]) == sources
-    sent = quantize_sources([*sources, sources[0]], [engine])
+    assert convert_sources(sources, [WeightLayout(SPECS, [])]) == sources
+    sent = convert_sources([*sources, sources[0]], [engine])
     assert sent[0] is sent[-1]
     assert sent[3] == quantize_layout(sources[3], {"w"})
 

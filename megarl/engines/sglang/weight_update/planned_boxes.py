@@ -66,8 +66,8 @@ def find_bucket_problems(
     """Return one message for each invalid tensor of a bucket of `num_bytes` bytes.
 
     Args:
-        dtype: dtype of the engine; a tensor may have this dtype or that of the folder. Weights in FP8 need to be sent
-            so, because their scales are.
+        dtype: dtype of the engine; a tensor may have this dtype or that of the folder, and a vector may be float32.
+            Weights in FP8 need to be sent so, because their scales are.
     """
     found, seen = [], set()
     for slot in slots:
@@ -76,7 +76,7 @@ def find_bucket_problems(
             found.append(f"{slot.name} is no tensor of the model")
         elif slot.shape != wanted.shape:
             found.append(f"{slot.name} needs shape {list(wanted.shape)}, got {list(slot.shape)}")
-        elif slot.dtype not in (allowed := _allowed_dtypes(dtype, wanted.dtype)):
+        elif slot.dtype not in (allowed := _allowed_dtypes(dtype, wanted)):
             needs = " or ".join(dict.fromkeys(allowed))
             found.append(f"{slot.name} needs dtype {needs}, got {slot.dtype}")
         elif slot.name in seen:
@@ -90,8 +90,10 @@ def find_bucket_problems(
     return found
 
 
-def _allowed_dtypes(of_engine: str, of_folder: str) -> tuple[str, ...]:
-    return (of_folder,) if of_folder == VALUES_DTYPE else (of_engine, of_folder)
+def _allowed_dtypes(of_engine: str, wanted: ExpectedTensor) -> tuple[str, ...]:
+    if wanted.dtype == VALUES_DTYPE:
+        return (wanted.dtype,)
+    return (of_engine, wanted.dtype, *(("float32",) if len(wanted.shape) == 1 else ()))
 
 
 @dataclass(frozen=True, slots=True)
