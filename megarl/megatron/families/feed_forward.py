@@ -17,7 +17,6 @@ from typing import Literal, Protocol
 
 from megarl.megatron.families.parameter_map import ParameterMap, replicated, split_columns, split_rows
 
-
 EXPERT_BIAS = "router.expert_bias"
 """End of the name of megatron-core's buffer that holds a router's expert bias: no parameter, and not trained."""
 

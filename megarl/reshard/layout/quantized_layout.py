@@ -121,9 +121,7 @@ def cast_layout(layout: WeightLayout, dtypes: Mapping[str, str]) -> WeightLayout
         replace(piece, local=cast_name(piece.local, dtypes[piece.tensor])) if piece.tensor in dtypes else piece
         for piece in layout.pieces
     ]
-    specs = {
-        name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in layout.tensors.items()
-    }
+    specs = {name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in layout.tensors.items()}
     return WeightLayout(specs, pieces)
 
 

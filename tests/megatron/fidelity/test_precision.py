@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from megarl.megatron.trainer_worker import TrainerWorker
 from tests.megatron import rank_models
 from tests.megatron.fidelity.measure import measure, nll_request
-from tests.megatron.fidelity.reference import differentiate_values, draw, score
+from tests.megatron.fidelity.models import TWO_DTYPES, is_float32
+from tests.megatron.fidelity.reference import differentiate, differentiate_values, draw, score
 from tests.megatron.rank_models import gather_full, make_trainer, model_spec, own_part, train_step, trainer_spec
 from tests.megatron.ranks import run_ranks, sample
 
@@ -27,7 +28,10 @@ def train_on_rank(path, steps):
         if step in (0, steps - 1):
             pushed.append(rank_models.sync_weights(worker))
     model = worker._trainer.model
-    main_params = {name: p.main_param.view(p.shape) for name, p in rank_models.trained_parameters(model).items()}
+    main_params = {
+        name: (p.main_param.view(p.shape) if p.dtype == torch.bfloat16 else p.detach())
+        for name, p in rank_models.trained_parameters(model).items()
+    }
     return pushed, gather_full(model, main_params)
 
 
@@ -66,6 +70,31 @@ def test_synced_weights_are_main_params_rounded_to_bfloat16(name, trained):
     assert {tensor.dtype for tensor in main_params.values()} == {torch.float32}
     for tensor, main_param in main_params.items():
         assert torch.equal(pushed[-1][tensor], main_param.bfloat16()), tensor
+
+
+def test_float32_tensors_of_a_bfloat16_model_take_steps_below_its_resolution(trained):
+    """Adam's first update changes each value by the learning rate, which bfloat16 cannot add to a value above 0.25."""
+    disk, (first, last), main_params = trained(TWO_DTYPES)
+    names = [name for name in disk if is_float32(name)]
+    assert len(names) == 4
+    for name in names:
+        change = (first[name].double() - disk[name].double()).abs()
+        assert change.median() == pytest.approx(LR, rel=1e-3), name
+        assert torch.equal(disk[name].bfloat16(), (disk[name] + LR).bfloat16()) or disk[name].abs().min() < 0.25
+        assert torch.equal(last[name], main_params[name]), name
+        assert not torch.equal(last[name], first[name]), name
+    assert {name for name, tensor in last.items() if tensor.dtype == torch.float32} == set(names)
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(1, {}), (2, {"tp": 2}), (2, {})], ids=str)
+def test_gradients_of_float32_tensors_are_those_of_transformers(world, sizes, model_folder, tmp_path):
+    folder = model_folder(TWO_DTYPES)
+    measured = measure(folder, SEQUENCES, tmp_path, max_tokens=4096, dtype="bfloat16", world=world, **sizes)
+    exact = differentiate(folder, SEQUENCES).gradients
+    for name in filter(is_float32, exact):
+        got, want = measured.gradients[name], exact[name]
+        assert (got - want).norm() < 0.05 * want.norm(), name
+        assert rounding(got) > 1e-4, name
 
 
 def test_untrained_tensors_stay_unchanged(trained):
@@ -154,6 +183,7 @@ SHARDED = [
     ("qwen3", 4, "float32", {"tp": 2}),
     ("qwen3", 2, "bfloat16", {}),
     ("qwen3", 4, "bfloat16", {"cp": 2}),
+    (TWO_DTYPES, 4, "bfloat16", {"tp": 2}),
     ("qwen3_moe", 2, "float32", {"ep": 2}),
     ("qwen3_moe", 4, "bfloat16", {"tp": 2, "ep": 2, "etp": 1}),
 ]

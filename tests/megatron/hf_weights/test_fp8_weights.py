@@ -11,7 +11,7 @@ from megarl.config.weight_sync import WeightSyncConfig
 from megarl.megatron.requests import SyncSetup
 from megarl.reshard.layout.layout import slices
 from tests.megatron.fidelity.measure import as_trajectory
-from tests.megatron.fidelity.models import CONFIGS, append_prediction_layer, build
+from tests.megatron.fidelity.models import CONFIGS, TWO_DTYPES, append_prediction_layer, build
 from tests.megatron.fidelity.reference import SHORT, draw
 from tests.megatron.hf_weights.test_export import load_folder, same_bits
 from tests.megatron.rank_models import gather, make_model, model_spec
@@ -108,6 +108,30 @@ def test_engine_has_the_bits_of_the_folder_quantized_offline(name, world, parall
             assert torch.equal(parameters[local], tensor.view(torch.uint8)), local
         delivered += stats.bytes_delivered
     assert 0.5 < delivered / dense < 0.56
+
+
+@pytest.mark.parametrize("name", [TWO_DTYPES, "qwen3_next"])
+def test_engine_has_vectors_in_its_own_dtype(name, model_folder, tmp_path, monkeypatch):
+    """SGLang's `A_log` is float32 whatever the folder's is, and its norm of a gated delta net is bfloat16."""
+    from megarl.engines.sglang.weight_layout.offline_trace import trace_layouts
+    from tests.engines.remote import fork_traces
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fork_traces(monkeypatch)
+    folder = model_folder(name)
+    layouts = trace_layouts(folder, tp=1, device="cuda", dtype="bfloat16")
+    (parameters, _), *_ = run_ranks(sync, 2, tmp_path, folder, {"tp": 2}, layouts, "exact")
+    kept, stored = name == TWO_DTYPES, load_folder(folder)
+    wanted = empty_parameters(layouts[0])
+    for piece in layouts[0].pieces:
+        tensor = stored[piece.tensor] if kept else stored[piece.tensor].bfloat16()
+        wanted[piece.local][slices(piece.local_box)] = tensor[slices(piece.box)].to(wanted[piece.local].dtype)
+    for local, tensor in wanted.items():
+        assert torch.equal(parameters[local], tensor.view(torch.uint8)), local
+    dtypes = {piece.tensor: wanted[piece.local].dtype for piece in layouts[0].pieces}
+    attention = "model.layers.0.linear_attn"
+    assert dtypes[f"{attention}.A_log"] == torch.float32
+    assert dtypes[f"{attention}.norm.weight"] == dtypes[f"{attention}.dt_bias"] == torch.bfloat16
 
 
 UNEVEN = {"hidden_size": 168, "intermediate_size": 300, "moe_intermediate_size": 144, "num_hidden_layers": 2}

@@ -12,6 +12,7 @@ from megarl.megatron.runtime.offload import FrozenMemory, OffloadedTensors, Trai
 from megarl.megatron.trainer_worker import FrozenWorker, TrainerWorker
 from megarl_kernels import linear_logprob
 from tests.megatron.fidelity.measure import nll_request
+from tests.megatron.fidelity.models import TWO_DTYPES
 from tests.megatron.fidelity.reference import draw
 from tests.megatron.hf_weights.test_export import load_folder
 from tests.megatron.rank_models import assert_same_bits, gather, model_spec, own_part, sync_weights, trainer_spec
@@ -25,6 +26,7 @@ LAYOUTS = {
     "pp2": ("deepseek_v3", {"pp": 2}),
     "vpp": ("qwen3", {"pp": 2, "vpp": 2}),
     "ep2": ("qwen3_moe", {"ep": 2}),
+    "dp2 two dtypes": (TWO_DTYPES, {}),
     "dp2 distributed optimizer": ("qwen3", {}),
     "dp2 replicated optimizer": ("qwen3", {"distributed": False}),
 }
@@ -97,7 +99,14 @@ def train_on_rank(path, dtype, options, kinds):
 
 
 CASES = [(layout, dtype) for layout in LAYOUTS for dtype in ("float32", "bfloat16")]
-DEFAULT = [("tp2", "float32"), ("pp2", "float32"), ("ep2", "bfloat16"), CASES[-3], CASES[-1]]
+DEFAULT = [
+    ("tp2", "float32"),
+    ("pp2", "float32"),
+    ("ep2", "bfloat16"),
+    ("dp2 two dtypes", "bfloat16"),
+    CASES[-3],
+    CASES[-1],
+]
 
 
 @pytest.mark.parametrize(("layout", "dtype"), sample(CASES, DEFAULT))

@@ -1,7 +1,8 @@
 """A stand-in for Transformer Engine's FusedAdam with 16-bit parameters, in plain torch: its state and its arguments.
 
 As there, the optimizer steps the 16-bit parameter, keeps the float32 one in its state as `master_param`, counts steps
-by group, and reads the gradient from `decoupled_grad`.
+by group, and reads the gradient from `decoupled_grad`. A float32 parameter is stepped itself; its `master_param` keeps
+the first value.
 """
 
 import sys
@@ -59,7 +60,7 @@ class FusedAdam(torch.optim.Optimizer):
         second = state["exp_avg_sq"].float() * beta2 + (1 - beta2) * grad * grad
         state["exp_avg"].copy_(first)
         state["exp_avg_sq"].copy_(second)
-        main = state["master_param"]
+        main = state["master_param"] if param.dtype == torch.bfloat16 else param
         main.mul_(1 - group["lr"] * group["weight_decay"])
         denominator = (second / (1 - beta2 ** group["step"])).sqrt() + group["eps"]
         main.sub_(group["lr"] / (1 - beta1 ** group["step"]) * first / denominator)

@@ -14,6 +14,7 @@ from megarl.config.trainer import OffloadConfig, OptimizerConfig, ParallelConfig
 from megarl.errors import ConfigError
 from megarl.megatron.requests import SaveRequest
 from megarl.megatron.trainer_worker import TrainerWorker
+from tests.megatron.fidelity.models import TWO_DTYPES
 from tests.megatron.rank_models import (
     assert_same_bits,
     gather,
@@ -233,8 +234,9 @@ def train_and_resume(path, parallel, dtype, fields, folder, fused=False):
     return weights(first), weights(resumed), share, {name: str(each.dtype) for name, each in state.items()}
 
 
-def test_adam_on_the_host_is_adam(model_folder, tmp_path):
-    path, results = model_folder("qwen3"), []
+@pytest.mark.parametrize("name", ["qwen3", TWO_DTYPES])
+def test_adam_on_the_host_is_adam(name, model_folder, tmp_path):
+    path, results = model_folder(name), []
     for fraction in (0.0, 0.5):
         fields = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
         folder = tmp_path / str(fraction)
@@ -271,9 +273,10 @@ def test_step_counts_are_where_torch_reads_them(tmp_path):
     assert found == [["cpu", "meta"], ["meta", "meta"], ["meta", "meta"]]
 
 
-def test_moments_in_bfloat16_are_resumed_bitwise(model_folder, tmp_path):
+@pytest.mark.parametrize("name", ["qwen3", TWO_DTYPES])
+def test_moments_in_bfloat16_are_resumed_bitwise(name, model_folder, tmp_path):
     fields = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
-    path, folder = model_folder("qwen3"), tmp_path / "saved"
+    path, folder = model_folder(name), tmp_path / "saved"
     arguments = (path, ParallelConfig(), "bfloat16", fields, folder, True)
     trained, resumed, _, dtypes = run_ranks(train_and_resume, 2, tmp_path, *arguments)
     assert dtypes == {"exp_avg": "torch.bfloat16", "exp_avg_sq": "torch.bfloat16", "master_param": "torch.float32"}

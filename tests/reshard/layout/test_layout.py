@@ -25,9 +25,9 @@ from megarl.reshard.layout.layout import (
 )
 from megarl.reshard.layout.model_tensors import ModelTensors
 from megarl.reshard.layout.quantized_layout import (
+    convert_sources,
     find_quantized_pieces,
     quantize_layout,
-    convert_sources,
     quantized_tensors,
 )
 from megarl.reshard.layout.sampled_boxes import find_copies, find_parts, sample_boxes
@@ -188,6 +188,15 @@ def test_sources_follow_what_engines_need():
     sent = convert_sources([*sources, sources[0]], [engine])
     assert sent[0] is sent[-1]
     assert sent[3] == quantize_layout(sources[3], {"w"})
+
+
+def test_vectors_are_sent_in_the_dtype_of_the_engines():
+    held = {"a": TensorSpec((4,), "float32"), "b": TensorSpec((4,), "bfloat16"), "m": TensorSpec((2, 2), "bfloat16")}
+    needed = {"a": TensorSpec((4,), "bfloat16"), "b": TensorSpec((4,), "bfloat16"), "m": TensorSpec((2, 2), "float32")}
+    pieces = [ShardPiece("a", ((0, 2),), "x", ((0, 2),)), ShardPiece("b", ((0, 2),), "y", ((0, 2),))]
+    (sent,) = convert_sources([WeightLayout(held, pieces)], [WeightLayout(needed, [])])
+    assert dict(sent.tensors) == needed | {"m": held["m"]}
+    assert list(sent.pieces) == [ShardPiece("a", ((0, 2),), "x:bfloat16", ((0, 2),)), pieces[1]]
 
 
 @pytest.mark.parametrize(

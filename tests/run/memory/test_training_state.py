@@ -17,7 +17,7 @@ from megarl.run.memory.training_memory import (
     library_caches,
     training_state,
 )
-from tests.megatron.fidelity.models import save_model
+from tests.megatron.fidelity.models import TWO_DTYPES, save_model
 from tests.megatron.rank_models import gather
 from tests.megatron.ranks import run_ranks
 from tests.megatron.runtime.test_offload import make_worker, request_of
@@ -30,12 +30,14 @@ SAMPLE = [
     ("qwen3", "bfloat16", {"tp": 2, "cp": 2}, True),
     ("qwen3", "bfloat16", {"pp": 2}, True),  # embeddings are tied: both stages hold them
     ("qwen3", "float32", {"tp": 2}, False),
+    (TWO_DTYPES, "bfloat16", {"tp": 2}, True),
     ("qwen3_moe", "bfloat16", {"tp": 2, "ep": 2, "etp": 1}, True),
     ("deepseek_v3", "bfloat16", {"pp": 2, "ep": 2}, True),  # has MTP layers, and router biases in float32
 ]
 OTHERS = [
     ("qwen3", "bfloat16", {}, True),
     ("qwen3", "bfloat16", {"tp": 2}, False),
+    (TWO_DTYPES, "bfloat16", {"pp": 2}, False),
     ("qwen3", "float32", {"pp": 2, "vpp": 2}, True),
 ]
 
@@ -55,7 +57,9 @@ def measure_on_rank(cases):
         freed["optimizer"] -= sum(states[key]["step"].nbytes for key in states)
         parameters = [p for chunk in worker._trainer.model.chunks for p in chunk.module.parameters()]
         freed["experts"] = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
-        freed["dense"] = sum(p.numel() for p in parameters) - freed["experts"]
+        is_mixed = dtype == "bfloat16"
+        freed["float32"] = sum(p.numel() for p in parameters if p.element_size() == 4) if is_mixed else 0
+        freed["dense"] = sum(p.numel() for p in parameters) - freed["experts"] - freed["float32"]
         modules = [m for chunk in worker._trainer.model.chunks for m in chunk.module.decoder.modules()]
         freed["linears"] = sum(m.weight.numel() for m in modules if type(m).__name__.endswith("Linear"))
         results.append(gather(freed))
@@ -79,12 +83,13 @@ def test_planned_bytes_are_those_of_real_trainers(layouts, tmp_path):
             assert freed["weights"] == state.parameters, (case, rank)
             assert freed["gradients"] == state.gradients, (case, rank)
             assert 2 * freed["linears"] == caches[grid.coordinates(rank).pp].quantized, (case, rank)
-            padding = state.gradients // element.gradients - freed["dense"] - freed["experts"]
+            padding = state.gradients // element.gradients - freed["dense"] - freed["experts"] - freed["float32"]
             surplus = state.main_parameters + state.moments - freed["optimizer"]
             assert 0 <= surplus <= per_element * padding, (case, rank)
             assert (padding > 0) == distributed, (case, rank)
             widths = (grid.dp * grid.cp, grid.expert_dp) if distributed else (1, 1)
             total += per_element * (freed["dense"] / widths[0] + freed["experts"] / widths[1])
+            total += element.moments * freed["float32"] / widths[0]
         assert sum(freed["optimizer"] for freed in measured) == pytest.approx(total, abs=1), case
 
 
