@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, override
 
 import torch
@@ -122,10 +123,10 @@ def squared_norms(optimizer: ChainedOptimizer) -> Tensor:
     squares = []
     for part in parts:
         gradients = [gradient for each in part for gradient in each.get_grads_for_grad_norm()]
-        norm = zeros.float()
-        if gradients:
-            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, zeros, [gradients], False)
-        square = norm**2.0
+        square = zeros.float()
+        for same in _by_dtype(gradients, gradients):
+            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, zeros, [same], False)
+            square = square + norm**2.0
         dist.all_reduce(square, group=part[0].get_grad_stats_parallel_group())
         squares.append(square)
     return torch.cat(squares)
@@ -140,14 +141,29 @@ def gradient_norm(squares: Sequence[float]) -> float:
 def clip_gradients(optimizer: ChainedOptimizer, grad_norm: float) -> None:
     """Clip gradients in place to the configured norm, as `ChainedOptimizer.step` does."""
     for inner in optimizer.chained_optimizers:
-        parameters = [] if inner.is_stub_optimizer else inner.get_parameters()
-        if parameters and inner.config.clip_grad > 0:
+        if inner.is_stub_optimizer or inner.config.clip_grad <= 0:
+            continue
+        is_decoupled = inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        gradient_of = attrgetter("decoupled_grad" if is_decoupled else "grad")
+        parameters = inner.get_parameters()
+        for same in _by_dtype(parameters, map(gradient_of, parameters)):
             clip_grads.clip_grad_by_total_norm_fp32(
-                parameters,
+                same,
                 max_norm=inner.config.clip_grad,
                 total_norm=grad_norm,
-                use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                use_decoupled_grad=is_decoupled,
             )
+
+
+def _by_dtype(parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return the parameters by the dtype of their gradient: kernels over many tensors take them to have one dtype.
+
+    Gradients have two if a bfloat16 model with float32 parameters does not reduce gradients in float32.
+    """
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        groups.setdefault(gradient.dtype, []).append(parameter)
+    return list(groups.values())
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:

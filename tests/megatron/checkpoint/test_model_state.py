@@ -20,7 +20,7 @@ from megarl.megatron.convert_worker import ConvertWorker
 from megarl.model_files import reader
 from tests.megatron.checkpoint.test_training_state import error_of
 from tests.megatron.conftest import save_model
-from tests.megatron.fidelity.models import CONFIGS, OWN_HEAD, build
+from tests.megatron.fidelity.models import CONFIGS, OWN_HEAD, TWO_DTYPES, build
 from tests.megatron.hf_weights.test_export import same_bits
 from tests.megatron.rank_models import gather, make_model, model_spec
 from tests.megatron.ranks import run_ranks, sample
@@ -228,8 +228,9 @@ def test_checkpoint_with_too_small_vocabulary_raises(tmp_path):
     assert "embedding.word_embeddings.weight needs at least 300 rows of [48], got [128, 48]" in error
 
 
-def test_checkpoint_is_loaded_in_another_dtype(model_folder, tmp_path):
-    source = model_folder("deepseek_v3")
+@pytest.mark.parametrize("name", ["deepseek_v3", TWO_DTYPES])
+def test_checkpoint_is_loaded_in_another_dtype(name, model_folder, tmp_path):
+    source = model_folder(name)
     assert load(tmp_path, source, save(tmp_path, source, {}), {}, None, "bfloat16") == [[]]
 
 

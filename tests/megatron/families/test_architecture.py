@@ -27,6 +27,7 @@ from megarl.megatron.families.load_architecture import (
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.megatron.modeling.rotary import attention_factor, inverse_frequencies
 from tests.megatron.families.tiny import CONFIGS, DEEPSEEK_V3, PLAIN, QWEN3_MOE, tiny
+from tests.megatron.fidelity import models
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -50,6 +51,22 @@ def test_only_the_expert_bias_has_its_own_dtype() -> None:
     other = {name for name, spec in tiny("deepseek_v3").tensors("bfloat16").items() if spec.dtype != "bfloat16"}
     assert other == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2, 3, 4)}
     assert {tiny("deepseek_v3").tensors("bfloat16")[name].dtype for name in other} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "number"), [({"mamba_ssm_dtype": "float32"}, 4), ({"mamba_ssm_dtype": "bfloat16"}, 0), ({}, 0)]
+)
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("qwen3_next", "Qwen3NextForCausalLM"), ("qwen3_5", "Qwen3_5ForCausalLM")]
+)
+def test_gated_delta_nets_have_float32_tensors_where_the_config_says_so(
+    name: str, architecture: str, stated: dict[str, str], number: int
+) -> None:
+    config = models.CONFIGS[name] | {"architectures": [architecture]} | stated
+    specs = load_architecture(config, origin=name).tensors("bfloat16")
+    other = {tensor: spec.dtype for tensor, spec in specs.items() if spec.dtype != "bfloat16"}
+    assert set(other) == (set(filter(models.is_float32, specs)) if number else set())
+    assert list(other.values()) == ["float32"] * number
 
 
 @pytest.mark.parametrize("name", CONFIGS)

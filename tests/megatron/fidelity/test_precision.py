@@ -73,14 +73,14 @@ def test_synced_weights_are_main_params_rounded_to_bfloat16(name, trained):
 
 
 def test_float32_tensors_of_a_bfloat16_model_take_steps_below_its_resolution(trained):
-    """Adam's first update changes each value by the learning rate, which bfloat16 cannot add to a value above 0.25."""
+    """Adam's first update changes each value by the learning rate, which is below bfloat16's resolution."""
     disk, (first, last), main_params = trained(TWO_DTYPES)
     names = [name for name in disk if is_float32(name)]
     assert len(names) == 4
     for name in names:
         change = (first[name].double() - disk[name].double()).abs()
         assert change.median() == pytest.approx(LR, rel=1e-3), name
-        assert torch.equal(disk[name].bfloat16(), (disk[name] + LR).bfloat16()) or disk[name].abs().min() < 0.25
+        assert disk[name].abs().median() > 0.25, "bfloat16 values are 2**-9 apart, or more"
         assert torch.equal(last[name], main_params[name]), name
         assert not torch.equal(last[name], first[name]), name
     assert {name for name, tensor in last.items() if tensor.dtype == torch.float32} == set(names)

@@ -67,16 +67,28 @@ class FusedAdam(torch.optim.Optimizer):
         param.copy_(main)
 
 
+def _with_one_dtype(apply):
+    """Return megatron-core's `multi_tensor_applier`, which checks what kernels take for granted."""
+
+    def checked(kernel, overflow, lists, *arguments):
+        assert all(len({tensor.dtype for tensor in tensors}) == 1 for tensors in lists), "tensors of several dtypes"
+        return apply(kernel, overflow, lists, *arguments)
+
+    return checked
+
+
 def install(patches: ExitStack) -> None:
     """Make megatron-core use the stand-in."""
     from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer, optimizer_config
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer_config
 
     modules = {name: ModuleType(name) for name in ("transformer_engine", "transformer_engine.pytorch")}
     modules["transformer_engine.pytorch.optimizers"] = ModuleType("transformer_engine.pytorch.optimizers")
     modules["transformer_engine.pytorch.optimizers"].FusedAdam = FusedAdam
     patches.enter_context(patch.dict(sys.modules, modules))
     patches.enter_context(patch.multiple(optimizer, Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False))
+    checked = _with_one_dtype(clip_grads.multi_tensor_applier)
+    patches.enter_context(patch.object(clip_grads, "multi_tensor_applier", checked))
     patches.enter_context(patch.object(optimizer, "is_te_min_version", lambda _: True))
     patches.enter_context(patch.object(optimizer_config, "is_te_min_version", lambda _: True))
     patches.enter_context(patch.object(distrib_optimizer, "Adam", FusedAdam))

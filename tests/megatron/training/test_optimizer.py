@@ -194,7 +194,7 @@ def test_weights_are_complete_wherever_they_are_read(name, sizes, model_folder, 
             assert_same_bits(got, want)
 
 
-def train_and_resume(path, parallel, dtype, fields, folder, fused=False):
+def train_and_resume(path, parallel, dtype, fields, folder, fused=False, ddp=None):
     """Take two steps, with state offloaded between them.
 
     Returns weights, those of a trainer resumed after the first step, the share of parameters stepped on the host, and
@@ -209,7 +209,7 @@ def train_and_resume(path, parallel, dtype, fields, folder, fused=False):
         patches.enter_context(patch.object(MegatronConfig, "find_te_problems", lambda _: ()))
 
     def build():
-        model = model_spec(path, parallel, dtype=dtype, megatron=MegatronConfig(optimizer=fields))
+        model = model_spec(path, parallel, dtype=dtype, megatron=MegatronConfig(optimizer=fields, ddp=ddp or {}))
         return TrainerWorker(trainer_spec(model, lr=1e-3))
 
     def weights(worker):
@@ -280,4 +280,12 @@ def test_moments_in_bfloat16_are_resumed_bitwise(name, model_folder, tmp_path):
     arguments = (path, ParallelConfig(), "bfloat16", fields, folder, True)
     trained, resumed, _, dtypes = run_ranks(train_and_resume, 2, tmp_path, *arguments)
     assert dtypes == {"exp_avg": "torch.bfloat16", "exp_avg_sq": "torch.bfloat16", "master_param": "torch.float32"}
+    assert_same_bits(resumed, trained)
+
+
+def test_gradients_of_two_dtypes_are_clipped_together(model_folder, tmp_path):
+    """Kernels over many tensors take them to have the dtype of the first one."""
+    fields = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bfloat16"}
+    arguments = (ParallelConfig(), "bfloat16", fields, tmp_path / "saved", True, {"grad_reduce_in_fp32": False})
+    trained, resumed, _, _ = run_ranks(train_and_resume, 2, tmp_path, model_folder(TWO_DTYPES), *arguments)
     assert_same_bits(resumed, trained)
