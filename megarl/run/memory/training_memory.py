@@ -19,6 +19,7 @@ pipeline stage hold equally much; stages differ. In float32 there are no separat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm, prod
@@ -34,6 +35,8 @@ from megarl.run.memory.activations import HeadKind
 PARAMETER_MULTIPLE, BUCKET_MULTIPLE = 64, 128
 """With the distributed optimizer, parameters start at multiples of so many elements of megatron-core's buffers, and
 buckets end at multiples (`_ParamAndGradBuffer`)."""
+
+_LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight\d*$")
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -138,7 +141,7 @@ def chunk_parameters(
         match name.split("."):
             case ["decoder", "layers", number, *_]:
                 chunk = chunk_of[int(number)]
-                if num_elements and "linear_" in name and name.endswith("weight"):
+                if num_elements and _LINEAR.search(name):
                     chunk.linears.append(shape)
             case ["embedding", *_]:
                 chunk = first

@@ -234,9 +234,20 @@ def train_and_resume(path, parallel, dtype, fields, folder, fused=False, ddp=Non
     return weights(first), weights(resumed), share, {name: str(each.dtype) for name, each in state.items()}
 
 
-@pytest.mark.parametrize("name", ["qwen3", TWO_DTYPES])
-def test_adam_on_the_host_is_adam(name, model_folder, tmp_path):
-    path, results = model_folder(name), []
+def refused_on_rank(path):
+    megatron = MegatronConfig(optimizer={"optimizer_cpu_offload": True})
+    with pytest.raises(ConfigError) as error:
+        make_trainer(trainer_spec(model_spec(path, dtype="bfloat16", megatron=megatron)))
+    return str(error.value)
+
+
+def test_adam_on_the_host_refuses_float32_parameters(model_folder, tmp_path):
+    message = run_ranks(refused_on_rank, 1, tmp_path, model_folder(TWO_DTYPES))
+    assert message.endswith("got float32 for model.layers.0.linear_attn.A_log, as config.json says")
+
+
+def test_adam_on_the_host_is_adam(model_folder, tmp_path):
+    path, results = model_folder("qwen3"), []
     for fraction in (0.0, 0.5):
         fields = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
         folder = tmp_path / str(fraction)
