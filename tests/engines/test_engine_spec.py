@@ -150,7 +150,8 @@ def test_stubs_are_not_on_the_path_of_this_process():
     assert str(STUBS_FOLDER) not in sys.path
 
 
-UNSUPPORTED_ON_CPU = {"gemma2", "deepseek_v3 without query latent"}
+UNSUPPORTED_ON_CPU = {"gemma2", "deepseek_v3 without query latent", "minimax_m2"}
+UNSUPPORTED_ON_CPU |= {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
 UNSUPPORTED = {"qwen3_moe", "qwen3_moe sparse step"}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 
