@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megarl.errors import ConfigError
-from megarl.model_files.block_fp8 import CONFIG_KEY
 from megarl.model_files.json_object import JsonMapping
+from megarl.model_files.model_config import language_config
+from megarl.model_files.quantization import CONFIG_KEY, quantized_format
 
 _GEMMA2_LAYERS = ("sliding_attention", "full_attention")
 _KEYS_WITHOUT_DEFAULT: Mapping[str, Mapping[str, object]] = {
@@ -37,11 +38,11 @@ def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> li
         case "Qwen3MoeForCausalLM":
             served = {"mlp_only_layers": [], "decoder_sparse_step": 1, "tie_word_embeddings": False}
             problems = _unread(config, served, origin)
-        case "DeepseekV3ForCausalLM":
-            problems = _deepseek_v3(config, device, origin)
+        case "DeepseekV3ForCausalLM" | "KimiK25ForConditionalGeneration":
+            problems = _deepseek_v3(language_config(config), device, origin)
         case _:
             problems = iter(())
-    return [*_quantized(config, device, origin), *problems]
+    return [*_quantized(language_config(config), device, origin), *problems]
 
 
 def find_build_problems(config: JsonMapping, device: str, *, origin: str) -> list[str]:
@@ -78,6 +79,12 @@ def check_engine_support(config: JsonMapping, device: str, *, origin: str) -> No
 def _quantized(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
     stated = config.get(CONFIG_KEY)
     if not isinstance(stated, Mapping):
+        return
+    if (stored := quantized_format(config)) != "FP8":
+        yield (
+            f"model.path: {origin}: engines would run in {stored or stated.get('quant_method')}, which a weight sync cannot update; write a folder in "
+            "bfloat16 first: megarl convert hf-to-megatron, and megarl convert megatron-to-hf from its output"
+        )
         return
     if device == "cpu":
         yield f"placement.device: {origin}: weights in FP8 need engines on cuda, SGLang packs them on the CPU, got cpu"
