@@ -375,15 +375,36 @@ def _duplicated_tensors(model: MegatronModel, source: Path) -> dict[str, str]:
     return {name: original for name, original in duplicates.items() if name in stored}
 
 
+PASSED = "passed"
+"""Subfolder with the tensors that an export repeats, beside the other files of a model folder without weights."""
+
+
+def save_passed(model: MegatronModel, source: Path, target: Path) -> None:
+    """Write the tensors of `source` that exports repeat to `target`/passed, if there are any; by one rank only."""
+    passed, folder = _passed_tensors(model, source), target / PASSED
+    if not passed:
+        return
+    folder.mkdir()
+    files = plan_files(folder, [passed], FILE_BYTES)
+    writer = SafetensorsWriter(folder, files)
+    _write_passed(writer, passed, source)
+    writer.finish()
+    publish(folder, files)
+
+
+def _folder_of_passed(source: Path) -> Path:
+    return source if any(source.glob("*.safetensors")) else source / PASSED
+
+
 def _passed_tensors(model: MegatronModel, source: Path) -> TensorSpecs:
-    """Return the tensors of `source` that the export repeats; none if `source` has no weights.
+    """Return the tensors of `source` that the export repeats; none if neither it nor its subfolder has weights.
 
     Those that are quantized become bfloat16, as the export states no quantization.
     """
-    patterns = model.architecture.passed_patterns
-    if not patterns or not any(source.glob("*.safetensors")):
+    patterns, folder = model.architecture.passed_patterns, _folder_of_passed(source)
+    if not patterns or not any(folder.glob("*.safetensors")):
         return {}
-    stored = read_headers(source)
+    stored = read_headers(folder)
     without = scales_of(stored)
     return {
         name: (tensor.shape, "bfloat16" if tensor.dtype == VALUES_DTYPE else tensor.dtype)
@@ -461,7 +482,7 @@ def _write_passed(writer: SafetensorsWriter, passed: TensorSpecs, source: Path) 
     names = passed.keys() & writer.names
     if not names:
         return
-    with SafetensorsReader(source) as folder:
+    with SafetensorsReader(_folder_of_passed(source)) as folder:
         for name in sorted(names):
             for box in split_box(writer.full_box(name), MAX_JOINED_ELEMENTS):
                 values = torch.empty(extent(box), dtype=torch_dtype(passed[name][1]))
