@@ -9,8 +9,8 @@
 
 In both, 32 values take 16 bytes, and the first value of a byte is in its lower four bits:
 
-    MXFP4    value e2m1 (`VALUES`) times 2 ** (scale - 127), a product that is exact but for overflow
-    INT4     value plus 8, times the scale, rounded to the dtype of the scale
+    MXFP4    value e2m1 (twice that in `CODES`) times 2 ** (scale - 127), which is exact unless it overflows
+    INT4     value (code minus 8) times the scale, rounded to the dtype of the scale
 
 torch is not imported; `reader` decodes.
 """
@@ -30,12 +30,12 @@ GROUP, GROUP_BYTES = 32, 16
 
 PackedFormat = Literal["MXFP4", "INT4"]
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-VALUES: Mapping[PackedFormat, tuple[float, ...]] = {
-    "MXFP4": (*_E2M1, *(-value for value in _E2M1)),
+_E2M1_TWICE = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
+CODES: Mapping[PackedFormat, tuple[float, ...]] = {
+    "MXFP4": (*_E2M1_TWICE, *(-value for value in _E2M1_TWICE)),
     "INT4": tuple(float(value) for value in range(-8, 8)),
 }
-"""Value of each of the 16 codes, before it is scaled."""
+"""Factor of each of the 16 codes. Twice those of MXFP4 go with 2 ** (scale - 128), which bfloat16 holds for all scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

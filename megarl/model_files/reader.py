@@ -23,7 +23,7 @@ from megarl.errors import DataError
 from megarl.model_files.block_fp8 import BLOCK, find_scale_problems, scale_name
 from megarl.model_files.file_plan import Box, contiguous_runs, extent, relative_slices, split_box
 from megarl.model_files.header import StoredTensor
-from megarl.model_files.packed_weights import GROUP, GROUP_BYTES, VALUES, PackedFormat, PackedTensor
+from megarl.model_files.packed_weights import CODES, GROUP, GROUP_BYTES, PackedFormat, PackedTensor
 from megarl.model_files.weight_index import read_headers
 from megarl_kernels import fp8_block_dequantize
 
@@ -197,13 +197,14 @@ class _BlockScales:
 
 def _decode(values: Tensor, scales: Tensor, kind: PackedFormat) -> Tensor:
     """Return weights of 4 bits, [..., k], from bytes, uint8 [..., k / 2], and scales [..., k / 32]."""
-    dtype = torch.bfloat16 if kind == "MXFP4" else scales.dtype
-    table = torch.tensor(VALUES[kind], dtype=dtype, device=values.device)
+    if kind == "MXFP4":
+        powers = torch.tensor([2.0 ** (code - 128) for code in range(256)], dtype=torch.bfloat16, device=scales.device)
+        scales = powers[scales.int()]
+    table = torch.tensor(CODES[kind], dtype=scales.dtype, device=values.device)
     pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=-1)  # by byte: lower half, upper half
-    groups = pairs[values.int()].view(*scales.shape, GROUP)
-    factors = scales.unsqueeze(-1)
-    scaled = torch.ldexp(groups, factors.int() - 127).to(dtype) if kind == "MXFP4" else groups * factors
-    return scaled.flatten(-2)
+    words = pairs.view(torch.int32 if scales.itemsize == 2 else torch.int64).view(-1)  # many times faster than pairs
+    groups = words.index_select(0, values.view(-1).int()).view(scales.dtype).view(*scales.shape, GROUP)
+    return (groups * scales.unsqueeze(-1)).flatten(-2)
 
 
 def _needs_scales(dtype: torch.dtype, out: Tensor) -> bool:
