@@ -42,11 +42,15 @@ def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> li
             problems = _deepseek_v3(language_config(config), device, origin)
         case _:
             problems = iter(())
-    return [*_quantized(language_config(config), device, origin), *problems]
+    config = language_config(config)
+    packed = (f"model.path: {problem}" for problem in _packed(config, origin))
+    return [*packed, *_fp8(config, device, origin), *problems]
 
 
 def find_build_problems(config: JsonMapping, device: str, *, origin: str) -> list[str]:
-    """Return one message, beginning with `origin`, for each missing key without which SGLang cannot build the model.
+    """Return one message, beginning with `origin`, for each reason why SGLang's model cannot be built and synced.
+
+    That is each missing key that SGLang needs, and weights of 4 bits.
 
     Args:
         config: the content of a config.json.
@@ -58,6 +62,7 @@ def find_build_problems(config: JsonMapping, device: str, *, origin: str) -> lis
     problems = [
         f"{origin}: {key} is missing; SGLang needs {value}" for key, value in needed.items() if key not in config
     ]
+    problems += _packed(language_config(config), origin)
     if architecture == "DeepseekV3ForCausalLM" and device == "cpu" and _rope_type(config) == "default":
         problems.append(
             f"{origin}: rope_scaling is missing; without a GPU, SGLang needs rope type yarn for latent attention"
@@ -76,15 +81,18 @@ def check_engine_support(config: JsonMapping, device: str, *, origin: str) -> No
         raise ConfigError("\n".join(problems))
 
 
-def _quantized(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
-    stated = config.get(CONFIG_KEY)
-    if not isinstance(stated, Mapping):
-        return
-    if (stored := quantized_format(config)) != "FP8":
+def _packed(config: JsonMapping, origin: str) -> Iterator[str]:
+    stored = quantized_format(config)
+    if stored in ("MXFP4", "INT4"):
         yield (
-            f"model.path: {origin}: engines would run in {stored or stated.get('quant_method')}, which a weight sync cannot update; write a folder in "
-            "bfloat16 first: megarl convert hf-to-megatron, and megarl convert megatron-to-hf from its output"
+            f"{origin}: engines would run in {stored}, which a weight sync cannot update; write a folder in bfloat16 "
+            "first: megarl convert hf-to-megatron, and megarl convert megatron-to-hf from its output"
         )
+
+
+def _fp8(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
+    stated = config.get(CONFIG_KEY)
+    if not isinstance(stated, Mapping) or quantized_format(config) != "FP8":
         return
     if device == "cpu":
         yield f"placement.device: {origin}: weights in FP8 need engines on cuda, SGLang packs them on the CPU, got cpu"

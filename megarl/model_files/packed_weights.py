@@ -35,7 +35,7 @@ CODES: Mapping[PackedFormat, tuple[float, ...]] = {
     "MXFP4": (*_E2M1_TWICE, *(-value for value in _E2M1_TWICE)),
     "INT4": tuple(float(value) for value in range(-8, 8)),
 }
-"""Factor of each of the 16 codes. Twice those of MXFP4 go with 2 ** (scale - 128), which bfloat16 holds for all scales."""
+"""Factor of each of the 16 codes. Twice those of MXFP4 go with 2 ** (scale - 128), which bfloat16 always holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ def _part(
     if part is None or part.dtype not in dtypes or part.shape != shape:
         got = "none" if part is None else f"{part.dtype} {list(part.shape)}"
         raise DataError(
-            f"{(part or of).file}: {name} needs {' or '.join(dtypes)} {list(shape)}, for the weight of 4 bits with values "
-            f"of shape {list(of.shape)}, got {got}"
+            f"{(part or of).file}: {name} needs {' or '.join(dtypes)} {list(shape)}, for the weight of 4 bits with "
+            f"values of shape {list(of.shape)}, got {got}"
         )
     return part

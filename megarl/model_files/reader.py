@@ -1,8 +1,8 @@
 """Read boxes of a model folder's tensors directly into other tensors.
 
 Files are read, not memory-mapped: mapped pages would count as memory of the process. Weights in FP8 are multiplied by
-the scales of their blocks (`block_fp8`), and weights of 4 bits decoded (`packed_weights`), chunk by chunk, on the device
-that they are read to.
+the scales of their blocks (`block_fp8`), and weights of 4 bits decoded (`packed_weights`): chunk by chunk, on the
+device that they are read to.
 """
 
 from __future__ import annotations

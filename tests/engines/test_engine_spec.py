@@ -214,7 +214,12 @@ CONVERT = (
         ("qwen2", quantized(activation_scheme="static"), "cuda", f"{QUANTIZED}.activation_scheme dynamic, got static"),
         ("qwen2", quantized(quant_method="mxfp4"), "cuda", f"model.path: f: engines would run in MXFP4, {CONVERT}"),
         ("qwen2", {"quantization_config": INT4}, "cpu", f"model.path: f: engines would run in INT4, {CONVERT}"),
-        ("qwen2", {"text_config": {"quantization_config": INT4}}, "cuda", f"model.path: f: engines would run in INT4, {CONVERT}"),
+        (
+            "qwen2",
+            {"text_config": {"quantization_config": INT4}},
+            "cuda",
+            f"model.path: f: engines would run in INT4, {CONVERT}",
+        ),
     ],
 )
 def test_each_unsupported_option_is_reported(name, changes, device, problem):

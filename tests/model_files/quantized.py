@@ -28,8 +28,15 @@ INT4: dict[str, Any] = {
             "input_activations": None,
             "output_activations": None,
             "weights": {
-                **{"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
-                **{"actorder": None, "block_structure": None, "dynamic": False, "observer": "minmax"},
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": 32,
+                "symmetric": True,
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "observer": "minmax",
             },
         }
     },

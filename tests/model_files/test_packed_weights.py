@@ -36,7 +36,9 @@ def int4(dtype=torch.bfloat16):
     parts = pack_int4(weight)
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=4, group_size=32))
     state = {f"weight_{part}": tensor for part, tensor in parts.items()}
-    return {f"w_{part}": t for part, t in parts.items()}, PackedQuantizationCompressor.decompress(state, scheme)["weight"]
+    return {f"w_{part}": t for part, t in parts.items()}, PackedQuantizationCompressor.decompress(state, scheme)[
+        "weight"
+    ]
 
 
 FORMATS = {"MXFP4": mxfp4, "INT4": int4}

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from megarl.errors import ConfigError
 from megarl.megatron.families.load_architecture import find_weight_problems, load_architecture_from_folder
 from tests.errors import expect_error
-from tests.megatron.fidelity.measure import TOLERANCE, score_on_ranks
 from tests.megatron.checkpoint.test_model_state import convert_on_rank
+from tests.megatron.fidelity.measure import TOLERANCE, score_on_ranks
 from tests.megatron.fidelity.models import CONFIGS, VISION, build, save_vision_model
 from tests.megatron.fidelity.reference import SHORT, draw, score
 from tests.megatron.hf_weights.test_export import errors_of, export, load_folder, same_bits
