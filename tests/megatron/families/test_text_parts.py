@@ -66,9 +66,11 @@ def test_value_models_do_not_start_from_such_a_folder(folders):
 
 
 def test_exported_dtype_is_stated_for_the_language_model(folders, tmp_path):
-    assert errors_of(export(tmp_path, folders("gemma3")[0], dtype="bfloat16")) == [None]
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert {config["dtype"], config["text_config"].get("dtype", "bfloat16")} == {"bfloat16"}
+    folder = folders("gemma3")[0]
+    assert errors_of(export(tmp_path, folder, dtype="bfloat16")) == [None]
+    before, after = (json.loads((Path(path) / "config.json").read_text()) for path in (folder, tmp_path / "out"))
+    assert before["text_config"]["dtype"] == "float32"
+    assert (after["dtype"], after["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
 
 
 def test_repeated_tensors_in_fp8_become_bfloat16(folders, tmp_path):
@@ -114,7 +116,7 @@ def kimi(tmp_path_factory):
     (root / "int4").mkdir()
     save_file(stored, root / "int4/model.safetensors", metadata={"format": "pt"})
     config = json.loads((root / "text/config.json").read_text())
-    text = config | {"model_type": "kimi_k2", "quantization_config": INT4}
+    text = config | {"model_type": "kimi_k2", "quantization_config": INT4, "num_nextn_predict_layers": 1}
     outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": "float32"}
     tree = outer | {"text_config": text, "tie_word_embeddings": False, "vision_config": {"vt_hidden_size": 10}}
     (root / "int4/config.json").write_text(json.dumps(tree))
@@ -157,4 +159,5 @@ def test_kimi_is_exported_without_quantization(kimi, tmp_path, sizes):
     assert_equal(load_folder(tmp_path / "out"), decoded_tensors(folder, text))
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert "quantization_config" not in config["text_config"]
+    assert config["text_config"]["num_nextn_predict_layers"] == 0, "the folder has no tensors of the layer"
     assert load_architecture_from_folder(tmp_path / "out") == load_architecture_from_folder(Path(folder))
