@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megarl.errors import ConfigError
-from megarl.model_files.block_fp8 import CONFIG_KEY
 from megarl.model_files.json_object import JsonMapping
 from megarl.model_files.model_config import language_config
+from megarl.model_files.quantization import CONFIG_KEY, quantized_format
 
 _GEMMA2_LAYERS = ("sliding_attention", "full_attention")
 _DELTA_NETS = (
@@ -52,15 +52,19 @@ def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> li
         case "Qwen3MoeForCausalLM":
             served = {"mlp_only_layers": [], "decoder_sparse_step": 1, "tie_word_embeddings": False}
             problems = _unread(config, served, origin)
-        case "DeepseekV3ForCausalLM":
-            problems = _deepseek_v3(config, device, origin)
+        case "DeepseekV3ForCausalLM" | "KimiK25ForConditionalGeneration":
+            problems = _deepseek_v3(language_config(config), device, origin)
         case _:
             problems = iter(())
-    return [*_quantized(config, device, origin), *problems]
+    config = language_config(config)
+    packed = (f"model.path: {problem}" for problem in _packed(config, origin))
+    return [*packed, *_fp8(config, device, origin), *problems]
 
 
 def find_build_problems(config: JsonMapping, device: str, *, origin: str) -> list[str]:
-    """Return one message, beginning with `origin`, for each missing key without which SGLang cannot build the model.
+    """Return one message, beginning with `origin`, for each reason why SGLang's model cannot be built and synced.
+
+    That is each missing key that SGLang needs, and weights of 4 bits.
 
     Args:
         config: the content of a config.json.
@@ -73,6 +77,7 @@ def find_build_problems(config: JsonMapping, device: str, *, origin: str) -> lis
     problems = [
         f"{origin}: {key} is missing; SGLang needs {value}" for key, value in needed.items() if key not in config
     ]
+    problems += _packed(language_config(config), origin)
     if architecture == "DeepseekV3ForCausalLM" and device == "cpu" and _rope_type(config) == "default":
         problems.append(
             f"{origin}: rope_scaling is missing; without a GPU, SGLang needs rope type yarn for latent attention"
@@ -91,9 +96,18 @@ def check_engine_support(config: JsonMapping, device: str, *, origin: str) -> No
         raise ConfigError("\n".join(problems))
 
 
-def _quantized(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
+def _packed(config: JsonMapping, origin: str) -> Iterator[str]:
+    stored = quantized_format(config)
+    if stored in ("MXFP4", "INT4"):
+        yield (
+            f"{origin}: engines would run in {stored}, which a weight sync cannot update; write a folder in bfloat16 "
+            "first: megarl convert hf-to-megatron, and megarl convert megatron-to-hf from its output"
+        )
+
+
+def _fp8(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
     stated = config.get(CONFIG_KEY)
-    if not isinstance(stated, Mapping):
+    if not isinstance(stated, Mapping) or quantized_format(config) != "FP8":
         return
     if device == "cpu":
         yield f"placement.device: {origin}: weights in FP8 need engines on cuda, SGLang packs them on the CPU, got cpu"

@@ -10,6 +10,7 @@ from megarl.errors import DataError
 from megarl.model_files.block_fp8 import find_scale_problems, scales_of
 from megarl.model_files.header import StoredTensor, read_header
 from megarl.model_files.json_object import read_json_object
+from megarl.model_files.packed_weights import combine_packed
 
 INDEX = "model.safetensors.index.json"
 """File that maps tensor names to safetensors files, in folders with several of them."""
@@ -44,8 +45,11 @@ def copied_tensor_patterns(*, tied: bool) -> dict[str, str]:
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of the files that the index names, or of all *.safetensors files without an index.
 
+    Weights of 4 bits are a `PackedTensor` each.
+
     Raises:
-        DataError: there are no safetensors files, one cannot be read, or they contradict the index.
+        DataError: there are no safetensors files, one cannot be read, they contradict the index, or a part of a weight
+            of 4 bits is missing or does not fit.
     """
     index = folder / INDEX
     file_of = _read_index(index) if index.exists() else {}
@@ -65,7 +69,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     for name, held_by in file_of.items():
         if name not in tensors:
             raise DataError(f"{index} maps {name} to {held_by}, which does not contain it")
-    return tensors
+    return combine_packed(tensors)
 
 
 def find_tensor_mismatches(

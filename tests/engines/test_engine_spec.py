@@ -17,7 +17,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.model_files.model_config import read_stop_token_ids
 from tests.errors import expect_error
 from tests.megatron.fidelity.models import CONFIGS
-from tests.model_files.quantized import QUANTIZATION
+from tests.model_files.quantized import INT4, QUANTIZATION
 
 
 def folder(tmp_path, **files):
@@ -188,6 +188,10 @@ FULL, ALTERNATING = ["full_attention"] * 2, ["sliding_attention", "full_attentio
 UNSCALED = "model.path: f: SGLang does not read how rope is scaled, its type needs to be default, got linear"
 AS_YARN = "default or yarn, it runs any other as yarn"
 QUANTIZED = "model.path: f: a weight sync needs quantization_config"
+CONVERT = (
+    "which a weight sync cannot update; write a folder in bfloat16 first: megarl convert hf-to-megatron, and megarl "
+    "convert megatron-to-hf from its output"
+)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +213,14 @@ QUANTIZED = "model.path: f: a weight sync needs quantization_config"
         ("qwen2", quantized(), "cpu", f"placement.device: f: {FP8}"),
         ("qwen2", quantized(scale_fmt="ue8m0"), "cuda", f"{QUANTIZED}.scale_fmt None or float, got ue8m0"),
         ("qwen2", quantized(activation_scheme="static"), "cuda", f"{QUANTIZED}.activation_scheme dynamic, got static"),
+        ("qwen2", quantized(quant_method="mxfp4"), "cuda", f"model.path: f: engines would run in MXFP4, {CONVERT}"),
+        ("qwen2", {"quantization_config": INT4}, "cpu", f"model.path: f: engines would run in INT4, {CONVERT}"),
+        (
+            "qwen2",
+            {"text_config": {"quantization_config": INT4}},
+            "cuda",
+            f"model.path: f: engines would run in INT4, {CONVERT}",
+        ),
     ],
 )
 def test_each_unsupported_option_is_reported(name, changes, device, problem):

@@ -36,9 +36,9 @@ from megarl.megatron.mcore_fields import (
     optimizer_fields,
     override_model_fields,
 )
-from megarl.model_files.block_fp8 import CONFIG_KEY
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.model_files.model_config import read_stop_token_ids
+from megarl.model_files.quantization import quantized_format
 
 
 def will_write_model(config: StageConfig) -> bool:
@@ -303,7 +303,7 @@ def find_model_problems(
     yield from find_attention_problems(config, model, gpus)
     if isinstance(config, RunConfig):
         yield from _find_engine_tp_problems(model, config.rollout.tp)
-        if hf_config.get(CONFIG_KEY) and config.weight_sync.strategy == "gather_hf":
+        if quantized_format(hf_config) == "FP8" and config.weight_sync.strategy == "gather_hf":
             yield (
                 f"weight_sync.strategy: engines of {folder} need weights in FP8, which micro_dp and exact send, "
                 "gather_hf does not"

@@ -30,7 +30,6 @@ from megarl.megatron.families.architecture import (
     hf_tensors_of,
     load_family,
 )
-from megarl.model_files.block_fp8 import find_config_problem
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.model_files.model_config import (
     UNTRAINED_TENSORS,
@@ -41,6 +40,7 @@ from megarl.model_files.model_config import (
     language_config,
     read_model_config,
 )
+from megarl.model_files.quantization import find_config_problem
 from megarl.model_files.weight_index import HEAD_TENSOR, derived_tensor_patterns, find_tensor_mismatches, read_headers
 
 FAMILY_READERS: Mapping[str, FamilyReader] = {
@@ -90,6 +90,10 @@ TEXT_PARTS: Mapping[str, TextPart] = {
             "max_position_embeddings": 131_072,
             "rms_norm_eps": 1e-6,
         },
+    ),
+    "KimiK25ForConditionalGeneration": TextPart(
+        read=deepseek_v3.read,
+        renames=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
     ),
     "Qwen3_5ForConditionalGeneration": TextPart(read=qwen3_next.read_dense, renames=_QWEN3_5),
     "Qwen3_5MoeForConditionalGeneration": TextPart(read=qwen3_next.read_moe, renames=_QWEN3_5),

@@ -109,7 +109,7 @@ def test_both_config_keys_for_the_number_of_experts_are_accepted() -> None:
     ("change", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported, though .*model.family"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config needs .* got weight_block_size None"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size needs .* got None"),
         ({"attention_bias": True}, "attention_bias True is not supported; supported is False"),
         ({"hidden_act": "relu"}, "hidden_act relu is not supported; supported is silu"),
         ({"rope_interleave": False}, "rope_interleave False is not supported; supported is True"),

@@ -27,12 +27,14 @@ NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
 REFUSED = {
     "DeepSeek-V3.2-Exp": "DeepseekV32ForCausalLM .*index_topk 2048",
     "GLM-5": "GlmMoeDsaForCausalLM .*index_topk 2048",
-    "Kimi-K2.5": "quant_method compressed-tensors",
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "NemotronHForCausalLM .*mamba_num_heads 64",
-    "gpt-oss-20b": "quantization_config needs .* got quant_method mxfp4",
-    "gpt-oss-120b": "quantization_config needs .* got quant_method mxfp4",
+    "gpt-oss-20b": "GptOssForCausalLM",
+    "gpt-oss-120b": "GptOssForCausalLM",
 }
 """Models that megarl refuses, with a part of the message."""
+
+NOT_SERVED = {"Kimi-K2.5": "engines would run in INT4"}
+"""Models that engines of megarl do not run as they are published, with a part of the message."""
 
 ACCEPTED = [name for name in NAMES if name not in REFUSED]
 
@@ -89,8 +91,10 @@ def transformers_config(name: str) -> Any:
 @cache
 def language_model(name: str) -> nn.Module:
     """Return transformers' language model, without MTP layers and vision tower, on the meta device."""
+    config = transformers_config(name).get_text_config()
+    config.model_type = CLOSEST.get(config.model_type, config.model_type)  # names of experts go by it
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(transformers_config(name).get_text_config())
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
 
 
@@ -138,7 +142,9 @@ def test_accepted_model_is_accepted_as_a_folder(name: str, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text((FOLDER / f"{name}.json").read_text())
     assert load_architecture_from_folder(tmp_path) == read(name)
     for find_problems in (find_engine_problems, find_build_problems):
-        assert find_problems(published(name), "cuda", origin="config.json") == []
+        problems = find_problems(published(name), "cuda", origin="config.json")
+        assert len(problems) == (name in NOT_SERVED)
+        assert all(NOT_SERVED[name] in problem for problem in problems)
 
 
 @pytest.mark.parametrize("name", REFUSED)
