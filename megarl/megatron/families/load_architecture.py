@@ -186,10 +186,12 @@ def _describe_unknown(architecture: str, config: JsonMapping, *, origin: str) ->
     """Return the message for an architecture without a reader: what megarl lacks for it, as far as its keys tell."""
     keys = language_config(config)
     lacks = [f"{key} {keys[key]} ({feature})" for key, feature in MISSING_FEATURES.items() if keys.get(key)]
-    advice = "model.family names a family outside the package, which describes each layer"
     if lacks:
         return f"{origin}: architecture {architecture} is not supported, it needs {' and '.join(lacks)}"
-    return f"{origin}: architecture {architecture} is not supported, though no key names a missing feature; {advice}"
+    return (
+        f"{origin}: architecture {architecture} is not supported, though no key names a missing feature; model.family "
+        f"names a family outside the package, which describes each layer"
+    )
 
 
 def _architecture_name(config: JsonMapping, origin: str) -> str:
