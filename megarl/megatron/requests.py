@@ -86,7 +86,7 @@ Trajectories = Sequence[Trajectory] | Mapping[int, Trajectory]
 """Trajectories by their index within a payload."""
 
 TokenColumn = Sequence[Mapping[SampleKey, PerToken]]
-"""Per-token values, [num_tokens] for each sample; one mapping for each worker that computed a part of them."""
+"""Per-token values, [num_tokens] for each sample, or routes; one mapping for each worker that computed some of them."""
 
 
 Payloads = Sequence[Payload[Trajectories]] | Mapping[int, Payload[Trajectories]]
@@ -221,6 +221,8 @@ class ForwardRequest:
     max_tokens_per_micro_batch: int
     micro_batches: tuple[tuple[int, ...], ...] = ()
     """This rank's micro-batches as indices into `samples`; set by dispatch."""
+    records_routes: bool = False
+    """Whether ranks keep the routes of the tokens for `ForwardWorker.take_routes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

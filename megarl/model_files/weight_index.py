@@ -100,7 +100,9 @@ def find_tensor_mismatches(
             f"{'; '.join(shapes)}"
         )
     scales = scales_of(tensors)
-    unexpected = [name for name in tensors if name not in needed and name not in scales and not matches_any(name, ignored)]
+    unexpected = [
+        name for name in tensors if name not in needed and name not in scales and not matches_any(name, ignored)
+    ]
     if unexpected:
         found.append(
             f"{folder} holds {len(unexpected)} tensors that {model} as config.json describes it does not have, "

@@ -96,6 +96,7 @@ def read_gemma3(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture that the config.json of a Gemma 3 text model describes."""
     c = _Gemma3Config.read(config, origin=origin)
     by_kind = {
-        kind: c.attention(origin=origin, qk_norm=True, rope=c.rope_of(kind, origin=origin)) for kind in (_SLIDING, _FULL)
+        kind: c.attention(origin=origin, qk_norm=True, rope=c.rope_of(kind, origin=origin))
+        for kind in (_SLIDING, _FULL)
     }
     return c.gemma("Gemma3ForCausalLM", by_kind, origin=origin)

@@ -73,9 +73,7 @@ class _MoeConfig(_Config):
         without, step = self.mlp_only_layers or (), self.decoder_sparse_step
         return [
             Layer(attention=attention, mlp=self.gated_mlp() if i in without or (i + 1) % step else experts)
-            for i, attention in enumerate(
-                self.attention_of_layers(origin=origin, fused_projections=fused_projections)
-            )
+            for i, attention in enumerate(self.attention_of_layers(origin=origin, fused_projections=fused_projections))
         ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.batch.pack import ColumnName, PerToken
+from megarl.batch.pack import ROUTES, ColumnName, PerToken, Routes
 from megarl.batch.sample_table import SampleKey, SampleRef, SampleTable
 from megarl.batch.trajectory import Trajectory, find_mixed_kv
 from megarl.cluster.workers.payload import LocalPayload, Payload, fetch_all
@@ -101,6 +101,8 @@ class StepSamples:
     """Per-token columns by name, [num_tokens] for each sample."""
     versions: VersionRange | None = None
     """As in the request."""
+    routes: Mapping[SampleKey, Routes] | None = None
+    """Routes of all samples; None: none are given."""
 
     @classmethod
     def fetch(cls, request: TrainRequest) -> StepSamples:
@@ -108,8 +110,9 @@ class StepSamples:
         by_index, names = payloads_by_index(request), list(request.columns)
         wanted: list[Payload[Any]] = [*by_index.values(), *request.columns.values()]
         values = fetch_all(wanted)
-        columns = map(merge_column, values[len(by_index) :])
-        return cls(dict(zip(by_index, values, strict=False)), dict(zip(names, columns, strict=True)), request.versions)
+        columns = dict(zip(names, map(merge_column, values[len(by_index) :]), strict=True))
+        routes = columns.pop(ROUTES, None)
+        return cls(dict(zip(by_index, values, strict=False)), columns, request.versions, routes)
 
     def trajectory(self, ref: SampleRef) -> Trajectory:
         """Return the trajectory of one sample, whose loss mask leaves tokens of too old versions out."""

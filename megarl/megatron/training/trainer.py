@@ -256,7 +256,8 @@ class MegatronTrainer:
         for micro_batch in batch.micro_batches:
             refs = [batch.samples[i] for i in micro_batch]
             columns = samples.pack_columns(batch, refs)
-            packs.append(self.model.pack([samples.trajectory(ref) for ref in refs], columns))
+            routes = None if samples.routes is None else [samples.routes[ref.key] for ref in refs]
+            packs.append(self.model.pack([samples.trajectory(ref) for ref in refs], columns, routes=routes))
         return packs
 
     def _compare_with_engines(
