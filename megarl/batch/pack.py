@@ -23,18 +23,6 @@ EPISODE_TOKENS: ColumnName = "episode_tokens"
 PerToken = np.ndarray
 """float32 [n] for a trajectory of n tokens: entry i belongs to token i, given the tokens before it."""
 
-Routes = np.ndarray
-"""uint8 or uint16 [n, L, k] for a trajectory of n tokens: the k experts of token i in each of L layers with experts, or
-the same expert k times where they are not known."""
-
-ROUTES: ColumnName = "routes"
-"""Column of a request with routes instead of numbers; it is not an input of losses."""
-
-
-def route_dtype(num_experts: int) -> type[np.unsignedinteger]:
-    """Return the type of routes of a model with this many experts per layer."""
-    return np.uint8 if num_experts <= 256 else np.uint16
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:

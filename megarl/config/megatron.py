@@ -438,10 +438,11 @@ class MoeConfig(Section):
     2412.19437, equations 17 to 20), which does not depend on how sequences are packed; or of all micro-batches and
     data-parallel ranks so far in an update. Each micro-batch or sequence weighs by its tokens."""
 
-    router_replay: Literal["none", "R2"] = "none"
+    router_replay: Literal["none", "R2", "R3"] = "none"
     """Where the policy's experts of a token come from when a step passes over it again (arXiv 2510.11370). `none`: from
     the router, each time. `R2`: from the first pass of the step, which computes the old log-probabilities if there is
-    such a pass; their weights are those of the router. Only `megarl train` has several passes."""
+    such a pass. `R3`: from the engines, which return them with the completions; `limits.missing_routes` bounds the
+    share of tokens without. The weights of the experts are always those of the router. Only for `megarl train`."""
 
     @model_validator(mode="after")
     def _check_frozen(self) -> MoeConfig:

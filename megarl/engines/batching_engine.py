@@ -32,6 +32,7 @@ from math import inf
 
 import numpy as np
 
+from megarl.batch.routes import join_routes
 from megarl.engines.engine import UNFINISHED, FinishedRequest, Generation, GenerationEngine, GenerationRequest
 from megarl.engines.request_clock import ClockTimer, RequestClock, TimeLimit
 from megarl.errors import LostEngineError, MegarlError, StalledEngineError, WorkerError
@@ -45,6 +46,7 @@ def continue_after(request: GenerationRequest, part: Generation) -> GenerationRe
         request,
         token_ids=(*request.token_ids, *part.token_ids.tolist()),
         sampling=replace(request.sampling, max_new_tokens=left),
+        num_routed=request.num_routed + (0 if part.routes is None else len(part.routes)),
     )
 
 
@@ -55,6 +57,7 @@ def join(part: Generation, rest: Generation) -> Generation:
         logprobs=np.concatenate([part.logprobs, rest.logprobs]),
         policy_versions=np.concatenate([part.policy_versions, rest.policy_versions]),
         finish_reason=rest.finish_reason,
+        routes=join_routes(part.routes, rest.routes),
     )
 
 
@@ -69,12 +72,13 @@ def no_tokens() -> Generation:
 
 
 def tokens_from(generation: Generation, start: int) -> Generation:
-    """Return the tokens of a completion from `start` on."""
+    """Return the tokens of a completion from `start` on, without routes."""
     return replace(
         generation,
         token_ids=generation.token_ids[start:],
         logprobs=generation.logprobs[start:],
         policy_versions=generation.policy_versions[start:],
+        routes=None,
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.batch.routes import Routes
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:  # these import torch, which checks of a configuration do without
@@ -73,6 +74,8 @@ class GenerationRequest:
     sampling: Sampling
     priority: int = 0
     """An engine that cannot sample all requests begins with those of the highest priority."""
+    num_routed: int = 0
+    """Number of tokens of the prompt whose routes are known; an engine that returns routes leaves theirs out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,9 @@ class Generation:
     """Version of the weights that sampled each token [K]."""
     finish_reason: str
     """Why generation ended: `stop`, `length` or `abort`; `UNFINISHED` if it has not."""
+    routes: Routes | None = None
+    """[n, L, k]: routes of the tokens of prompt and completion from `num_routed` of the request on, without the last
+    one, which the engine has not computed with; None: the engine returns none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,6 +114,9 @@ RATIO_MEAN = "drift/ratio_mean"
 RATIO_SQUARE_MEAN = "drift/ratio_square_mean"
 """Metric: mean of its square; with the mean, it gives the effective sample size."""
 
+MISSING_ROUTES = "router_replay/missing_share"
+"""Metric: share of tokens without a route of the engines among those that a trained token depends on."""
+
 MISMATCH_METRICS: Mapping[str, str] = {
     "logprob_abs_max": LOGPROB_MISMATCH,
     "logprob_abs_p99": "train_infer_mismatch/logprob_abs_p99",

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.batch.pack import PerToken, Routes
+from megarl.batch.pack import PerToken
+from megarl.batch.routes import Routes
 from megarl.batch.sample_table import SampleKey
 from megarl.checkpoint.run_lock import require_claim
 from megarl.cluster.process.startup_trace import record_imports
@@ -118,7 +119,7 @@ class ForwardWorker(ABC):
         payloads = dict(zip(by_index, fetch_all(by_index.values()), strict=True))
         refs = [[request.samples[i] for i in indices] for indices in request.micro_batches]
         micro_batches = [[payloads[r.payload][r.index] for r in batch] for batch in refs]
-        packs = [self._model.pack(trajectories) for trajectories in micro_batches]
+        packs = [self._model.pack(of, routes=self._model.given_routes(of)) for of in micro_batches]
         outputs = self._model.forward_packs(packs, micro_batches, compute)
         if request.records_routes:
             routes = self._model.gather_routes(packs, micro_batches)

@@ -15,7 +15,8 @@ from typing import Any, TypeVar, override
 import numpy as np
 import psutil
 
-from megarl.batch.pack import ROUTES, ColumnName
+from megarl.batch.pack import ColumnName
+from megarl.batch.routes import ROUTES
 from megarl.batch.sample_table import SampleKey
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.checkpoint.run_lock import require_lock

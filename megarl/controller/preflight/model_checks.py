@@ -81,10 +81,12 @@ def _find_replay_problems(config: StageConfig, experts: MixtureOfExperts) -> Ite
     key, replay = "trainer.moe.router_replay", config.trainer.moe.router_replay
     if not isinstance(config, RunConfig):
         yield f"{key}: only megarl train passes over a token more than once in a step, got {replay}"
+    elif replay == "R3" and config.rollout.engine.is_custom:
+        yield f"{key}: R3 needs rollout.engine.type: sglang, got {config.rollout.engine.type}"
     if experts.routing.top_k < 2:
         yield f"{key}: needs at least 2 experts per token, got {experts.routing.top_k}"
     if config.trainer.megatron.model.get("moe_router_fusion"):
-        yield f"{key}: needs megatron.model.moe_router_fusion: false, as the fused kernel chooses the experts itself"
+        yield f"{key}: needs megatron.model.moe_router_fusion: false, as the fused kernel chooses experts itself"
 
 
 def find_megatron_problems(config: StageConfig, model: ModelArchitecture, device: str | None) -> Iterator[str]:
@@ -175,6 +177,7 @@ def describe_megatron(config: StageConfig, model: ModelArchitecture, device: str
     has_te, megatron, optimizer = device != "cpu", config.trainer.megatron, config.trainer.optimizer
     te_layers, parallel = has_te and _has_te_layers(config, model), config.trainer.parallel
     fusions = fusion_fields(model, has_te=has_te, te_layers=te_layers, has_wgrad_kernel=has_te)
+    fusions["moe_router_fusion"] &= config.trainer.moe.router_replay == "none"
     layers = "Transformer Engine" if te_layers else "torch"
     overlap = has_te and config.placement.slots > parallel.tp * parallel.pp
     adam = optimizer_fields(optimizer, megatron, overlap=overlap)

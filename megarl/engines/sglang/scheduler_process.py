@@ -104,6 +104,20 @@ def _log(message: str) -> None:
     sys.stdout.flush()
 
 
+def capture_routes_on_cpu() -> None:
+    """Keep the routes of the CPU engine in unpinned memory: SGLang pins it through CUDA; no-op if CUDA is available."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.mem_cache.pool_host import common
+
+    def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: object) -> torch.Tensor:
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
 def idle_on_cpu() -> None:
     """Let schedulers in this process sleep during pauses, and flush without a garbage collection; no-op on CUDA."""
     import torch
@@ -241,6 +255,7 @@ class SchedulerProcess:
         use_batched_attention_on_cpu()
         use_shared_prefill_on_cpu()
         idle_on_cpu()
+        capture_routes_on_cpu()
         send_versions_with_partial_outputs()
         if self.gate is not None:
             import sglang.srt.models.registry  # noqa: F401 -- imports the models, which loading one would do

@@ -19,7 +19,8 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megarl.batch.pack import ColumnName, PackedBatch, PerToken, Routes, pack, route_dtype
+from megarl.batch.pack import ColumnName, PackedBatch, PerToken, pack
+from megarl.batch.routes import Routes, route_dtype
 from megarl.batch.trajectory import Trajectory
 from megarl.losses.loss import ModelOutput, TokenScores, token_scores, token_values
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
@@ -152,6 +153,10 @@ class MegatronModel:
             num_tokens=sum(lengths),
             scored_index_k=None if index_k is None else index_k.to(platform.device()),
         )
+
+    def given_routes(self, trajectories: Sequence[Trajectory]) -> list[Routes | None] | None:
+        """Return the routes of the engines, if this model replays them; None: it does not."""
+        return [each.routes for each in trajectories] if self.spec.moe.router_replay == "R3" else None
 
     def _local_routes(
         self, routes: Sequence[Routes | None] | None, cu_seqlens_S: Tensor, index_t: Tensor
@@ -303,7 +308,7 @@ class MegatronModel:
             compute: maps the output for this rank's tokens to [c, t].
             score_all: as in `pack`.
         """
-        packs = [self.pack(trajectories, score_all=score_all) for trajectories in micro_batches]
+        packs = [self.pack(of, score_all=score_all, routes=self.given_routes(of)) for of in micro_batches]
         return self.forward_packs(packs, micro_batches, compute)
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.batch.pack import Routes
+from megarl.batch.routes import Routes
 from megarl.megatron.families.architecture import ModelArchitecture
 
 

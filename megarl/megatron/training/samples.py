@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.batch.pack import ROUTES, ColumnName, PerToken, Routes
+from megarl.batch.pack import ColumnName, PerToken
+from megarl.batch.routes import ROUTES, Routes, is_routed
 from megarl.batch.sample_table import SampleKey, SampleRef, SampleTable
 from megarl.batch.trajectory import Trajectory, find_mixed_kv
 from megarl.cluster.workers.payload import LocalPayload, Payload, fetch_all
@@ -84,6 +85,13 @@ def select_samples(payload: Payload[Trajectories], indices: NDArray[np.int64]) -
     if isinstance(payload, LocalPayload):
         return LocalPayload({i: payload.value[i] for i in indices.tolist()})
     return payload
+
+
+def count_routed(trajectory: Trajectory) -> tuple[int, int]:
+    """Return how many tokens have a route, and how many tokens there are, before the last trained token."""
+    trained_T = np.flatnonzero(trajectory.loss_mask)
+    num = int(trained_T[-1]) if len(trained_T) else 0
+    return (0 if trajectory.routes is None else int(is_routed(trajectory.routes[:num]).sum())), num
 
 
 POLICY_VERSIONS: ColumnName = "policy_versions"

@@ -289,9 +289,7 @@ REPLAY = "trainer.moe.router_replay"
         (
             QWEN3_MOE,
             {"moe_router_fusion": True},
-            [
-                f"{REPLAY}: needs megatron.model.moe_router_fusion: false, as the fused kernel chooses the experts itself"
-            ],
+            [f"{REPLAY}: needs megatron.model.moe_router_fusion: false, as the fused kernel chooses experts itself"],
         ),
     ],
 )
@@ -300,6 +298,16 @@ def test_replay_of_routes_has_to_fit_the_model(hf_config: Any, fields: dict[str,
     model = load_architecture(hf_config, origin="config.json")
     config = run_config({"type": "grpo"}, trainer=trainer)
     assert list(find_megatron_problems(config, model, "cuda")) == want
+
+
+def test_engines_outside_the_package_return_no_routes() -> None:
+    model, trainer = load_architecture(QWEN3_MOE, origin="config.json"), {"moe": {"router_replay": "R3"}}
+    own, custom = ({"engine": {"type": kind}} for kind in ("sglang", "engines:Engine"))
+    found = [
+        find_megatron_problems(run_config({"type": "grpo"}, trainer=trainer, rollout=each), model, "cuda")
+        for each in (own, custom)
+    ]
+    assert list(map(list, found)) == [[], [f"{REPLAY}: R3 needs rollout.engine.type: sglang, got engines:Engine"]]
 
 
 def test_other_commands_have_no_routes_to_replay() -> None:

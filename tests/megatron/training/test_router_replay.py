@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.batch.pack import ROUTES
+from megarl.batch.routes import ROUTES
 from megarl.cluster.workers.payload import LocalPayload
 from megarl.config.megatron import MoeConfig
 from megarl.config.trainer import RecomputeConfig
@@ -136,6 +136,34 @@ def test_gradients_of_given_routes_are_those_of_forced_routing(name, layout, mod
     got = run_ranks(train_forced, LAYOUTS[layout][0], tmp_path, replay_spec(path, layout), request)
     want = forced_gradients(path, name, sequences, routes)
     assert_same_gradients({key: got[key] for key in want}, want)
+
+
+def train_with_engine_routes(spec, request):
+    """Train one step; return the gradients on disk and the share of tokens without routes."""
+    trainer = make_trainer(trainer_spec(spec, lr=1e-3, distributed=False))
+    recorded = record_gradients(trainer)
+    metrics = train_step(trainer, request)
+    return gather_full(trainer.model, recorded[0]), metrics["router_replay/missing_share"]
+
+
+@pytest.mark.parametrize("layout", sample(LAYOUTS, ["pp2", "dp2 recomputed"]))
+def test_routes_of_engines_are_replayed_and_missing_ones_counted(layout, model_folder, tmp_path):
+    """Every fourth token has none, one trajectory has none at all, and the last token of a trajectory needs none."""
+    path = model_folder("qwen3_moe")
+    sequences = draw(LENGTHS, CONFIGS["qwen3_moe"]["vocab_size"])
+    routes = [None, *draw_routes("qwen3_moe", sequences)[1:]]
+    request = nll_request(sequences, 200)
+    (payload,) = request.payloads
+    pairs = zip(payload.value, routes, strict=True)
+    request = replace(request, payloads=(LocalPayload([replace(each, routes=of) for each, of in pairs]),))
+    spec = replay_spec(path, layout, "R3")
+    got, share = run_ranks(train_with_engine_routes, LAYOUTS[layout][0], tmp_path, spec, request)
+    empty = np.zeros((LENGTHS[0], 3, 2), np.uint8)
+    want = forced_gradients(path, "qwen3_moe", sequences, [empty, *routes[1:]])
+    assert_same_gradients({key: got[key] for key in want}, want)
+    needed = [n - 1 for n in LENGTHS]
+    missing = needed[0] + sum(-(-n // 4) for n in needed[1:])
+    assert share == pytest.approx(missing / sum(needed))
 
 
 def record_passes(spec, request):
