@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 Routes = np.ndarray
-"""uint8 or uint16 [n, L, k]: the k experts of each of n tokens in each of L layers with experts; the same expert k times
-where they are not known."""
+"""uint8 or uint16 [n, L, k]: the k experts of each of n tokens in each of L layers with experts; those of a token are k
+times the same where they are not known."""
 
 ROUTES = "routes"
 """Column of a request with routes instead of numbers; it is not an input of losses."""

@@ -302,11 +302,16 @@ def test_replay_of_routes_has_to_fit_the_model(hf_config: Any, fields: dict[str,
 
 def test_engines_outside_the_package_return_no_routes() -> None:
     model, trainer = load_architecture(QWEN3_MOE, origin="config.json"), {"moe": {"router_replay": "R3"}}
-    own, custom = ({"engine": {"type": kind}} for kind in ("sglang", "engines:Engine"))
-    found = [
-        find_megatron_problems(run_config({"type": "grpo"}, trainer=trainer, rollout=each), model, "cuda")
-        for each in (own, custom)
+    configs = [
+        run_config(
+            {"type": "grpo"},
+            trainer=trainer,
+            rollout={"engine": {"type": kind}},
+            weight_sync={"strategy": "gather_hf"},
+        )
+        for kind in ("sglang", "engines:Engine")
     ]
+    found = [find_megatron_problems(config, model, "cuda") for config in configs]
     assert list(map(list, found)) == [[], [f"{REPLAY}: R3 needs rollout.engine.type: sglang, got engines:Engine"]]
 
 
