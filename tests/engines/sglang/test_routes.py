@@ -19,15 +19,16 @@ MODELS = {"deepseek_v3": (False, True, True, True), "qwen3_moe all sparse": (Tru
 """Whether each layer has experts."""
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=[("deepseek_v3", False), ("deepseek_v3", True), ("qwen3_moe all sparse", False)])
 def served(request, tmp_path_factory):
-    """Name and folder of a model, and an engine that returns its routes and has a cache of prefixes."""
-    name = request.param
+    """Name and folder of a model, and an engine that returns its routes; a deterministic one caches no prefixes."""
+    name, deterministic = request.param
     folder = save_model(name, tmp_path_factory.getbasetemp() / "models")
     config = CONFIGS[name]
     num_experts = config.get("num_experts", config.get("n_routed_experts"))
     routes = EngineRoutes.of(MODELS[name], top_k=config["num_experts_per_tok"], num_experts=num_experts)
     settings = {"max_total_tokens": 4096, "max_running_requests": 16, "mem_fraction": 0.3, "routes": routes}
+    settings |= {"deterministic": deterministic}
     settings["pause_mode"] = "abort"  # requests in flight continue as new ones
     with started(EngineSpec(model_path=folder), **settings | ENGINE_LIMITS) as engine:
         yield name, folder, engine
