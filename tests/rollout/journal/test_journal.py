@@ -409,6 +409,7 @@ def test_fingerprint_depends_on_settings_that_determine_the_samples():
         {"trainer": {"optimizer": {"lr": 1.0}}},
         {"trainer": {"optimizer": {"decay": "linear"}}},
         {"trainer": {"optimizer": {"decay": "linear"}, "steps": 7}},
+        {"trainer": {"moe": {"router_replay": "R3"}}},
         {"algorithm": {"type": "grpo", "group_size": 3}},
         {"reward": {"terms": {"accuracy": {"type": "numeric", "weight": 2.0}}}},
     ]
