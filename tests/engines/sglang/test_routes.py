@@ -1,17 +1,22 @@
 """Routes that engines return, against transformers: of prompts, cached prefixes, continued and aborted requests."""
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.batch.routes import EngineRoutes, is_routed
+from megarl.batch.routes import EngineRoutes, fit_routes, is_routed
+from megarl.config.megatron import MoeConfig
 from megarl.engines.engine_spec import EngineSpec
 from tests.engines.remote import begin_requests, requests, started, sync
+from tests.megatron.fidelity.measure import as_trajectory
 from tests.megatron.fidelity.models import CONFIGS, save_model
 from tests.megatron.fidelity.reference import _load, draw
+from tests.megatron.rank_models import make_model, model_spec
+from tests.megatron.ranks import run_ranks
 from tests.rollout.clock import ENGINE_LIMITS
 from tests.time_limits import HANG_SECONDS
 
@@ -19,14 +24,18 @@ MODELS = {"deepseek_v3": (False, True, True, True), "qwen3_moe all sparse": (Tru
 """Whether each layer has experts."""
 
 
+def engine_routes(name):
+    config = CONFIGS[name]
+    num_experts = config.get("num_experts", config.get("n_routed_experts"))
+    return EngineRoutes.of(MODELS[name], top_k=config["num_experts_per_tok"], num_experts=num_experts)
+
+
 @pytest.fixture(scope="module", params=[("deepseek_v3", False), ("deepseek_v3", True), ("qwen3_moe all sparse", False)])
 def served(request, tmp_path_factory):
     """Name and folder of a model, and an engine that returns its routes; a deterministic one caches no prefixes."""
     name, deterministic = request.param
     folder = save_model(name, tmp_path_factory.getbasetemp() / "models")
-    config = CONFIGS[name]
-    num_experts = config.get("num_experts", config.get("n_routed_experts"))
-    routes = EngineRoutes.of(MODELS[name], top_k=config["num_experts_per_tok"], num_experts=num_experts)
+    routes = engine_routes(name)
     settings = {"max_total_tokens": 4096, "max_running_requests": 16, "mem_fraction": 0.3, "routes": routes}
     settings |= {"deterministic": deterministic}
     settings["pause_mode"] = "abort"  # requests in flight continue as new ones
@@ -86,3 +95,31 @@ def test_a_request_that_is_interrupted_returns_the_routes_of_all_its_tokens(serv
     generation = pending[0].result(HANG_SECONDS)
     assert set(generation.policy_versions.tolist()) == {0, 1}
     assert_routes(folder, full_tokens(sent[0], generation), generation.routes)
+
+
+def score_in_bfloat16(folder, replay, trajectories):
+    """Return the trainer's log-probabilities of each trajectory's tokens after the first."""
+    model = make_model(model_spec(folder, dtype="bfloat16", moe=MoeConfig(router_replay=replay)))
+    return [logprobs for logprobs, _ in chain(*model.score([trajectories]))]
+
+
+def test_replay_brings_the_trainer_closer_to_the_engine(tmp_path_factory, tmp_path):
+    """In bfloat16, rounding sends some tokens to other experts than in the engine, unless routes are replayed."""
+    name = "deepseek_v3"
+    folder = save_model(name, tmp_path_factory.getbasetemp() / "models")
+    settings = {"max_total_tokens": 8192, "max_running_requests": 16, "mem_fraction": 0.3, "dtype": "bfloat16"}
+    with started(EngineSpec(model_path=folder), routes=engine_routes(name), **settings | ENGINE_LIMITS) as engine:
+        sent = requests(draw((30,) * 16, CONFIGS[name]["vocab_size"]), max_new_tokens=60)
+        answers = engine.call("generate_many", sent)
+    trajectories, differences = [], {}
+    for request, answer in zip(sent, answers, strict=True):
+        tokens = full_tokens(request, answer)
+        mask = np.arange(len(tokens)) >= len(request.token_ids)
+        trajectories.append(replace(as_trajectory(tokens, mask), routes=fit_routes(answer.routes, len(tokens))))
+    for replay in ("none", "R3"):
+        scored = run_ranks(score_in_bfloat16, 1, tmp_path, folder, replay, trajectories)
+        pairs = zip(scored, answers, strict=True)
+        of_all = np.concatenate([got.numpy()[-len(a.logprobs) :] - a.logprobs for got, a in pairs])
+        differences[replay] = np.abs(of_all)
+    assert differences["R3"].mean() < differences["none"].mean()
+    assert np.quantile(differences["R3"], 0.99) < np.quantile(differences["none"], 0.99) / 3
