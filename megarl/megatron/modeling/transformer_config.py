@@ -217,6 +217,8 @@ def _moe(architecture: ModelArchitecture, experts: MixtureOfExperts, moe: MoeCon
         "moe_router_load_balancing_type": LOAD_BALANCING_TYPES[moe.aux_loss_scope] if moe.aux_loss_coeff else "none",
         "moe_aux_loss_coeff": moe.aux_loss_coeff,
         "moe_router_dtype": "fp32",
+        # the fused kernel would choose the experts itself
+        **({} if moe.router_replay == "none" else {"moe_router_fusion": False}),
         **_routing(experts.routing),
         # The bias is part of the policy and stays as loaded; with the default rate every optimizer step would move it.
         "moe_router_enable_expert_bias": experts.expert_bias,
