@@ -24,7 +24,9 @@ CONFIG_KEY = "quantization_config"
 """Key of config.json that describes how weights are quantized."""
 
 
-_PROJECTION = re.compile(r"model\.layers\.\d+\.(?!eh_proj).*(_proj|_proj_with_mqa|\.w[123])\.weight")
+_PROJECTION = re.compile(
+    r"model\.layers\.\d+\.(?!eh_proj|.*weights_proj).*(_proj|_proj_with_mqa|\.w[123]|indexer\.(wq_b|wk))\.weight"
+)
 
 
 def scale_name(name: str) -> str:

@@ -16,7 +16,7 @@ QUANTIZATION: dict[str, Any] = {
     "weight_block_size": [128, 128],
 }
 """`quantization_config` of DeepSeek-V3."""
-_PROJECTION = re.compile(r"model\.layers\.\d+\..*(?<!\.eh)_proj(_with_mqa)?\.weight")
+_PROJECTION = re.compile(r"model\.layers\.\d+\..*((?<!\.eh)(?<!weights)_proj(_with_mqa)?|\.wq_b|\.wk)\.weight")
 
 
 def is_quantized(name: str) -> bool:

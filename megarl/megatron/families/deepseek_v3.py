@@ -42,8 +42,6 @@ class _Config(HfConfig):
     first_k_dense_replace: NonNegativeInt = 3
     moe_layer_freq: Literal[1] = 1
     num_nextn_predict_layers: NonNegativeInt | None = None
-    mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
-    """Feed-forward kind of each layer, as transformers 5 writes it in place of `first_k_dense_replace`."""
 
     @property
     def indexer(self) -> Indexer | None:
@@ -53,8 +51,7 @@ class _Config(HfConfig):
     @property
     def dense_layers(self) -> Container[int]:
         """Numbers of the layers without experts."""
-        kinds = self.mlp_layer_types or ("dense",) * self.first_k_dense_replace
-        return [number for number, kind in enumerate(kinds) if kind == "dense"]
+        return range(self.first_k_dense_replace)
 
     @model_validator(mode="after")
     def _check_group_scores(self) -> Self:
@@ -67,7 +64,18 @@ class _Config(HfConfig):
         return self
 
 
-class _GlmConfig(_Config):
+class _KindsConfig(_Config):
+    mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
+    """Feed-forward kind of each layer, as transformers 5 writes it in place of `first_k_dense_replace`."""
+
+    @property
+    @override
+    def dense_layers(self) -> Container[int]:
+        kinds = self.mlp_layer_types or ("dense",) * self.first_k_dense_replace
+        return [number for number, kind in enumerate(kinds) if kind == "dense"]
+
+
+class _GlmConfig(_KindsConfig):
     q_lora_rank: PositiveInt | None = 768
     num_experts_per_tok: PositiveInt = 4
     n_group: PositiveInt = 1
@@ -76,7 +84,7 @@ class _GlmConfig(_Config):
     first_k_dense_replace: NonNegativeInt = 1
 
 
-class _SparseConfig(_Config):
+class _SparseConfig(_KindsConfig):
     attention_kinds = ("full_attention", "indexed_attention")
     q_lora_rank: PositiveInt = 1536
     index_n_heads: PositiveInt = 64

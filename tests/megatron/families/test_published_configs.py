@@ -25,14 +25,15 @@ FOLDER = Path(__file__).parent / "published"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
 
 REFUSED = {
-    "DeepSeek-V3.2-Exp": "DeepseekV32ForCausalLM .*index_topk 2048",
-    "GLM-5": "GlmMoeDsaForCausalLM .*index_topk 2048",
     "Kimi-K2.5": "quant_method compressed-tensors",
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "NemotronHForCausalLM .*mamba_num_heads 64",
     "gpt-oss-20b": "quantization_config needs .* got quant_method mxfp4",
     "gpt-oss-120b": "quantization_config needs .* got quant_method mxfp4",
 }
 """Models that megarl refuses, with a part of the message."""
+
+SYNC_REFUSED = {"DeepSeek-V3.2-Exp": ["quantization_config.scale_fmt None or float, got ue8m0"]}
+"""Models that can be read and trained, but not synced to engines in the dtype of their folder."""
 
 ACCEPTED = [name for name in NAMES if name not in REFUSED]
 
@@ -137,8 +138,9 @@ def test_accepted_model_has_the_tensors_of_transformers(name: str) -> None:
 def test_accepted_model_is_accepted_as_a_folder(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((FOLDER / f"{name}.json").read_text())
     assert load_architecture_from_folder(tmp_path) == read(name)
-    for find_problems in (find_engine_problems, find_build_problems):
-        assert find_problems(published(name), "cuda", origin="config.json") == []
+    assert find_build_problems(published(name), "cuda", origin="config.json") == []
+    problems = find_engine_problems(published(name), "cuda", origin="config.json")
+    assert [problem.partition("needs ")[2] for problem in problems] == SYNC_REFUSED.get(name, [])
 
 
 @pytest.mark.parametrize("name", REFUSED)
