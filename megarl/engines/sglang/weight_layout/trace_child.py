@@ -38,6 +38,9 @@ MAX_FULL_TRACES = 2
 """Engines with at most this many TP ranks are traced in full, without layer deduplication."""
 
 
+HOPPER = (9, 0)
+
+
 class FakeProcessGroup:
     """The attributes of a process group that model constructors read; any communication fails."""
 
@@ -63,7 +66,11 @@ def build_model(spec: EngineSpec, rank: int, device: str = "meta") -> nn.Module:
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, reset_context
     from sglang.srt.server_args import ServerArgs
 
-    here = spec if torch.cuda.is_available() else replace(spec, device="cpu")
+    here = spec
+    if not torch.cuda.is_available():
+        here = replace(spec, device="cpu")
+        # SGLang asks for it where a model has an indexer, for a dtype of the KV cache
+        torch.cuda.get_device_capability = lambda *_: HOPPER
     arguments = ServerArgs(**make_engine_arguments(here))
     reset_context()
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
