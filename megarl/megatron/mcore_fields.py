@@ -20,8 +20,8 @@ def needs_torch_layers(architecture: ModelArchitecture, megatron: MegatronConfig
     """Return whether layers are torch's, also where Transformer Engine is installed.
 
     It lacks an attention softcap, indexers, norms after row-parallel linears or of all heads together, and attention in
-    float32 that does not store all scores. Its sliding windows, sinks and gated delta nets are not used. `trainer.megatron.model.transformer_impl:
-    local` chooses torch's layers.
+    float32 that does not store all scores. Its sliding windows, sinks and gated delta nets are not used.
+    `trainer.megatron.model.transformer_impl: local` chooses torch's layers.
 
     Args:
         dtype: `float32` or `bfloat16`, of parameters and activations.

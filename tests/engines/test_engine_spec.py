@@ -206,7 +206,12 @@ QUANTIZED = "model.path: f: a weight sync needs quantization_config"
         ("deepseek_v3 without query latent", {}, "cpu", f"placement.device: f: {YARN}"),
         ("deepseek_v3", {"rope_parameters": LINEAR}, "cuda", needed("rope type", AS_YARN, "linear")),
         ("glm_moe_dsa", {"indexer_rope_interleave": "absent"}, "cuda", needed("indexer_rope_interleave", True, None)),
-        ("deepseek_v32", {}, "cpu", "placement.device: f: the indexer of DeepseekV32ForCausalLM needs engines on cuda, got cpu"),
+        (
+            "deepseek_v32",
+            {},
+            "cpu",
+            "placement.device: f: the indexer of DeepseekV32ForCausalLM needs engines on cuda, got cpu",
+        ),
         ("qwen2", quantized(), "cpu", f"placement.device: f: {FP8}"),
         ("qwen2", quantized(scale_fmt="ue8m0"), "cuda", f"{QUANTIZED}.scale_fmt None or float, got ue8m0"),
         ("qwen2", quantized(activation_scheme="static"), "cuda", f"{QUANTIZED}.activation_scheme dynamic, got static"),

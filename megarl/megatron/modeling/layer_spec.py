@@ -35,8 +35,8 @@ from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import Attention, GatedDeltaNet, LatentAttention
 from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
 from megarl.megatron.mcore_fields import fusion_fields, needs_torch_layers
-from megarl.megatron.modeling.router import PackLayer, PackRouter
 from megarl.megatron.modeling.rotary import score_scale
+from megarl.megatron.modeling.router import PackLayer, PackRouter
 from megarl.megatron.modeling.sparse_attention import SparseAttention
 from megarl.megatron.modeling.torch_layers import (
     AllHeadsNorm,

@@ -45,7 +45,9 @@ class SparseAttention(TorchAttention):
         self.indexer = KeyIndexer(config, attention, pg_collection)
 
     @override
-    def forward(self, *arguments: Tensor, x: Tensor, qr: Tensor, packed_seq_params: TorchPackedSeqParams, **options: object) -> Tensor:
+    def forward(
+        self, *arguments: Tensor, x: Tensor, qr: Tensor, packed_seq_params: TorchPackedSeqParams, **options: object
+    ) -> Tensor:
         """Return [t, heads * value_dim], as `TorchAttention` does; x, qr: as in `KeyIndexer`."""
         masks = self.indexer(x, qr, packed_seq_params)
         return super().forward(*arguments, packed_seq_params=packed_seq_params, masks=masks, **options)
@@ -88,7 +90,8 @@ class KeyIndexer(MegatronModule):  # type: ignore[misc]
             key_tD, weight_tH, latent_tr = (
                 gather_from_sequence_parallel_region(x, group=self._groups.tp) for x in (key_tD, weight_tH, latent_tr)
             )
-        key_TD, query_tHD = self.k_norm(key_tD), self.linear_wq_b(latent_tr)[0].float().unflatten(1, (-1, indexer.head_dim))
+        key_TD = self.k_norm(key_tD)
+        query_tHD = self.linear_wq_b(latent_tr)[0].float().unflatten(1, (-1, indexer.head_dim))
         if pack.gathered_index_T is not None:
             key_TD = gather_from_sequence_parallel_region(key_TD, group=self._groups.cp)[pack.gathered_index_T]
         return [self._select(query_tHD, weight_tH, key_TD, group) for group in pack.groups]

@@ -43,7 +43,12 @@ _EXPERTS = {"moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_expert
 _DEEPSEEK_V3 = _SIZES | _LATENT | _ROUTING | _READ_BY_SGLANG | _EXPERTS
 _DEEPSEEK_V3 |= {"model_type": "deepseek_v3", "num_key_value_heads": 6, "num_nextn_predict_layers": 1}
 _DEEPSEEK_V3 |= {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
-_DEEPSEEK_V32 = _DEEPSEEK_V3 | {"model_type": "deepseek_v32", "index_topk": 8, "index_n_heads": 16, "index_head_dim": 24}
+_DEEPSEEK_V32 = _DEEPSEEK_V3 | {
+    "model_type": "deepseek_v32",
+    "index_topk": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 24,
+}
 _LLAMA3 = _SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _SOFTCAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}

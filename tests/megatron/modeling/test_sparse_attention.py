@@ -99,7 +99,9 @@ def test_equal_scores_select_the_earlier_keys() -> None:
     module.linear_weights_proj.weight.zero_()
     starts = torch.tensor([0, 11], dtype=torch.int32)
     (mask,) = module(
-        torch.randn(11, 1, HIDDEN), torch.randn(11, LATENT), describe_pack(starts, device=torch.device("cpu"), for_torch=True)
+        torch.randn(11, 1, HIDDEN),
+        torch.randn(11, LATENT),
+        describe_pack(starts, device=torch.device("cpu"), for_torch=True),
     )
     assert mask is not None
     assert [row.nonzero()[:, 0].tolist() for row in mask[0, 0]] == [list(range(min(q + 1, 4))) for q in range(11)]
