@@ -21,8 +21,8 @@ _KEYS_WITHOUT_DEFAULT: Mapping[str, Mapping[str, object]] = {
     "DeepseekV32ForCausalLM": _ROUTING,
     "GlmMoeDsaForCausalLM": {**_ROUTING, "indexer_rope_interleave": True},
 }
-"""Keys that SGLang reads without a default, or with another than transformers, and the value that it needs; transformers
-need not write them."""
+"""Keys that SGLang reads without a default, or with another than transformers, with the value that it needs;
+transformers need not write them."""
 
 
 def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> list[str]:

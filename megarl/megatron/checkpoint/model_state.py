@@ -164,8 +164,10 @@ def checkpoint_name(architecture: ModelArchitecture, name: str) -> str:
         return name
     number = architecture.num_layers + int(layer["mtp"]) if layer["mtp"] else int(layer["decoder"] or 0)
     in_model = architecture.layer(number)
-    is_latent = isinstance(in_model.attention, LatentAttention)
-    has_fused_norms = is_latent and in_model.attention.indexer is None  # an indexer reads the normalized query latent
+    attention = in_model.attention
+    is_latent = isinstance(attention, LatentAttention)
+    # an indexer reads the normalized query latent
+    has_fused_norms = isinstance(attention, LatentAttention) and attention.indexer is None
     in_layer = name[layer.end() :]
     match in_layer:
         case "input_layernorm.weight" if not is_latent:

@@ -10,11 +10,13 @@ of the indexer, D width of a head, h hidden states, r query latents.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import override
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -38,19 +40,30 @@ class SparseAttention(TorchAttention):
         *,
         attention: LatentAttention,
         pg_collection: ProcessGroupCollection,
-        **options: object,
+        softmax_scale: float | None = None,
+        **_: object,
     ) -> None:
-        """Create the core attention of one layer; `options`: as in `TorchAttention`."""
-        super().__init__(config, layer_number, pg_collection=pg_collection, **options)
+        """Create the core attention of one layer of a model with latent attention `attention`."""
+        super().__init__(config, layer_number, softmax_scale, pg_collection)
         self.indexer = KeyIndexer(config, attention, pg_collection)
 
     @override
     def forward(
-        self, *arguments: Tensor, x: Tensor, qr: Tensor, packed_seq_params: TorchPackedSeqParams, **options: object
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: TorchPackedSeqParams | None = None,
+        masks: Sequence[Tensor | None] | None = None,
+        x: Tensor | None = None,
+        qr: Tensor | None = None,
     ) -> Tensor:
-        """Return [t, heads * value_dim], as `TorchAttention` does; x, qr: as in `KeyIndexer`."""
-        masks = self.indexer(x, qr, packed_seq_params)
-        return super().forward(*arguments, packed_seq_params=packed_seq_params, masks=masks, **options)
+        """Return [t, heads * value_dim], as `TorchAttention` does; x, qr: the arguments of `KeyIndexer`."""
+        masks = self.indexer(x, qr, packed_seq_params) if masks is None else masks
+        return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params, masks=masks)
 
 
 class KeyIndexer(MegatronModule):  # type: ignore[misc]
@@ -123,6 +136,7 @@ class KeyIndexer(MegatronModule):  # type: ignore[misc]
         """
         angle = position[..., None] * self.inverse_frequencies
         cos, sin = angle.cos() * self._rope_factor, angle.sin() * self._rope_factor
-        rotated, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+        width = 2 * cos.shape[-1]
+        rotated, rest = x[..., :width], x[..., width:]
         a, b = (rotated[..., 0::2], rotated[..., 1::2]) if self._indexer.interleaved_rope else rotated.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
