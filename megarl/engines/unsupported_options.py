@@ -21,13 +21,24 @@ _DELTA_NETS = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
+_LATENT = (
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    "KimiK25ForConditionalGeneration",
+)
+_ROUTING = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _KEYS_WITHOUT_DEFAULT: Mapping[str, Mapping[str, object]] = {
     "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
-    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "DeepseekV3ForCausalLM": _ROUTING,
+    "KimiK25ForConditionalGeneration": _ROUTING,
+    "DeepseekV32ForCausalLM": _ROUTING,
+    "GlmMoeDsaForCausalLM": {**_ROUTING, "indexer_rope_interleave": True},
     "MiniMaxM2ForCausalLM": {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
     **{name: {"full_attention_interval": 4} for name in _DELTA_NETS},
 }
-"""Keys that SGLang reads without a default, with the value it needs; transformers need not write them."""
+"""Keys that SGLang reads without a default, or with another than transformers, with the value that it needs;
+transformers need not write them."""
 
 
 def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> list[str]:
@@ -52,8 +63,8 @@ def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> li
         case "Qwen3MoeForCausalLM":
             served = {"mlp_only_layers": [], "decoder_sparse_step": 1, "tie_word_embeddings": False}
             problems = _unread(config, served, origin)
-        case "DeepseekV3ForCausalLM" | "KimiK25ForConditionalGeneration":
-            problems = _deepseek_v3(language_config(config), device, origin)
+        case name if name in _LATENT:
+            problems = _latent(config, architecture, device, origin)
         case _:
             problems = iter(())
     config = language_config(config)
@@ -77,8 +88,8 @@ def find_build_problems(config: JsonMapping, device: str, *, origin: str) -> lis
     problems = [
         f"{origin}: {key} is missing; SGLang needs {value}" for key, value in needed.items() if key not in config
     ]
-    problems += _packed(language_config(config), origin)
-    if architecture == "DeepseekV3ForCausalLM" and device == "cpu" and _rope_type(config) == "default":
+    problems += _packed(config, origin)
+    if architecture in _LATENT and device == "cpu" and _rope_type(config) == "default":
         problems.append(
             f"{origin}: rope_scaling is missing; without a GPU, SGLang needs rope type yarn for latent attention"
         )
@@ -161,11 +172,13 @@ def _mixtral(config: JsonMapping, origin: str) -> Iterator[str]:
     yield from _plain_rope(config, origin)
 
 
-def _deepseek_v3(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
-    yield from _required(config, _KEYS_WITHOUT_DEFAULT["DeepseekV3ForCausalLM"], origin)
+def _latent(config: JsonMapping, architecture: str, device: str, origin: str) -> Iterator[str]:
+    yield from _required(config, _KEYS_WITHOUT_DEFAULT[architecture], origin)
     yield from _unread(config, {"tie_word_embeddings": False}, origin)
     kind = _rope_type(config)
-    if device == "cpu" and kind != "yarn":
+    if architecture in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM") and device == "cpu":
+        yield f"placement.device: {origin}: the indexer of {architecture} needs engines on cuda, got cpu"
+    elif device == "cpu" and kind != "yarn":
         yield (
             f"placement.device: {origin}: latent attention needs rope type yarn on the CPU engine, got {kind} on cpu"
         )

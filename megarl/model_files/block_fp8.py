@@ -22,7 +22,10 @@ VALUES_DTYPE, SCALES_DTYPE = "float8_e4m3fn", "float32"
 SCALE_SUFFIX = "_scale_inv"
 """Suffix of a weight's name that gives the name of its scales."""
 
-_PROJECTION = re.compile(r"(?:(?:language_)?model\.)+layers\.\d+\.(?!eh_proj).*(_proj|_proj_with_mqa|\.w[123])\.weight")
+_PROJECTION = re.compile(
+    r"(?:(?:language_)?model\.)+layers\.\d+\.(?!eh_proj|.*weights_proj).*"
+    r"(_proj|_proj_with_mqa|\.w[123]|indexer\.(wq_b|wk))\.weight"
+)
 
 
 def scale_name(name: str) -> str:

@@ -152,6 +152,7 @@ def test_stubs_are_not_on_the_path_of_this_process():
 
 UNSUPPORTED_ON_CPU = {"gemma2", "deepseek_v3 without query latent", "minimax_m2"}
 UNSUPPORTED_ON_CPU |= {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
+UNSUPPORTED_ON_CPU |= {"deepseek_v32", "glm_moe_dsa"}
 UNSUPPORTED = {"qwen3_moe", "qwen3_moe sparse step"}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 
@@ -210,6 +211,13 @@ CONVERT = (
         ("deepseek_v3", {"topk_method": "greedy"}, "cpu", needed("topk_method", "noaux_tc", "greedy")),
         ("deepseek_v3 without query latent", {}, "cpu", f"placement.device: f: {YARN}"),
         ("deepseek_v3", {"rope_parameters": LINEAR}, "cuda", needed("rope type", AS_YARN, "linear")),
+        ("glm_moe_dsa", {"indexer_rope_interleave": "absent"}, "cuda", needed("indexer_rope_interleave", True, None)),
+        (
+            "deepseek_v32",
+            {},
+            "cpu",
+            "placement.device: f: the indexer of DeepseekV32ForCausalLM needs engines on cuda, got cpu",
+        ),
         ("qwen2", quantized(), "cpu", f"placement.device: f: {FP8}"),
         ("qwen2", quantized(scale_fmt="ue8m0"), "cuda", f"{QUANTIZED}.scale_fmt None or float, got ue8m0"),
         ("qwen2", quantized(activation_scheme="static"), "cuda", f"{QUANTIZED}.activation_scheme dynamic, got static"),

@@ -82,7 +82,8 @@ def train_step(trainer: Any, request: TrainRequest) -> dict[str, float]:
 
 def trained_parameters(model: Any) -> dict[str, Any]:
     """Return this rank's parameters under the local names of its layout."""
-    of = {parameter.data_ptr(): parameter for chunk in model.chunks for parameter in chunk.module.parameters()}
+    parameters = (parameter for chunk in model.chunks for parameter in chunk.module.parameters())
+    of = {parameter.data_ptr(): parameter for parameter in parameters if parameter.requires_grad}
     return {name: of[tensor.data_ptr()] for name, tensor in model.tensors().items() if tensor.data_ptr() in of}
 
 

@@ -42,7 +42,7 @@ INT4: dict[str, Any] = {
     },
 }
 """`quantization_config` of Kimi-K2.5."""
-_PROJECTION = re.compile(r"model\.layers\.\d+\..*(?<!\.eh)_proj(_with_mqa)?\.weight")
+_PROJECTION = re.compile(r"model\.layers\.\d+\..*((?<!\.eh)(?<!weights)_proj(_with_mqa)?|\.wq_b|\.wk)\.weight")
 
 
 def is_quantized(name: str) -> bool:

@@ -27,7 +27,7 @@ from typing import Literal, Protocol, TypeVar
 from megarl.batch.balance import SequenceCost
 from megarl.config.section import load_object
 from megarl.errors import ConfigError
-from megarl.megatron.families.attention import Attention
+from megarl.megatron.families.attention import Attention, LatentAttention
 from megarl.megatron.families.feed_forward import FeedForward, LayerPart, MixtureOfExperts, ShardingUnit
 from megarl.megatron.families.parameter_map import ParameterMap, RowRange, replicated, split_rows
 from megarl.model_files.json_object import JsonMapping
@@ -361,12 +361,14 @@ def sequence_cost(model: ModelArchitecture) -> SequenceCost:
     """Return the coefficients of the model's cost per sequence, from its sizes alone."""
     attentions = [layer.attention for layer in model.layers if layer.attention.score_width]
     windows = [a.window for a in attentions if a.window]
+    indexers = [a.indexer for a in attentions if isinstance(a, LatentAttention) and a.indexer]
     return SequenceCost(
         matmul_parameters=_num_matmul_parameters(model),
         attention_layers=len(attentions),
         attention_width=max((a.score_width for a in attentions), default=0),
         windowed_layers=len(windows),
         window=max(windows, default=0),
+        index_width=sum(indexer.score_width for indexer in indexers),
     )
 
 

@@ -52,8 +52,10 @@ FAMILY_READERS: Mapping[str, FamilyReader] = {
     "Gemma3ForCausalLM": gemma.read_gemma3,
     "MixtralForCausalLM": mixtral.read,
     "DeepseekV3ForCausalLM": deepseek_v3.read,
+    "DeepseekV32ForCausalLM": deepseek_v3.read_v32,
     "Glm4MoeForCausalLM": glm4_moe.read,
     "Glm4MoeLiteForCausalLM": deepseek_v3.read_glm_flash,
+    "GlmMoeDsaForCausalLM": deepseek_v3.read_glm5,
     "MiMoForCausalLM": qwen2.read_mimo,
     "MiniMaxM2ForCausalLM": minimax_m2.read,
     "Qwen3NextForCausalLM": qwen3_next.read_next,
@@ -170,7 +172,6 @@ def require_family(path: str, family: str | None, *, key: str = "model.family") 
 MISSING_FEATURES = {
     "mamba_num_heads": "Mamba-2 layers",
     "ssm_state_size": "state-space layers",
-    "index_topk": "sparse attention with an indexer",
     "num_kv_shared_layers": "layers that share keys and values",
     "attention_chunk_size": "chunked attention",
     "encoder_layers": "an encoder",

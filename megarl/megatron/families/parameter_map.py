@@ -64,16 +64,18 @@ class ParameterMap:
     """
     dtype: str | None = None
     """Torch dtype name, e.g. "float32"; None: the model's dtype."""
+    frozen: bool = False
+    """The parameter is loaded, synced and saved, and never trained."""
 
 
-def replicated(tensor: str, *shape: int, dtype: str | None = None) -> ParameterMap:
+def replicated(tensor: str, *shape: int, dtype: str | None = None, frozen: bool = False) -> ParameterMap:
     """Map a parameter to a tensor of `shape` that every tensor-parallel rank holds in full.
 
     Examples:
         >>> replicated("model.norm.weight", 8).shard_dim is None
         True
     """
-    return ParameterMap(((RowRange.all(tensor, shape),),), None, dtype=dtype)
+    return ParameterMap(((RowRange.all(tensor, shape),),), None, dtype=dtype, frozen=frozen)
 
 
 def split_rows(*tensors: str, height: int, width: int | None = None, expert: int | None = None) -> ParameterMap:

@@ -133,11 +133,15 @@ def _mark_experts(chunk: ModelChunk, architecture: ModelArchitecture) -> None:
 
 
 def _check_shard_marks(chunk: ModelChunk, architecture: ModelArchitecture, groups: ProcessGroupCollection) -> None:
-    """Assert that the gradient norm counts every parameter once: shards on all ranks, copies on the first rank."""
+    """Assert that the gradient norm counts every parameter once: shards on all ranks, copies on the first rank.
+
+    Frozen parameters have no gradient.
+    """
     for name, parameter in chunk.module.named_parameters():
         mapping = architecture.parameter_map(chunk.global_name(name))
         is_split, is_marked = mapping.shard_dim is not None, getattr(parameter, "tensor_model_parallel", False)
         size = (groups.tp if mapping.expert is None else groups.expt_tp).size()
+        assert parameter.requires_grad != mapping.frozen, f"{name}: frozen {mapping.frozen}"
         assert mapping.expert is None or (is_marked and not parameter.allreduce), f"expert weight {name} is not marked"
         assert size == 1 or is_split == is_marked, f"{name}: split over {size} ranks {is_split}, marked {is_marked}"
 

@@ -37,6 +37,7 @@ from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
 from megarl.megatron.mcore_fields import fusion_fields, needs_torch_layers
 from megarl.megatron.modeling.rotary import score_scale
 from megarl.megatron.modeling.router import PackLayer, PackRouter
+from megarl.megatron.modeling.sparse_attention import SparseAttention
 from megarl.megatron.modeling.torch_layers import (
     AllHeadsNorm,
     DuplicatedLinear,
@@ -131,7 +132,7 @@ def _layer(architecture: ModelArchitecture, number: int) -> ModuleSpec:
 
 def _attention(attention: Attention) -> ModuleSpec:
     if isinstance(attention, LatentAttention):
-        return _latent_attention()
+        return _latent_attention(attention)
     if isinstance(attention, GatedDeltaNet):
         from megarl.megatron.modeling.delta_net import delta_net_spec
 
@@ -157,7 +158,7 @@ def _attention(attention: Attention) -> ModuleSpec:
     return ModuleSpec(module=SelfAttention, params=_CAUSAL, submodules=submodules)
 
 
-def _latent_attention() -> ModuleSpec:
+def _latent_attention(attention: LatentAttention) -> ModuleSpec:
     # MLASelfAttention accepts only down projections of classes that it knows by name
     multi_latent_attention.Linear = DuplicatedLinear
     submodules = MLASelfAttentionSubmodules(
@@ -166,7 +167,9 @@ def _latent_attention() -> ModuleSpec:
         linear_q_up_proj=ColumnParallelLinear,
         linear_kv_down_proj=DuplicatedLinear,
         linear_kv_up_proj=ColumnParallelLinear,
-        core_attention=TorchAttention,
+        core_attention=ModuleSpec(module=SparseAttention, params={"attention": attention})
+        if attention.indexer
+        else TorchAttention,
         linear_proj=RowParallelLinear,
         q_layernorm=RMSNorm,
         kv_layernorm=RMSNorm,

@@ -141,7 +141,7 @@ def chunk_parameters(
                 chunk = first
             case _:
                 chunk = last
-        if name.startswith("mtp.") or mapping.dtype is not None:
+        if name.startswith("mtp.") or mapping.dtype is not None or mapping.frozen:
             chunk.untrained_bytes += num_elements * (element_bytes if mapping.dtype is None else DTYPE_BYTES["float32"])
         elif mapping.expert is not None:
             chunk.experts += [num_elements] if num_elements else []

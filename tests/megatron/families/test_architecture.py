@@ -26,6 +26,7 @@ from megarl.megatron.families.load_architecture import (
 )
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.megatron.modeling.rotary import attention_factor, inverse_frequencies
+from tests.megatron.families.test_published_configs import published as published_folder
 from tests.megatron.families.tiny import CONFIGS, DEEPSEEK_V3, PLAIN, QWEN3_MOE, tiny
 
 
@@ -280,7 +281,7 @@ def test_value_model_has_score_tensor_instead_of_lm_head(name: str) -> None:
         assert (value.head, value.tie_embeddings, value.duplicated_tensors()) == ("value", False, {})
 
 
-WITHOUT_VALUE_MODEL = ("Glm4Moe", "Glm4MoeLite", "MiMo", "MiniMaxM2", "Qwen3_5Moe")
+WITHOUT_VALUE_MODEL = ("DeepseekV32", "Glm4Moe", "Glm4MoeLite", "GlmMoeDsa", "MiMo", "MiniMaxM2", "Qwen3_5Moe")
 """Families of which transformers has no value model; megarl's has the usual name."""
 
 
@@ -379,6 +380,12 @@ def test_qwen2_5_7b_matches_the_constant():
 )
 def test_active_parameters_match_the_papers(config, billions):
     assert cost(config).matmul_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_an_indexer_selects_from_all_positions_those_that_are_attended_to():
+    sparse = cost(published_folder("DeepSeek-V3.2-Exp"))
+    assert (sparse.attention_layers, sparse.windowed_layers, sparse.window) == (61, 61, 2048)
+    assert (sparse.attention_width, sparse.index_width) == (128 * (192 + 128), 61 * 64 * 128)
 
 
 def test_windows_and_attention_widths():

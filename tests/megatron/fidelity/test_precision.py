@@ -69,15 +69,16 @@ def test_synced_weights_are_main_params_rounded_to_bfloat16(name, trained):
 
 
 def test_untrained_tensors_stay_unchanged(trained):
-    disk, pushed, main_params = trained("deepseek_v3")
-    biases = [name for name in disk if name.endswith("e_score_correction_bias")]
-    assert biases
-    assert not main_params.keys() & set(biases)
+    disk, pushed, main_params = trained("deepseek_v32")
+    indexers = [name for name in disk if ".indexer." in name]
+    precise = [name for name in disk if name.endswith("e_score_correction_bias") or ".indexer.k_norm." in name]
+    assert len(precise) == 4 + 2 * 5
+    assert not main_params.keys() & {*precise, *indexers}
     untrained = pushed[-1].keys() - main_params.keys()
-    assert untrained >= set(biases)
+    assert untrained >= {*precise, *indexers}
     assert any(name.startswith("model.layers.4.") for name in untrained), "the multi-token-prediction layer"
     for name in untrained:
-        kept = torch.float32 if name in biases else torch.bfloat16
+        kept = torch.float32 if name in precise else torch.bfloat16
         assert pushed[-1][name].dtype == kept, name
         assert torch.equal(pushed[-1][name], disk[name].to(kept)), name
 

@@ -40,6 +40,9 @@ MAX_FULL_TRACES = 2
 """Engines with at most this many TP ranks are traced in full, without layer deduplication."""
 
 
+HOPPER = (9, 0)
+
+
 class FakeProcessGroup:
     """The attributes of a process group that model constructors read; any communication fails."""
 
@@ -66,7 +69,11 @@ def build_model(spec: EngineSpec, rank: int, device: str = "meta") -> nn.Module:
     from sglang.srt.server_args import ServerArgs
 
     _define_operators()
-    here = spec if torch.cuda.is_available() else replace(spec, device="cpu")
+    here = spec
+    if not torch.cuda.is_available():
+        here = replace(spec, device="cpu")
+        # SGLang asks for it where a model has an indexer, for a dtype of the KV cache
+        torch.cuda.get_device_capability = lambda *_: HOPPER
     # the caches of some models with linear attention need a GPU, and no cache changes where weights lie
     arguments = ServerArgs(**make_engine_arguments(here) | {"disable_radix_cache": True})
     reset_context()
