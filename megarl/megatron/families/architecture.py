@@ -111,7 +111,10 @@ class ModelArchitecture:
     """The decoder layers."""
     mtp_layers: tuple[Layer, ...] = ()
     """The multi-token-prediction (MTP) layers. They are loaded and saved, never trained."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"
+    mlp_clamp: float | None = None
+    """Limit c of MLPs that compute activation(min(gate, c)) * (1 + up limited to -c and c) (gpt-oss); None: no limit,
+    and no 1."""
     zero_centered_norms: bool = False
     """Norms multiply by 1 + weight."""
     embedding_scale: float = 1.0
@@ -377,7 +380,8 @@ def _num_layer_parameters(layer: Layer) -> int:
         for name in part.parameter_names():
             mapping = part.map_parameter("", name)
             assert mapping is not None, name
-            rows = [rows for group in mapping.parts for rows in group if len(rows.shape) == 2]
+            is_matrix = mapping.stacked or len(mapping.parts[0][0].shape) == 2
+            rows = [rows for group in mapping.parts for rows in group if is_matrix and not name.endswith("bias")]
             elements = sum((r.stop - r.start) * prod(r.shape[1:]) for r in rows)
             if mapping.expert is None:
                 always += elements
