@@ -38,6 +38,10 @@ MAX_FULL_TRACES = 2
 """Engines with at most this many TP ranks are traced in full, without layer deduplication."""
 
 
+NEEDS_SINKS = ["GptOssForCausalLM"]
+"""Architecture that SGLang builds for an attention with sinks only; torch's on the CPU has none. Weights do not differ."""
+
+
 class FakeProcessGroup:
     """The attributes of a process group that model constructors read; any communication fails."""
 
@@ -64,7 +68,9 @@ def build_model(spec: EngineSpec, rank: int, device: str = "meta") -> nn.Module:
     from sglang.srt.server_args import ServerArgs
 
     here = spec if torch.cuda.is_available() else replace(spec, device="cpu")
-    arguments = ServerArgs(**make_engine_arguments(here))
+    stated = read_json_object(Path(spec.model_path) / "config.json")
+    backends = {"attention_backend": "intel_amx"} if here.device == "cpu" and stated["architectures"] == NEEDS_SINKS else {}
+    arguments = ServerArgs(**make_engine_arguments(here) | backends)
     reset_context()
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
     parallel = get_parallel()

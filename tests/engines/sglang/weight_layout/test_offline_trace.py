@@ -46,6 +46,7 @@ MODELS = {
     "gemma3_text": {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 8},
     "glm4_moe": EXPERTS | {"num_hidden_layers": 3, "n_routed_experts": 8, "attention_bias": True, "use_qk_norm": True},
     "minimax_m2": {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16},
+    "gpt_oss": {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8},
     "qwen3_next": EXPERTS | DELTA_NET | {"decoder_sparse_step": 1},
     "qwen3_5_text": DELTA_NET,
     "qwen3_5_moe_text": EXPERTS | DELTA_NET,
@@ -57,7 +58,7 @@ CASES = {
     for tp in (1, 2, 4)
     if model != "gemma2" or tp == 2
 }
-CASES |= {f"{model} tp {tp} ep 2": (model, "cpu", tp, 2) for model in ("qwen3_moe", "deepseek_v3") for tp in (2, 4)}
+CASES |= {f"{model} tp {tp} ep 2": (model, "cpu", tp, 2) for model in ("qwen3_moe", "deepseek_v3", "gpt_oss") for tp in (2, 4)}
 SAMPLE = {label for label, (_, _, tp, ep) in CASES.items() if (tp, ep) == (2, 1)}
 SAMPLE |= {"qwen2 cuda tp 1", "qwen3 cpu tp 4", "qwen3 cuda tp 4", "deepseek_v3 tp 4 ep 2"}
 
@@ -104,7 +105,8 @@ def test_layout_locates_every_element(compare, label):
         assert all("norm" in name for name in rank["derived"])
     if device == "cuda":
         num_vocabularies = 1 if model in ("qwen2", "gemma2") else 2
-        assert sum(rank["padding"] for rank in ranks) == num_vocabularies * 12 * 64
+        zero_biases = 2 * 8 * 64 * (tp - 1) if model == "gpt_oss" else 0  # the first rank adds those of down projections
+        assert sum(rank["padding"] for rank in ranks) == num_vocabularies * 12 * 64 + zero_biases
 
 
 @pytest.mark.usefixtures("cache")
