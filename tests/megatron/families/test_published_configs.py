@@ -20,6 +20,7 @@ from megarl.engines.unsupported_options import find_build_problems, find_engine_
 from megarl.errors import MegarlError
 from megarl.megatron.families.architecture import ModelArchitecture, hf_tensors_of
 from megarl.megatron.families.load_architecture import load_architecture, load_architecture_from_folder
+from megarl.model_files.weight_index import stored_shape
 
 FOLDER = Path(__file__).parent / "published"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
@@ -131,6 +132,15 @@ def test_accepted_model_has_the_tensors_of_transformers(name: str) -> None:
     assert (model.num_layers, model.hidden_size) == (config.num_hidden_layers, config.hidden_size)
     assert (model.vocab_size, model.max_positions) == (config.vocab_size, config.max_position_embeddings)
     assert model.tie_embeddings == config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
+def test_model_without_its_quantization_has_the_tensors_of_transformers(name: str) -> None:
+    tree = published(name)
+    del tree["quantization_config"]
+    tensors = load_architecture(tree, origin="config.json").tensors("bfloat16")
+    assert {tensor: stored_shape(tensor, spec.shape) for tensor, spec in tensors.items()} == published_shapes(name)
+    assert sum(prod(spec.shape) for spec in tensors.values()) == num_parameters(language_model(name))
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
