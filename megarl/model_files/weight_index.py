@@ -27,9 +27,9 @@ _PAIRED = re.compile(r".*\.experts\.gate_up_proj(_bias)?")
 
 
 def paired_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in which megarl sees a stored tensor of `shape`: [.., 2 n] as [.., n, 2] where gate and up alternate.
+    """Return the shape in which layouts see a stored tensor: [.., n, 2] for [.., 2 n] with gate and up in turn.
 
-    gpt-oss stores them so. A box of the pairs is contiguous in the file, while the gates alone are no box.
+    gpt-oss stores the first projections of experts so. A range of pairs is a box, the gates alone are none.
     """
     return (*shape[:-1], shape[-1] // 2, 2) if _PAIRED.fullmatch(name) else shape
 
@@ -125,7 +125,9 @@ def find_tensor_mismatches(
             f"{'; '.join(shapes)}"
         )
     scales = scales_of(tensors)
-    unexpected = [name for name in tensors if name not in needed and name not in scales and not matches_any(name, ignored)]
+    unexpected = [
+        name for name in tensors if name not in needed and name not in scales and not matches_any(name, ignored)
+    ]
     if unexpected:
         found.append(
             f"{folder} holds {len(unexpected)} tensors that {model} as config.json describes it does not have, "

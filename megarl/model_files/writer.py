@@ -21,7 +21,6 @@ from megarl.model_files.header import StoredTensor
 from megarl.model_files.reader import CHUNK_ELEMENTS
 from megarl.model_files.weight_index import INDEX
 
-
 COPY_BYTES = 64 * 2**20
 """Bytes of a tensor that are copied from another file at a time."""
 

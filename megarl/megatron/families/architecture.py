@@ -27,8 +27,8 @@ from typing import Literal, Protocol, TypeVar
 from megarl.batch.balance import SequenceCost
 from megarl.config.section import load_object
 from megarl.errors import ConfigError
-from megarl.megatron.families.attention import Attention, GroupedQueryAttention, Rope
-from megarl.megatron.families.feed_forward import FeedForward, GatedMlp, LayerPart, MixtureOfExperts, ShardingUnit
+from megarl.megatron.families.attention import Attention
+from megarl.megatron.families.feed_forward import FeedForward, LayerPart, MixtureOfExperts, ShardingUnit
 from megarl.megatron.families.parameter_map import ParameterMap, RowRange, replicated, split_rows
 from megarl.model_files.json_object import JsonMapping
 from megarl.model_files.weight_index import EMBEDDING_TENSOR, HEAD_TENSOR

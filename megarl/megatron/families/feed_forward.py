@@ -179,7 +179,9 @@ class MixtureOfExperts:
             case "pre_mlp_layernorm.weight":
                 return replicated(prefix + "post_attention_layernorm.weight", hidden)
             case "mlp.router.weight":
-                return replicated(f"{prefix}{self.hf_names.block}.{self.hf_names.router}.weight", self.num_experts, hidden)
+                return replicated(
+                    f"{prefix}{self.hf_names.block}.{self.hf_names.router}.weight", self.num_experts, hidden
+                )
             case "mlp.router.bias" if self.biases:
                 return replicated(f"{prefix}{self.hf_names.block}.{self.hf_names.router}.bias", self.num_experts)
             case "mlp.router.expert_bias" if self.expert_bias:

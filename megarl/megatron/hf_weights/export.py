@@ -36,9 +36,9 @@ from megarl.errors import DataError, LostLockError, MegarlError, WeightSyncError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.model_files.block_fp8 import CONFIG_KEY
 from megarl.model_files.file_plan import PlannedFile
+from megarl.model_files.header import StoredTensor
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.model_files.model_config import copy_companions, read_model_config
-from megarl.model_files.header import StoredTensor
 from megarl.model_files.weight_index import matches_any, merge_pairs, read_headers, stored_shape
 from megarl.model_files.writer import SafetensorsWriter, publish
 from megarl.reshard.layout.layout import TensorSpec, WeightLayout

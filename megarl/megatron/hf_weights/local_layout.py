@@ -40,7 +40,7 @@ def local_view(mapping: ParameterMap, tensor: Tensor) -> Tensor:
     if not mapping.stacked:
         return tensor
     if len(mapping.parts[0][0].shape) == tensor.dim() + 2:
-        tensor = tensor.unflatten(0, (2, -1))
+        tensor = tensor.view(2, -1, *tensor.shape[1:])
     return tensor.permute(*reversed(range(tensor.dim())))[None]
 
 

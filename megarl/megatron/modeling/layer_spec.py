@@ -35,8 +35,8 @@ from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import Attention, GatedDeltaNet, GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
 from megarl.megatron.mcore_fields import fusion_fields, needs_torch_layers
-from megarl.megatron.modeling.router import BiasedRouter, PackLayer, PackRouter
 from megarl.megatron.modeling.rotary import score_scale
+from megarl.megatron.modeling.router import BiasedRouter, PackLayer, PackRouter
 from megarl.megatron.modeling.torch_layers import (
     AllHeadsNorm,
     BiasedColumnLinear,
@@ -194,6 +194,4 @@ def _moe(mixture: MixtureOfExperts) -> ModuleSpec:
         linears, router = MLPSubmodules(linear_fc1=BiasedColumnLinear, linear_fc2=BiasedRowLinear), BiasedRouter
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears) if mixture.shared_ffn_size else None
     experts = ModuleSpec(module=SequentialMLP, submodules=linears)
-    return ModuleSpec(
-        module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=router)
-    )
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=router))

@@ -242,7 +242,9 @@ class BiasedRowLinear(RowParallelLinear):  # type: ignore[misc]
         super().__init__(*args, bias=True, **kwargs)
         # on one rank nothing is left to reduce, and the reduction returns a view, which an expert's MLP may not add to
         self.explicit_expert_comm = self.is_expert
-        if self.is_expert:  # else megatron-core sums its gradients over the tensor-parallel ranks, of which each has them
+        if (
+            self.is_expert
+        ):  # else megatron-core sums its gradients over the tensor-parallel ranks, of which each has them
             self.bias.sequence_parallel = False
 
     @override

@@ -25,7 +25,6 @@ from megarl.megatron.modeling.rotary import score_scale
 from megarl.megatron.modeling.router import LOAD_BALANCING_TYPES
 from megarl.megatron.runtime import platform
 
-
 _ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "quick_gelu": quick_gelu}
 
 

@@ -4,8 +4,9 @@
     trace_layouts    without an engine: every TP rank's model on the meta device (`offline_trace`)
 
 A local box has as many dimensions as the Hugging Face tensor. If the parameter has more (stacked experts), its leading
-dimensions are merged into one; if it has one less, its last dimension is split into pairs (`paired_shape`). `fold` returns
-this view of a parameter. A local name that ends in `TRANSPOSED` is that of a parameter with its last two dimensions swapped.
+dimensions are merged into one; if it has one less, its last dimension is split into pairs (`paired_shape`). `fold`
+returns this view of a parameter. A local name that ends in `TRANSPOSED` means the parameter with its last two
+dimensions swapped.
 
 Identical layers are traced once: DeepSeek-V3 has 45,000 tensors, but only two groups of layers.
 
@@ -63,8 +64,7 @@ T = TypeVar("T")
 MAX_NAMES_SHOWN = 8
 
 TRANSPOSED = ".mT"
-"""Suffix of the local name of a parameter seen with its last two dimensions swapped, which holds a Hugging Face tensor in
-this order."""
+"""Suffix of the local name of a parameter that is seen with its last two dimensions swapped."""
 
 CONSTANT_PARAMETERS = (".k_scale", ".v_scale")
 """Ends of the names of scalars that SGLang sets to 1 if a folder lacks them: scales of an FP8 KV cache."""
@@ -126,7 +126,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def fold(tensor: Tensor, num_dims: int) -> Tensor:
     """Return a view with `num_dims` dimensions: leading dimensions are merged, or the last one is split into pairs."""
     if tensor.dim() < num_dims:
-        return tensor.unflatten(-1, (-1, 2))
+        return tensor.view(*tensor.shape[:-1], -1, 2)
     if tensor.dim() == num_dims:
         return tensor
     return tensor.view(-1, *tensor.shape[tensor.dim() - num_dims + 1 :]) if num_dims else tensor.view(())

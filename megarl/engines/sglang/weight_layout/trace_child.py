@@ -39,7 +39,7 @@ MAX_FULL_TRACES = 2
 
 
 NEEDS_SINKS = ["GptOssForCausalLM"]
-"""Architecture that SGLang builds for an attention with sinks only; torch's on the CPU has none. Weights do not differ."""
+"""Architectures that SGLang builds only for an attention with sinks, which torch's on the CPU has not."""
 
 
 class FakeProcessGroup:
@@ -69,7 +69,9 @@ def build_model(spec: EngineSpec, rank: int, device: str = "meta") -> nn.Module:
 
     here = spec if torch.cuda.is_available() else replace(spec, device="cpu")
     stated = read_json_object(Path(spec.model_path) / "config.json")
-    backends = {"attention_backend": "intel_amx"} if here.device == "cpu" and stated["architectures"] == NEEDS_SINKS else {}
+    backends = (
+        {"attention_backend": "intel_amx"} if here.device == "cpu" and stated["architectures"] == NEEDS_SINKS else {}
+    )
     arguments = ServerArgs(**make_engine_arguments(here) | backends)
     reset_context()
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))

@@ -105,7 +105,9 @@ def test_layout_locates_every_element(compare, label):
         assert all("norm" in name for name in rank["derived"])
     if device == "cuda":
         num_vocabularies = 1 if model in ("qwen2", "gemma2") else 2
-        zero_biases = 2 * 8 * 64 * (tp - 1) if model == "gpt_oss" else 0  # the first rank adds those of down projections
+        zero_biases = (
+            2 * 8 * 64 * (tp - 1) if model == "gpt_oss" else 0
+        )  # the first rank adds those of down projections
         assert sum(rank["padding"] for rank in ranks) == num_vocabularies * 12 * 64 + zero_biases
 
 
