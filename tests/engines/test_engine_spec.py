@@ -150,7 +150,7 @@ def test_stubs_are_not_on_the_path_of_this_process():
     assert str(STUBS_FOLDER) not in sys.path
 
 
-UNSUPPORTED_ON_CPU = {"gemma2", "deepseek_v3 without query latent"}
+UNSUPPORTED_ON_CPU = {"gemma2", "gpt_oss", "deepseek_v3 without query latent"}
 UNSUPPORTED = {"qwen3_moe", "qwen3_moe sparse step"}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 
@@ -182,6 +182,7 @@ def needed(option, needs, got):
 
 SOFTCAPPING = "attn_logit_softcapping needs engines on cuda, the CPU engine leaves it out, got 50.0 on cpu"
 YARN = "latent attention needs rope type yarn on the CPU engine, got default on cpu"
+SINKS = "attention sinks need engines on cuda, the CPU engine has none, got cpu"
 FP8 = "weights in FP8 need engines on cuda, SGLang packs them on the CPU, got cpu"
 FULL, ALTERNATING = ["full_attention"] * 2, ["sliding_attention", "full_attention"]
 UNSCALED = "model.path: f: SGLang does not read how rope is scaled, its type needs to be default, got linear"
@@ -205,6 +206,8 @@ QUANTIZED = "model.path: f: a weight sync needs quantization_config"
         ("deepseek_v3", {"topk_method": "greedy"}, "cpu", needed("topk_method", "noaux_tc", "greedy")),
         ("deepseek_v3 without query latent", {}, "cpu", f"placement.device: f: {YARN}"),
         ("deepseek_v3", {"rope_parameters": LINEAR}, "cuda", needed("rope type", AS_YARN, "linear")),
+        ("gpt_oss", {}, "cpu", f"placement.device: f: {SINKS}"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "cuda", unread("tie_word_embeddings", False, True)),
         ("qwen2", quantized(), "cpu", f"placement.device: f: {FP8}"),
         ("qwen2", quantized(scale_fmt="ue8m0"), "cuda", f"{QUANTIZED}.scale_fmt None or float, got ue8m0"),
         ("qwen2", quantized(activation_scheme="static"), "cuda", f"{QUANTIZED}.activation_scheme dynamic, got static"),

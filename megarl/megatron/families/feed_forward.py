@@ -197,11 +197,11 @@ class MixtureOfExperts:
 
     def sharding_units(self, prefix: str) -> list[ShardingUnit]:
         """Return the units that parallel ranks must divide evenly."""
+        width = "experts.gate_up_proj has pairs of columns"
+        width = width if self.biases else f"experts.0.{self.hf_names.gate}.weight has rows"
         units = [
             ShardingUnit(f"{prefix}{self.hf_names.block} has experts", self.num_experts, "ep"),
-            ShardingUnit(
-                f"{prefix}{self.hf_names.block}.experts.0.{self.hf_names.gate}.weight has rows", self.ffn_size, "etp"
-            ),
+            ShardingUnit(f"{prefix}{self.hf_names.block}.{width}", self.ffn_size, "etp"),
         ]
         if self.shared_ffn_size:
             units.append(
