@@ -125,9 +125,7 @@ def plan_buckets(
                 holders.setdefault(name, []).append((kind, number))
     plans = []
     for names in split_into_buckets(tensors, bucket_bytes):
-        slots, num_bytes = lay_out(
-            (n, torch_dtype(tensors[n].dtype), stored_shape(n, tensors[n].shape)) for n in names
-        )
+        slots, num_bytes = lay_out((n, torch_dtype(tensors[n].dtype), stored_shape(n, tensors[n].shape)) for n in names)
         gathers = (_plan_gather(slot, tensors[slot.name], pieces, holders.get(slot.name, ())) for slot in slots)
         plans.append(BucketPlan(tuple(gathers), num_bytes))
     return plans
