@@ -152,8 +152,6 @@ def _read(
                 dtypes.setdefault(piece.tensor, dtype_name(targets[local].dtype))
             elif source.value is not None:
                 padding.append(Padding(local, box, source.value))
-                if source.cause is not None:  # other ranks hold the tensor
-                    dtypes.setdefault(source.cause, dtype_name(targets[local].dtype))
             else:
                 derived.add(source.cause or source.tensor or AFTER_LAST_TENSOR)
         hole = contents.covered.first_gap(tuple((0, n) for n in contents.shape)) if prod(contents.shape) else None

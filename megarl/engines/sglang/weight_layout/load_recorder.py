@@ -100,8 +100,7 @@ class ValueSource:
     """Stride in the tensor for each dimension of the box, in elements."""
     value: float | None = None
     cause: str | None = None
-    """For computed values: the Hugging Face tensor that was being loaded, or `AFTER_LAST_TENSOR`; for a constant, that
-    which it takes the place of, if any."""
+    """For computed values: the Hugging Face tensor that was being loaded, or `AFTER_LAST_TENSOR`."""
 
     def part(self, box: Box, of: Box) -> ValueSource:
         """Return the source of `box` within box `of`, which has this source."""
@@ -197,8 +196,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Keeps storages alive, so that their addresses are not reused."""
         self._temporary: dict[int, StorageContents] = {}
         self._from_target: set[int] = set()
-        self._changed: dict[int, str] = {}
-        """Storages of sources that the loader has written into, with their names."""
         self._cause = AFTER_LAST_TENSOR
         self._targets: dict[int, list[tuple[int, int, StorageContents]]] = {}
         """Storage -> (first offset, end offset, contents) of each target in it."""
@@ -311,8 +308,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if inputs or not isinstance(value, (int, float)):
             self._compute(target, inputs)
         else:
-            self._find_contents(target)
-            self._write_all(target, ValueSource(value=float(value), cause=self._changed.get(_storage(target))))
+            self._write_all(target, ValueSource(value=float(value)))
 
     def _compute(self, target: Tensor, inputs: Iterable[Tensor]) -> None:
         if any(_storage(t) in self._targets or _storage(t) in self._from_target for t in inputs):
@@ -335,7 +331,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = _storage(tensor)
         if storage in self._sources:  # a loader may write into what it was given (gpt-oss's biases)
             name, shape = self._sources.pop(storage)
-            self._changed[storage] = name
             self._temporary[storage] = StorageContents(shape)
             everything = tuple((0, n) for n in shape)
             self._temporary[storage].write(everything, ValueSource(name, 0, contiguous_strides(shape)))
