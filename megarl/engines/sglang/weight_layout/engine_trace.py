@@ -279,8 +279,9 @@ ARRAYS = ("tensor", "local", "dims", "boxes", "local_boxes")
 def write_traces(file: Path, traces: Sequence[EngineTrace]) -> None:
     """Write the traces of an engine's ranks, which load the same tensors."""
     tensors: dict[str, TensorSpec] = {}
-    for trace in traces:
-        tensors |= trace.layout.tensors
+    for trace in traces:  # a tensor's dtype is that of a rank that holds some of it
+        held = {piece.tensor for piece in trace.layout.pieces}
+        tensors |= {n: spec for n, spec in trace.layout.tensors.items() if n in held or n not in tensors}
     names = {name: i for i, name in enumerate(tensors)}
     locals_: dict[str, int] = {}
     arrays: dict[str, NDArray[Any]] = {}
