@@ -24,7 +24,7 @@ def test_engine_has_the_bits_of_the_folder(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         fork_traces(patch)
         layouts = trace_layouts(folder, tp=2, device="cuda", dtype="bfloat16")
-    biases = {n: spec.dtype for n, spec in layouts[0].tensors.items() if n.endswith("proj_bias")}
+    biases = {n: spec.dtype for n, spec in layouts[0].tensors.items() if n.endswith("gate_up_proj_bias")}
     assert set(biases.values()) == {"float32"}  # SGLang's kernels add them so
     results = run_ranks(sync, 4, tmp_path, folder, {"tp": 2, "ep": 2, "etp": 2}, layouts, "exact")
     stored = load_folder(tmp_path / "model")
