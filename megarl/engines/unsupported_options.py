@@ -65,6 +65,8 @@ def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> li
             problems = _unread(config, served, origin)
         case name if name in _LATENT:
             problems = _latent(config, architecture, device, origin)
+        case "GptOssForCausalLM":
+            problems = _gpt_oss(config, device, origin)
         case _:
             problems = iter(())
     config = language_config(config)
@@ -184,6 +186,12 @@ def _latent(config: JsonMapping, architecture: str, device: str, origin: str) ->
         )
     elif kind not in ("default", "yarn"):
         yield f"model.path: {origin}: SGLang needs rope type default or yarn, it runs any other as yarn, got {kind}"
+
+
+def _gpt_oss(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
+    if device == "cpu":
+        yield f"placement.device: {origin}: attention sinks need engines on cuda, the CPU engine has none, got cpu"
+    yield from _unread(config, {"tie_word_embeddings": False}, origin)
 
 
 def _unread(config: JsonMapping, served: Mapping[str, object], origin: str) -> Iterator[str]:

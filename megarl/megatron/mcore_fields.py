@@ -40,7 +40,7 @@ def fusion_fields(
 ) -> dict[str, bool]:
     """Return the fields of fused kernels: all that the model can use, none without Transformer Engine.
 
-    SwiGLU has a fused kernel; Gemma's gated GELU, in the form that megarl uses, has none.
+    SwiGLU has a fused kernel; Gemma's gated GELU, in the form that megarl uses, has none, and gpt-oss's is not used.
 
     Args:
         has_te: Transformer Engine's kernels can be called.

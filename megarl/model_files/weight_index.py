@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megarl.errors import DataError
 from megarl.model_files.block_fp8 import find_scale_problems, scales_of
+from megarl.model_files.file_plan import Box
 from megarl.model_files.header import StoredTensor, read_header
 from megarl.model_files.json_object import read_json_object
 from megarl.model_files.packed_weights import combine_packed
@@ -20,6 +22,29 @@ MAX_NAMES = 3
 
 
 EMBEDDING_TENSOR, HEAD_TENSOR = "model.embed_tokens.weight", "lm_head.weight"
+
+
+_PAIRED = re.compile(r".*\.experts\.gate_up_proj(_bias)?")
+
+
+def paired_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in which layouts see a stored tensor: [.., n, 2] for [.., 2 n] with gate and up in turn.
+
+    gpt-oss stores the first projections of experts so. A range of pairs is a box, the gates alone are none.
+    """
+    return (*shape[:-1], shape[-1] // 2, 2) if _PAIRED.fullmatch(name) else shape
+
+
+def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in files of a tensor that megarl sees as `shape`, the inverse of `paired_shape`."""
+    return (*shape[:-2], 2 * shape[-2]) if _PAIRED.fullmatch(name) else shape
+
+
+def merge_pairs(box: Box) -> Box:
+    """Return the box in the stored tensor of a box in a tensor of pairs, which has all of each pair."""
+    *rest, (start, stop), pair = box
+    assert pair == (0, 2), box
+    return (*rest, (2 * start, 2 * stop))
 
 
 def derived_tensor_patterns(*, tied: bool) -> tuple[str, ...]:

@@ -152,7 +152,7 @@ def test_stubs_are_not_on_the_path_of_this_process():
 
 UNSUPPORTED_ON_CPU = {"gemma2", "deepseek_v3 without query latent", "minimax_m2"}
 UNSUPPORTED_ON_CPU |= {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
-UNSUPPORTED_ON_CPU |= {"deepseek_v32", "glm_moe_dsa"}
+UNSUPPORTED_ON_CPU |= {"deepseek_v32", "glm_moe_dsa", "gpt_oss"}
 UNSUPPORTED = {"qwen3_moe", "qwen3_moe sparse step"}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 
@@ -184,6 +184,7 @@ def needed(option, needs, got):
 
 SOFTCAPPING = "attn_logit_softcapping needs engines on cuda, the CPU engine leaves it out, got 50.0 on cpu"
 YARN = "latent attention needs rope type yarn on the CPU engine, got default on cpu"
+SINKS = "attention sinks need engines on cuda, the CPU engine has none, got cpu"
 FP8 = "weights in FP8 need engines on cuda, SGLang packs them on the CPU, got cpu"
 FULL, ALTERNATING = ["full_attention"] * 2, ["sliding_attention", "full_attention"]
 UNSCALED = "model.path: f: SGLang does not read how rope is scaled, its type needs to be default, got linear"
@@ -218,6 +219,8 @@ CONVERT = (
             "cpu",
             "placement.device: f: the indexer of DeepseekV32ForCausalLM needs engines on cuda, got cpu",
         ),
+        ("gpt_oss", {}, "cpu", f"placement.device: f: {SINKS}"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "cuda", unread("tie_word_embeddings", False, True)),
         ("qwen2", quantized(), "cpu", f"placement.device: f: {FP8}"),
         ("qwen2", quantized(scale_fmt="ue8m0"), "cuda", f"{QUANTIZED}.scale_fmt None or float, got ue8m0"),
         ("qwen2", quantized(activation_scheme="static"), "cuda", f"{QUANTIZED}.activation_scheme dynamic, got static"),

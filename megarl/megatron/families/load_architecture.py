@@ -12,6 +12,7 @@ from megarl.megatron.families import (
     deepseek_v3,
     gemma,
     glm4_moe,
+    gpt_oss,
     llama,
     minimax_m2,
     mixtral,
@@ -41,7 +42,13 @@ from megarl.model_files.model_config import (
     read_model_config,
 )
 from megarl.model_files.quantization import find_config_problem
-from megarl.model_files.weight_index import HEAD_TENSOR, derived_tensor_patterns, find_tensor_mismatches, read_headers
+from megarl.model_files.weight_index import (
+    HEAD_TENSOR,
+    derived_tensor_patterns,
+    find_tensor_mismatches,
+    read_headers,
+    stored_shape,
+)
 
 FAMILY_READERS: Mapping[str, FamilyReader] = {
     "Qwen2ForCausalLM": qwen2.read,
@@ -56,6 +63,7 @@ FAMILY_READERS: Mapping[str, FamilyReader] = {
     "Glm4MoeForCausalLM": glm4_moe.read,
     "Glm4MoeLiteForCausalLM": deepseek_v3.read_glm_flash,
     "GlmMoeDsaForCausalLM": deepseek_v3.read_glm5,
+    "GptOssForCausalLM": gpt_oss.read,
     "MiMoForCausalLM": qwen2.read_mimo,
     "MiniMaxM2ForCausalLM": minimax_m2.read,
     "Qwen3NextForCausalLM": qwen3_next.read_next,
@@ -352,7 +360,7 @@ def find_weight_problems(folder: Path, model: ModelArchitecture) -> list[str]:
 
     Tensors that are ignored as copies of others are compared with these, the only ones whose values are read.
     """
-    needed = {name: spec.shape for name, spec in model.tensors("float32").items()}
+    needed = {name: stored_shape(name, spec.shape) for name, spec in model.tensors("float32").items()}
     derived = map(model.hf_name, derived_tensor_patterns(tied=model.tie_embeddings))
     ignored = (*derived, *model.ignored_patterns, *model.passed_patterns)
     problems = find_tensor_mismatches(

@@ -39,7 +39,7 @@ from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.model_files.model_config import copy_companions, read_model_config
 from megarl.model_files.quantization import CONFIG_KEY
 from megarl.model_files.reader import SafetensorsReader
-from megarl.model_files.weight_index import matches_any, read_headers
+from megarl.model_files.weight_index import matches_any, merge_pairs, read_headers, stored_shape
 from megarl.model_files.writer import SafetensorsWriter, publish
 from megarl.reshard.layout.layout import TensorSpec, WeightLayout
 from megarl.reshard.layout.topology import Topology
@@ -205,7 +205,9 @@ class FileSink:
         boxes: dict[str, dict[Box, Tensor]] = defaultdict(dict)
         for slot in slots:
             elements = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
-            boxes[slot.local][slot.local_box] = elements.view(extent(slot.local_box))
+            is_paired = len(slot.local_box) > len(self._writer.full_box(slot.local))
+            box = merge_pairs(slot.local_box) if is_paired else slot.local_box
+            boxes[slot.local][box] = elements.view(extent(box))
         for name, values in boxes.items():
             union = _bounding_rows(list(values), self._writer.full_box(name))
             if union is None:
@@ -273,7 +275,7 @@ def plan_export(
     groups: dict[tuple[int, ...], dict[str, tuple[tuple[int, ...], str]]] = defaultdict(dict)
     written = {name: name for name in tensors} | dict(copies)
     for name, source in written.items():
-        groups[tuple(holders[source])][name] = (tensors[source].shape, tensors[source].dtype)
+        groups[tuple(holders[source])][name] = (stored_shape(source, tensors[source].shape), tensors[source].dtype)
     if passed:
         groups[()] = dict(passed)
     files = plan_files(folder, list(groups.values()), FILE_BYTES)

@@ -17,7 +17,7 @@ from megarl.megatron.modeling.megatron_model import MegatronModel
 from megarl.megatron.requests import PreparedSync, PushRequest, PushResult, SyncSetup
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import ModelReplica, model_replicas
-from megarl.reshard.layout.quantized_layout import quantized_tensors
+from megarl.reshard.layout.quantized_layout import quantized_tensors, widen_layout, widened_tensors
 from megarl.reshard.layout.sampled_boxes import SampledBox
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
@@ -56,10 +56,12 @@ class WeightSyncWorker:
     def __init__(self, model: MegatronModel, setup: SyncSetup) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         self._model, self._rank = model, rank
-        needs = setup.needs.values() if setup.transfer_spec is None else setup.transfer_spec.needs
-        quantized = quantized_tensors(needs)
-        self._quantizer = _make_quantizer(model, quantized) if quantized else None
-        self._layout = model.layout if self._quantizer is None else self._quantizer.layout
+        needs = list(setup.needs.values() if setup.transfer_spec is None else setup.transfer_spec.needs)
+        quantized, widened = quantized_tensors(needs), widened_tensors(model.layout.tensors, needs)
+        held = widen_layout(model.layout, widened)
+        self._widened = {piece.local for piece in held.pieces if piece.tensor in widened} if widened else set()
+        self._quantizer = _make_quantizer(model, held, quantized) if quantized else None
+        self._layout = held if self._quantizer is None else self._quantizer.layout
         layouts = exchange_layouts(self._layout, rank)
         self._transfer_spec: TransferSpec | None = None
         self._sender: BoxSender | None = None
@@ -125,8 +127,9 @@ class WeightSyncWorker:
         self.strategy.close()
 
     def _sent_tensors(self) -> Mapping[str, Tensor]:
-        """Return the tensors that `_layout` names; those that engines need in FP8 are quantized now."""
+        """Return the tensors that `_layout` names; those that engines need in another dtype are converted now."""
         held = self._model.tensors()
+        held |= {name: held[name].float() for name in self._widened}
         return held if self._quantizer is None else self._quantizer.quantize(held)
 
     def _offer_boxes(self, receiver: str, abort_seconds: float) -> BoxSender:
@@ -153,13 +156,13 @@ def _context(
     )
 
 
-def _make_quantizer(model: MegatronModel, names: Collection[str]) -> BlockQuantizer:
+def _make_quantizer(model: MegatronModel, layout: WeightLayout, names: Collection[str]) -> BlockQuantizer:
     groups = model.groups
 
     def group_number(local: str) -> int:
         return 0 if model.architecture.parameter_map(local).expert is None else 1
 
-    return BlockQuantizer(model.layout, names, (groups.tp, groups.expt_tp), group_number)
+    return BlockQuantizer(layout, names, (groups.tp, groups.expt_tp), group_number)
 
 
 def _grid(groups: ProcessGroupCollection, world: int) -> RankGrid:

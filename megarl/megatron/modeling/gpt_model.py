@@ -59,7 +59,7 @@ def build_chunks(
         module = _make_module(architecture, config, groups, spec, ends=(first, last), vp_stage=vp_stage)
         _apply_architecture(module, architecture, groups, head)
         chunk = ModelChunk(module=module.to(platform.device()), layers=layers, first_expert=first_expert)
-        _mark_experts(chunk, architecture)
+        _mark_experts(chunk, architecture, groups)
         _check_shard_marks(chunk, architecture, groups)
         chunks.append(chunk)
     return chunks
@@ -120,16 +120,19 @@ def _apply_architecture(
         )
 
 
-def _mark_experts(chunk: ModelChunk, architecture: ModelArchitecture) -> None:
+def _mark_experts(chunk: ModelChunk, architecture: ModelArchitecture, groups: ProcessGroupCollection) -> None:
     """Mark routed experts: reduced over expert-data-parallel ranks, and counted in the gradient norm on every rank.
+
+    A bias that the expert tensor ranks have copies of is counted on the first of them.
 
     megatron-core marks them for the reduction only if ep > 1; with tp > 1 and ep = 1 their gradients would stay
     unreduced. It leaves the mark for the norm to the linear layer, of which some versions lack it.
     """
     for name, parameter in chunk.module.named_parameters():
-        if architecture.parameter_map(chunk.global_name(name)).expert is not None:
+        mapping = architecture.parameter_map(chunk.global_name(name))
+        if mapping.expert is not None:
             parameter.allreduce = False
-            parameter.tensor_model_parallel = True
+            parameter.tensor_model_parallel = mapping.shard_dim is not None or groups.expt_tp.rank() == 0
 
 
 def _check_shard_marks(chunk: ModelChunk, architecture: ModelArchitecture, groups: ProcessGroupCollection) -> None:
@@ -140,10 +143,11 @@ def _check_shard_marks(chunk: ModelChunk, architecture: ModelArchitecture, group
     for name, parameter in chunk.module.named_parameters():
         mapping = architecture.parameter_map(chunk.global_name(name))
         is_split, is_marked = mapping.shard_dim is not None, getattr(parameter, "tensor_model_parallel", False)
-        size = (groups.tp if mapping.expert is None else groups.expt_tp).size()
+        is_expert, sharing = mapping.expert is not None, groups.tp if mapping.expert is None else groups.expt_tp
+        is_counted = is_split or (is_expert and sharing.rank() == 0)
         assert parameter.requires_grad != mapping.frozen, f"{name}: frozen {mapping.frozen}"
-        assert mapping.expert is None or (is_marked and not parameter.allreduce), f"expert weight {name} is not marked"
-        assert size == 1 or is_split == is_marked, f"{name}: split over {size} ranks {is_split}, marked {is_marked}"
+        assert not is_expert or not parameter.allreduce, f"expert weight {name} is not marked"
+        assert sharing.size() == 1 or is_counted == is_marked, f"{name}: counted {is_counted}, marked {is_marked}"
 
 
 def _scale_embedding(module: LanguageModule, scale: float) -> None:

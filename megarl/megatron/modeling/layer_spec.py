@@ -32,14 +32,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megarl.config.megatron import MegatronConfig
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.attention import Attention, GatedDeltaNet, LatentAttention
+from megarl.megatron.families.attention import Attention, GatedDeltaNet, GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
 from megarl.megatron.mcore_fields import fusion_fields, needs_torch_layers
 from megarl.megatron.modeling.rotary import score_scale
-from megarl.megatron.modeling.router import PackLayer, PackRouter
+from megarl.megatron.modeling.router import BiasedRouter, PackLayer, PackRouter
 from megarl.megatron.modeling.sparse_attention import SparseAttention
 from megarl.megatron.modeling.torch_layers import (
     AllHeadsNorm,
+    BiasedColumnLinear,
+    BiasedRowLinear,
     DuplicatedLinear,
     PostNormLinear,
     RMSNorm,
@@ -151,11 +153,17 @@ def _attention(attention: Attention) -> ModuleSpec:
                 "sinks": attention.sinks,
             },
         ),
-        linear_proj=PostNormLinear if attention.post_norm else RowParallelLinear,
+        linear_proj=_output_linear(attention),
         q_layernorm=norms[0],
         k_layernorm=norms[1],
     )
     return ModuleSpec(module=SelfAttention, params=_CAUSAL, submodules=submodules)
+
+
+def _output_linear(attention: GroupedQueryAttention) -> type[RowParallelLinear]:
+    if attention.output_bias:
+        return BiasedRowLinear
+    return PostNormLinear if attention.post_norm else RowParallelLinear
 
 
 def _latent_attention(attention: LatentAttention) -> ModuleSpec:
@@ -184,8 +192,9 @@ def _mlp(mlp: GatedMlp) -> partial[MLP]:
 
 def _moe(mixture: MixtureOfExperts) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    router = PackRouter
+    if mixture.biases:
+        linears, router = MLPSubmodules(linear_fc1=BiasedColumnLinear, linear_fc2=BiasedRowLinear), BiasedRouter
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears) if mixture.shared_ffn_size else None
     experts = ModuleSpec(module=SequentialMLP, submodules=linears)
-    return ModuleSpec(
-        module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=PackRouter)
-    )
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=router))

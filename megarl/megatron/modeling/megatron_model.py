@@ -111,7 +111,7 @@ class MegatronModel:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's parameters by the local names that `layout` uses."""
-        return local_layout.local_tensors(self.chunks) | self._mtp_tensors
+        return local_layout.local_tensors(self.architecture, self.chunks) | self._mtp_tensors
 
     def pack(
         self,

@@ -141,6 +141,15 @@ class PackRouter(TopKRouter):  # type: ignore[misc]
         super()._apply_expert_bias(routing_map & ~padding_mask[:, None])
 
 
+class BiasedRouter(PackRouter):
+    """A router whose logits have a bias, in a model whose linears have none by configuration."""
+
+    def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self.bias = nn.Parameter(torch.zeros(self.num_experts, dtype=config.params_dtype))
+        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
 class PackLayer(TransformerLayer):  # type: ignore[misc]
     """A decoder layer that passes its router mask and routes in the description of the pack, on every pipeline stage.
 

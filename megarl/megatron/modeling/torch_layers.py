@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -225,6 +225,38 @@ class PostNormLinear(RowParallelLinear):  # type: ignore[misc]
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(x)
         return self.post_layernorm(output), bias
+
+
+class BiasedColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """A column-parallel linear with a bias, whatever the configuration says about all linears."""
+
+    def __init__(self, *args: object, bias: bool, **kwargs: object) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+
+
+class BiasedRowLinear(RowParallelLinear):  # type: ignore[misc]
+    """A row-parallel linear with a bias, whatever the configuration says about all linears.
+
+    The outputs of an expert are summed over the expert tensor ranks after the bias is added, so each rank adds its
+    share. Every rank computes the gradient of the full bias.
+    """
+
+    def __init__(self, *args: object, bias: bool, **kwargs: object) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+        # on one rank nothing is left to reduce, and the reduction returns a view, which an expert's MLP may not add to
+        self.explicit_expert_comm = self.is_expert
+        if (
+            self.is_expert
+        ):  # else megatron-core sums its gradients over the tensor-parallel ranks, of which each has them
+            self.bias.sequence_parallel = False
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        output, bias = super().forward(x)
+        size = self.tp_group.size()
+        if self.is_expert and size > 1:
+            bias = bias / size + (bias - bias.detach()) * (1 - 1 / size)
+        return output, bias
 
 
 class DuplicatedLinear(torch.nn.Module):

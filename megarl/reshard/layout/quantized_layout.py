@@ -98,12 +98,39 @@ def quantize_layout(layout: WeightLayout, names: Collection[str]) -> WeightLayou
     return WeightLayout(quantize_specs(layout.tensors, names), pieces)
 
 
+def widened_tensors(held: Mapping[str, TensorSpec], needs: Iterable[WeightLayout]) -> frozenset[str]:
+    """Return the tensors that are sent in float32, because receivers have them so: SGLang, biases of experts.
+
+    There are none if receivers have no tensor of lower precision in the dtype of its holder.
+    """
+    found, is_alike = set(), False
+    for tensors in {id(layout.tensors): layout.tensors for layout in needs}.values():
+        for name in tensors.keys() & held.keys():
+            dtype, of_holder = tensors[name].dtype, held[name].dtype
+            is_alike |= dtype == of_holder != "float32"
+            if dtype == "float32" != of_holder:
+                found.add(name)
+    return frozenset(found) if is_alike else frozenset()
+
+
+def widen_layout(layout: WeightLayout, names: Collection[str]) -> WeightLayout:
+    """Return the layout with the tensors `names` in float32."""
+    if not names:
+        return layout
+    specs = {n: TensorSpec(s.shape, "float32") if n in names else s for n, s in layout.tensors.items()}
+    return WeightLayout(specs, layout.pieces)
+
+
 def quantize_sources(sources: Sequence[WeightLayout], needs: Iterable[WeightLayout]) -> list[WeightLayout]:
     """Return the layouts of what the holders of `sources` send to receivers that need `needs`; raises likewise."""
-    names = quantized_tensors(needs)
-    if not names:
+    needs = list(needs)
+    names, widened = quantized_tensors(needs), widened_tensors(sources[0].tensors, needs)
+    if not names and not widened:
         return list(sources)
-    sent = {key: quantize_layout(layout, names) for key, layout in {id(each): each for each in sources}.items()}
+    sent = {
+        key: quantize_layout(widen_layout(layout, widened), names)
+        for key, layout in {id(each): each for each in sources}.items()
+    }
     tensors = ModelTensors.of(next(iter(sent.values())).tensors)
     shared = {key: WeightLayout(tensors, layout.pieces) for key, layout in sent.items()}
     return [shared[id(layout)] for layout in sources]

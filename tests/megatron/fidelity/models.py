@@ -114,6 +114,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5": _QWEN3 | _DELTA_NET | {"model_type": "qwen3_5_text"} | _TIED,
     "qwen3_5_moe": _QWEN3_NEXT | {"model_type": "qwen3_5_moe_text", "vocab_size": 509},
+    "gpt_oss": _QWEN3
+    | {"model_type": "gpt_oss", "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 2}
+    | {"sliding_window": 8, "swiglu_limit": 0.7, "rope_parameters": _YARN | {"truncate": False}},
     "deepseek_v3 without query latent": _DEEPSEEK_V3
     | {"vocab_size": 509, "q_lora_rank": None, "num_nextn_predict_layers": 0, "rope_parameters": _PLAIN}
     | {"n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},

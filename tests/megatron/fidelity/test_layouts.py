@@ -67,6 +67,7 @@ DEFAULT = [
     ("qwen3_next", "tp2 cp2"),
     ("qwen3_5", "tp2 without sequence parallel"),
     ("qwen3_5_moe", "pp2 vpp2 ep2 cp2"),
+    ("gpt_oss", "tp2 ep2 etp2"),
 ]
 """Every model and every axis, on at most four ranks; all other cases are slow."""
 
