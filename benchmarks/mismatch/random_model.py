@@ -26,7 +26,7 @@ def build_random_model(config: dict[str, Any], *, values: bool = False) -> PreTr
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name:
                 tensor.add_(0.3 * torch.randn_like(tensor))
-            elif name.endswith((".bias", "gate.weight", "router.weight")):
+            elif name.endswith((".bias", "proj_bias", "gate.weight", "router.weight", "sinks")):
                 tensor.normal_(std=0.3)
             elif name.endswith("A_log"):
                 tensor.uniform_(-4.0, -1.0)  # a gated delta net then remembers more than a few tokens

@@ -215,6 +215,6 @@ def _build(model: ModelArchitecture, grid: RankGrid, layout: WeightLayout, dtype
     head = HeadOptions(temperature=1.0, fused=False, fp32=False)
     (chunk,) = build_chunks(model, config, groups, EVEN, backend=backend, head=head)
     chunk.module.pg_collection = groups
-    shard = Shard(layout, local_tensors([chunk]))
+    shard = Shard(layout, local_tensors(model, [chunk]))
     parallel_state.destroy_model_parallel()  # the other side creates its own groups
     return chunk.module, shard

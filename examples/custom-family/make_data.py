@@ -8,11 +8,12 @@ from transformers import AutoModelForCausalLM, OlmoeConfig, PreTrainedTokenizerF
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with a token for each byte."""
-    words = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pad, end = "<pad>", "<eos>"
+    words = [pad, end, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=end)
 
 
 def main(target: str) -> None:

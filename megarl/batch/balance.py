@@ -71,6 +71,8 @@ class SequenceCost:
     """Of `attention_layers`, those with sliding-window attention."""
     window: int = 0
     """Maximum number of positions that a token of a windowed layer attends to, its own included."""
+    index_width: int = 0
+    """Multiplications of the indexers of all layers per position that they select from."""
 
     def __post_init__(self) -> None:
         assert self.matmul_parameters > 0, f"matmul_parameters needs to be positive, got {self.matmul_parameters}"
@@ -82,7 +84,8 @@ class SequenceCost:
         full_layers = self.attention_layers - self.windowed_layers
         pairs = full_layers * _num_attended_pairs(num_tokens, num_tokens)
         pairs += self.windowed_layers * _num_attended_pairs(num_tokens, self.window)
-        return 2 * (self.matmul_parameters * num_tokens + self.attention_width * pairs)
+        indexed = self.index_width * _num_attended_pairs(num_tokens, num_tokens)
+        return 2 * (self.matmul_parameters * num_tokens + self.attention_width * pairs + indexed)
 
     def flops_of_each(self, lengths_N: NDArray[np.int64]) -> list[int]:
         """Return `flops` of N sequences, computed once for each length."""

@@ -10,12 +10,14 @@ copy. Packed, it is one array:
     row          int32    N       ... and its row there
     run_tokens   int32    R       tokens of each run
     run_version  int32    R       policy version of its tokens
+    route_bytes  int32    N       bytes of the routes of each trajectory
     token_ids    int32    T
     logprobs     float32  T
     run_sampled  bool     R       whether the policy sampled its tokens
+    routes       uint8    B       routes of each trajectory, as they are in memory
 
 A run is a longest stretch of tokens with the same policy version that were all sampled, or all not.
-Shapes: N trajectories, R runs, T tokens of all trajectories.
+Shapes: N trajectories, R runs, T tokens, B bytes of routes of all trajectories.
 """
 
 from __future__ import annotations
@@ -134,9 +136,11 @@ SECTIONS: Mapping[str, type[np.generic]] = {
     "row": np.int32,
     "run_tokens": np.int32,
     "run_version": np.int32,
+    "route_bytes": np.int32,
     "token_ids": np.int32,
     "logprobs": np.float32,
     "run_sampled": np.bool_,
+    "routes": np.uint8,
 }
 """Type of each section, in their order; those of one byte come last, so that the others are aligned."""
 
@@ -146,11 +150,14 @@ UNITS: Mapping[str, str] = {
     "token_ids": "token",
     "logprobs": "token",
     "run_sampled": "run",
+    "routes": "byte",
 }
 """Unit of the sections that do not have one item per trajectory."""
 
 DETAILS = ("prompt_id", "group_id", "rewards", "reward", "reward_errors", "finish_reason", "segment", "turn_rewards")
 """Fields of a trajectory that have no value per token."""
+
+_NO_ROUTES: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +169,8 @@ class PackedTrajectories(Sequence[Trajectory]):
     sizes: tuple[int, ...]
     """Number of items of each section."""
     details: tuple[bytes, ...]
-    """Pickled lists with the values of `DETAILS` of trajectories that were packed together; unpickled at first use."""
+    """Pickled lists with the values of `DETAILS`, and type and shape of the routes, of trajectories that were packed
+    together; unpickled at first use."""
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> PackedTrajectories:
@@ -189,7 +197,16 @@ class PackedTrajectories(Sequence[Trajectory]):
             "logprobs": _concatenate([trajectory.logprobs for trajectory in trajectories], np.float32),
             "run_sampled": sampled_T[starts_R],
         }
-        values = [tuple(getattr(trajectory, name) for name in DETAILS) for trajectory in trajectories]
+        routes = [_NO_ROUTES if each.routes is None else _as_bytes(each.routes) for each in trajectories]
+        sections |= {
+            "route_bytes": np.array([len(of_one) for of_one in routes], np.int32),
+            "routes": _concatenate(routes, np.uint8),
+        }
+        forms = [None if each.routes is None else (each.routes.dtype.str, each.routes.shape) for each in trajectories]
+        values = [
+            (*(getattr(trajectory, name) for name in DETAILS), form)
+            for trajectory, form in zip(trajectories, forms, strict=True)
+        ]
         return _assemble(lambda name: [sections[name]], (pickle.dumps(values, protocol=5),))
 
     @classmethod
@@ -243,12 +260,14 @@ class PackedTrajectories(Sequence[Trajectory]):
         bounds = self._bounds(n, n + 1)
         tokens, runs = bounds["token"], bounds["run"]
         run_tokens_r = self._section("run_tokens")[runs]
-        values = self._details[self._section("batch")[n]][self._section("row")[n]]
+        *values, form = self._details[self._section("batch")[n]][self._section("row")[n]]
+        route_bytes = self._section("routes")[bounds["byte"]]
         return Trajectory(
             token_ids=self._section("token_ids")[tokens],
             logprobs=self._section("logprobs")[tokens],
             loss_mask=np.repeat(self._section("run_sampled")[runs], run_tokens_r),
             policy_versions=np.repeat(self._section("run_version")[runs], run_tokens_r),
+            routes=None if form is None else route_bytes.view(form[0]).reshape(form[1]),
             **dict(zip(DETAILS, values, strict=True)),
         )
 
@@ -266,7 +285,13 @@ class PackedTrajectories(Sequence[Trajectory]):
     def _bounds(self, first: int, stop: int) -> dict[str, slice]:
         """Return the part of the sections that belongs to trajectories `first` to `stop - 1`, by unit."""
         tokens, runs = self._offsets[[first, stop]].tolist(), self._run_offsets[[first, stop]].tolist()
-        return {"trajectory": slice(first, stop), "run": slice(*runs), "token": slice(*tokens)}
+        route_bytes = self._route_offsets[[first, stop]].tolist()
+        return {
+            "trajectory": slice(first, stop),
+            "run": slice(*runs),
+            "token": slice(*tokens),
+            "byte": slice(*route_bytes),
+        }
 
     def _section(self, name: str) -> NDArray[Any]:
         return self._sections[name]
@@ -289,6 +314,11 @@ class PackedTrajectories(Sequence[Trajectory]):
     def _run_offsets(self) -> NDArray[np.int64]:
         """Offsets of the trajectories in the runs, [N + 1]."""
         return _offsets(self._section("num_runs"))
+
+    @cached_property
+    def _route_offsets(self) -> NDArray[np.int64]:
+        """Offsets of the trajectories in the bytes of the routes, [N + 1]."""
+        return _offsets(self._section("route_bytes"))
 
     @cached_property
     def _details(self) -> list[list[tuple[Any, ...]]]:
@@ -388,6 +418,10 @@ def _assemble(find: Callable[[str], Sequence[NDArray[Any]]], details: tuple[byte
 
 def _concatenate(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
     return np.concatenate(arrays, dtype=dtype) if arrays else np.zeros(0, dtype)
+
+
+def _as_bytes(routes: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(routes).reshape(-1).view(np.uint8)
 
 
 def _offsets(counts: NDArray[np.int32]) -> NDArray[np.int64]:

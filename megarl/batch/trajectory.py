@@ -9,6 +9,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.batch.routes import Routes
+
 MAX_REWARD = 1e18
 """Largest magnitude of a reward; sums and squares of such numbers are finite in float32."""
 
@@ -77,11 +79,15 @@ class Trajectory:
     """Reward that the environment gave for each turn, before weighting: one value per run of sampled tokens. Empty:
     none."""
 
+    routes: Routes | None = None
+    """[T, L, k]: experts to which the engine has sent each token; None: not recorded, as for models without experts."""
+
     def __post_init__(self) -> None:
         n = len(self.token_ids)
         for name in ("loss_mask", "logprobs", "policy_versions"):
             got = len(getattr(self, name))
             assert got == n, f"{name} has length {got}, token_ids {n}"
+        assert self.routes is None or len(self.routes) == n, f"routes has length {len(self.routes)}, token_ids {n}"
 
     @property
     def num_tokens(self) -> int:
@@ -120,6 +126,7 @@ def join_segments(segments: Sequence[Trajectory]) -> Trajectory:
     return replace(
         segments[-1],
         segment=0,
+        routes=None,
         token_ids=np.concatenate([segment.token_ids for segment in segments]),
         loss_mask=np.concatenate([segment.loss_mask for segment in segments]),
         logprobs=np.concatenate([segment.logprobs for segment in segments]),

@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--dtype",
             choices=("auto", "float32", "bfloat16"),
             default="auto",
-            help="dtype of the weights written; auto, the default: bfloat16 if all weights are bfloat16 or FP8, else "
-            "float32",
+            help="dtype of the weights written; auto, the default: bfloat16 if all weights are bfloat16 or "
+            "quantized, else float32",
         )
         add_family(direction)
         add_overrides(direction)

@@ -61,7 +61,7 @@ ALLOWED_OPTIONS = frozenset(
     debug_tensor_dump_input_file debug_tensor_dump_layers debug_tensor_dump_output_folder decode_log_interval
     enable_cache_report enable_metrics enable_metrics_for_all_schedulers enable_mfu_metrics
     enable_request_time_stats_logging enable_return_aux_hidden_states enable_return_hidden_states
-    enable_return_indexer_topk enable_return_routed_experts enable_trace export_metrics_to_file
+    enable_return_indexer_topk enable_trace export_metrics_to_file
     export_metrics_to_file_dir extra_metric_labels forward_hooks gc_warning_threshold_secs
     generation_tokens_buckets kv_canary kv_canary_real_data kv_canary_sweep_interval load_snapshot_publish_interval
     log_level log_requests log_requests_format log_requests_level log_requests_target msprobe_dump_config
@@ -99,6 +99,7 @@ OWN_KEYS: Mapping[str, str] = {
     "enable_deterministic_inference": "rollout.engine.deterministic",
     "enable_fp32_lm_head": "model.fp32_lm_head",
     "enable_memory_saver": "rollout.engine.release_memory",
+    "enable_return_routed_experts": "trainer.moe.router_replay",
     "max_running_requests": "rollout.engine.max_running_requests",
     "max_total_tokens": "rollout.engine.max_total_tokens",
     "mem_fraction_static": "rollout.engine.mem_fraction",

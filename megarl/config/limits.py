@@ -143,6 +143,11 @@ class LimitsConfig(Section):
     grad_norm: LimitConfig | None = None
     """Global norm of each update's gradient before clipping; `skip` skips that update only."""
 
+    missing_routes: LimitConfig | None = LimitConfig(max=0.01, action="warn")
+    """With `trainer.moe.router_replay: R3`: share of tokens without a route of the engines among those that a trained
+    token depends on. The trainer's routers choose the experts of such tokens. It is known after the update: the action
+    `skip` is not accepted."""
+
     not_finite: Literal["skip", "stop"] = "stop"
     """What to do with an update whose loss or gradient is NaN or infinite: skip it, or end the run."""
 
@@ -163,6 +168,12 @@ class LimitsConfig(Section):
             limit: LimitConfig | Auto | None = getattr(self, key)
             if isinstance(limit, LimitConfig) and limit.max is not None and limit.max <= 0:
                 raise ValueError(f"{key}.max needs to be above 0, got {limit.max:g}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_missing_routes(self) -> LimitsConfig:
+        if self.missing_routes is not None and self.missing_routes.action == "skip":
+            raise ValueError("missing_routes.action needs to be warn or stop, as the step has been trained, got skip")
         return self
 
     def resolved(self, dtype: str) -> LimitsConfig:

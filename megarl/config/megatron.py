@@ -211,7 +211,7 @@ REFUSED: Mapping[Part, tuple[RefusedFields, ...]] = {
                 "tensor_parallel_num_weight_shards gtp_weight_remat_size expert_tensor_parallel_num_weight_shards "
                 "expert_gtp_weight_remat_size"
             ),
-            "megarl does not replay routing": "moe_enable_routing_replay",
+            "megarl sets it from trainer.moe.router_replay": "moe_enable_routing_replay",
             "it is deprecated; set moe_token_dispatcher_type: flex and moe_flex_dispatcher_backend": (
                 "moe_enable_deepep"
             ),
@@ -449,6 +449,12 @@ class MoeConfig(Section):
     """Tokens among which the load-balancing loss balances experts: those of a micro-batch; of a sequence (arXiv
     2412.19437, equations 17 to 20), which does not depend on how sequences are packed; or of all micro-batches and
     data-parallel ranks so far in an update. Each micro-batch or sequence weighs by its tokens."""
+
+    router_replay: Literal["none", "R2", "R3"] = "none"
+    """Where the policy's experts of a token come from when a step passes over it again (arXiv 2510.11370). `none`: from
+    the router, each time. `R2`: from the first pass of the step, which computes the old log-probabilities if there is
+    such a pass. `R3`: from the engines, which return them with the completions; `limits.missing_routes` bounds the
+    share of tokens without. The weights of the experts are always those of the router. Only for `megarl train`."""
 
     @model_validator(mode="after")
     def _check_frozen(self) -> MoeConfig:

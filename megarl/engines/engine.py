@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.batch.routes import Routes, join_routes
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:  # these import torch, which checks of a configuration do without
@@ -73,6 +74,8 @@ class GenerationRequest:
     sampling: Sampling
     priority: int = 0
     """An engine that cannot sample all requests begins with those of the highest priority."""
+    num_routed: int = 0
+    """Number of tokens of the prompt whose routes are known; an engine that returns routes leaves theirs out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,9 @@ class Generation:
     """Version of the weights that sampled each token [K]."""
     finish_reason: str
     """Why generation ended: `stop`, `length` or `abort`; `UNFINISHED` if it has not."""
+    routes: Routes | None = None
+    """[n, L, k]: routes of the tokens of prompt and completion from `num_routed` of the request on, without the last
+    one, which the engine has not computed with; None: the engine returns none."""
 
 
 def continue_after(request: GenerationRequest, part: Generation) -> GenerationRequest:
@@ -108,6 +114,7 @@ def continue_after(request: GenerationRequest, part: Generation) -> GenerationRe
         request,
         token_ids=(*request.token_ids, *part.token_ids.tolist()),
         sampling=replace(request.sampling, max_new_tokens=left),
+        num_routed=request.num_routed + (0 if part.routes is None else len(part.routes)),
     )
 
 
@@ -118,6 +125,7 @@ def join(part: Generation, rest: Generation) -> Generation:
         logprobs=np.concatenate([part.logprobs, rest.logprobs]),
         policy_versions=np.concatenate([part.policy_versions, rest.policy_versions]),
         finish_reason=rest.finish_reason,
+        routes=join_routes(part.routes, rest.routes),
     )
 
 
@@ -132,12 +140,13 @@ def no_tokens() -> Generation:
 
 
 def tokens_from(generation: Generation, start: int) -> Generation:
-    """Return the tokens of a completion from `start` on."""
+    """Return the tokens of a completion from `start` on, without routes."""
     return replace(
         generation,
         token_ids=generation.token_ids[start:],
         logprobs=generation.logprobs[start:],
         policy_versions=generation.policy_versions[start:],
+        routes=None,
     )
 
 

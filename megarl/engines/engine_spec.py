@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from megarl.batch.routes import EngineRoutes
 from megarl.config import RunConfig
 from megarl.engines.unsupported_options import check_engine_support
 from megarl.model_files.model_config import read_model_config, read_stop_token_ids
@@ -80,6 +81,8 @@ class EngineSpec:
     """How long a TP rank waits for the boxes of a round."""
     answer_timeout_seconds: float = 60.0
     """Timeout for one step of a weight update."""
+    routes: EngineRoutes | None = None
+    """Set if completions come with the routes of their tokens."""
     extra_args: Mapping[str, object] = field(default_factory=dict)
     """Additional keyword arguments of `sglang.Engine`."""
 

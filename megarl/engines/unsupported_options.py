@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megarl.errors import ConfigError
-from megarl.model_files.block_fp8 import CONFIG_KEY
 from megarl.model_files.json_object import JsonMapping
 from megarl.model_files.model_config import language_config
+from megarl.model_files.quantization import CONFIG_KEY, quantized_format
 
 _GEMMA2_LAYERS = ("sliding_attention", "full_attention")
 _DELTA_NETS = (
@@ -21,13 +21,24 @@ _DELTA_NETS = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
+_LATENT = (
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    "KimiK25ForConditionalGeneration",
+)
+_ROUTING = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _KEYS_WITHOUT_DEFAULT: Mapping[str, Mapping[str, object]] = {
     "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
-    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "DeepseekV3ForCausalLM": _ROUTING,
+    "KimiK25ForConditionalGeneration": _ROUTING,
+    "DeepseekV32ForCausalLM": _ROUTING,
+    "GlmMoeDsaForCausalLM": {**_ROUTING, "indexer_rope_interleave": True},
     "MiniMaxM2ForCausalLM": {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
     **{name: {"full_attention_interval": 4} for name in _DELTA_NETS},
 }
-"""Keys that SGLang reads without a default, with the value it needs; transformers need not write them."""
+"""Keys that SGLang reads without a default, or with another than transformers, with the value that it needs;
+transformers need not write them."""
 
 
 def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> list[str]:
@@ -52,15 +63,21 @@ def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> li
         case "Qwen3MoeForCausalLM":
             served = {"mlp_only_layers": [], "decoder_sparse_step": 1, "tie_word_embeddings": False}
             problems = _unread(config, served, origin)
-        case "DeepseekV3ForCausalLM":
-            problems = _deepseek_v3(config, device, origin)
+        case name if name in _LATENT:
+            problems = _latent(config, architecture, device, origin)
+        case "GptOssForCausalLM":
+            problems = _gpt_oss(config, device, origin)
         case _:
             problems = iter(())
-    return [*_quantized(config, device, origin), *problems]
+    config = language_config(config)
+    packed = (f"model.path: {problem}" for problem in _packed(config, origin))
+    return [*packed, *_fp8(config, device, origin), *problems]
 
 
 def find_build_problems(config: JsonMapping, device: str, *, origin: str) -> list[str]:
-    """Return one message, beginning with `origin`, for each missing key without which SGLang cannot build the model.
+    """Return one message, beginning with `origin`, for each reason why SGLang's model cannot be built and synced.
+
+    That is each missing key that SGLang needs, and weights of 4 bits.
 
     Args:
         config: the content of a config.json.
@@ -73,7 +90,8 @@ def find_build_problems(config: JsonMapping, device: str, *, origin: str) -> lis
     problems = [
         f"{origin}: {key} is missing; SGLang needs {value}" for key, value in needed.items() if key not in config
     ]
-    if architecture == "DeepseekV3ForCausalLM" and device == "cpu" and _rope_type(config) == "default":
+    problems += _packed(config, origin)
+    if architecture in _LATENT and device == "cpu" and _rope_type(config) == "default":
         problems.append(
             f"{origin}: rope_scaling is missing; without a GPU, SGLang needs rope type yarn for latent attention"
         )
@@ -91,9 +109,18 @@ def check_engine_support(config: JsonMapping, device: str, *, origin: str) -> No
         raise ConfigError("\n".join(problems))
 
 
-def _quantized(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
+def _packed(config: JsonMapping, origin: str) -> Iterator[str]:
+    stored = quantized_format(config)
+    if stored in ("MXFP4", "INT4"):
+        yield (
+            f"{origin}: engines would run in {stored}, which a weight sync cannot update; write a folder in bfloat16 "
+            "first: megarl convert hf-to-megatron, and megarl convert megatron-to-hf from its output"
+        )
+
+
+def _fp8(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
     stated = config.get(CONFIG_KEY)
-    if not isinstance(stated, Mapping):
+    if not isinstance(stated, Mapping) or quantized_format(config) != "FP8":
         return
     if device == "cpu":
         yield f"placement.device: {origin}: weights in FP8 need engines on cuda, SGLang packs them on the CPU, got cpu"
@@ -147,16 +174,24 @@ def _mixtral(config: JsonMapping, origin: str) -> Iterator[str]:
     yield from _plain_rope(config, origin)
 
 
-def _deepseek_v3(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
-    yield from _required(config, _KEYS_WITHOUT_DEFAULT["DeepseekV3ForCausalLM"], origin)
+def _latent(config: JsonMapping, architecture: str, device: str, origin: str) -> Iterator[str]:
+    yield from _required(config, _KEYS_WITHOUT_DEFAULT[architecture], origin)
     yield from _unread(config, {"tie_word_embeddings": False}, origin)
     kind = _rope_type(config)
-    if device == "cpu" and kind != "yarn":
+    if architecture in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM") and device == "cpu":
+        yield f"placement.device: {origin}: the indexer of {architecture} needs engines on cuda, got cpu"
+    elif device == "cpu" and kind != "yarn":
         yield (
             f"placement.device: {origin}: latent attention needs rope type yarn on the CPU engine, got {kind} on cpu"
         )
     elif kind not in ("default", "yarn"):
         yield f"model.path: {origin}: SGLang needs rope type default or yarn, it runs any other as yarn, got {kind}"
+
+
+def _gpt_oss(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
+    if device == "cpu":
+        yield f"placement.device: {origin}: attention sinks need engines on cuda, the CPU engine has none, got cpu"
+    yield from _unread(config, {"tie_word_embeddings": False}, origin)
 
 
 def _unread(config: JsonMapping, served: Mapping[str, object], origin: str) -> Iterator[str]:

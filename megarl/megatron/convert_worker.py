@@ -157,7 +157,7 @@ class ConvertWorker:
         import torch.distributed as dist
 
         from megarl.megatron.checkpoint import model_state
-        from megarl.megatron.hf_weights.export import describe_weights
+        from megarl.megatron.hf_weights.export import describe_weights, save_passed
 
         model_state.save_model(self._model, Path(root) / RELEASE)
         if dist.get_rank() != 0:
@@ -166,6 +166,7 @@ class ConvertWorker:
             source, companions = Path(self._model.spec.model_path), Path(root) / COMPANIONS
             companions.mkdir()
             copy_companions(source, companions)
+            save_passed(self._model, source, companions)
             config = read_model_config(source)
             describe_weights(config, self._model.architecture)
             (companions / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def needs_torch_layers(architecture: ModelArchitecture, megatron: MegatronConfig, dtype: str) -> bool:
     """Return whether layers are torch's, also where Transformer Engine is installed.
 
-    It lacks an attention softcap, norms after row-parallel linears or of all heads together, and attention in float32
-    that does not store all scores. Its sliding windows, sinks and gated delta nets are not used.
+    It lacks an attention softcap, indexers, norms after row-parallel linears or of all heads together, and attention in
+    float32 that does not store all scores. Its sliding windows, sinks and gated delta nets are not used.
     `trainer.megatron.model.transformer_impl: local` chooses torch's layers.
 
     Args:
@@ -31,6 +31,7 @@ def needs_torch_layers(architecture: ModelArchitecture, megatron: MegatronConfig
         for a in architecture.attentions(GroupedQueryAttention)
     )
     lacks_feature |= bool(architecture.attentions(GatedDeltaNet))
+    lacks_feature |= any(a.indexer for a in architecture.attentions(LatentAttention))
     return lacks_feature or dtype == "float32" or not megatron.allows_te_layers
 
 
@@ -39,7 +40,7 @@ def fusion_fields(
 ) -> dict[str, bool]:
     """Return the fields of fused kernels: all that the model can use, none without Transformer Engine.
 
-    SwiGLU has a fused kernel; Gemma's gated GELU, in the form that megarl uses, has none.
+    SwiGLU has a fused kernel; Gemma's gated GELU, in the form that megarl uses, has none, and gpt-oss's is not used.
 
     Args:
         has_te: Transformer Engine's kernels can be called.

@@ -91,7 +91,7 @@ class PackedColumn(Mapping[SampleKey, PerToken]):
     offsets: NDArray[np.int64]
     """[N + 1]: offsets of the samples in the array."""
     tokens: PerToken
-    """float32 [T]"""
+    """float32 [T], or routes [T, L, k]"""
 
     @classmethod
     def of(cls, column: TokenColumn, keys_N2: NDArray[np.int64]) -> PackedColumn:

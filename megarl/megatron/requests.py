@@ -86,7 +86,7 @@ Trajectories = Sequence[Trajectory] | Mapping[int, Trajectory]
 """Trajectories by their index within a payload."""
 
 TokenColumn = Sequence[Mapping[SampleKey, PerToken]]
-"""Per-token values, [num_tokens] for each sample; one mapping for each worker that computed a part of them."""
+"""Per-token values, [num_tokens] for each sample, or routes; one mapping for each worker that computed some of them."""
 
 
 Payloads = Sequence[Payload[Trajectories]] | Mapping[int, Payload[Trajectories]]
@@ -113,6 +113,9 @@ RATIO_MEAN = "drift/ratio_mean"
 
 RATIO_SQUARE_MEAN = "drift/ratio_square_mean"
 """Metric: mean of its square; with the mean, it gives the effective sample size."""
+
+MISSING_ROUTES = "router_replay/missing_share"
+"""Metric: share of tokens without a route of the engines among those that a trained token depends on."""
 
 MISMATCH_METRICS: Mapping[str, str] = {
     "logprob_abs_max": LOGPROB_MISMATCH,
@@ -221,6 +224,8 @@ class ForwardRequest:
     max_tokens_per_micro_batch: int
     micro_batches: tuple[tuple[int, ...], ...] = ()
     """This rank's micro-batches as indices into `samples`; set by dispatch."""
+    records_routes: bool = False
+    """Whether ranks keep the routes of the tokens for `ForwardWorker.take_routes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

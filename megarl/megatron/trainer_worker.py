@@ -10,12 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.batch.pack import PerToken
+from megarl.batch.routes import Routes
 from megarl.batch.sample_table import SampleKey
 from megarl.checkpoint.run_lock import require_claim
 from megarl.cluster.process.startup_trace import record_imports
@@ -63,6 +65,8 @@ class ForwardWorker(ABC):
     """
 
     _model: MegatronModel
+    _routes: Mapping[SampleKey, Routes]
+    """Of the last request that records them, until they are taken."""
 
     @property
     def busy_seconds(self) -> float | None:
@@ -89,6 +93,11 @@ class ForwardWorker(ABC):
         """
         return {key: _shift_to_next_token(out_1n[0]) for key, out_1n in self._forward(request, _logprobs)}
 
+    def take_routes(self, _: None) -> Mapping[SampleKey, Routes]:
+        """Return the routes that the last call of `logprobs` has recorded, on all ranks, and forget them."""
+        routes, self._routes = self._routes, {}
+        return routes
+
     def values(self, request: ForwardRequest) -> Mapping[SampleKey, PerToken]:
         """Return the value of the state before each token, float32 [num_tokens] per sample. Value models only."""
         return {key: _shift_to_next_token(out_1n[0]) for key, out_1n in self._forward(request, _values)}
@@ -109,9 +118,12 @@ class ForwardWorker(ABC):
         by_index = payloads_by_index(request)
         payloads = dict(zip(by_index, fetch_all(by_index.values()), strict=True))
         refs = [[request.samples[i] for i in indices] for indices in request.micro_batches]
-        outputs = self._model.forward_sequences(
-            [[payloads[r.payload][r.index] for r in batch] for batch in refs], compute
-        )
+        micro_batches = [[payloads[r.payload][r.index] for r in batch] for batch in refs]
+        packs = [self._model.pack(of, routes=self._model.given_routes(of)) for of in micro_batches]
+        outputs = self._model.forward_packs(packs, micro_batches, compute)
+        if request.records_routes:
+            routes = self._model.gather_routes(packs, micro_batches)
+            self._routes = dict(zip((ref.key for ref in chain(*refs)), chain(*routes), strict=True))
         groups = self._model.groups
         if self._model.is_last_stage and groups.tp.rank() == groups.cp.rank() == 0:
             for batch, batch_outputs in zip(refs, outputs, strict=True):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from megarl.model_files.header import StoredTensor
 from megarl.model_files.json_object import JsonMapping
+from megarl.model_files.quantization import CONFIG_KEY, quantized_format
 
 BLOCK = 128
 """Rows and columns of a block."""
@@ -20,11 +21,11 @@ VALUES_DTYPE, SCALES_DTYPE = "float8_e4m3fn", "float32"
 """Torch dtype names of values and scales. Published scales may also have another floating-point dtype."""
 SCALE_SUFFIX = "_scale_inv"
 """Suffix of a weight's name that gives the name of its scales."""
-CONFIG_KEY = "quantization_config"
-"""Key of config.json that describes how weights are quantized."""
 
-
-_PROJECTION = re.compile(r"model\.layers\.\d+\.(?!eh_proj).*(_proj|_proj_with_mqa|\.w[123])\.weight")
+_PROJECTION = re.compile(
+    r"(?:(?:language_)?model\.)+layers\.\d+\.(?!eh_proj|.*weights_proj).*"
+    r"(_proj|_proj_with_mqa|\.w[123]|indexer\.(wq_b|wk))\.weight"
+)
 
 
 def scale_name(name: str) -> str:
@@ -45,26 +46,10 @@ def is_quantized(name: str, config: JsonMapping) -> bool:
     lists by module. A folder with weights says it itself.
     """
     stated = config.get(CONFIG_KEY)
-    if not isinstance(stated, Mapping) or _PROJECTION.fullmatch(name) is None:
+    if quantized_format(config) != "FP8" or not isinstance(stated, Mapping) or _PROJECTION.fullmatch(name) is None:
         return False
     excluded = stated.get("modules_to_not_convert") or stated.get("ignored_layers") or ()
     return name.removesuffix(".weight") not in excluded
-
-
-def find_config_problem(config: JsonMapping) -> str | None:
-    """Return why weights cannot be read that are quantized as a config.json says; None if they can, or are not."""
-    stated = config.get(CONFIG_KEY)
-    if not stated:
-        return None
-    needs = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}
-    found = {"fmt": "e4m3", **stated} if isinstance(stated, Mapping) else {}
-    if found.get("fmt") == VALUES_DTYPE:  # as MiniMax-M2.5 writes it
-        found["fmt"] = "e4m3"
-    wrong = [f"{key} {found.get(key)}" for key, value in needs.items() if found.get(key) != value]
-    if not wrong:
-        return None
-    wanted = ", ".join(f"{key} {value}" for key, value in needs.items())
-    return f"quantization_config needs {wanted}, got {', '.join(wrong)}; other quantized weights cannot be read"
 
 
 def scales_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:

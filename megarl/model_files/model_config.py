@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from megarl.errors import DataError
 from megarl.model_files.header import StoredTensor
 from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object, read_optional_json_object
+from megarl.model_files.packed_weights import PackedTensor
 from megarl.model_files.weight_index import EMBEDDING_TENSOR, HEAD_TENSOR, INDEX, copied_tensor_patterns, read_headers
 
 SWITCH = "model.trust_remote_code: true"
@@ -99,9 +100,12 @@ ARCHITECTURES: Mapping[str, str] = {
     "gemma2": "Gemma2ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
@@ -111,6 +115,7 @@ ARCHITECTURES: Mapping[str, str] = {
 
 UNTRAINED_TENSORS: Mapping[str, tuple[str, ...]] = {
     "Gemma3ForConditionalGeneration": ("vision_tower.*", "multi_modal_projector.*"),
+    "KimiK25ForConditionalGeneration": ("vision_tower.*", "mm_projector.*"),
     "MiMoForCausalLM": ("model.mtp_layers.*",),
     "Qwen3NextForCausalLM": ("mtp.*",),
     "Qwen3_5ForConditionalGeneration": ("model.visual.*", "mtp.*"),
@@ -182,11 +187,13 @@ def has_own_head(folder: Path) -> bool:
 def holds_same_values(first: StoredTensor, second: StoredTensor) -> bool:
     """Return whether two stored tensors have the same shape and, whatever their dtypes, the same values.
 
+    Weights of 4 bits are not decoded, and never the same.
+
     Raises:
         DataError: a file cannot be read.
     """
     total, elements = prod(first.shape), CHUNK_BYTES // max(first.itemsize, second.itemsize)
-    if first.shape != second.shape:
+    if first.shape != second.shape or isinstance(first, PackedTensor) or isinstance(second, PackedTensor):
         return False
     try:
         with first.file.open("rb") as a, second.file.open("rb") as b:

@@ -1,7 +1,8 @@
 """Read boxes of a model folder's tensors directly into other tensors.
 
 Files are read, not memory-mapped: mapped pages would count as memory of the process. Weights in FP8 are multiplied by
-the scales of their blocks (`block_fp8`), chunk by chunk, on the device that they are read to.
+the scales of their blocks (`block_fp8`), and weights of 4 bits decoded (`packed_weights`): chunk by chunk, on the
+device that they are read to.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from megarl.errors import DataError
 from megarl.model_files.block_fp8 import BLOCK, find_scale_problems, scale_name
 from megarl.model_files.file_plan import Box, contiguous_runs, extent, relative_slices, split_box
 from megarl.model_files.header import StoredTensor
+from megarl.model_files.packed_weights import CODES, GROUP, GROUP_BYTES, PackedFormat, PackedTensor
 from megarl.model_files.weight_index import read_headers
 from megarl_kernels import fp8_block_dequantize
 
@@ -73,6 +74,7 @@ class SafetensorsReader:
 
         Reads only the bytes of the box: directly into `out` if it is contiguous, on the CPU and of the stored dtype,
         else through a scratch buffer of `CHUNK_ELEMENTS` elements. A weight in FP8 is dequantized, unless `out` is FP8.
+        A weight of 4 bits is decoded to its dtype first, whatever that of `out`.
 
         Args:
             out: tensor with the shape of the box, on any device, with any strides.
@@ -87,9 +89,18 @@ class SafetensorsReader:
         dtype: torch.dtype = getattr(torch, stored.dtype)
         _check_request(name, stored, box, dtype, out)
         out = out.detach()
-        scales = self._read_scales(name, box, out, require_finite) if _needs_scales(dtype, out) else None
-        is_direct = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
         check = _FiniteCheck(name, stored) if require_finite and dtype.is_floating_point else None
+        if isinstance(stored, PackedTensor):
+            self._read_packed(name, stored, box, out, check)
+        else:
+            self._read_plain(name, stored, box, out, check)
+        if check is not None:
+            check.raise_if_not_finite()
+
+    def _read_plain(self, name: str, stored: StoredTensor, box: Box, out: Tensor, check: _FiniteCheck | None) -> None:
+        dtype: torch.dtype = getattr(torch, stored.dtype)
+        scales = self._read_scales(name, box, out, check is not None) if _needs_scales(dtype, out) else None
+        is_direct = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
         done = 0
         for chunk in split_box(box, CHUNK_ELEMENTS):
             count = math.prod(extent(chunk))
@@ -102,10 +113,33 @@ class SafetensorsReader:
                 )
                 out[relative_slices(chunk, box)].copy_(part)
             if check is not None:
-                check.update(values, chunk)
+                check.update(values.view(extent(chunk)), chunk)
             done += count
-        if check is not None:
-            check.raise_if_not_finite()
+
+    def _read_packed(self, name: str, packed: PackedTensor, box: Box, out: Tensor, check: _FiniteCheck | None) -> None:
+        if packed.stated_shape is not None:
+            stated = self._read_part(name, packed.stated_shape, ((0, 2),)).tolist()
+            if stated != list(packed.shape):
+                raise DataError(f"{packed.stated_shape.file}: {name}_shape needs {list(packed.shape)}, got {stated}")
+        for chunk in split_box(packed.swap(box), CHUNK_ELEMENTS):
+            *rows, (start, stop) = chunk
+            first, last = start // GROUP, -(-stop // GROUP)
+            values = self._read_part(name, packed.values, (*rows, (first * GROUP_BYTES, last * GROUP_BYTES)))
+            # those of whole rows, which are contiguous: a few bytes of each row would take a read each
+            scales = self._read_part(name, packed.scales, (*rows, (0, packed.scales.shape[-1])))[..., first:last]
+            decoded = _decode(values.to(out.device), scales.to(out.device), packed.format)
+            weight = decoded[..., start - first * GROUP : stop - first * GROUP]
+            weight = weight.transpose(-1, -2) if packed.is_transposed else weight
+            chunk = packed.swap(chunk)
+            out[relative_slices(chunk, box)].copy_(weight)
+            if check is not None:
+                check.update(weight, chunk)
+
+    def _read_part(self, name: str, stored: StoredTensor, box: Box) -> Tensor:
+        """Return a box of a tensor that is part of weight `name`."""
+        values = torch.empty(extent(box), dtype=getattr(torch, stored.dtype))
+        self._read_box(name, stored, box, values)
+        return values
 
     def _read_scales(self, name: str, box: Box, out: Tensor, require_finite: bool) -> _BlockScales:
         """Return the scales of the blocks that the box touches, on the device of `out`."""
@@ -161,6 +195,18 @@ class _BlockScales:
         return fp8_block_dequantize(values, self.scales, row_offset=row, column_offset=column, dtype=dtype)
 
 
+def _decode(values: Tensor, scales: Tensor, kind: PackedFormat) -> Tensor:
+    """Return weights of 4 bits, [..., k], from bytes, uint8 [..., k / 2], and scales [..., k / 32]."""
+    if kind == "MXFP4":
+        powers = torch.tensor([2.0 ** (code - 128) for code in range(256)], dtype=torch.bfloat16, device=scales.device)
+        scales = powers[scales.int()]
+    table = torch.tensor(CODES[kind], dtype=scales.dtype, device=values.device)
+    pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=-1)  # by byte: lower half, upper half
+    words = pairs.view(torch.int32 if scales.itemsize == 2 else torch.int64).view(-1)  # many times faster than pairs
+    groups = words.index_select(0, values.view(-1).int()).view(scales.dtype).view(*scales.shape, GROUP)
+    return (groups * scales.unsqueeze(-1)).flatten(-2)
+
+
 def _needs_scales(dtype: torch.dtype, out: Tensor) -> bool:
     return dtype == torch.float8_e4m3fn and out.dtype != dtype
 
@@ -208,7 +254,7 @@ class _FiniteCheck:
     """Index of the first bad value in the tensor."""
 
     def update(self, values: Tensor, chunk: Box) -> None:
-        """Check the row-major elements of a chunk; a single pass if all are finite."""
+        """Check the elements of a chunk, of its shape; a single pass if all are finite."""
         self.num_checked += values.numel()
         if not values.numel():
             return
@@ -219,8 +265,7 @@ class _FiniteCheck:
             return
         bad = torch.nonzero(~torch.isfinite(values))
         if not self.num_bad:
-            at = np.unravel_index(int(bad[0]), extent(chunk))
-            self.first = tuple(start + int(i) for (start, _), i in zip(chunk, at, strict=True))
+            self.first = tuple(start + int(i) for (start, _), i in zip(chunk, bad[0], strict=True))
         self.num_bad += len(bad)
 
     def raise_if_not_finite(self) -> None:

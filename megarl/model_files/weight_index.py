@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megarl.errors import DataError
 from megarl.model_files.block_fp8 import find_scale_problems, scales_of
+from megarl.model_files.file_plan import Box
 from megarl.model_files.header import StoredTensor, read_header
 from megarl.model_files.json_object import read_json_object
+from megarl.model_files.packed_weights import combine_packed
 
 INDEX = "model.safetensors.index.json"
 """File that maps tensor names to safetensors files, in folders with several of them."""
@@ -19,6 +22,29 @@ MAX_NAMES = 3
 
 
 EMBEDDING_TENSOR, HEAD_TENSOR = "model.embed_tokens.weight", "lm_head.weight"
+
+
+_PAIRED = re.compile(r".*\.experts\.gate_up_proj(_bias)?")
+
+
+def paired_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in which layouts see a stored tensor: [.., n, 2] for [.., 2 n] with gate and up in turn.
+
+    gpt-oss stores the first projections of experts so. A range of pairs is a box, the gates alone are none.
+    """
+    return (*shape[:-1], shape[-1] // 2, 2) if _PAIRED.fullmatch(name) else shape
+
+
+def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in files of a tensor that megarl sees as `shape`, the inverse of `paired_shape`."""
+    return (*shape[:-2], 2 * shape[-2]) if _PAIRED.fullmatch(name) else shape
+
+
+def merge_pairs(box: Box) -> Box:
+    """Return the box in the stored tensor of a box in a tensor of pairs, which has all of each pair."""
+    *rest, (start, stop), pair = box
+    assert pair == (0, 2), box
+    return (*rest, (2 * start, 2 * stop))
 
 
 def derived_tensor_patterns(*, tied: bool) -> tuple[str, ...]:
@@ -44,8 +70,11 @@ def copied_tensor_patterns(*, tied: bool) -> dict[str, str]:
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of the files that the index names, or of all *.safetensors files without an index.
 
+    Weights of 4 bits are a `PackedTensor` each.
+
     Raises:
-        DataError: there are no safetensors files, one cannot be read, or they contradict the index.
+        DataError: there are no safetensors files, one cannot be read, they contradict the index, or a part of a weight
+            of 4 bits is missing or does not fit.
     """
     index = folder / INDEX
     file_of = _read_index(index) if index.exists() else {}
@@ -65,7 +94,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     for name, held_by in file_of.items():
         if name not in tensors:
             raise DataError(f"{index} maps {name} to {held_by}, which does not contain it")
-    return tensors
+    return combine_packed(tensors)
 
 
 def find_tensor_mismatches(

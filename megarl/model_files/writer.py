@@ -17,12 +17,8 @@ from torch import Tensor
 
 from megarl.errors import DataError
 from megarl.model_files.file_plan import Box, PlannedFile, contiguous_runs, extent, relative_slices, split_box
-from megarl.model_files.header import StoredTensor
 from megarl.model_files.reader import CHUNK_ELEMENTS
 from megarl.model_files.weight_index import INDEX
-
-COPY_BYTES = 64 * 2**20
-"""Bytes of a tensor that are copied from another file at a time."""
 
 
 class SafetensorsWriter:
@@ -72,20 +68,6 @@ class SafetensorsWriter:
     def names(self) -> Set[str]:
         """The tensors of its files."""
         return self._file_of.keys()
-
-    def copy(self, source: StoredTensor, name: str) -> None:
-        """Write tensor `name` with the bytes of `source`, a tensor of another file with the same shape and dtype."""
-        file = self._file_of[name]
-        stored, handle = file.tensors[name], self._open(file)
-        assert (stored.shape, stored.dtype) == (source.shape, source.dtype), name
-        with source.file.open("rb") as there:
-            for at in range(0, stored.num_bytes, COPY_BYTES):
-                there.seek(source.offset + at)
-                data = there.read(min(COPY_BYTES, stored.num_bytes - at))
-                if not data:
-                    raise DataError(f"{source.file} ends within {name}")
-                _write_run(handle, memoryview(data), stored.offset + at)
-        self._written[file.name] += stored.num_bytes
 
     def finish(self) -> None:
         """Fsync and close the files.

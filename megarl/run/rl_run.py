@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 
 from megarl.batch.pack import ColumnName
+from megarl.batch.routes import ROUTES
 from megarl.batch.sample_table import SampleKey
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.checkpoint.run_lock import require_lock
@@ -209,7 +210,11 @@ class RLRun(StageRun):
             return
         self._sync.begin_scoring()
         with self.phase("logprobs"):
-            batch.columns["old_logprobs"] = self.trainer.logprobs(batch.forward_request(self.config))
+            request = batch.forward_request(self.config)
+            request = replace(request, records_routes=self.config.trainer.moe.router_replay == "R2")
+            batch.columns["old_logprobs"] = self.trainer.logprobs(request)
+            if request.records_routes:
+                batch.routes = self.trainer.take_routes(request)
 
     def add_reference_logprobs(self, batch: RolloutBatch) -> None:
         """Add `ref_logprobs` if the algorithm uses a reference, and `old_logprobs` if the reward has a KL penalty."""
@@ -338,6 +343,8 @@ class RLRun(StageRun):
                 self.notify(record.skipped)
         if not record.skipped:
             request = self.with_update_guard(batch.train_request(self.config, self.policy_loss(token_loss, nll=nll)))
+            if batch.routes is not None:
+                request = replace(request, columns={**request.columns, ROUTES: batch.routes})
             if before is None and request.versions is not None and not request.versions.num_current_tokens:
                 probe = self._probe_engines()
                 why = self._apply(self._limits.check_engines(probe, step=self.step))

@@ -58,6 +58,8 @@ class RolloutBatch:
     """Per completion: N numbers each."""
     columns: dict[ColumnName, Payload[TokenColumn]] = field(default_factory=dict)
     """Per token: references to arrays in the object store."""
+    routes: Payload[TokenColumn] | None = None
+    """References to the routes that the pass for `old_logprobs` has recorded; None: it has not."""
     sample_indices: list[int] | None = None
     """Completions to train on, possibly repeated; None: each completion once."""
     versions: BatchVersions | None = None

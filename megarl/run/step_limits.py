@@ -21,7 +21,7 @@ from megarl.config.limits import (
     LimitsConfig,
     describe_healthy,
 )
-from megarl.megatron.requests import MISMATCH_MESSAGE, MISMATCH_METRICS, UpdateGuardSpec
+from megarl.megatron.requests import MISMATCH_MESSAGE, MISMATCH_METRICS, MISSING_ROUTES, UpdateGuardSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,7 @@ _CHECKED_METRICS: Mapping[StepStage, tuple[tuple[str, str], ...]] = {
     "trained": (
         ("kl", "policy/kl_reference"),
         ("grad_norm", "grad_norm_max"),
+        ("missing_routes", MISSING_ROUTES),
     ),
 }
 """Per stage, the limits to check and the metric that each one bounds; `MismatchLimits` has further ones."""

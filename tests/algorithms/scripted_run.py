@@ -85,6 +85,10 @@ class FakeModel:
     def logprobs(self, request: ForwardRequest) -> Any:
         return self.values(request, "logprobs")
 
+    def take_routes(self, request: ForwardRequest) -> Any:
+        self.log.append(Call(self.name, "routes", request))
+        return LocalPayload([{s.key: np.full((s.num_tokens, 1, 2), s.key, np.uint8) for s in request.samples}])
+
     def scores(self, request: ForwardRequest) -> dict[SampleKey, float]:
         self.log.append(Call(self.name, "scores", request))
         return {sample.key: self.score(self.value_key(sample)) for sample in request.samples}

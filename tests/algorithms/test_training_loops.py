@@ -107,6 +107,18 @@ def test_kl_in_the_reward_uses_logprobs_before_the_update(
     assert [row["kl/reference"] for row in run.metrics] == pytest.approx([0.5] * 3)
 
 
+def test_routes_of_the_pass_for_old_logprobs_are_replayed_by_the_policy_alone(tmp_path: Path) -> None:
+    trainer = {"moe": {"router_replay": "R2"}}
+    tree = {"type": "ppo", "kl_reward": {"coefficient": 0.1}}
+    run = run_script(tmp_path, tree, differing_rewards, trainer=trainer)
+    assert run.call_order[:4] == ["engines sample", "policy logprobs", "policy routes", "reference logprobs"]
+    (request,), (critic,) = run.arguments("policy", "train"), run.arguments("critic", "train")
+    assert request.columns.keys() - {"advantages"} == {"old_logprobs", "routes"}
+    assert columns_of(request)["routes"].keys() == set(KEYS)
+    assert "routes" not in critic.columns
+    assert [each.records_routes for each in run.arguments("reference", "logprobs")] == [False]
+
+
 def test_dapo_resamples_until_it_has_enough_informative_groups(tmp_path: Path) -> None:
     def script(label: str, number: int, sample: int) -> float:
         return float(sample == 0 and (label, number) in {("step-1", 1), ("step-1-2", 0), ("step-1-2", 1)})

@@ -37,12 +37,13 @@ def long_tailed(count: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 6, 7, 40])
 def test_cost_counts_every_multiplication(num_tokens):
-    cost = SequenceCost(matmul_parameters=11, attention_layers=5, attention_width=3, windowed_layers=2, window=6)
+    windows = {"windowed_layers": 2, "window": 6}
+    cost = SequenceCost(matmul_parameters=11, attention_layers=5, attention_width=3, index_width=7, **windows)
     multiplications = 0
     for query in range(num_tokens):
         multiplications += 11
         for key in range(query + 1):
-            multiplications += 3 * (5 if query - key < 6 else 3)
+            multiplications += 3 * (5 if query - key < 6 else 3) + 7
     assert cost.flops(num_tokens) == 2 * multiplications
 
 

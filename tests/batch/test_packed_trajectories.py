@@ -34,8 +34,17 @@ def random_segment(random: Random, group: int, segment: int, **values: Any) -> T
         policy_versions=np.array(versions, np.int32),
         segment=segment,
         turn_rewards=tuple(random.random() for _ in range(count_turns(mask_T))) if random.random() < 0.5 else (),
+        routes=random_routes(random, n),
         **values,
     )
+
+
+def random_routes(random: Random, num_tokens: int) -> Any:
+    """Return routes through 3 layers in one byte or two per expert, or None."""
+    kind = random.choice([None, np.uint8, np.uint16])
+    if kind is None:
+        return None
+    return np.array([random.randrange(256) for _ in range(num_tokens * 6)], kind).reshape(num_tokens, 3, 2)
 
 
 def random_group(random: Random, group: int) -> list[Trajectory]:
@@ -133,7 +142,7 @@ def test_a_token_takes_eight_bytes():
     arrays = {"token_ids": np.zeros(n, np.int32), "logprobs": np.zeros(n, np.float32), "loss_mask": mask}
     versions = np.where(mask, np.arange(n) // 5000, -1).astype(np.int32)
     trajectory = Trajectory(prompt_id="a", group_id=0, policy_versions=versions, **arrays)  # type: ignore[arg-type]
-    assert PackedTrajectories.of([trajectory] * 8).data.nbytes == 8 * (8 * n + 16 + 3 * 9)
+    assert PackedTrajectories.of([trajectory] * 8).data.nbytes == 8 * (8 * n + 20 + 3 * 9)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=12))

@@ -27,7 +27,7 @@ def table() -> str:
     lines = ["| family | published models | layers | compared with transformers | SGLang |", "|---|---|---|---|---|"]
     for architecture in (*FAMILY_READERS, *TEXT_PARTS):
         models = [name for name in ACCEPTED if published(name)["architectures"][0] == architecture]
-        layers = "; ".join(dict.fromkeys(describe(read(name)) for name in models)) or "as its language model"
+        layers = "; ".join(dict.fromkeys(describe(read(name)) for name in models)) or "-"
         lines.append(f"| `{architecture}` | {', '.join(models) or '-'} | {layers} | {compared(architecture)} |")
     lines += ["", "| published model | why it is refused |", "|---|---|"]
     lines += [f"| {name} | {message.replace('.*', '...')} |" for name, message in REFUSED.items()]

@@ -21,6 +21,8 @@ from tests.megatron.fidelity.models import save_model
 STEPS = 2
 TOLERANCE = 1e-4
 HEAD = "lm_head.weight"
+WITH_EXPERTS = ("deepseek_v3", "mixtral")
+"""Models that are trained with the routes of the engines."""
 OUTSIDE = {"mistral": MISTRAL_PATH}
 """Import path of the families that are not part of the package."""
 REWARD = {"terms": {"a_to_m": {"type": "format", "pattern": "[a-m]"}}}
@@ -57,12 +59,13 @@ CASES = QUICK | SLOW
 def test_trainer_and_engine_log_probabilities_agree(case, models, world, tmp_path, ranks):
     name, parallel, rollout, strategy = CASES[case]
     folder = save_with_tokenizer(name, models, world)
+    moe = {"router_replay": "R3"} if name in WITH_EXPERTS else {}
     tree = run_tree(
         world,
         tmp_path / "run",
         model={"path": str(folder), "family": OUTSIDE.get(name)},
         data={"path": str(world / "data/train.jsonl")},
-        trainer={"steps": STEPS, "optimizer": {"lr": 1e-3}, "parallel": parallel},
+        trainer={"steps": STEPS, "optimizer": {"lr": 1e-3}, "parallel": parallel, "moe": moe},
         rollout={"max_new_tokens": 12} | rollout,
         reward=REWARD,
         weight_sync={"strategy": strategy},
@@ -75,6 +78,7 @@ def test_trainer_and_engine_log_probabilities_agree(case, models, world, tmp_pat
     assert steps[0]["grad_norm"] > 0
     for row in steps:
         assert row["train_infer_mismatch/logprob_abs_max"] <= TOLERANCE
+        assert row.get("router_replay/missing_share") == (0 if moe else None)
     require_trained(folder, tmp_path / "run/model")
 
 

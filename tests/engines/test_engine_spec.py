@@ -17,7 +17,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.model_files.model_config import read_stop_token_ids
 from tests.errors import expect_error
 from tests.megatron.fidelity.models import CONFIGS
-from tests.model_files.quantized import QUANTIZATION
+from tests.model_files.quantized import INT4, QUANTIZATION
 
 
 def folder(tmp_path, **files):
@@ -150,7 +150,9 @@ def test_stubs_are_not_on_the_path_of_this_process():
     assert str(STUBS_FOLDER) not in sys.path
 
 
-UNSUPPORTED_ON_CPU = {"gemma2", "deepseek_v3 without query latent"}
+UNSUPPORTED_ON_CPU = {"gemma2", "deepseek_v3 without query latent", "minimax_m2"}
+UNSUPPORTED_ON_CPU |= {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
+UNSUPPORTED_ON_CPU |= {"deepseek_v32", "glm_moe_dsa", "gpt_oss"}
 UNSUPPORTED = {"qwen3_moe", "qwen3_moe sparse step"}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 
@@ -182,11 +184,16 @@ def needed(option, needs, got):
 
 SOFTCAPPING = "attn_logit_softcapping needs engines on cuda, the CPU engine leaves it out, got 50.0 on cpu"
 YARN = "latent attention needs rope type yarn on the CPU engine, got default on cpu"
+SINKS = "attention sinks need engines on cuda, the CPU engine has none, got cpu"
 FP8 = "weights in FP8 need engines on cuda, SGLang packs them on the CPU, got cpu"
 FULL, ALTERNATING = ["full_attention"] * 2, ["sliding_attention", "full_attention"]
 UNSCALED = "model.path: f: SGLang does not read how rope is scaled, its type needs to be default, got linear"
 AS_YARN = "default or yarn, it runs any other as yarn"
 QUANTIZED = "model.path: f: a weight sync needs quantization_config"
+CONVERT = (
+    "which a weight sync cannot update; write a folder in bfloat16 first: megarl convert hf-to-megatron, and megarl "
+    "convert megatron-to-hf from its output"
+)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +212,26 @@ QUANTIZED = "model.path: f: a weight sync needs quantization_config"
         ("deepseek_v3", {"topk_method": "greedy"}, "cpu", needed("topk_method", "noaux_tc", "greedy")),
         ("deepseek_v3 without query latent", {}, "cpu", f"placement.device: f: {YARN}"),
         ("deepseek_v3", {"rope_parameters": LINEAR}, "cuda", needed("rope type", AS_YARN, "linear")),
+        ("glm_moe_dsa", {"indexer_rope_interleave": "absent"}, "cuda", needed("indexer_rope_interleave", True, None)),
+        (
+            "deepseek_v32",
+            {},
+            "cpu",
+            "placement.device: f: the indexer of DeepseekV32ForCausalLM needs engines on cuda, got cpu",
+        ),
+        ("gpt_oss", {}, "cpu", f"placement.device: f: {SINKS}"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "cuda", unread("tie_word_embeddings", False, True)),
         ("qwen2", quantized(), "cpu", f"placement.device: f: {FP8}"),
         ("qwen2", quantized(scale_fmt="ue8m0"), "cuda", f"{QUANTIZED}.scale_fmt None or float, got ue8m0"),
         ("qwen2", quantized(activation_scheme="static"), "cuda", f"{QUANTIZED}.activation_scheme dynamic, got static"),
+        ("qwen2", quantized(quant_method="mxfp4"), "cuda", f"model.path: f: engines would run in MXFP4, {CONVERT}"),
+        ("qwen2", {"quantization_config": INT4}, "cpu", f"model.path: f: engines would run in INT4, {CONVERT}"),
+        (
+            "qwen2",
+            {"text_config": {"quantization_config": INT4}},
+            "cuda",
+            f"model.path: f: engines would run in INT4, {CONVERT}",
+        ),
     ],
 )
 def test_each_unsupported_option_is_reported(name, changes, device, problem):

@@ -15,6 +15,7 @@ from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.megatron.request_split import split_by_dp, split_forward_by_dp
 from megarl.megatron.requests import ForwardRequest, ModelSpec, PushRequest, SyncSetup, TrainerSpec, TrainRequest
+from megarl.model_files.weight_index import stored_shape
 from tests.megatron.ranks import CollectingSink
 
 
@@ -82,13 +83,20 @@ def train_step(trainer: Any, request: TrainRequest) -> dict[str, float]:
 
 def trained_parameters(model: Any) -> dict[str, Any]:
     """Return this rank's parameters under the local names of its layout."""
-    of = {parameter.data_ptr(): parameter for chunk in model.chunks for parameter in chunk.module.parameters()}
+    parameters = (parameter for chunk in model.chunks for parameter in chunk.module.parameters())
+    of = {parameter.data_ptr(): parameter for parameter in parameters if parameter.requires_grad}
     return {name: of[tensor.data_ptr()] for name, tensor in model.tensors().items() if tensor.data_ptr() in of}
 
 
 def collect_gradients(trainer: Any) -> dict[str, torch.Tensor]:
     """Return this rank's gradients under the local names of its layout."""
-    return {name: parameter.main_grad.clone() for name, parameter in trained_parameters(trainer.model).items()}
+    from megarl.megatron.hf_weights.local_layout import local_view
+
+    map_of = trainer.model.architecture.parameter_map
+    return {
+        name: local_view(map_of(name), parameter.main_grad.clone())
+        for name, parameter in trained_parameters(trainer.model).items()
+    }
 
 
 def sync_weights(worker: Any) -> dict[str, torch.Tensor]:
@@ -129,4 +137,4 @@ def gather_full(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch
             target.copy_(local)
     for name, tensor in full_tensors.items():
         assert not tensor.isnan().any(), f"no rank holds all of {name}"
-    return full_tensors
+    return {name: tensor.view(stored_shape(name, tuple(tensor.shape))) for name, tensor in full_tensors.items()}

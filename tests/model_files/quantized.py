@@ -1,4 +1,4 @@
-"""Model folders with weights in FP8, written and read block by block in plain loops."""
+"""Model folders with quantized weights: FP8, written and read block by block in plain loops, and INT4."""
 
 import json
 import re
@@ -16,7 +16,33 @@ QUANTIZATION: dict[str, Any] = {
     "weight_block_size": [128, 128],
 }
 """`quantization_config` of DeepSeek-V3."""
-_PROJECTION = re.compile(r"model\.layers\.\d+\..*(?<!\.eh)_proj(_with_mqa)?\.weight")
+INT4: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "ignore": ["lm_head", r"re:.*self_attn.*", r"re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": 32,
+                "symmetric": True,
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "observer": "minmax",
+            },
+        }
+    },
+}
+"""`quantization_config` of Kimi-K2.5."""
+_PROJECTION = re.compile(r"model\.layers\.\d+\..*((?<!\.eh)(?<!weights)_proj(_with_mqa)?|\.wq_b|\.wk)\.weight")
 
 
 def is_quantized(name: str) -> bool:
@@ -46,6 +72,17 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
             at = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
             weight[at] = (values[at].float() * scales[i, j].float()).to(dtype)
     return weight
+
+
+def pack_int4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the parts of a weight [m, k] in INT4: the largest magnitude of 32 values becomes 7.5, which is -8 or 7."""
+    m, k = weight.shape
+    groups = weight.float().view(m, k // 32, 32)
+    scale = (groups.abs().amax(-1) / 7.5).to(weight.dtype)
+    codes = ((groups / scale.unsqueeze(-1).float()).round().clamp(-8, 7).long() + 8).view(m, k // 8, 8)
+    words = sum(codes[..., i] << (4 * i) for i in range(8))  # the first value is in the lowest bits
+    packed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    return {"packed": packed, "scale": scale, "shape": torch.tensor([m, k])}
 
 
 def quantize_tensors(tensors: dict[str, torch.Tensor], scale_dtype: torch.dtype = torch.float32) -> dict[str, Any]:

@@ -14,12 +14,11 @@ from safetensors.torch import save_file
 
 from megarl.errors import DataError
 from megarl.model_files import reader
-from megarl.model_files.block_fp8 import find_config_problem
 from megarl.model_files.file_plan import contiguous_runs, extent, split_box
 from megarl.model_files.reader import SafetensorsReader
 from megarl.model_files.weight_index import find_tensor_mismatches
 from tests.errors import expect_error
-from tests.model_files.quantized import QUANTIZATION, dequantize, quantize
+from tests.model_files.quantized import dequantize, quantize
 
 CASES = [
     ((), ()),
@@ -292,26 +291,3 @@ def test_folder_check_knows_scales(tmp_path):
     save_file(tensors | {"u": tensors["w"].clone()}, tmp_path / "model.safetensors")
     (problem,) = find_tensor_mismatches(tmp_path, needed | {"u": SHAPE})
     assert problem.endswith("its scales u_scale_inv are missing; 1 more weights likewise")
-
-
-@pytest.mark.parametrize(
-    ("stated", "got"),
-    [
-        (QUANTIZATION | {"weight_block_size": [1, 32]}, "got weight_block_size [1, 32]"),
-        ({"quant_method": "fp8"}, "got weight_block_size None"),
-        (QUANTIZATION | {"fmt": "e5m2"}, "got fmt e5m2"),
-        ({"quant_method": "awq"}, "got quant_method awq, weight_block_size None"),
-        ("fp8", "got quant_method None"),
-    ],
-)
-def test_other_quantizations_are_not_read(stated, got):
-    problem = find_config_problem({"quantization_config": stated})
-    assert problem.startswith("quantization_config needs quant_method fp8, weight_block_size [128, 128], fmt e4m3, got")
-    assert got in problem
-
-
-def test_published_quantizations_are_read():
-    without_format = {key: value for key, value in QUANTIZATION.items() if key != "fmt"}
-    as_dtype, unquantized_head = {"fmt": "float8_e4m3fn"}, {"modules_to_not_convert": ["lm_head"]}
-    for stated in (None, QUANTIZATION, without_format, QUANTIZATION | as_dtype, QUANTIZATION | unquantized_head):
-        assert find_config_problem({"quantization_config": stated}) is None

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,3 +59,15 @@ def make_group_job(
         sampling=Sampling(temperature=1.0, max_new_tokens=max_new_tokens),
         **fields,
     )
+
+
+def token_routes(token_ids: Any) -> Any:
+    """Return routes through 2 layers that tell the tokens, uint16 [n, 2, 2]."""
+    ids = np.asarray(token_ids, np.uint16)
+    return np.stack([ids, ids + 1, ids + 2, ids], axis=1).reshape(-1, 2, 2)
+
+
+def with_routes(generation: Generation, request: GenerationRequest) -> Generation:
+    """Return a generation with the routes that an engine returns with it."""
+    token_ids = [*request.token_ids, *generation.token_ids.tolist()]
+    return replace(generation, routes=token_routes(token_ids)[request.num_routed : -1])

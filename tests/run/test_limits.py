@@ -178,6 +178,11 @@ KL_SKIP = {"kl": {"max": 0.5, "action": "skip"}}
             "trainer and engine disagree about the log-probability of a sampled token",
         ),
         (
+            *({}, "trained", {**trained_metrics(), "router_replay/missing_share": 0.02}, "warn"),
+            "router_replay/missing_share = 0.02 passed limits.missing_routes = 0.01",
+        ),
+        ({}, "trained", {**trained_metrics(), "router_replay/missing_share": 0.005}, "none", ""),
+        (
             {"grad_norm": {"max": 1, "action": "skip"}},
             *("trained", {**trained_metrics(3, grad_norm=1), "grad_norm_max": 3.0}, "warn"),
             "1 of 4 updates were skipped, 1 for limits.grad_norm",

@@ -114,7 +114,7 @@ def plan_import(
 
     Args:
         dtype: `float32`, `bfloat16`, or `auto`: the smaller of these that represents every stored weight exactly, and
-            bfloat16 for weights in FP8, whose products with their scales are rounded.
+            bfloat16 for quantized weights, whose products with their scales are rounded.
         family: import path of the model's family, if that is outside the package.
 
     Raises:

@@ -19,6 +19,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.megatron.attention_kernels import find_attention_problem
 from megarl.megatron.families.architecture import Head, ModelArchitecture, load_family
 from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
+from megarl.megatron.families.feed_forward import MixtureOfExperts
 from megarl.megatron.families.load_architecture import (
     drop_missing_mtp_layers,
     find_folder_notices,
@@ -36,9 +37,9 @@ from megarl.megatron.mcore_fields import (
     optimizer_fields,
     override_model_fields,
 )
-from megarl.model_files.block_fp8 import CONFIG_KEY
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.model_files.model_config import read_stop_token_ids
+from megarl.model_files.quantization import quantized_format
 
 
 def will_write_model(config: StageConfig) -> bool:
@@ -76,6 +77,18 @@ def _text(value: object) -> str:
 LINE_WIDTH = 110
 
 
+def _find_replay_problems(config: StageConfig, experts: MixtureOfExperts) -> Iterator[str]:
+    key, replay = "trainer.moe.router_replay", config.trainer.moe.router_replay
+    if not isinstance(config, RunConfig):
+        yield f"{key}: only megarl train passes over a token more than once in a step, got {replay}"
+    elif replay == "R3" and config.rollout.engine.is_custom:
+        yield f"{key}: R3 needs rollout.engine.type: sglang, got {config.rollout.engine.type}"
+    if experts.routing.top_k < 2:
+        yield f"{key}: needs at least 2 experts per token, got {experts.routing.top_k}"
+    if config.trainer.megatron.model.get("moe_router_fusion"):
+        yield f"{key}: needs megatron.model.moe_router_fusion: false, as the fused kernel chooses experts itself"
+
+
 def find_megatron_problems(config: StageConfig, model: ModelArchitecture, device: str | None) -> Iterator[str]:
     """Find fields of `trainer.megatron` and `trainer.moe` that do not fit the policy or the device.
 
@@ -90,8 +103,10 @@ def find_megatron_problems(config: StageConfig, model: ModelArchitecture, device
         for name in trainer.megatron.model:
             if name.startswith("moe_"):
                 yield f"{key}.{name}: {model.name} has no experts"
-        if trainer.moe.freeze_router or trainer.moe.aux_loss_coeff:
+        if trainer.moe.freeze_router or trainer.moe.aux_loss_coeff or trainer.moe.router_replay != "none":
             yield f"trainer.moe: {model.name} has no experts"
+    elif trainer.moe.router_replay != "none":
+        yield from _find_replay_problems(config, model.experts)
     num_chunks = trainer.megatron.model.get("mlp_chunks_for_training", 1)
     if model.experts is not None and num_chunks != 1:
         yield f"{key}.mlp_chunks_for_training: the routers of {model.name} need whole micro-batches, got {num_chunks}"
@@ -162,6 +177,7 @@ def describe_megatron(config: StageConfig, model: ModelArchitecture, device: str
     has_te, megatron, optimizer = device != "cpu", config.trainer.megatron, config.trainer.optimizer
     te_layers, parallel = has_te and _has_te_layers(config, model), config.trainer.parallel
     fusions = fusion_fields(model, has_te=has_te, te_layers=te_layers, has_wgrad_kernel=has_te)
+    fusions["moe_router_fusion"] &= config.trainer.moe.router_replay == "none"
     layers = "Transformer Engine" if te_layers else "torch"
     overlap = has_te and config.placement.slots > parallel.tp * parallel.pp
     fields = optimizer_fields(optimizer, megatron, overlap=overlap) | {"optimizer": optimizer.type}
@@ -303,7 +319,7 @@ def find_model_problems(
     yield from find_attention_problems(config, model, gpus)
     if isinstance(config, RunConfig):
         yield from _find_engine_tp_problems(model, config.rollout.tp)
-        if hf_config.get(CONFIG_KEY) and config.weight_sync.strategy == "gather_hf":
+        if quantized_format(hf_config) == "FP8" and config.weight_sync.strategy == "gather_hf":
             yield (
                 f"weight_sync.strategy: engines of {folder} need weights in FP8, which micro_dp and exact send, "
                 "gather_hf does not"

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megarl.batch.routes import EngineRoutes
 from megarl.engines.engine import (
     UNFINISHED,
     Generation,
@@ -139,8 +140,8 @@ class _Attempt:
 class RequestRunner:
     """The requests in flight of one engine."""
 
-    def __init__(self, host: EngineHost, stop_token_ids: Sequence[int]) -> None:
-        self._host, self._stop_token_ids = host, list(stop_token_ids)
+    def __init__(self, host: EngineHost, stop_token_ids: Sequence[int], routes: EngineRoutes | None = None) -> None:
+        self._host, self._stop_token_ids, self._routes = host, list(stop_token_ids), routes
         self._in_flight: dict[str, _Attempt] = {}
         """By request id."""
         self._num_attempts = 0
@@ -324,6 +325,8 @@ class RequestRunner:
                 "stop_token_ids": self._stop_token_ids,
             },
             return_logprob=True,
+            return_routed_experts=self._routes is not None,
+            routed_experts_start_len=request.num_routed,
         )
         self._running.add(attempt)
         try:
@@ -334,7 +337,7 @@ class RequestRunner:
             self._running.discard(attempt)
             if not self._running:
                 self._idle.set()
-        return _read_generation(answer)
+        return _read_generation(answer, self._routes)
 
 
 def _remember(times: dict[str, float], request_id: str) -> None:
@@ -346,8 +349,9 @@ def _remember(times: dict[str, float], request_id: str) -> None:
         del times[oldest]
 
 
-def _read_generation(answer: Mapping[str, Any]) -> Generation:
+def _read_generation(answer: Mapping[str, Any], routes: EngineRoutes | None) -> Generation:
     meta = answer["meta_info"]
+    encoded = meta.get("routed_experts")
     sampled = meta.get("output_token_logprobs") or []
     versions = np.full(len(sampled), int(meta["weight_version"]), np.int32)
     for span in meta.get("weight_versions") or []:
@@ -357,4 +361,5 @@ def _read_generation(answer: Mapping[str, Any]) -> Generation:
         logprobs=np.array([logprob for logprob, *_ in sampled], np.float32),
         policy_versions=versions,
         finish_reason=meta["finish_reason"]["type"],
+        routes=None if routes is None or encoded is None else routes.decode(encoded),
     )

@@ -104,6 +104,35 @@ def _log(message: str) -> None:
     sys.stdout.flush()
 
 
+def capture_routes_on_cpu() -> None:
+    """Keep the routes of the CPU engine in unpinned memory: SGLang pins it through CUDA; no-op if CUDA is available."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.mem_cache.pool_host import common
+
+    def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: object) -> torch.Tensor:
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def fit_route_buffer() -> None:
+    """Make room for the routes of a whole pass: SGLang takes the size of a chunk, also if prompts are not chunked."""
+    from sglang.srt.runtime_context import get_schedule
+    from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
+
+    create = RoutedExpertsCapturer.create
+
+    def create_with_room(*, num_tokens: int, max_running_requests: int, **others: Any) -> RoutedExpertsCapturer | None:
+        is_chunked = get_schedule().chunked_prefill_size > 0
+        room = max_running_requests if is_chunked else max(num_tokens, max_running_requests)
+        return create(num_tokens=num_tokens, max_running_requests=room, **others)
+
+    RoutedExpertsCapturer.create = staticmethod(create_with_room)
+
+
 def idle_on_cpu() -> None:
     """Let schedulers in this process sleep during pauses, and flush without a garbage collection; no-op on CUDA."""
     import torch
@@ -241,6 +270,8 @@ class SchedulerProcess:
         use_batched_attention_on_cpu()
         use_shared_prefill_on_cpu()
         idle_on_cpu()
+        capture_routes_on_cpu()
+        fit_route_buffer()
         send_versions_with_partial_outputs()
         if self.gate is not None:
             import sglang.srt.models.registry  # noqa: F401 -- imports the models, which loading one would do

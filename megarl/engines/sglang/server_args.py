@@ -49,6 +49,7 @@ def make_engine_arguments(spec: EngineSpec) -> dict[str, object]:
         "max_running_requests": spec.max_running_requests,
         "mem_fraction_static": spec.mem_fraction,
         "enable_memory_saver": True if spec.releases_memory and spec.device == "cuda" else None,
+        "enable_return_routed_experts": None if spec.routes is None else True,
         "nccl_port": spec.port if spec.nnodes == 1 else None,  # else it is that of `dist_init_addr`
         "dist_init_addr": spec.dist_init_addr,
     }

@@ -140,7 +140,7 @@ class SglangEngine(RolloutEngine):
         """
         self._spec = spec
         self._host = MultiNodeHost(spec, nodes) if nodes else EngineHost(spec)
-        self._requests = RequestRunner(self._host, spec.stop_token_ids)
+        self._requests = RequestRunner(self._host, spec.stop_token_ids, spec.routes)
         self._weights = WeightSession(self._host, self._requests)
         self._update = UpdateRunner(self._weights)
         self._released = ReleasedMemory(self._host)

@@ -3,6 +3,7 @@
     <root>/latest_checkpointed_iteration.txt    folder to load: `release` or an iteration number
     <root>/release/ or <root>/iter_0000100/     metadata.json, .metadata (the index), *.distcp (the tensors), common.pt
     <root>/hf/                                  config.json, tokenizer and other files of the model folder
+    <root>/hf/passed/                           its tensors that exports repeat, such as those of a vision tower
 
 The first two are Megatron-LM's. megarl adds the third, which conversion back to Hugging Face format needs. The index is
 a pickle, which is read without executing code of its author. What is not a tensor is in

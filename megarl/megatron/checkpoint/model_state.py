@@ -164,14 +164,17 @@ def checkpoint_name(architecture: ModelArchitecture, name: str) -> str:
         return name
     number = architecture.num_layers + int(layer["mtp"]) if layer["mtp"] else int(layer["decoder"] or 0)
     in_model = architecture.layer(number)
-    is_latent = isinstance(in_model.attention, LatentAttention)
+    attention = in_model.attention
+    is_latent = isinstance(attention, LatentAttention)
+    # an indexer reads the normalized query latent
+    has_fused_norms = isinstance(attention, LatentAttention) and attention.indexer is None
     in_layer = name[layer.end() :]
     match in_layer:
         case "input_layernorm.weight" if not is_latent:
             in_layer = "self_attention.linear_qkv.layer_norm_weight"
-        case "self_attention.q_layernorm.weight" if is_latent:
+        case "self_attention.q_layernorm.weight" if has_fused_norms:
             in_layer = "self_attention.linear_q_up_proj.layer_norm_weight"
-        case "self_attention.kv_layernorm.weight" if is_latent:
+        case "self_attention.kv_layernorm.weight" if has_fused_norms:
             in_layer = "self_attention.linear_kv_up_proj.layer_norm_weight"
         case "pre_mlp_layernorm.weight" if not in_model.has_routed_experts:
             in_layer = "mlp.linear_fc1.layer_norm_weight"

@@ -27,7 +27,7 @@ from typing import Literal, Protocol, TypeVar
 from megarl.batch.balance import SequenceCost
 from megarl.config.section import load_object
 from megarl.errors import ConfigError
-from megarl.megatron.families.attention import Attention
+from megarl.megatron.families.attention import Attention, LatentAttention
 from megarl.megatron.families.feed_forward import FeedForward, LayerPart, MixtureOfExperts, ShardingUnit
 from megarl.megatron.families.parameter_map import ParameterMap, RowRange, replicated, split_rows
 from megarl.model_files.json_object import JsonMapping
@@ -65,9 +65,11 @@ class Layer:
     weight layouts and sync, export, memory, cost.
 
     Examples:
-        >>> rope = Rope(theta=10_000, max_positions=512)
-        >>> attention = GroupedQueryAttention(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, rope=rope)
-        >>> Layer(attention=attention, mlp=GatedMlp(hidden_size=64, ffn_size=128)).has_routed_experts
+        >>> from megarl import models
+        >>> rope = models.Rope(theta=10_000, max_positions=512)
+        >>> sizes = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+        >>> mlp = models.GatedMlp(hidden_size=64, ffn_size=128)
+        >>> Layer(attention=models.GroupedQueryAttention(rope=rope, **sizes), mlp=mlp).has_routed_experts
         False
     """
 
@@ -90,9 +92,11 @@ class ModelArchitecture:
     """A model as its config.json describes it: what it computes and how its parameters map to Hugging Face tensors.
 
     Examples:
-        >>> rope = Rope(theta=10_000, max_positions=512)
-        >>> attention = GroupedQueryAttention(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, rope=rope)
-        >>> layer = Layer(attention=attention, mlp=GatedMlp(hidden_size=64, ffn_size=128))
+        >>> from megarl import models
+        >>> rope = models.Rope(theta=10_000, max_positions=512)
+        >>> sizes = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+        >>> mlp = models.GatedMlp(hidden_size=64, ffn_size=128)
+        >>> layer = Layer(attention=models.GroupedQueryAttention(rope=rope, **sizes), mlp=mlp)
         >>> model = ModelArchitecture(
         ...     name="LlamaForCausalLM",
         ...     hidden_size=64,
@@ -117,7 +121,10 @@ class ModelArchitecture:
     """The decoder layers."""
     mtp_layers: tuple[Layer, ...] = ()
     """The multi-token-prediction (MTP) layers. They are loaded and saved, never trained."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"
+    mlp_clamp: float | None = None
+    """Limit c of MLPs that compute activation(min(gate, c)) * (1 + up limited to -c and c) (gpt-oss); None: no limit,
+    and no 1."""
     zero_centered_norms: bool = False
     """Norms multiply by 1 + weight."""
     embedding_scale: float = 1.0
@@ -361,12 +368,14 @@ def sequence_cost(model: ModelArchitecture) -> SequenceCost:
     """Return the coefficients of the model's cost per sequence, from its sizes alone."""
     attentions = [layer.attention for layer in model.layers if layer.attention.score_width]
     windows = [a.window for a in attentions if a.window]
+    indexers = [a.indexer for a in attentions if isinstance(a, LatentAttention) and a.indexer]
     return SequenceCost(
         matmul_parameters=_num_matmul_parameters(model),
         attention_layers=len(attentions),
         attention_width=max((a.score_width for a in attentions), default=0),
         windowed_layers=len(windows),
         window=max(windows, default=0),
+        index_width=sum(indexer.score_width for indexer in indexers),
     )
 
 
@@ -383,7 +392,8 @@ def _num_layer_parameters(layer: Layer) -> int:
         for name in part.parameter_names():
             mapping = part.map_parameter("", name)
             assert mapping is not None, name
-            rows = [rows for group in mapping.parts for rows in group if len(rows.shape) == 2]
+            is_matrix = mapping.stacked or len(mapping.parts[0][0].shape) == 2
+            rows = [rows for group in mapping.parts for rows in group if is_matrix and not name.endswith("bias")]
             elements = sum((r.stop - r.start) * prod(r.shape[1:]) for r in rows)
             if mapping.expert is None:
                 always += elements

@@ -225,6 +225,48 @@ class GroupedQueryAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Indexer:
+    """Lightning indexer of DeepSeek sparse attention (DeepSeek-V3.2): it selects the keys that a query attends to.
+
+    The score of a key is the sum over heads of weight * relu(query of the head * key). Selecting has no gradient, so
+    the parameters are never trained. They are replicated over tensor-parallel ranks.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    """Number of keys that a query attends to: those with the highest scores, the earlier of equal ones."""
+    interleaved_rope: bool
+    """RoPE rotates neighboring dimensions together; False: those half of the rotated dimensions apart."""
+
+    @property
+    def score_width(self) -> int:
+        """Multiplications per position that a query may attend to."""
+        return self.num_heads * self.head_dim
+
+    def parameter_names(self) -> list[str]:
+        """Return the megatron-core names of the parameters, relative to the indexer."""
+        return ["linear_wq_b.weight", "linear_wk.weight", "k_norm.weight", "k_norm.bias", "linear_weights_proj.weight"]
+
+    def map_parameter(self, hf_prefix: str, name: str, latent: LatentAttention) -> ParameterMap | None:
+        """Return the map of parameter `name` of the indexer of `latent`; None if there is no such parameter."""
+        match name:
+            case "linear_wq_b.weight":
+                assert latent.q_lora_rank is not None, "an indexer reads the query latent"
+                return replicated(hf_prefix + "wq_b.weight", self.score_width, latent.q_lora_rank, frozen=True)
+            case "linear_wk.weight":
+                return replicated(hf_prefix + "wk.weight", self.head_dim, latent.hidden_size, frozen=True)
+            case "k_norm.weight" | "k_norm.bias":  # published in float32, and so in SGLang
+                return replicated(hf_prefix + name, self.head_dim, dtype="float32", frozen=True)
+            case "linear_weights_proj.weight":
+                return replicated(hf_prefix + "weights_proj.weight", self.num_heads, latent.hidden_size, frozen=True)
+        return None
+
+
+_INDEXER = "core_attention.indexer."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
     """Multi-head latent attention, MLA (arXiv 2412.19437, section 2.1.1).
 
@@ -254,8 +296,13 @@ class LatentAttention:
     qk_rope_head_dim: int
     v_head_dim: int
     rope: Rope
+    indexer: Indexer | None = None
+    """What selects the keys that a query attends to; None: it attends to all before it."""
 
-    window: ClassVar[int] = 0
+    @property
+    def window(self) -> int:
+        """Maximum number of positions that a token attends to; 0: all before it."""
+        return self.indexer.top_k if self.indexer else 0
 
     @property
     def score_width(self) -> int:
@@ -267,6 +314,7 @@ class LatentAttention:
         queries = ["linear_q_down_proj.weight", "q_layernorm.weight", "linear_q_up_proj.weight"]
         keys = ["linear_kv_down_proj.weight", "kv_layernorm.weight", "linear_kv_up_proj.weight"]
         attention = [*(["linear_q_proj.weight"] if self.q_lora_rank is None else queries), *keys, "linear_proj.weight"]
+        attention += [_INDEXER + name for name in self.indexer.parameter_names()] if self.indexer else []
         return ["input_layernorm.weight", *(f"self_attention.{name}" for name in attention)]
 
     def map_parameter(self, prefix: str, name: str) -> ParameterMap | None:
@@ -274,6 +322,8 @@ class LatentAttention:
         if name == "input_layernorm.weight":
             return replicated(prefix + name, self.hidden_size)
         mcore_name, hf_prefix = name.removeprefix("self_attention."), prefix + "self_attn."
+        if self.indexer and mcore_name.startswith(_INDEXER):
+            return self.indexer.map_parameter(hf_prefix + "indexer.", mcore_name.removeprefix(_INDEXER), self)
         return self._map_query(mcore_name, hf_prefix) or self._map_key_value_output(mcore_name, hf_prefix)
 
     def sharding_units(self, prefix: str) -> list[ShardingUnit]:

@@ -15,10 +15,13 @@ import re
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from megarl.megatron.families.parameter_map import ParameterMap, replicated, split_columns, split_rows
-
-EXPERT_BIAS = "router.expert_bias"
-"""End of the name of megatron-core's buffer that holds a router's expert bias: no parameter, and not trained."""
+from megarl.megatron.families.parameter_map import (
+    ParameterMap,
+    replicated,
+    split_columns,
+    split_rows,
+    stacked_row,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ class LayerPart(Protocol):
 
 
 _EXPERT = re.compile(
-    r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc(?P<local>[12])\.weight|linear_fc(?P<grouped>[12])\.weight(\d+))"
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc(?P<local>[12])\.(?P<kind>weight|bias)"
+    r"|linear_fc(?P<grouped>[12])\.weight(\d+))"
 )
 
 
@@ -128,6 +132,7 @@ class HfExpertNames:
 
     block: str = "mlp"
     shared: str = "mlp.shared_experts"
+    router: str = "gate"
     expert_bias: str = "gate.e_score_correction_bias"
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -155,15 +160,20 @@ class MixtureOfExperts:
     """The output of the shared experts is multiplied by the sigmoid of a linear of the hidden state (Qwen3-Next)."""
     expert_bias: bool = False
     """The router selects experts with a float32 bias per expert (megatron-core's buffer `expert_bias`)."""
+    biases: bool = False
+    """Router and experts have biases, and each Hugging Face tensor stacks all experts: their matrices are transposed,
+    columns of gate and up alternate (gpt-oss). Where they do, the tensor's last dimension is seen as [width, 2]."""
 
     def parameter_names(self) -> list[str]:
         """Return the megatron-core names of the parameters."""
         names = ["pre_mlp_layernorm.weight", "mlp.router.weight"]
-        names += [f"mlp.{EXPERT_BIAS}"] if self.expert_bias else []
+        names += ["mlp.router.bias"] if self.biases else []
+        names += ["mlp.router.expert_bias"] if self.expert_bias else []
         names += [
-            f"mlp.experts.local_experts.{expert}.linear_fc{i}.weight"
+            f"mlp.experts.local_experts.{expert}.linear_fc{i}.{kind}"
             for expert in range(self.num_experts)
             for i in (1, 2)
+            for kind in (("weight", "bias") if self.biases else ("weight",))
         ]
         if self.shared_ffn_size:
             names += ["mlp.shared_experts.gate_weight"] if self.shared_gate else []
@@ -174,16 +184,23 @@ class MixtureOfExperts:
         """Return the map of parameter `name`; None if there is no such parameter."""
         expert = _EXPERT.fullmatch(name)
         if expert:
-            return self._map_expert(prefix, int(expert[1] or expert[4]), expert["local"] or expert["grouped"])
+            number, linear = int(expert[1] or expert[5]), expert["local"] or expert["grouped"]
+            if self.biases:
+                return self._map_stacked(prefix, number, linear + (expert["kind"] or "weight"))
+            return self._map_expert(prefix, number, linear)
         hidden, shared = self.hidden_size, f"{prefix}{self.hf_names.shared}."
         match name:
             case "pre_mlp_layernorm.weight":
                 return replicated(prefix + "post_attention_layernorm.weight", hidden)
             case "mlp.router.weight":
-                return replicated(f"{prefix}{self.hf_names.block}.gate.weight", self.num_experts, hidden)
+                return replicated(
+                    f"{prefix}{self.hf_names.block}.{self.hf_names.router}.weight", self.num_experts, hidden
+                )
+            case "mlp.router.bias" if self.biases:
+                return replicated(f"{prefix}{self.hf_names.block}.{self.hf_names.router}.bias", self.num_experts)
             case "mlp.router.expert_bias" if self.expert_bias:
                 bias = f"{prefix}{self.hf_names.block}.{self.hf_names.expert_bias}"
-                return replicated(bias, self.num_experts, dtype="float32")
+                return replicated(bias, self.num_experts, dtype="float32", frozen=True)
             case "mlp.shared_experts.gate_weight" if self.shared_gate:
                 return replicated(f"{prefix}{self.hf_names.shared}_gate.weight", 1, hidden)
             case "mlp.shared_experts.linear_fc1.weight":
@@ -194,17 +211,30 @@ class MixtureOfExperts:
 
     def sharding_units(self, prefix: str) -> list[ShardingUnit]:
         """Return the units that parallel ranks must divide evenly."""
+        width = "experts.gate_up_proj has pairs of columns"
+        width = width if self.biases else f"experts.0.{self.hf_names.gate}.weight has rows"
         units = [
             ShardingUnit(f"{prefix}{self.hf_names.block} has experts", self.num_experts, "ep"),
-            ShardingUnit(
-                f"{prefix}{self.hf_names.block}.experts.0.{self.hf_names.gate}.weight has rows", self.ffn_size, "etp"
-            ),
+            ShardingUnit(f"{prefix}{self.hf_names.block}.{width}", self.ffn_size, "etp"),
         ]
         if self.shared_ffn_size:
             units.append(
                 ShardingUnit(f"{prefix}{self.hf_names.shared}.gate_proj.weight has rows", self.shared_ffn_size, "tp")
             )
         return units
+
+    def _map_stacked(self, prefix: str, expert: int, parameter: str) -> ParameterMap | None:
+        """Return the map of parameter `1weight` (gate and up), `2weight` (down), or a bias of these."""
+        number, hidden, ffn = self.num_experts, self.hidden_size, self.ffn_size
+        tensor = f"{prefix}{self.hf_names.block}.experts."
+        match parameter:
+            case "1weight":
+                return stacked_row(f"{tensor}gate_up_proj", number, hidden, ffn, 2, expert=expert, shard_dim=2)
+            case "1bias":
+                return stacked_row(f"{tensor}gate_up_proj_bias", number, ffn, 2, expert=expert, shard_dim=1)
+            case "2weight":
+                return stacked_row(f"{tensor}down_proj", number, ffn, hidden, expert=expert, shard_dim=1)
+        return stacked_row(f"{tensor}down_proj_bias", number, hidden, expert=expert, shard_dim=None)
 
     def _map_expert(self, prefix: str, expert: int, linear: str) -> ParameterMap:
         hf_prefix = f"{prefix}{self.hf_names.block}.experts.{expert}."

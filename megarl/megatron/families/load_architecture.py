@@ -12,6 +12,7 @@ from megarl.megatron.families import (
     deepseek_v3,
     gemma,
     glm4_moe,
+    gpt_oss,
     llama,
     minimax_m2,
     mixtral,
@@ -30,7 +31,6 @@ from megarl.megatron.families.architecture import (
     hf_tensors_of,
     load_family,
 )
-from megarl.model_files.block_fp8 import find_config_problem
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.model_files.model_config import (
     UNTRAINED_TENSORS,
@@ -41,7 +41,14 @@ from megarl.model_files.model_config import (
     language_config,
     read_model_config,
 )
-from megarl.model_files.weight_index import HEAD_TENSOR, derived_tensor_patterns, find_tensor_mismatches, read_headers
+from megarl.model_files.quantization import find_config_problem
+from megarl.model_files.weight_index import (
+    HEAD_TENSOR,
+    derived_tensor_patterns,
+    find_tensor_mismatches,
+    read_headers,
+    stored_shape,
+)
 
 FAMILY_READERS: Mapping[str, FamilyReader] = {
     "Qwen2ForCausalLM": qwen2.read,
@@ -52,8 +59,11 @@ FAMILY_READERS: Mapping[str, FamilyReader] = {
     "Gemma3ForCausalLM": gemma.read_gemma3,
     "MixtralForCausalLM": mixtral.read,
     "DeepseekV3ForCausalLM": deepseek_v3.read,
+    "DeepseekV32ForCausalLM": deepseek_v3.read_v32,
     "Glm4MoeForCausalLM": glm4_moe.read,
     "Glm4MoeLiteForCausalLM": deepseek_v3.read_glm_flash,
+    "GlmMoeDsaForCausalLM": deepseek_v3.read_glm5,
+    "GptOssForCausalLM": gpt_oss.read,
     "MiMoForCausalLM": qwen2.read_mimo,
     "MiniMaxM2ForCausalLM": minimax_m2.read,
     "Qwen3NextForCausalLM": qwen3_next.read_next,
@@ -90,6 +100,10 @@ TEXT_PARTS: Mapping[str, TextPart] = {
             "max_position_embeddings": 131_072,
             "rms_norm_eps": 1e-6,
         },
+    ),
+    "KimiK25ForConditionalGeneration": TextPart(
+        read=deepseek_v3.read,
+        renames=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
     ),
     "Qwen3_5ForConditionalGeneration": TextPart(read=qwen3_next.read_dense, renames=_QWEN3_5),
     "Qwen3_5MoeForConditionalGeneration": TextPart(read=qwen3_next.read_moe, renames=_QWEN3_5),
@@ -166,7 +180,6 @@ def require_family(path: str, family: str | None, *, key: str = "model.family") 
 MISSING_FEATURES = {
     "mamba_num_heads": "Mamba-2 layers",
     "ssm_state_size": "state-space layers",
-    "index_topk": "sparse attention with an indexer",
     "num_kv_shared_layers": "layers that share keys and values",
     "attention_chunk_size": "chunked attention",
     "encoder_layers": "an encoder",
@@ -182,10 +195,12 @@ def _describe_unknown(architecture: str, config: JsonMapping, *, origin: str) ->
     """Return the message for an architecture without a reader: what megarl lacks for it, as far as its keys tell."""
     keys = language_config(config)
     lacks = [f"{key} {keys[key]} ({feature})" for key, feature in MISSING_FEATURES.items() if keys.get(key)]
-    advice = "model.family names a family outside the package, which describes each layer"
     if lacks:
         return f"{origin}: architecture {architecture} is not supported, it needs {' and '.join(lacks)}"
-    return f"{origin}: architecture {architecture} is not supported, though no key names a missing feature; {advice}"
+    return (
+        f"{origin}: architecture {architecture} is not supported, though no key names a missing feature; model.family "
+        f"names a family outside the package, which describes each layer"
+    )
 
 
 def _architecture_name(config: JsonMapping, origin: str) -> str:
@@ -345,7 +360,7 @@ def find_weight_problems(folder: Path, model: ModelArchitecture) -> list[str]:
 
     Tensors that are ignored as copies of others are compared with these, the only ones whose values are read.
     """
-    needed = {name: spec.shape for name, spec in model.tensors("float32").items()}
+    needed = {name: stored_shape(name, spec.shape) for name, spec in model.tensors("float32").items()}
     derived = map(model.hf_name, derived_tensor_patterns(tied=model.tie_embeddings))
     ignored = (*derived, *model.ignored_patterns, *model.passed_patterns)
     problems = find_tensor_mismatches(

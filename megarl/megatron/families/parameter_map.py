@@ -64,16 +64,21 @@ class ParameterMap:
     """
     dtype: str | None = None
     """Torch dtype name, e.g. "float32", of the parameter and its tensors; None: the model's dtype."""
+    frozen: bool = False
+    """The parameter or buffer is loaded, synced and saved, and has no gradient."""
+    stacked: bool = False
+    """The tensor has one row for each expert, the expert's parameter transposed; shards are viewed so too
+    (`local_layout.local_view`)."""
 
 
-def replicated(tensor: str, *shape: int, dtype: str | None = None) -> ParameterMap:
+def replicated(tensor: str, *shape: int, dtype: str | None = None, frozen: bool = False) -> ParameterMap:
     """Map a parameter to a tensor of `shape` that every tensor-parallel rank holds in full.
 
     Examples:
         >>> replicated("model.norm.weight", 8).shard_dim is None
         True
     """
-    return ParameterMap(((RowRange.all(tensor, shape),),), None, dtype=dtype)
+    return ParameterMap(((RowRange.all(tensor, shape),),), None, dtype=dtype, frozen=frozen)
 
 
 def split_rows(
@@ -100,6 +105,19 @@ def split_columns(tensor: str, height: int, width: int, expert: int | None = Non
     return ParameterMap(((RowRange.all(tensor, (height, width)),),), 1, expert)
 
 
+def stacked_row(tensor: str, *shape: int, expert: int, shard_dim: int | None) -> ParameterMap:
+    """Map an expert's parameter to row `expert` of a tensor of `shape`, which has the parameters of all experts.
+
+    Args:
+        shard_dim: dimension of the tensor that tensor-parallel ranks split.
+
+    Examples:
+        >>> local_shape(stacked_row("mlp.experts.down_proj", 4, 16, 8, expert=3, shard_dim=1), 2)
+        (1, 8, 8)
+    """
+    return ParameterMap(((RowRange(tensor, shape, expert, expert + 1),),), shard_dim, expert, stacked=True)
+
+
 def local_shape(mapping: ParameterMap, size: int, *, rows: int | None = None) -> tuple[int, ...]:
     """Return the shape of the parameter's shard on each of `size` ranks that split it.
 
@@ -121,8 +139,8 @@ def shard_pieces(
 
     For a routed expert, `rank` and `size` are those of expert tensor parallelism.
     """
-    if mapping.shard_dim == 1:
-        yield from _column_pieces(local, mapping, local_shape, rank)
+    if mapping.shard_dim:
+        yield _column_piece(local, mapping, local_shape, rank)
         return
     shards = size if mapping.shard_dim == 0 else 1
     index = rank if mapping.shard_dim == 0 else 0
@@ -145,8 +163,11 @@ def shard_pieces(
     assert target_start == local_shape[0], (local, local_shape)
 
 
-def _column_pieces(local: str, mapping: ParameterMap, local_shape: tuple[int, ...], rank: int) -> Iterator[ShardPiece]:
+def _column_piece(local: str, mapping: ParameterMap, local_shape: tuple[int, ...], rank: int) -> ShardPiece:
+    """Return the piece of a parameter that ranks split along another dimension than the first."""
     ((rows,),) = mapping.parts
-    height, width = local_shape
-    assert rows.shape[0] == height, (local, rows.shape, local_shape)
-    yield ShardPiece(rows.tensor, ((0, height), (rank * width, (rank + 1) * width)), local, ((0, height), (0, width)))
+    assert rows.stop - rows.start == local_shape[0], (local, rows, local_shape)
+    box = [(rows.start, rows.stop), *((0, n) for n in rows.shape[1:])]
+    dim, width = mapping.shard_dim or 0, local_shape[mapping.shard_dim or 0]
+    box[dim] = (rank * width, (rank + 1) * width)
+    return ShardPiece(rows.tensor, tuple(box), local, tuple((0, n) for n in local_shape))

@@ -34,12 +34,12 @@ import torch.distributed as dist
 from megarl.cluster.process.atomic_files import atomic_write
 from megarl.errors import DataError, LostLockError, MegarlError, WeightSyncError
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.model_files.block_fp8 import CONFIG_KEY
-from megarl.model_files.file_plan import PlannedFile
-from megarl.model_files.header import StoredTensor
+from megarl.model_files.file_plan import PlannedFile, TensorSpecs
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.model_files.model_config import copy_companions, read_model_config
-from megarl.model_files.weight_index import matches_any, read_headers
+from megarl.model_files.quantization import CONFIG_KEY
+from megarl.model_files.reader import SafetensorsReader
+from megarl.model_files.weight_index import matches_any, merge_pairs, read_headers, stored_shape
 from megarl.model_files.writer import SafetensorsWriter, publish
 from megarl.reshard.layout.layout import TensorSpec, WeightLayout
 from megarl.reshard.layout.topology import Topology
@@ -58,7 +58,7 @@ from types import MappingProxyType
 import numpy as np
 from torch import Tensor
 
-from megarl.model_files.block_fp8 import BLOCK, scale_shape
+from megarl.model_files.block_fp8 import BLOCK, VALUES_DTYPE, scale_shape, scales_of
 from megarl.model_files.file_plan import assign_files, plan_files, relative_slices, split_box
 from megarl.reshard.layout.layout import Box, ShardPiece, extent, intersect, slices, volume
 from megarl.reshard.layout.model_tensors import ModelTensors
@@ -205,7 +205,9 @@ class FileSink:
         boxes: dict[str, dict[Box, Tensor]] = defaultdict(dict)
         for slot in slots:
             elements = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
-            boxes[slot.local][slot.local_box] = elements.view(extent(slot.local_box))
+            is_paired = len(slot.local_box) > len(self._writer.full_box(slot.local))
+            box = merge_pairs(slot.local_box) if is_paired else slot.local_box
+            boxes[slot.local][box] = elements.view(extent(box))
         for name, values in boxes.items():
             union = _bounding_rows(list(values), self._writer.full_box(name))
             if union is None:
@@ -256,7 +258,7 @@ def plan_export(
     folder: Path,
     layouts: Sequence[WeightLayout],
     copies: Mapping[str, str] = MappingProxyType({}),
-    passed: Mapping[str, StoredTensor] = MappingProxyType({}),
+    passed: TensorSpecs = MappingProxyType({}),
 ) -> ExportPlan:
     """Plan the files in `folder` and their writers, given the layouts of all ranks.
 
@@ -273,9 +275,9 @@ def plan_export(
     groups: dict[tuple[int, ...], dict[str, tuple[tuple[int, ...], str]]] = defaultdict(dict)
     written = {name: name for name in tensors} | dict(copies)
     for name, source in written.items():
-        groups[tuple(holders[source])][name] = (tensors[source].shape, tensors[source].dtype)
+        groups[tuple(holders[source])][name] = (stored_shape(source, tensors[source].shape), tensors[source].dtype)
     if passed:
-        groups[()] = {name: (stored.shape, stored.dtype) for name, stored in passed.items()}
+        groups[()] = dict(passed)
     files = plan_files(folder, list(groups.values()), FILE_BYTES)
     writers = assign_files(files, held)
     order = _interleave_writers(files, writers)
@@ -355,7 +357,7 @@ def save(model: MegatronModel, source: str, folder: str, *, require_lock: Callab
     writer = SafetensorsWriter(target, plan.files_of(rank))
     with ExitStack() as undo:
         undo.callback(writer.discard)
-        _on_all_ranks(target, lambda: _write(context, model, writer, passed))
+        _on_all_ranks(target, lambda: _write(context, model, writer, passed, Path(source)))
         if is_publisher:
             _set_dtype(config, model.layout.tensors)
             _set_head(config, model.architecture)
@@ -375,12 +377,42 @@ def _duplicated_tensors(model: MegatronModel, source: Path) -> dict[str, str]:
     return {name: original for name, original in duplicates.items() if name in stored}
 
 
-def _passed_tensors(model: MegatronModel, source: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of `source` that the export repeats unchanged; none if `source` has no weights."""
-    patterns = model.architecture.passed_patterns
-    if not patterns or not any(source.glob("*.safetensors")):
+PASSED = "passed"
+"""Subfolder with the tensors that an export repeats, beside the other files of a model folder without weights."""
+
+
+def save_passed(model: MegatronModel, source: Path, target: Path) -> None:
+    """Write the tensors of `source` that exports repeat to `target`/passed, if there are any; by one rank only."""
+    passed, folder = _passed_tensors(model, source), target / PASSED
+    if not passed:
+        return
+    folder.mkdir()
+    files = plan_files(folder, [passed], FILE_BYTES)
+    writer = SafetensorsWriter(folder, files)
+    _write_passed(writer, passed, source)
+    writer.finish()
+    publish(folder, files)
+
+
+def _folder_of_passed(source: Path) -> Path:
+    return source if any(source.glob("*.safetensors")) else source / PASSED
+
+
+def _passed_tensors(model: MegatronModel, source: Path) -> TensorSpecs:
+    """Return the tensors of `source` that the export repeats; none if neither it nor its subfolder has weights.
+
+    Those that are quantized become bfloat16, as the export states no quantization.
+    """
+    patterns, folder = model.architecture.passed_patterns, _folder_of_passed(source)
+    if not patterns or not any(folder.glob("*.safetensors")):
         return {}
-    return {name: stored for name, stored in read_headers(source).items() if matches_any(name, patterns)}
+    stored = read_headers(folder)
+    without = scales_of(stored)
+    return {
+        name: (tensor.shape, "bfloat16" if tensor.dtype == VALUES_DTYPE else tensor.dtype)
+        for name, tensor in stored.items()
+        if name not in without and matches_any(name, patterns)
+    }
 
 
 def _gather_layouts(layout: WeightLayout) -> tuple[list[WeightLayout], Topology]:
@@ -428,10 +460,9 @@ def _prepare(source: Path, target: Path, require_lock: Callable[[], None]) -> Js
 
 
 def _write(
-    context: SyncContext, model: MegatronModel, writer: SafetensorsWriter, passed: Mapping[str, StoredTensor]
+    context: SyncContext, model: MegatronModel, writer: SafetensorsWriter, passed: TensorSpecs, source: Path
 ) -> None:
-    for name in passed.keys() & writer.names:
-        writer.copy(passed[name], name)
+    _write_passed(writer, passed, source)
     tensors = model.tensors()
     for piece in model.layout.pieces:
         needs = torch_dtype(model.layout.tensors[piece.tensor].dtype)
@@ -446,6 +477,19 @@ def _write(
         sink.close()
         strategy.close()
     sink.finish()
+
+
+def _write_passed(writer: SafetensorsWriter, passed: TensorSpecs, source: Path) -> None:
+    """Write the tensors of `source` that the export repeats and that are in this rank's files."""
+    names = passed.keys() & writer.names
+    if not names:
+        return
+    with SafetensorsReader(_folder_of_passed(source)) as folder:
+        for name in sorted(names):
+            for box in split_box(writer.full_box(name), MAX_JOINED_ELEMENTS):
+                values = torch.empty(extent(box), dtype=torch_dtype(passed[name][1]))
+                folder.read(name, box, values)
+                writer.write(name, box, values)
 
 
 def _publish(
@@ -464,8 +508,10 @@ def _set_dtype(config: JsonObject, tensors: Mapping[str, TensorSpec]) -> None:
     bytes_of: dict[str, int] = defaultdict(int)
     for spec in tensors.values():
         bytes_of[spec.dtype] += num_bytes(spec)
-    names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
-    config.update(dict.fromkeys(names, max(bytes_of, key=lambda dtype: bytes_of[dtype])))
+    dtype = max(bytes_of, key=lambda dtype: bytes_of[dtype])
+    stated = [(keys, name) for keys in _language_keys(config) for name in ("dtype", "torch_dtype") if name in keys]
+    for keys, name in stated or [(config, "torch_dtype")]:
+        keys[name] = dtype
 
 
 def _set_head(config: JsonObject, model: ModelArchitecture) -> None:
@@ -481,6 +527,14 @@ def _set_head(config: JsonObject, model: ModelArchitecture) -> None:
 def describe_weights(config: JsonObject, model: ModelArchitecture) -> None:
     """Describe the weights of `model` in `config`: their number of MTP layers, which may be missing, not quantized."""
     key = "num_nextn_predict_layers"
-    config.pop(CONFIG_KEY, None)
-    if (config.get(key) or 0) != model.num_mtp_layers:
-        config[key] = model.num_mtp_layers
+    for keys in _language_keys(config):
+        keys.pop(CONFIG_KEY, None)
+    keys = _language_keys(config)[-1]
+    if (keys.get(key) or 0) != model.num_mtp_layers:
+        keys[key] = model.num_mtp_layers
+
+
+def _language_keys(config: JsonObject) -> list[JsonObject]:
+    """Return the objects of a config.json that hold keys of the language model; the last one takes precedence."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]

@@ -9,24 +9,39 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.feed_forward import EXPERT_BIAS
-from megarl.megatron.families.parameter_map import local_shape, shard_pieces
+from megarl.megatron.families.parameter_map import ParameterMap, local_shape, shard_pieces
 from megarl.megatron.modeling.gpt_model import ModelChunk
 from megarl.megatron.runtime import platform
 from megarl.model_files.reader import SafetensorsReader
-from megarl.reshard.layout.layout import ShardPiece, WeightLayout, slices
+from megarl.model_files.weight_index import merge_pairs, stored_shape
+from megarl.reshard.layout.layout import ShardPiece, WeightLayout, extent, slices
 from megarl.reshard.transfer.bucket import dtype_name, torch_dtype
 
 
-def local_tensors(chunks: Sequence[ModelChunk]) -> dict[str, Tensor]:
-    """Return this rank's tensors by megatron-core name, with global layer and expert numbers."""
+def local_tensors(model: ModelArchitecture, chunks: Sequence[ModelChunk]) -> dict[str, Tensor]:
+    """Return this rank's tensors by megatron-core name, with global layer and expert numbers (`local_view`)."""
     tensors: dict[str, Tensor] = {}
     for chunk in chunks:
         held = {name: parameter.data for name, parameter in chunk.module.named_parameters()}
         # the only buffer that is part of the model's weights
-        held |= {name: buffer for name, buffer in chunk.module.named_buffers() if name.endswith(EXPERT_BIAS)}
-        tensors |= {chunk.global_name(name): tensor for name, tensor in held.items()}
+        held |= {name: buffer for name, buffer in chunk.module.named_buffers() if name.endswith("router.expert_bias")}
+        for name, tensor in held.items():
+            global_name = chunk.global_name(name)
+            tensors[global_name] = local_view(model.parameter_map(global_name), tensor)
     return tensors
+
+
+def local_view(mapping: ParameterMap, tensor: Tensor) -> Tensor:
+    """Return a view of a parameter, or its gradient, in the order of dimensions of its Hugging Face tensor.
+
+    It differs from the parameter for rows of stacked tensors: [out, in] becomes [1, in, out], and gate above up
+    [2 n, in] becomes [1, in, n, 2].
+    """
+    if not mapping.stacked:
+        return tensor
+    if len(mapping.parts[0][0].shape) == tensor.dim() + 2:
+        tensor = tensor.view(2, -1, *tensor.shape[1:])
+    return tensor.permute(*reversed(range(tensor.dim())))[None]
 
 
 def mtp_tensors(model: ModelArchitecture, groups: ProcessGroupCollection, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -75,6 +90,14 @@ def read_weights(
         for piece in layout.pieces:
             if piece.tensor in optional_tensors and piece.tensor not in folder.tensors:
                 continue
-            folder.require_shape(piece.tensor, layout.tensors[piece.tensor].shape)
+            shape = layout.tensors[piece.tensor].shape
+            stored = stored_shape(piece.tensor, shape)
+            folder.require_shape(piece.tensor, stored)
             out = tensors[piece.local][slices(piece.local_box)]
-            folder.read(piece.tensor, piece.box, out, require_finite=True)
+            if stored == shape:
+                folder.read(piece.tensor, piece.box, out, require_finite=True)
+            else:
+                box = merge_pairs(piece.box)
+                pairs = torch.empty(extent(box), dtype=out.dtype, device=out.device)
+                folder.read(piece.tensor, box, pairs, require_finite=True)
+                out.copy_(pairs.view(out.shape))

@@ -17,7 +17,7 @@ from megarl.megatron.modeling.megatron_model import MegatronModel
 from megarl.megatron.requests import PreparedSync, PushRequest, PushResult, SyncSetup
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import ModelReplica, model_replicas
-from megarl.reshard.layout.quantized_layout import cast_layout, cast_name, cast_vectors, quantized_tensors
+from megarl.reshard.layout.quantized_layout import cast_dtypes, cast_layout, quantized_tensors
 from megarl.reshard.layout.sampled_boxes import SampledBox
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
@@ -57,18 +57,17 @@ class WeightSyncWorker:
     def __init__(self, model: MegatronModel, setup: SyncSetup) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         self._model, self._rank = model, rank
-        needs = list(setup.needs.values()) if setup.transfer_spec is None else setup.transfer_spec.needs
-        quantized = quantized_tensors(needs)
-        self._quantizer = _make_quantizer(model, quantized) if quantized else None
-        quantized_layout = model.layout if self._quantizer is None else self._quantizer.layout
-        dtypes = cast_vectors(model.layout.tensors, needs)
-        self._layout = cast_layout(quantized_layout, dtypes)
-        self._casts = {
-            cast_name(piece.local, dtypes[piece.tensor]): (piece.local, torch_dtype(dtypes[piece.tensor]))
-            for piece in model.layout.pieces
-            if piece.tensor in dtypes
-        }
-        """By name of the local tensor that is sent, the one that is held, and the dtype in which it is sent."""
+        needs = list(setup.needs.values() if setup.transfer_spec is None else setup.transfer_spec.needs)
+        quantized, dtypes = quantized_tensors(needs), cast_dtypes(model.layout.tensors, needs)
+        held = cast_layout(model.layout, dtypes)
+        self._casts = (
+            {piece.local: torch_dtype(dtypes[piece.tensor]) for piece in held.pieces if piece.tensor in dtypes}
+            if dtypes
+            else {}
+        )
+        """Dtypes of the local tensors that are sent in another one than the model's."""
+        self._quantizer = _make_quantizer(model, held, quantized) if quantized else None
+        self._layout = held if self._quantizer is None else self._quantizer.layout
         layouts = exchange_layouts(self._layout, rank)
         self._transfer_spec: TransferSpec | None = None
         self._sender: BoxSender | None = None
@@ -136,8 +135,8 @@ class WeightSyncWorker:
     def _sent_tensors(self) -> Mapping[str, Tensor]:
         """Return the tensors that `_layout` names; those that engines need in another dtype are converted now."""
         held = self._model.tensors()
-        cast = {name: held[local].to(dtype) for name, (local, dtype) in self._casts.items()}
-        return {**(held if self._quantizer is None else self._quantizer.quantize(held)), **cast}
+        held |= {local: held[local].to(dtype) for local, dtype in self._casts.items()}
+        return held if self._quantizer is None else self._quantizer.quantize(held)
 
     def _offer_boxes(self, receiver: str, abort_seconds: float) -> BoxSender:
         strategy = self.strategy
@@ -163,13 +162,13 @@ def _context(
     )
 
 
-def _make_quantizer(model: MegatronModel, names: Collection[str]) -> BlockQuantizer:
+def _make_quantizer(model: MegatronModel, layout: WeightLayout, names: Collection[str]) -> BlockQuantizer:
     groups = model.groups
 
     def group_number(local: str) -> int:
         return 0 if model.architecture.parameter_map(local).expert is None else 1
 
-    return BlockQuantizer(model.layout, names, (groups.tp, groups.expt_tp), group_number)
+    return BlockQuantizer(layout, names, (groups.tp, groups.expt_tp), group_number)
 
 
 def _grid(groups: ProcessGroupCollection, world: int) -> RankGrid:

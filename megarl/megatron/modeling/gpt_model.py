@@ -61,7 +61,7 @@ def build_chunks(
         _apply_architecture(module, architecture, groups, head)
         chunk = ModelChunk(module=module.to(platform.device()), layers=layers, first_expert=first_expert)
         _set_dtypes(chunk, architecture)
-        _mark_experts(chunk, architecture)
+        _mark_experts(chunk, architecture, groups)
         _check_shard_marks(chunk, architecture, groups)
         chunks.append(chunk)
     return chunks
@@ -130,26 +130,34 @@ def _set_dtypes(chunk: ModelChunk, architecture: ModelArchitecture) -> None:
             parameter.data = parameter.data.to(torch_dtype(dtype))
 
 
-def _mark_experts(chunk: ModelChunk, architecture: ModelArchitecture) -> None:
+def _mark_experts(chunk: ModelChunk, architecture: ModelArchitecture, groups: ProcessGroupCollection) -> None:
     """Mark routed experts: reduced over expert-data-parallel ranks, and counted in the gradient norm on every rank.
+
+    A bias that the expert tensor ranks have copies of is counted on the first of them.
 
     megatron-core marks them for the reduction only if ep > 1; with tp > 1 and ep = 1 their gradients would stay
     unreduced. It leaves the mark for the norm to the linear layer, of which some versions lack it.
     """
     for name, parameter in chunk.module.named_parameters():
-        if architecture.parameter_map(chunk.global_name(name)).expert is not None:
+        mapping = architecture.parameter_map(chunk.global_name(name))
+        if mapping.expert is not None:
             parameter.allreduce = False
-            parameter.tensor_model_parallel = True
+            parameter.tensor_model_parallel = mapping.shard_dim is not None or groups.expt_tp.rank() == 0
 
 
 def _check_shard_marks(chunk: ModelChunk, architecture: ModelArchitecture, groups: ProcessGroupCollection) -> None:
-    """Assert that the gradient norm counts every parameter once: shards on all ranks, copies on the first rank."""
+    """Assert that the gradient norm counts every parameter once: shards on all ranks, copies on the first rank.
+
+    Frozen parameters have no gradient.
+    """
     for name, parameter in chunk.module.named_parameters():
         mapping = architecture.parameter_map(chunk.global_name(name))
         is_split, is_marked = mapping.shard_dim is not None, getattr(parameter, "tensor_model_parallel", False)
-        size = (groups.tp if mapping.expert is None else groups.expt_tp).size()
-        assert mapping.expert is None or (is_marked and not parameter.allreduce), f"expert weight {name} is not marked"
-        assert size == 1 or is_split == is_marked, f"{name}: split over {size} ranks {is_split}, marked {is_marked}"
+        is_expert, sharing = mapping.expert is not None, groups.tp if mapping.expert is None else groups.expt_tp
+        is_counted = is_split or (is_expert and sharing.rank() == 0)
+        assert parameter.requires_grad != mapping.frozen, f"{name}: frozen {mapping.frozen}"
+        assert not is_expert or not parameter.allreduce, f"expert weight {name} is not marked"
+        assert sharing.size() == 1 or is_counted == is_marked, f"{name}: counted {is_counted}, marked {is_marked}"
 
 
 def _scale_embedding(module: LanguageModule, scale: float) -> None:

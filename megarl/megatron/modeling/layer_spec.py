@@ -32,13 +32,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megarl.config.megatron import MegatronConfig
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.attention import Attention, GatedDeltaNet, LatentAttention
+from megarl.megatron.families.attention import Attention, GatedDeltaNet, GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
 from megarl.megatron.mcore_fields import fusion_fields, needs_torch_layers
 from megarl.megatron.modeling.rotary import score_scale
-from megarl.megatron.modeling.router import PackLayer, PackRouter
+from megarl.megatron.modeling.router import BiasedRouter, PackLayer, PackRouter
+from megarl.megatron.modeling.sparse_attention import SparseAttention
 from megarl.megatron.modeling.torch_layers import (
     AllHeadsNorm,
+    BiasedColumnLinear,
+    BiasedRowLinear,
     DuplicatedLinear,
     PostNormLinear,
     RMSNorm,
@@ -131,7 +134,7 @@ def _layer(architecture: ModelArchitecture, number: int) -> ModuleSpec:
 
 def _attention(attention: Attention) -> ModuleSpec:
     if isinstance(attention, LatentAttention):
-        return _latent_attention()
+        return _latent_attention(attention)
     if isinstance(attention, GatedDeltaNet):
         from megarl.megatron.modeling.delta_net import delta_net_spec
 
@@ -150,14 +153,20 @@ def _attention(attention: Attention) -> ModuleSpec:
                 "sinks": attention.sinks,
             },
         ),
-        linear_proj=PostNormLinear if attention.post_norm else RowParallelLinear,
+        linear_proj=_output_linear(attention),
         q_layernorm=norms[0],
         k_layernorm=norms[1],
     )
     return ModuleSpec(module=SelfAttention, params=_CAUSAL, submodules=submodules)
 
 
-def _latent_attention() -> ModuleSpec:
+def _output_linear(attention: GroupedQueryAttention) -> type[RowParallelLinear]:
+    if attention.output_bias:
+        return BiasedRowLinear
+    return PostNormLinear if attention.post_norm else RowParallelLinear
+
+
+def _latent_attention(attention: LatentAttention) -> ModuleSpec:
     # MLASelfAttention accepts only down projections of classes that it knows by name
     multi_latent_attention.Linear = DuplicatedLinear
     submodules = MLASelfAttentionSubmodules(
@@ -166,7 +175,9 @@ def _latent_attention() -> ModuleSpec:
         linear_q_up_proj=ColumnParallelLinear,
         linear_kv_down_proj=DuplicatedLinear,
         linear_kv_up_proj=ColumnParallelLinear,
-        core_attention=TorchAttention,
+        core_attention=ModuleSpec(module=SparseAttention, params={"attention": attention})
+        if attention.indexer
+        else TorchAttention,
         linear_proj=RowParallelLinear,
         q_layernorm=RMSNorm,
         kv_layernorm=RMSNorm,
@@ -181,8 +192,9 @@ def _mlp(mlp: GatedMlp) -> partial[MLP]:
 
 def _moe(mixture: MixtureOfExperts) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    router = PackRouter
+    if mixture.biases:
+        linears, router = MLPSubmodules(linear_fc1=BiasedColumnLinear, linear_fc2=BiasedRowLinear), BiasedRouter
     shared = ModuleSpec(module=SharedExpertMLP, submodules=linears) if mixture.shared_ffn_size else None
     experts = ModuleSpec(module=SequentialMLP, submodules=linears)
-    return ModuleSpec(
-        module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=PackRouter)
-    )
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=router))

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.batch.pack import ColumnName, PackedBatch, PerToken, pack
+from megarl.batch.routes import Routes, route_dtype
 from megarl.batch.trajectory import Trajectory
 from megarl.losses.loss import ModelOutput, TokenScores, token_scores, token_values
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
@@ -29,7 +30,8 @@ from megarl.megatron.modeling.gpt_model import build_chunks
 from megarl.megatron.modeling.language_head import HeadOptions, LanguageHead
 from megarl.megatron.modeling.layer_spec import layer_backend
 from megarl.megatron.modeling.packed_seq import TorchPackedSeqParams, describe_pack, local_index
-from megarl.megatron.modeling.router import find_routers, router_mask
+from megarl.megatron.modeling.router import find_routers, replay_routes, router_mask
+from megarl.megatron.modeling.router_replay import PackRoutes, RouteShape
 from megarl.megatron.modeling.transformer_config import token_multiple, transformer_config
 from megarl.megatron.requests import ModelSpec
 from megarl.megatron.runtime import parallel_state, platform
@@ -84,6 +86,11 @@ class MegatronModel:
         self.chunks = build_chunks(
             self.architecture, self.config, self.groups, pipeline_split(p), backend=self._backend, head=head
         )
+        self._route_shape: RouteShape | None = None
+        """Sizes of the routes of packs; None: routers choose in every pass."""
+        if spec.moe.router_replay != "none":
+            self._route_shape = RouteShape.of(self.architecture)
+            replay_routes((chunk.module for chunk in self.chunks), self._route_shape)
         self._mtp_tensors = local_layout.mtp_tensors(self.architecture, self.groups, self.dtype)
         tensors = self.tensors()
         self.layout = local_layout.make_layout(self.architecture, tensors, self.groups, self.dtype)
@@ -104,7 +111,7 @@ class MegatronModel:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's parameters by the local names that `layout` uses."""
-        return local_layout.local_tensors(self.chunks) | self._mtp_tensors
+        return local_layout.local_tensors(self.architecture, self.chunks) | self._mtp_tensors
 
     def pack(
         self,
@@ -112,11 +119,13 @@ class MegatronModel:
         columns: Mapping[ColumnName, Sequence[float | PerToken]] | None = None,
         *,
         score_all: bool = False,
+        routes: Sequence[Routes | None] | None = None,
     ) -> LocalPack:
         """Pack trajectories into one micro-batch on this rank's device, padded for context and sequence parallelism.
 
         Args:
             score_all: score all tokens, not only those in the loss mask.
+            routes: of each trajectory, where the model replays routes; None: its first forward pass records them.
         """
         cp = self.groups.cp
         sequence_multiple = 2 * cp.size() if cp.size() > 1 else 1
@@ -135,6 +144,7 @@ class MegatronModel:
             device=platform.device(),
             for_torch=not self._backend.te_layers,
             router_mask_Bt=router_mask(packed, lengths, self.config, self.groups) if has_experts else None,
+            routes=self._local_routes(routes, packed.cu_seqlens_S, index_t),
         )
         return LocalPack(
             batch=packed.to(platform.device()),
@@ -143,6 +153,53 @@ class MegatronModel:
             num_tokens=sum(lengths),
             scored_index_k=None if index_k is None else index_k.to(platform.device()),
         )
+
+    def given_routes(self, trajectories: Sequence[Trajectory]) -> list[Routes | None] | None:
+        """Return the routes of the engines, if this model replays them; None: it does not."""
+        return [each.routes for each in trajectories] if self.spec.moe.router_replay == "R3" else None
+
+    def _local_routes(
+        self, routes: Sequence[Routes | None] | None, cu_seqlens_S: Tensor, index_t: Tensor
+    ) -> PackRoutes | None:
+        """Return this rank's part of the routes of a pack; None if routes are not replayed."""
+        shape = self._route_shape
+        if shape is None or routes is None:
+            return None if shape is None else PackRoutes()
+        local_tLk = shape.pack(routes, cu_seqlens_S)[self._router_tokens(index_t)].to(platform.device())
+        by_number = dict(zip(shape.layers, local_tLk.unbind(1), strict=True))
+        own = (router.layer_number for router in find_routers(chunk.module for chunk in self.chunks))
+        return PackRoutes({number: by_number[number].contiguous() for number in own})
+
+    def _router_tokens(self, index_t: Tensor) -> Tensor:
+        """Return which of the tokens of a pack this rank's routers get, given those of this context-parallel rank."""
+        tp = self.groups.tp
+        return index_t.chunk(tp.size())[tp.rank()] if self.config.sequence_parallel else index_t
+
+    def gather_routes(
+        self, packs: Sequence[LocalPack], micro_batches: Sequence[Sequence[Trajectory]]
+    ) -> list[list[Routes]]:
+        """Return the routes [n, L, k] that a forward pass has recorded, of each trajectory of n tokens, by micro-batch.
+
+        All ranks return the same. Collective call of the ranks of a replica.
+        """
+        shape, groups = self._route_shape, self.groups
+        assert shape is not None, "this model does not replay routes"
+        # NCCL has no 16-bit integers
+        dtype = torch.uint8 if shape.dtype == torch.uint8 else torch.int32
+        results = []
+        for packed, trajectories in zip(packs, micro_batches, strict=True):
+            assert packed.attention.routes is not None
+            starts = packed.batch.cu_seqlens_S.tolist()
+            full_TLk = torch.zeros(starts[-1], len(shape.layers), shape.top_k, dtype=dtype, device=platform.device())
+            index_t = self._router_tokens(packed.index_t)
+            for place, number in enumerate(shape.layers):
+                if number in packed.attention.routes.by_layer:
+                    full_TLk[index_t, place] = packed.attention.routes.by_layer[number].to(dtype)
+            for group in (groups.cp, groups.pp, *([groups.tp] if self.config.sequence_parallel else [])):
+                dist.all_reduce(full_TLk, group=group)
+            full = full_TLk.cpu().numpy().astype(route_dtype(shape.num_experts))
+            results.append([full[at : at + t.num_tokens] for at, t in zip(starts, trajectories, strict=False)])
+        return results
 
     def forward_backward(
         self,
@@ -251,7 +308,17 @@ class MegatronModel:
             compute: maps the output for this rank's tokens to [c, t].
             score_all: as in `pack`.
         """
-        packs = [self.pack(trajectories, score_all=score_all) for trajectories in micro_batches]
+        packs = [self.pack(of, score_all=score_all, routes=self.given_routes(of)) for of in micro_batches]
+        return self.forward_packs(packs, micro_batches, compute)
+
+    @torch.no_grad()
+    def forward_packs(
+        self,
+        packs: Sequence[LocalPack],
+        micro_batches: Sequence[Sequence[Trajectory]],
+        compute: Callable[[ModelOutput], Tensor],
+    ) -> list[list[Tensor]]:
+        """Do as `forward_sequences`, with the packs of these micro-batches."""
 
         def keep(output: ModelOutput, packed: LocalPack) -> tuple[Tensor, dict[str, Tensor]]:
             out_ct = compute(output)

@@ -22,6 +22,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megarl.megatron.modeling.router_replay import PackRoutes
+
 ROPE_TABLE_STEP = 1024
 """Packs round the length of their longest sequence up to a multiple of this many tokens."""
 
@@ -76,6 +78,9 @@ class TorchPackedSeqParams(PackedSeqParams):  # type: ignore[misc]
     router_mask_Bt: Tensor | None = None
     """bool [B, t]: what routers know about this rank's tokens (`router.router_mask`); None without experts."""
 
+    routes: PackRoutes | None = None
+    """Routes of this rank's tokens, and where the first pass records them; None: routers choose in every pass."""
+
 
 def local_index(cu_seqlens_S: Tensor, cp_rank: int, cp_size: int) -> Tensor:
     """Return the pack indices of the tokens of context-parallel rank `cp_rank`, in its order; int64 [t].
@@ -102,6 +107,7 @@ def describe_pack(
     device: torch.device,
     for_torch: bool,
     router_mask_Bt: Tensor | None = None,
+    routes: PackRoutes | None = None,
 ) -> TorchPackedSeqParams:
     """Build the attention parameters of a pack on `device`.
 
@@ -127,6 +133,7 @@ def describe_pack(
         groups=_group_by_length(bounds, cp_rank, cp_size, device) if for_torch else (),
         gathered_index_T=gathered_index_T,
         router_mask_Bt=None if router_mask_Bt is None else router_mask_Bt.to(device),
+        routes=routes,
     )
 
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 
 from megarl.batch.pack import PackedBatch
 from megarl.megatron.modeling.packed_seq import TorchPackedSeqParams
+from megarl.megatron.modeling.router_replay import RouteReplay, RouteShape
 
 LOAD_BALANCING_TYPES = {"micro_batch": "aux_loss", "sequence": "seq_aux_loss", "global_batch": "global_aux_loss"}
 """Scope of the load-balancing loss -> megatron-core's `moe_router_load_balancing_type`."""
@@ -69,6 +71,9 @@ class PackRouter(TopKRouter):  # type: ignore[misc]
     token_weight: Tensor
     """Scalar on the device: 1 / N, times what megatron-core and DDP divide auxiliary losses by; set for each update."""
 
+    router_replay: RouteReplay | None
+    """Set if the routes of packs are replayed; megatron-core then takes the experts that it chooses."""
+
     def start_update(self, token_weight: Tensor) -> None:
         """Set the weight of the tokens of an update, before its first micro-batch."""
         self.token_weight = token_weight
@@ -85,9 +90,11 @@ class PackRouter(TopKRouter):  # type: ignore[misc]
 
         Args:
             logits: [t, 1, E].
-            padding_mask: the transposed `router_mask`, [t, B].
+            padding_mask: the transposed `router_mask`, [t, B], with the rows of a route if routes are replayed.
         """
         assert padding_mask is not None, "a router needs to know which tokens are padding"
+        if self.router_replay is not None:
+            padding_mask, self.router_replay.given_tk = self.router_replay.shape.split_rows(padding_mask)
         padding_t = padding_mask[:, 0]
         probs_tE, map_tE = super().routing(logits, padding_t)
         coefficient = self.config.moe_aux_loss_coeff
@@ -134,8 +141,17 @@ class PackRouter(TopKRouter):  # type: ignore[misc]
         super()._apply_expert_bias(routing_map & ~padding_mask[:, None])
 
 
+class BiasedRouter(PackRouter):
+    """A router whose logits have a bias, in a model whose linears have none by configuration."""
+
+    def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self.bias = nn.Parameter(torch.zeros(self.num_experts, dtype=config.params_dtype))
+        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
 class PackLayer(TransformerLayer):  # type: ignore[misc]
-    """A decoder layer that passes its router the mask in the description of the pack, on every pipeline stage.
+    """A decoder layer that passes its router mask and routes in the description of the pack, on every pipeline stage.
 
     megatron-core passes the mask from the embedding on, so that the routers of later stages get no part of it, and the
     same rotary position embedding to all layers.
@@ -166,10 +182,24 @@ class PackLayer(TransformerLayer):  # type: ignore[misc]
         packed_seq_params: TorchPackedSeqParams | None = None,
     ) -> Tensor:
         assert packed_seq_params is not None, "megarl's models compute packed sequences only"
-        out: Tensor = super()._forward_mlp(
-            hidden_states, inference_context, packed_seq_params.router_mask_Bt, packed_seq_params
-        )
+        mask_Bt, routes = packed_seq_params.router_mask_Bt, packed_seq_params.routes
+        replay = self.mlp.router.router_replay if isinstance(self.mlp, MoELayer) else None
+        known_tk = None
+        if replay is not None:
+            assert mask_Bt is not None
+            assert routes is not None
+            known_tk = routes.by_layer.get(self.layer_number)
+            mask_Bt = replay.shape.add_rows(mask_Bt, known_tk)
+        out: Tensor = super()._forward_mlp(hidden_states, inference_context, mask_Bt, packed_seq_params)
+        if routes is not None and replay is not None and known_tk is None:
+            routes.by_layer[self.layer_number] = replay.chosen_tk
         return out
+
+
+def replay_routes(modules: Iterable[nn.Module], shape: RouteShape) -> None:
+    """Make the routers of model chunks replay the routes of packs."""
+    for router in find_routers(modules):
+        router.router_replay = RouteReplay(shape)
 
 
 def find_routers(modules: Iterable[nn.Module]) -> Iterator[PackRouter]:

@@ -9,7 +9,7 @@ parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, override
 
 import torch
@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -79,6 +79,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: TorchPackedSeqParams | None = None,
+        masks: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Return [t, heads * value_dim]; t is this rank's tokens.
 
@@ -88,6 +89,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
             query: [t, heads, dim].
             key: [t, kv_heads, dim].
             value: [t, kv_heads, value_dim].
+            masks: the keys that are attended to, bool [n, 1, Q, L] for each length group; None: those of the layer.
         """
         assert isinstance(packed_seq_params, TorchPackedSeqParams), "TorchAttention needs packed sequences"
         pack = packed_seq_params
@@ -98,10 +100,10 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
             )
         out_tD = query.new_empty(query.shape[0], query.shape[1] * value.shape[2])
         outputs, indices = [], []
-        for group in pack.groups:
+        for group, mask in zip(pack.groups, masks or [None] * len(pack.groups), strict=True):
             q = query[group.query_index_nQ].transpose(1, 2)
             k, v = (x[group.key_index_nL].transpose(1, 2) for x in (key, value))
-            flat = self._attend(q, k, v, group).transpose(1, 2).reshape(-1, out_tD.shape[1])
+            flat = self._attend(q, k, v, group, mask).transpose(1, 2).reshape(-1, out_tD.shape[1])
             outputs.append(flat[group.padded_index_K])
             indices.append(group.token_index_K)
         return out_tD.index_copy(0, torch.cat(indices), torch.cat(outputs))
@@ -115,7 +117,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
     ) -> ShardedStateDict:
         return _sharded_state(self, prefix, sharded_offsets, {"softmax_offset": 0})
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, group: LengthGroup) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, group: LengthGroup, mask: Tensor | None) -> Tensor:
         """Attend within one length group; returns [n, heads, Q, value_dim].
 
         Args:
@@ -126,9 +128,9 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
         gqa = q.shape[1] != k.shape[1]
         if self.softcap is not None or self.softmax_offset is not None:
             return self._attend_by_scores(q, k, v, group.mask(self._window))
-        if group.needs_no_mask(self._window):
+        if mask is None and group.needs_no_mask(self._window):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa, scale=self.softmax_scale)
-        mask = group.mask(self._window)
+        mask = group.mask(self._window) if mask is None else mask
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa, scale=self.softmax_scale)
 
     def _attend_by_scores(self, q: Tensor, k: Tensor, v: Tensor, mask_n1QL: Tensor) -> Tensor:
@@ -223,6 +225,38 @@ class PostNormLinear(RowParallelLinear):  # type: ignore[misc]
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(x)
         return self.post_layernorm(output), bias
+
+
+class BiasedColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """A column-parallel linear with a bias, whatever the configuration says about all linears."""
+
+    def __init__(self, *args: object, bias: bool, **kwargs: object) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+
+
+class BiasedRowLinear(RowParallelLinear):  # type: ignore[misc]
+    """A row-parallel linear with a bias, whatever the configuration says about all linears.
+
+    The outputs of an expert are summed over the expert tensor ranks after the bias is added, so each rank adds its
+    share. Every rank computes the gradient of the full bias.
+    """
+
+    def __init__(self, *args: object, bias: bool, **kwargs: object) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+        # on one rank nothing is left to reduce, and the reduction returns a view, which an expert's MLP may not add to
+        self.explicit_expert_comm = self.is_expert
+        if (
+            self.is_expert
+        ):  # else megatron-core sums its gradients over the tensor-parallel ranks, of which each has them
+            self.bias.sequence_parallel = False
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        output, bias = super().forward(x)
+        size = self.tp_group.size()
+        if self.is_expert and size > 1:
+            bias = bias / size + (bias - bias.detach()) * (1 - 1 / size)
+        return output, bias
 
 
 class DuplicatedLinear(torch.nn.Module):

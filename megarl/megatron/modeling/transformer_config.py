@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
@@ -23,6 +24,8 @@ from megarl.megatron.modeling.layer_spec import layer_backend
 from megarl.megatron.modeling.rotary import score_scale
 from megarl.megatron.modeling.router import LOAD_BALANCING_TYPES
 from megarl.megatron.runtime import platform
+
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "quick_gelu": quick_gelu}
 
 
 def transformer_config(
@@ -54,7 +57,9 @@ def transformer_config(
         "layernorm_zero_centered_gamma": architecture.zero_centered_norms,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": F.silu if architecture.activation == "silu" else partial(F.gelu, approximate="tanh"),
+        "activation_func": _ACTIVATIONS[architecture.activation],
+        "activation_func_clamp_value": architecture.mlp_clamp,
+        "glu_linear_offset": 0.0 if architecture.mlp_clamp is None else 1.0,
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -217,6 +222,8 @@ def _moe(architecture: ModelArchitecture, experts: MixtureOfExperts, moe: MoeCon
         "moe_router_load_balancing_type": LOAD_BALANCING_TYPES[moe.aux_loss_scope] if moe.aux_loss_coeff else "none",
         "moe_aux_loss_coeff": moe.aux_loss_coeff,
         "moe_router_dtype": "fp32",
+        # the fused kernel would choose the experts itself
+        **({} if moe.router_replay == "none" else {"moe_router_fusion": False}),
         **_routing(experts.routing),
         # The bias is part of the policy and stays as loaded; with the default rate every optimizer step would move it.
         "moe_router_enable_expert_bias": experts.expert_bias,

@@ -21,7 +21,6 @@ from torch import Tensor
 from megarl.config.megatron import MegatronConfig
 from megarl.config.trainer import OptimizerConfig, load_decay
 from megarl.errors import ConfigError
-from megarl.megatron.families.feed_forward import EXPERT_BIAS
 from megarl.megatron.mcore_fields import ddp_fields, optimizer_fields
 from megarl.megatron.modeling.megatron_model import MegatronModel
 from megarl.megatron.runtime import platform
@@ -105,8 +104,8 @@ def make_optimizer(
 
 def _require_one_dtype(model: MegatronModel) -> None:
     """Raise ConfigError if a parameter is float32: megatron-core's Adam on the CPU cannot step ranges of it."""
-    for name, mapping in model.architecture.parameter_maps().items():
-        if mapping.dtype is not None and not name.endswith(EXPERT_BIAS):
+    for mapping in model.architecture.parameter_maps().values():
+        if mapping.dtype is not None and not mapping.frozen:
             raise ConfigError(
                 "trainer.megatron.optimizer.optimizer_cpu_offload: needs all parameters in bfloat16, got float32 for "
                 f"{mapping.parts[0][0].tensor}, as config.json says"

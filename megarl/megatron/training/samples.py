@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.batch.pack import ColumnName, PerToken
+from megarl.batch.routes import ROUTES, Routes, is_routed
 from megarl.batch.sample_table import SampleKey, SampleRef, SampleTable
 from megarl.batch.trajectory import Trajectory, find_mixed_kv
 from megarl.cluster.workers.payload import LocalPayload, Payload, fetch_all
@@ -86,6 +87,13 @@ def select_samples(payload: Payload[Trajectories], indices: NDArray[np.int64]) -
     return payload
 
 
+def count_routed(trajectory: Trajectory) -> tuple[int, int]:
+    """Return how many tokens have a route, and how many tokens there are, before the last trained token."""
+    trained_T = np.flatnonzero(trajectory.loss_mask)
+    num = int(trained_T[-1]) if len(trained_T) else 0
+    return (0 if trajectory.routes is None else int(is_routed(trajectory.routes[:num]).sum())), num
+
+
 POLICY_VERSIONS: ColumnName = "policy_versions"
 """Column of packs: the version that sampled each token, -1 if with the KV cache of older weights; exact in float32 up
 to version 2^24."""
@@ -101,6 +109,8 @@ class StepSamples:
     """Per-token columns by name, [num_tokens] for each sample."""
     versions: VersionRange | None = None
     """As in the request."""
+    routes: Mapping[SampleKey, Routes] | None = None
+    """Routes of all samples; None: none are given."""
 
     @classmethod
     def fetch(cls, request: TrainRequest) -> StepSamples:
@@ -108,8 +118,9 @@ class StepSamples:
         by_index, names = payloads_by_index(request), list(request.columns)
         wanted: list[Payload[Any]] = [*by_index.values(), *request.columns.values()]
         values = fetch_all(wanted)
-        columns = map(merge_column, values[len(by_index) :])
-        return cls(dict(zip(by_index, values, strict=False)), dict(zip(names, columns, strict=True)), request.versions)
+        columns = dict(zip(names, map(merge_column, values[len(by_index) :]), strict=True))
+        routes = columns.pop(ROUTES, None)
+        return cls(dict(zip(by_index, values, strict=False)), columns, request.versions, routes)
 
     def trajectory(self, ref: SampleRef) -> Trajectory:
         """Return the trajectory of one sample, whose loss mask leaves tokens of too old versions out."""

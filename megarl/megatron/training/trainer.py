@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megarl.batch.pack import PackedBatch
+from megarl.batch.routes import Routes
 from megarl.functional import Denominators, Sequences
 from megarl.functional.losses import clamp_log_ratio
 from megarl.losses.loss import AnyLoss, LossBatch, ModelOutput, ValueHeadLoss, token_scores, token_values
 from megarl.megatron.checkpoint.training_state import TrainCheckpoint
 from megarl.megatron.modeling.megatron_model import LocalPack, MegatronModel
 from megarl.megatron.requests import (
+    MISSING_ROUTES,
     RATIO_MEAN,
     RATIO_SQUARE_MEAN,
     MiniBatch,
@@ -44,7 +46,7 @@ from megarl.megatron.training.optimizer import (
     squared_norms,
     wrap_in_ddp,
 )
-from megarl.megatron.training.samples import POLICY_VERSIONS, StepSamples
+from megarl.megatron.training.samples import POLICY_VERSIONS, StepSamples, count_routed
 from megarl.megatron.training.update_guard import UpdateGuard
 
 
@@ -231,6 +233,8 @@ class MegatronTrainer:
         gather_parameters(self._ddp_chunks)
         out = read_metrics(self._mean_metrics(step.metrics, step.guard.updates), self._mean_mismatch(step))
         out |= {**step.guard.metrics(), **self._expert_load.metrics(), "learning_rate": learning_rate}
+        if self.model.spec.moe.router_replay == "R3":
+            out[MISSING_ROUTES] = self._missing_routes(request, samples)
         assert request.totals is not None, "the request has not been split over replicas"
         return TrainStats(metrics=out, num_tokens=request.totals.num_tokens)
 
@@ -256,8 +260,20 @@ class MegatronTrainer:
         for micro_batch in batch.micro_batches:
             refs = [batch.samples[i] for i in micro_batch]
             columns = samples.pack_columns(batch, refs)
-            packs.append(self.model.pack([samples.trajectory(ref) for ref in refs], columns))
+            trajectories = [samples.trajectory(ref) for ref in refs]
+            routes: list[Routes | None] | None = self.model.given_routes(trajectories)
+            if samples.routes is not None:
+                routes = [samples.routes[ref.key] for ref in refs]
+            packs.append(self.model.pack(trajectories, columns, routes=routes))
         return packs
+
+    def _missing_routes(self, request: TrainRequest, samples: StepSamples) -> float:
+        """Return the share of tokens without a route among those that a trained token depends on. Collective call."""
+        counted = [count_routed(samples.trajectory(ref)) for batch in request.mini_batches for ref in batch.samples]
+        totals = torch.tensor([[0, 0], *counted], dtype=torch.int64, device=platform.device()).sum(0)
+        dist.all_reduce(totals, group=self.model.groups.dp)
+        num_routed, num_tokens = totals.tolist()
+        return 1 - num_routed / num_tokens if num_tokens else 0.0
 
     def _compare_with_engines(
         self, step: _Step, mini_batches: Sequence[MiniBatch], batches: list[list[LocalPack]]

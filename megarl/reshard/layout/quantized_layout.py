@@ -9,15 +9,15 @@ A block of 128 x 128 has one scale:
 A shard may cut blocks. Its holder then sends the scales of those blocks whose first element lies in the shard, so that
 every scale has one holder among the shards of a weight.
 
-Engines hold some vectors in another dtype than trainers: SGLang's `A_log` of a gated delta net is float32 in a bfloat16
-model, and its norm is not. Vectors are cast; a matrix in another dtype is an error.
+Some tensors are sent in another dtype than their holder's: in a bfloat16 model SGLang holds biases of experts and the
+`A_log` of gated delta nets in float32, and the norms of gated delta nets in bfloat16.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megarl.errors import WeightSyncError
 from megarl.model_files.block_fp8 import BLOCK, SCALES_DTYPE, VALUES_DTYPE, scale_name, scale_shape
@@ -103,31 +103,28 @@ def quantize_layout(layout: WeightLayout, names: Collection[str]) -> WeightLayou
     return WeightLayout(quantize_specs(layout.tensors, names), pieces)
 
 
-def cast_vectors(held: Mapping[str, TensorSpec], needs: Iterable[WeightLayout]) -> dict[str, str]:
-    """Return the dtypes in which receivers with the layouts `needs` have vectors that are `held` in another dtype."""
-    return {
-        name: spec.dtype
-        for tensors in {id(layout.tensors): layout.tensors for layout in needs}.values()
-        for name, spec in tensors.items()
-        if len(spec.shape) == 1 and name in held and held[name].dtype != spec.dtype
-    }
+def cast_dtypes(held: Mapping[str, TensorSpec], needs: Iterable[WeightLayout]) -> dict[str, str]:
+    """Return the dtypes of the tensors that are cast before they are sent, because receivers hold them in another.
+
+    There are none if receivers have no tensor of lower precision in the dtype of its holder: then all dtypes differ,
+    which is a mistake.
+    """
+    found, is_alike = {}, False
+    for tensors in {id(layout.tensors): layout.tensors for layout in needs}.values():
+        for name in tensors.keys() & held.keys():
+            dtype, of_holder = tensors[name].dtype, held[name].dtype
+            is_alike |= dtype == of_holder != "float32"
+            if dtype != of_holder and {dtype, of_holder} == {"float32", "bfloat16"}:
+                found[name] = dtype
+    return found if is_alike else {}
 
 
 def cast_layout(layout: WeightLayout, dtypes: Mapping[str, str]) -> WeightLayout:
-    """Return the layout of what a process sends that holds `layout` and casts the tensors in `dtypes`."""
+    """Return the layout with the tensors in `dtypes` in these dtypes."""
     if not dtypes:
         return layout
-    pieces = [
-        replace(piece, local=cast_name(piece.local, dtypes[piece.tensor])) if piece.tensor in dtypes else piece
-        for piece in layout.pieces
-    ]
     specs = {name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in layout.tensors.items()}
-    return WeightLayout(specs, pieces)
-
-
-def cast_name(local: str, dtype: str) -> str:
-    """Return the name of the local tensor that holds `local` in another dtype."""
-    return f"{local}:{dtype}"
+    return WeightLayout(specs, layout.pieces)
 
 
 def convert_sources(sources: Sequence[WeightLayout], needs: Sequence[WeightLayout]) -> list[WeightLayout]:
@@ -136,11 +133,11 @@ def convert_sources(sources: Sequence[WeightLayout], needs: Sequence[WeightLayou
     Raises:
         WeightSyncError: as `quantized_tensors`.
     """
-    names, dtypes = quantized_tensors(needs), cast_vectors(sources[0].tensors, needs)
+    names, dtypes = quantized_tensors(needs), cast_dtypes(sources[0].tensors, needs)
     if not names and not dtypes:
         return list(sources)
     sent = {
-        key: cast_layout(quantize_layout(layout, names), dtypes)
+        key: quantize_layout(cast_layout(layout, dtypes), names)
         for key, layout in {id(each): each for each in sources}.items()
     }
     tensors = ModelTensors.of(next(iter(sent.values())).tensors)

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
+from megarl.model_files.weight_index import paired_shape
 from megarl.reshard.layout.layout import ShardPiece, slices
 from megarl.reshard.layout.micro_dp import ModelReplica
 from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
@@ -160,7 +161,8 @@ class GatherHf:
                 continue
             for gather, region in packed:
                 parts = self._positions[gather.kind].packed_parts(gather)
-                _unpack(parts, gather.part_bytes, region, buffers[which].view(gather.slot))
+                full = buffers[which].view(gather.slot)
+                _unpack(parts, gather.part_bytes, region, full.view(paired_shape(gather.slot.name, gather.slot.shape)))
             if failures:
                 continue
             if push.device.type == "cuda":

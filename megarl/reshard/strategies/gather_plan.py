@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.errors import WeightSyncError
+from megarl.model_files.weight_index import stored_shape
 from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout, intersect, volume
 from megarl.reshard.layout.micro_dp import ModelReplica
 from megarl.reshard.planning.strategy import SyncContext
@@ -124,7 +125,7 @@ def plan_buckets(
                 holders.setdefault(name, []).append((kind, number))
     plans = []
     for names in split_into_buckets(tensors, bucket_bytes):
-        slots, num_bytes = lay_out((n, torch_dtype(tensors[n].dtype), tensors[n].shape) for n in names)
+        slots, num_bytes = lay_out((n, torch_dtype(tensors[n].dtype), stored_shape(n, tensors[n].shape)) for n in names)
         gathers = (_plan_gather(slot, tensors[slot.name], pieces, holders.get(slot.name, ())) for slot in slots)
         plans.append(BucketPlan(tuple(gathers), num_bytes))
     return plans

@@ -375,12 +375,20 @@ class BoxExecutor:
         return messages
 
     def _in_place_bytes(self, part: MessagePart, flight: _RoundInFlight) -> Tensor:
-        """Return a view of the part to send; raises WeightSyncError if the tensor is not contiguous."""
+        """Return a view of the part to send, a copy of it if the tensor is a transposed view.
+
+        Raises:
+            WeightSyncError: the tensor is larger than in its layout.
+        """
         if part.local is None:
             return self._received(part, flight)
-        found = view_to_send(self._held[part.local], part.box, part.num_bytes)
+        held, box = self._held[part.local], part.box
+        if not held.is_contiguous():
+            held = view_box(held, box, part.num_bytes).contiguous()
+            box = tuple((0, n) for n in held.shape)
+        found = view_to_send(held, box, part.num_bytes)
         if found is None:
-            raise WeightSyncError(f"{part.local}: the tensor is not contiguous, or larger than in its layout")
+            raise WeightSyncError(f"{part.local}: the tensor is larger than in its layout")
         return found
 
     def _received(self, part: MessagePart, flight: _RoundInFlight) -> Tensor:

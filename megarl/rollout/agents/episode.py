@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.batch.routes import Routes, fit_routes, join_routes
 from megarl.batch.trajectory import Prompt, Trajectory, count_turns
 from megarl.data.tokenizer import describe_unknown_token, read_vocab_size
 from megarl.engines.engine import CompletionEngine, Generation, GenerationRequest, Sampling
@@ -102,6 +103,8 @@ class Episode:
         """Whether the agent ends the episode after its time limit; otherwise it is cancelled after a grace period."""
         self._num_requests = 0
         self._segments = [_given(prompt.token_ids)]
+        self._routes: Routes | None = None
+        """Of the first tokens of this sequence; None: of none."""
         self._finished: list[Trajectory] = []
         """The sequences before the last fork."""
         self._turn_rewards: list[float] = []
@@ -167,7 +170,9 @@ class Episode:
         """
         limit = self.num_remaining_tokens if max_new_tokens is None else min(max_new_tokens, self.num_remaining_tokens)
         if limit > 0:
-            generation = await self.complete(self.token_ids, max_new_tokens=limit, are_known=True)
+            known = 0 if self._routes is None else len(self._routes)
+            generation = await self.complete(self.token_ids, max_new_tokens=limit, are_known=True, num_routed=known)
+            self._routes = join_routes(self._routes, generation.routes)
         else:
             await asyncio.sleep(0)  # an agent that asks again and again lets others run
             generation = _empty_completion()
@@ -177,11 +182,14 @@ class Episode:
         self.finish_reason = generation.finish_reason
         return generation
 
-    async def complete(self, token_ids: Sequence[int], *, max_new_tokens: int, are_known: bool = False) -> Generation:
+    async def complete(
+        self, token_ids: Sequence[int], *, max_new_tokens: int, are_known: bool = False, num_routed: int = 0
+    ) -> Generation:
         """Sample a completion of any tokens that does not become part of the trajectory.
 
         Args:
             are_known: whether the tokens have been compared with the model's vocabulary.
+            num_routed: number of tokens whose routes are known, which the completion then leaves out.
 
         Raises:
             RefusedTextError: the model does not have one of the tokens.
@@ -198,7 +206,9 @@ class Episode:
         self.unfinished_requests.add(request_id)
         try:
             generation = await self._engine.generate(
-                GenerationRequest(request_id=request_id, token_ids=tuple(token_ids), sampling=sampling)
+                GenerationRequest(
+                    request_id=request_id, token_ids=tuple(token_ids), sampling=sampling, num_routed=num_routed
+                )
             )
         except WorkerError:  # the engine may still sample one that is cancelled
             self.unfinished_requests.discard(request_id)
@@ -252,7 +262,7 @@ class Episode:
             return
         if any(segment.sampled and len(segment.token_ids) for segment in self._segments):
             self._finished.append(self.trajectory())
-        self._segments, self._turn_rewards = [_given(token_ids)], []
+        self._segments, self._turn_rewards, self._routes = [_given(token_ids)], [], None
 
     def _require_known(self, token_ids: Sequence[int]) -> None:
         unknown = describe_unknown_token(self.tokenizer, token_ids, read_vocab_size(self.tokenizer))
@@ -278,6 +288,7 @@ class Episode:
         loss_mask = np.concatenate([np.full(len(s.token_ids), s.sampled) for s in self._segments])
         missing = count_turns(loss_mask) - len(self._turn_rewards)
         return Trajectory(
+            routes=fit_routes(self._routes, len(loss_mask)),
             prompt_id=self.prompt.prompt_id,
             group_id=self.group_id,
             token_ids=np.concatenate([segment.token_ids for segment in self._segments]),

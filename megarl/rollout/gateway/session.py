@@ -301,7 +301,9 @@ class Session:
     async def _sample(self, turn: Turn, request: TurnRequest, key: bytes) -> Turn:
         limit, room = await self._reserve(turn, request)
         try:
-            generation = await self._episode.complete(turn.prompt_ids, max_new_tokens=limit, are_known=True)
+            generation = await self._episode.complete(
+                turn.prompt_ids, max_new_tokens=limit, are_known=True, num_routed=turn.num_routed
+            )
             if not len(generation.token_ids):
                 if generation.finish_reason == TIME_LIMIT:
                     self._turns.remove(turn)
@@ -309,6 +311,7 @@ class Session:
                 raise EngineFailedError("the engine sampled no token")
             is_cut = generation.finish_reason != "stop" and len(generation.token_ids) >= room
             generation, text, stop = self._cut_at_stop(generation, request.stop)
+            generation = replace(generation, routes=turn.own_routes(generation))
             reply = await self._parse(text if stop is None else stop.before, request.tools)
             self._num_sampled += len(generation.token_ids)
         finally:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import from_json
 
+from megarl.batch.routes import Routes, fit_routes
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.engines.engine import Generation
 from megarl.rollout.environments.environment import Message
@@ -288,6 +289,32 @@ class Turn:
     """Whether the reply was ended by the episode's limit of tokens."""
 
     @property
+    def num_routed(self) -> int:
+        """Number of tokens of the prompt whose routes are known from the turns that it continues."""
+        routed, parent = 0, self.parent
+        while parent is not None:
+            assert parent.generation is not None
+            routed += 0 if parent.generation.routes is None else len(parent.generation.routes)
+            parent = parent.parent
+        return routed
+
+    def own_routes(self, generation: Generation) -> Routes | None:
+        """Return the routes of a generation for this turn, without those of sampled tokens that were left out."""
+        end = self.num_prompt_tokens + len(generation.token_ids) - self.num_routed
+        return None if generation.routes is None else generation.routes[:end]
+
+    @property
+    def routes(self) -> Routes | None:
+        """Routes of the first tokens of its sequence, up to its output; None: of none."""
+        parts: list[Routes] = []
+        turn: Turn | None = self
+        while turn is not None:
+            assert turn.generation is not None
+            parts += [] if turn.generation.routes is None else [turn.generation.routes]
+            turn = turn.parent
+        return np.concatenate(parts[::-1]) if parts else None
+
+    @property
     def prompt_ids(self) -> list[int]:
         """All tokens before the output."""
         return self.sequence.token_ids[: self.num_prompt_tokens]
@@ -358,7 +385,12 @@ def make_trajectories(
         is_last = segment == len(sequences) - 1
         rewards = (*[0.0] * (len(sequence) - 1), reward) if reward is not None and is_last else ()
         trajectories.append(
-            _trajectory(parts, prompt, group_id, segment=segment, finish_reason=finish_reason, turn_rewards=rewards)
+            replace(
+                _trajectory(
+                    parts, prompt, group_id, segment=segment, finish_reason=finish_reason, turn_rewards=rewards
+                ),
+                routes=fit_routes(sequence[-1].routes, sum(len(token_ids) for token_ids, _ in parts)),
+            )
         )
     if not trajectories:
         given = np.array(prompt.token_ids, np.int32)

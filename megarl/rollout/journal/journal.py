@@ -46,7 +46,7 @@ from megarl.rollout.journal.record_file import Record, RecordWriter, encode_reco
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
 from megarl.text import map_text, replace_surrogates
 
-FORMAT = 5
+FORMAT = 6
 """Version of the journal's files, written into the first record of each; format 1 did not write it."""
 
 SUFFIX = ".groups"
@@ -127,6 +127,9 @@ SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
         ("segment", pa.int32()),
         ("turn_rewards", pa.list_(pa.float64())),
+        ("routes", pa.large_binary()),
+        ("route_type", pa.string()),
+        ("route_shape", pa.list_(pa.int64())),
     ]
 )
 PER_TOKEN = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "policy_versions": np.int32}
@@ -136,7 +139,16 @@ def encode_group(trajectories: Sequence[Trajectory]) -> pa.Buffer:
     """Return the trajectories as an Arrow record batch of `SCHEMA`, serialized as an IPC message."""
     offsets = pa.array(np.cumsum([0, *(t.num_tokens for t in trajectories)]), pa.int64())
     columns: list[pa.Array] = []
+    routes = [t.routes for t in trajectories]
+    encoded: dict[str, list[Any]] = {
+        "routes": [None if each is None else each.tobytes() for each in routes],
+        "route_type": [None if each is None else each.dtype.str for each in routes],
+        "route_shape": [None if each is None else each.shape for each in routes],
+    }
     for column in SCHEMA:
+        if column.name in encoded:
+            columns.append(pa.array(encoded[column.name], column.type))
+            continue
         values = [getattr(t, column.name) for t in trajectories]
         if column.name in PER_TOKEN:
             flat = pa.array(np.concatenate(values), column.type.value_type)
@@ -161,6 +173,10 @@ def decode_group(body: bytes) -> list[Trajectory]:
         for name in SCHEMA.names
     }
     columns["turn_rewards"] = list(map(tuple, batch.column("turn_rewards").to_pylist()))
+    forms = zip(*(columns.pop(name) for name in ("routes", "route_type", "route_shape")), strict=True)
+    columns["routes"] = [
+        None if form[0] is None else np.frombuffer(form[0], form[1]).reshape(form[2]) for form in forms
+    ]
     return [Trajectory(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
@@ -363,6 +379,8 @@ def journal_fingerprint(config: RunConfig) -> str:
         "optimizer": optimizer,
         # the policy versions that sample a group are those of the schedule's log, if there is one
         **({} if config.schedule.type == "sync" else {"schedule": config.schedule.type}),
+        # groups of a run without them have no routes
+        **({"routes": True} if config.trainer.moe.router_replay == "R3" else {}),
     }
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -53,6 +53,8 @@ class TokenLoad:
     """Tokens of the rank: those of the micro-batch divided by cp."""
     element_bytes: int
     """Bytes per element of activations: 2 in bfloat16."""
+    longest_sequence: int = 0
+    """Tokens of its longest sequence, on all context-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,8 @@ def layer_activations(
             latents = 2 * ((a.q_lora_rank or 0) + a.kv_lora_rank) + a.qk_rope_head_dim
             parts["attention"] = size * n * (latents + a.num_heads * value // t)
             parts["core_attn"] = FLOAT32_BYTES * n * a.num_heads // t
+            if a.indexer and load.longest_sequence > a.indexer.top_k:
+                parts["core_attn"] += size * n * load.longest_sequence  # the mask of the keys that are not selected
             # queries, keys, and the projection that keys and values come from
             parts["mla_up_proj"] = size * n * a.num_heads * (2 * key + a.qk_nope_head_dim + value) // t
         case GatedDeltaNet() as a:

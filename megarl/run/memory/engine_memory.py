@@ -108,16 +108,19 @@ def engine_weights(
 def kv_bytes_per_token(model: ModelArchitecture, tp: int, element_bytes: int) -> int:
     """Return the bytes of KV cache per token and engine rank.
 
-    A latent is not divided by tp: every rank stores it. Key-value heads are replicated where tp exceeds them.
+    A latent is not divided by tp: every rank stores it. Key-value heads are replicated where tp exceeds them. The key
+    of an indexer is stored in FP8, with a float32 scale for each block.
     """
-    width = 0
+    width = indexed = 0
     for layer in model.layers:
         match layer.attention:
             case LatentAttention() as latent:
                 width += latent.kv_lora_rank + latent.qk_rope_head_dim
+                if latent.indexer:
+                    indexed += latent.indexer.head_dim + 4 * (latent.indexer.head_dim // BLOCK)
             case GroupedQueryAttention() as grouped:
                 width += 2 * grouped.head_dim * max(1, grouped.num_kv_heads // tp)
-    return width * element_bytes
+    return width * element_bytes + indexed
 
 
 def default_mem_fraction(engine: EngineBytes, gpu_bytes: int) -> float:

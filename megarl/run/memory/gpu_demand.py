@@ -178,8 +178,9 @@ def _model_demand(
         if optimizer is not None
         else frozen_state(model, grid, split, element)
     )
-    tokens = max(config.trainer.max_tokens_per_micro_batch, longest_sequence(config))
-    load = TokenLoad(tokens=-(-tokens // parallel.cp), element_bytes=element.parameters)
+    longest = longest_sequence(config)
+    tokens = max(config.trainer.max_tokens_per_micro_batch, longest)
+    load = TokenLoad(tokens=-(-tokens // parallel.cp), element_bytes=element.parameters, longest_sequence=longest)
     kind, is_trained = _head_kind(config), optimizer is not None
     activations = stage_activations(model, parallel, config.trainer.recompute, load, head_kind=kind)
     caches = library_caches(model, grid, split, element, head_kind=kind, is_trained=is_trained)

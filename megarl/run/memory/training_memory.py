@@ -27,7 +27,6 @@ from math import lcm, prod
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.config.megatron import MegatronConfig
 from megarl.megatron.families.architecture import EMBEDDING, HEAD, ModelArchitecture
-from megarl.megatron.families.feed_forward import EXPERT_BIAS
 from megarl.megatron.families.parameter_map import ParameterMap, local_shape
 from megarl.megatron.families.trainer_layouts import PipelineSplit, padded_vocab, stage_layers
 from megarl.run.memory.activations import HeadKind
@@ -147,7 +146,7 @@ def chunk_parameters(
                 chunk = first
             case _:
                 chunk = last
-        if name.startswith("mtp.") or name.endswith(EXPERT_BIAS):
+        if name.startswith("mtp.") or mapping.frozen:
             chunk.untrained_bytes += num_elements * (element_bytes if mapping.dtype is None else DTYPE_BYTES["float32"])
         elif mapping.expert is not None:
             chunk.experts += [num_elements] if num_elements else []

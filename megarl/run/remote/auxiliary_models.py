@@ -94,7 +94,7 @@ def _model_spec(config: RunConfig, auxiliary: AuxiliaryModel, device: str) -> Mo
         parallel=auxiliary.parallel,
         recompute=config.trainer.recompute,
         megatron=config.trainer.megatron,
-        moe=config.trainer.moe,
+        moe=config.trainer.moe.model_copy(update={"router_replay": "none"}),
         timeout_seconds=config.trainer.timeout_seconds,
         temperature=config.rollout.sampling.temperature if auxiliary.head == "lm" else 1.0,
         seed=config.seed,

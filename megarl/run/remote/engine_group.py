@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megarl.batch.routes import EngineRoutes
 from megarl.cluster.placement.assign import RecentNodes
 from megarl.cluster.placement.pool import Slot, SlotPool
 from megarl.cluster.process.ports import find_unused_port, join_address
@@ -128,6 +129,16 @@ def _place_by_overlap(config: RunConfig, device: str, grid: RankGrid, topology: 
     engine = trace_layouts(config.model.path, tp=tp, ep=config.rollout.engine.ep_size, device=device, dtype=dtype)
     sources = convert_sources(trainer_layouts(model, grid, dtype), engine)
     return place_engines_by_overlap(sources, [engine], replicas=config.rollout.replicas, topology=topology)
+
+
+def _engine_routes(config: RunConfig) -> EngineRoutes | None:
+    """Return the form of the routes that the run's engines return; None: they return none."""
+    if config.trainer.moe.router_replay != "R3":
+        return None
+    model, _ = load_architecture_and_dtype(config.model.path, family=config.model.family)
+    assert model.experts is not None, f"{model.name} has no experts"
+    has_experts = [layer.has_routed_experts for layer in model.layers]
+    return EngineRoutes.of(has_experts, top_k=model.experts.routing.top_k, num_experts=model.num_experts)
 
 
 SHUTDOWN_SECONDS = 3.0
@@ -346,7 +357,12 @@ class EngineGroup(EngineHandles):
     def _launch(self, replica: int) -> tuple[StartedEngine, ray.ObjectRef]:
         """Create a process on each node of the engine; the first one starts the engine on all of them."""
         spec = make_engine_spec(self._config, replica, self.pool.device)
-        spec = replace(spec, mem_fraction=self._mem_fraction, waits_for_memory=self.waits_for_memory)
+        spec = replace(
+            spec,
+            mem_fraction=self._mem_fraction,
+            waits_for_memory=self.waits_for_memory,
+            routes=_engine_routes(self._config),
+        )
         by_node = self._slots_by_node(replica)
         environments = [self._make_environment(here) for here in by_node]
         handles = self._processes.pop(replica, None) or self._create_actors(by_node)

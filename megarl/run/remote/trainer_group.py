@@ -70,6 +70,11 @@ class ModelGroup[W: ForwardWorker]:
         results = self.group.call_remote(ForwardWorker.logprobs, request, dispatch=self._forward_dispatch)
         return computed_column(request, results, self.grid, cost=self._cost)
 
+    def take_routes(self, request: ForwardRequest) -> Payload[TokenColumn]:
+        """Return the routes that `logprobs` has recorded for this request; they stay with the ranks."""
+        results = self.group.call_remote(ForwardWorker.take_routes, None, dispatch=BROADCAST)
+        return computed_column(request, results, self.grid, cost=self._cost)
+
     def values(self, request: ForwardRequest) -> Payload[TokenColumn]:
         """Return the value before each token, of a value model; the values stay with the ranks."""
         results = self.group.call_remote(ForwardWorker.values, request, dispatch=self._forward_dispatch)

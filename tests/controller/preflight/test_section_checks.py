@@ -277,6 +277,50 @@ def test_fields_have_to_fit_the_model(hf_config: dict[str, Any], trainer: dict[s
     assert megatron_problems(hf_config, **trainer) == want
 
 
+REPLAY = "trainer.moe.router_replay"
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "fields", "want"),
+    [
+        (QWEN3_MOE, {}, []),
+        (QWEN3, {}, ["trainer.moe: Qwen3ForCausalLM has no experts"]),
+        (QWEN3_MOE | {"num_experts_per_tok": 1}, {}, [f"{REPLAY}: needs at least 2 experts per token, got 1"]),
+        (
+            QWEN3_MOE,
+            {"moe_router_fusion": True},
+            [f"{REPLAY}: needs megatron.model.moe_router_fusion: false, as the fused kernel chooses experts itself"],
+        ),
+    ],
+)
+def test_replay_of_routes_has_to_fit_the_model(hf_config: Any, fields: dict[str, Any], want: list[str]) -> None:
+    trainer = {"moe": {"router_replay": "R2"}, "megatron": {"model": fields}}
+    model = load_architecture(hf_config, origin="config.json")
+    config = run_config({"type": "grpo"}, trainer=trainer)
+    assert list(find_megatron_problems(config, model, "cuda")) == want
+
+
+def test_engines_outside_the_package_return_no_routes() -> None:
+    model, trainer = load_architecture(QWEN3_MOE, origin="config.json"), {"moe": {"router_replay": "R3"}}
+    configs = [
+        run_config(
+            {"type": "grpo"},
+            trainer=trainer,
+            rollout={"engine": {"type": kind}},
+            weight_sync={"strategy": "gather_hf"},
+        )
+        for kind in ("sglang", "engines:Engine")
+    ]
+    found = [find_megatron_problems(config, model, "cuda") for config in configs]
+    assert list(map(list, found)) == [[], [f"{REPLAY}: R3 needs rollout.engine.type: sglang, got engines:Engine"]]
+
+
+def test_other_commands_have_no_routes_to_replay() -> None:
+    assert megatron_problems(QWEN3_MOE, moe={"router_replay": "R2"}) == [
+        f"{REPLAY}: only megarl train passes over a token more than once in a step, got R2"
+    ]
+
+
 def test_fields_of_transformer_engine_are_refused_on_the_cpu() -> None:
     recompute = {"granularity": "selective", "modules": ["layernorm"]}
     assert megatron_problems(QWEN3, "cpu", **FP8, recompute=recompute) == [

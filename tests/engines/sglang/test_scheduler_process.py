@@ -136,6 +136,8 @@ def test_a_scheduler_waits_after_its_imports_and_before_it_runs(monkeypatch: pyt
         "cpu.shared_prefill.use_shared_prefill_on_cpu",
         "request_runner.send_versions_with_partial_outputs",
         "scheduler_process.idle_on_cpu",
+        "scheduler_process.capture_routes_on_cpu",
+        "scheduler_process.fit_route_buffer",
     ):
         monkeypatch.setattr(f"megarl.engines.sglang.{module}", lambda: None)
     monkeypatch.setattr(scheduler_process, "wait_at_gate", lambda path: events.append(f"wait at {path}"))

@@ -37,6 +37,9 @@ ROUND_TRIPS = {
     "mixtral": ({"ep": 2, "pp": 2}, {"tp": 2}),
     "deepseek_v3": ({"tp": 2, "ep": 2, "etp": 1, "pp": 2}, {"tp": 2}),
     "deepseek_v3 without query latent": ({"tp": 2}, {"ep": 4}),
+    "deepseek_v32": ({"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}),
+    "glm_moe_dsa": ({"pp": 2}, {"tp": 2}),
+    "gpt_oss": ({"tp": 2}, {"ep": 2, "pp": 2}),
 }
 """By model, the layouts in which its checkpoint is saved and loaded."""
 
@@ -84,7 +87,9 @@ def load(tmp_path, folder, checkpoint, sizes, *options):
     return run_ranks(load_on_rank, world(sizes), tmp_path, folder, str(checkpoint), sizes, *options)
 
 
-@pytest.mark.parametrize("name", sample(ROUND_TRIPS, ["qwen2", "gemma2", "qwen3_moe", "deepseek_v3"]))
+@pytest.mark.parametrize(
+    "name", sample(ROUND_TRIPS, ["qwen2", "gemma2", "qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss"])
+)
 def test_round_trip_through_two_layouts_is_bitwise_exact(name, model_folder, tmp_path):
     source, (saved, loaded) = model_folder(name), ROUND_TRIPS[name]
     target = tmp_path / "out"

@@ -26,6 +26,7 @@ from megarl.megatron.families.load_architecture import (
 )
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.megatron.modeling.rotary import attention_factor, inverse_frequencies
+from tests.megatron.families.test_published_configs import published as published_folder
 from tests.megatron.families.tiny import CONFIGS, DEEPSEEK_V3, PLAIN, QWEN3_MOE, tiny
 from tests.megatron.fidelity import models
 
@@ -126,7 +127,7 @@ def test_both_config_keys_for_the_number_of_experts_are_accepted() -> None:
     ("change", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported, though .*model.family"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config needs .* got weight_block_size None"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size needs .* got None"),
         ({"attention_bias": True}, "attention_bias True is not supported; supported is False"),
         ({"hidden_act": "relu"}, "hidden_act relu is not supported; supported is silu"),
         ({"rope_interleave": False}, "rope_interleave False is not supported; supported is True"),
@@ -297,7 +298,7 @@ def test_value_model_has_score_tensor_instead_of_lm_head(name: str) -> None:
         assert (value.head, value.tie_embeddings, value.duplicated_tensors()) == ("value", False, {})
 
 
-WITHOUT_VALUE_MODEL = ("Glm4Moe", "Glm4MoeLite", "MiMo", "MiniMaxM2", "Qwen3_5Moe")
+WITHOUT_VALUE_MODEL = ("DeepseekV32", "Glm4Moe", "Glm4MoeLite", "GlmMoeDsa", "MiMo", "MiniMaxM2", "Qwen3_5Moe")
 """Families of which transformers has no value model; megarl's has the usual name."""
 
 
@@ -396,6 +397,12 @@ def test_qwen2_5_7b_matches_the_constant():
 )
 def test_active_parameters_match_the_papers(config, billions):
     assert cost(config).matmul_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_an_indexer_selects_from_all_positions_those_that_are_attended_to():
+    sparse = cost(published_folder("DeepSeek-V3.2-Exp"))
+    assert (sparse.attention_layers, sparse.windowed_layers, sparse.window) == (61, 61, 2048)
+    assert (sparse.attention_width, sparse.index_width) == (128 * (192 + 128), 61 * 64 * 128)
 
 
 def test_windows_and_attention_widths():

@@ -20,8 +20,9 @@ from tests.megatron.fidelity.models import CONFIGS
 PARTIAL = ("glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Families that rotate a part of each head."""
 
-WINDOWED = ("gemma2", "gemma3")
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama3", "mixtral", "deepseek_v3", *WINDOWED, *PARTIAL)
+WINDOWED = ("gemma2", "gemma3", "gpt_oss")
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama3", "mixtral", "deepseek_v3", *INDEXED, *WINDOWED, *PARTIAL)
 
 OTHER_KEYS: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (0.5,),
@@ -41,6 +42,10 @@ OTHER_KEYS: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (2,),
     "scoring_func": ("softmax",),
     "topk_method": ("greedy",),
+    "indexer_types": (["full", "shared"], ["full", "full"]),
+    "index_topk_pattern": ("FS", "FF"),
+    "index_topk_freq": (2,),
+    "mlp_layer_types": (["sparse", "dense"], ["sparse", "sparse"]),
 }
 """Values of keys that not every configuration class has, some of which other families or engines read."""
 
@@ -61,7 +66,7 @@ REFUSED: tuple[tuple[tuple[str, ...], dict[str, Any], str], ...] = (
         "partial_rotary_factor 0.5 is not supported; supported is 1",
     ),
     (
-        tuple(name for name in FAMILIES if name not in WINDOWED and not name.startswith("qwen3_")),
+        tuple(name for name in FAMILIES if name not in (*INDEXED, *WINDOWED) and not name.startswith("qwen3_")),
         {"layer_types": ["full_attention", "sliding_attention"]},
         "layer_types sliding_attention is not supported; supported is full_attention",
     ),
@@ -71,6 +76,21 @@ REFUSED: tuple[tuple[tuple[str, ...], dict[str, Any], str], ...] = (
         "layer_types chunked_attention is not supported; supported is sliding_attention or full_attention",
     ),
     (("deepseek_v3",), {"topk_method": "greedy"}, "topk_method greedy is not supported; supported is noaux_tc"),
+    (
+        ("glm_moe_dsa",),
+        {"index_topk_pattern": "FS"},
+        "index_topk_pattern FS is not supported: each layer needs its own indexer",
+    ),
+    (
+        ("glm_moe_dsa",),
+        {"indexer_types": ["full", "shared"]},
+        "indexer_types.1 shared is not supported; supported is full",
+    ),
+    (
+        INDEXED,
+        {"index_head_dim": 4},
+        "index_head_dim needs to be at least qk_rope_head_dim, got 4 < 8",
+    ),
     (
         ("llama3", "qwen3"),
         {"rope_scaling": {"type": "linear", "factor": 4.0}},
@@ -203,7 +223,7 @@ def test_keys_that_engines_read_are_refused_in_one_sentence(
 def test_keys_without_effect_are_accepted() -> None:
     harmless = {"partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * 2, "attention_multiplier": 0.1}
     for name in FAMILIES:
-        config = tiny_config(name)
+        config = tiny_config(name) | {"layer_types": ["full_attention"] * 2}
         if name in (*PARTIAL, "gemma3"):
             continue
         got, want = (load_architecture(c, origin="config.json") for c in (config | harmless, config))

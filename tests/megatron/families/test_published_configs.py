@@ -20,19 +20,23 @@ from megarl.engines.unsupported_options import find_build_problems, find_engine_
 from megarl.errors import MegarlError
 from megarl.megatron.families.architecture import ModelArchitecture, hf_tensors_of
 from megarl.megatron.families.load_architecture import load_architecture, load_architecture_from_folder
+from megarl.model_files.weight_index import stored_shape
 
 FOLDER = Path(__file__).parent / "published"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
 
 REFUSED = {
-    "DeepSeek-V3.2-Exp": "DeepseekV32ForCausalLM .*index_topk 2048",
-    "GLM-5": "GlmMoeDsaForCausalLM .*index_topk 2048",
-    "Kimi-K2.5": "quant_method compressed-tensors",
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "NemotronHForCausalLM .*mamba_num_heads 64",
-    "gpt-oss-20b": "quantization_config needs .* got quant_method mxfp4",
-    "gpt-oss-120b": "quantization_config needs .* got quant_method mxfp4",
 }
 """Models that megarl refuses, with a part of the message."""
+
+NOT_SERVED = {
+    "DeepSeek-V3.2-Exp": "quantization_config.scale_fmt None or float, got ue8m0",
+    "Kimi-K2.5": "engines would run in INT4",
+    "gpt-oss-120b": "engines would run in MXFP4",
+    "gpt-oss-20b": "engines would run in MXFP4",
+}
+"""Models that engines of megarl do not run as they are published, with a part of the message."""
 
 ACCEPTED = [name for name in NAMES if name not in REFUSED]
 
@@ -89,8 +93,10 @@ def transformers_config(name: str) -> Any:
 @cache
 def language_model(name: str) -> nn.Module:
     """Return transformers' language model, without MTP layers and vision tower, on the meta device."""
+    config = transformers_config(name).get_text_config()
+    config.model_type = CLOSEST.get(config.model_type, config.model_type)  # names of experts go by it
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(transformers_config(name).get_text_config())
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
 
 
@@ -127,7 +133,8 @@ def test_accepted_model_has_the_tensors_of_transformers(name: str) -> None:
     assert sum(map(prod, shapes.values())) == num_parameters(language_model(name))
     assert sum(map(prod, mtp.values())) == num_mtp_parameters(name, model.num_mtp_layers)
     # a folder with a vision tower has the language model under another prefix
-    assert {tensor.replace("language_model.", ""): shape for tensor, shape in shapes.items()} == published_shapes(name)
+    stored = {tensor: stored_shape(tensor, shape) for tensor, shape in shapes.items()}
+    assert {tensor.replace("language_model.", ""): shape for tensor, shape in stored.items()} == published_shapes(name)
     assert (model.num_layers, model.hidden_size) == (config.num_hidden_layers, config.hidden_size)
     assert (model.vocab_size, model.max_positions) == (config.vocab_size, config.max_position_embeddings)
     assert model.tie_embeddings == config.tie_word_embeddings
@@ -137,8 +144,11 @@ def test_accepted_model_has_the_tensors_of_transformers(name: str) -> None:
 def test_accepted_model_is_accepted_as_a_folder(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((FOLDER / f"{name}.json").read_text())
     assert load_architecture_from_folder(tmp_path) == read(name)
-    for find_problems in (find_engine_problems, find_build_problems):
-        assert find_problems(published(name), "cuda", origin="config.json") == []
+    problems = find_engine_problems(published(name), "cuda", origin="config.json")
+    assert len(problems) == (name in NOT_SERVED)
+    assert all(NOT_SERVED[name] in problem for problem in problems)
+    for problem in find_build_problems(published(name), "cuda", origin="config.json"):
+        assert NOT_SERVED[name] in problem
 
 
 @pytest.mark.parametrize("name", REFUSED)

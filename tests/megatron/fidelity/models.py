@@ -44,6 +44,12 @@ _EXPERTS = {"moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_expert
 _DEEPSEEK_V3 = _SIZES | _LATENT | _ROUTING | _READ_BY_SGLANG | _EXPERTS
 _DEEPSEEK_V3 |= {"model_type": "deepseek_v3", "num_key_value_heads": 6, "num_nextn_predict_layers": 1}
 _DEEPSEEK_V3 |= {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+_DEEPSEEK_V32 = _DEEPSEEK_V3 | {
+    "model_type": "deepseek_v32",
+    "index_topk": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 24,
+}
 _LLAMA3 = _SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _SOFTCAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}
@@ -89,6 +95,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": _SIZES
     | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rope_parameters": _PLAIN},
     "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V32,
+    "glm_moe_dsa": _DEEPSEEK_V32
+    | {"model_type": "glm_moe_dsa", "vocab_size": 509, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    | {"rope_parameters": _PLAIN, "indexer_rope_interleave": True},
     "gemma3": {
         **(_SIZES | _TIED),
         "model_type": "gemma3_text",
@@ -110,6 +120,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5": _QWEN3 | _DELTA_NET | {"model_type": "qwen3_5_text"} | _TIED,
     "qwen3_5_moe": _QWEN3_NEXT | {"model_type": "qwen3_5_moe_text", "vocab_size": 509},
+    "gpt_oss": _QWEN3
+    | {"model_type": "gpt_oss", "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 2}
+    | {"sliding_window": 8, "swiglu_limit": 0.7, "rope_parameters": _YARN | {"truncate": False}},
     "deepseek_v3 without query latent": _DEEPSEEK_V3
     | {"vocab_size": 509, "q_lora_rank": None, "num_nextn_predict_layers": 0, "rope_parameters": _PLAIN}
     | {"n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},

@@ -111,10 +111,13 @@ def _logprobs(model: Any, sequence: tuple[int, ...]) -> torch.Tensor:
 def _gradients_on_disk(model: Any) -> dict[str, torch.Tensor]:
     """Return gradients by name on disk. They are saved as a model, because saving splits fused tensors."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.copy_(parameter.grad)
+        frozen = {name for name, parameter in model.named_parameters() if ".indexer." in name}
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == (name in frozen), name
+            if name not in frozen:
+                parameter.copy_(parameter.grad)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         saved = load_file(Path(folder) / "model.safetensors")
-    return {name: gradient for name, gradient in saved.items() if not name.endswith("e_score_correction_bias")}
+    frozen |= {name for name in saved if name.endswith("e_score_correction_bias")}
+    return {name: gradient for name, gradient in saved.items() if name not in frozen}

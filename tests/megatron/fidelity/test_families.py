@@ -27,7 +27,8 @@ def test_logprobs_and_gradients_match_transformers(name, model_folder, tmp_path)
     assert got.grad_norm == pytest.approx(gradient_norm(want.gradients), rel=TOLERANCE)
 
 
-VALUE_MODELS = [name for name in CONFIGS if name not in ("glm4_moe", "minimax_m2", "qwen3_5_moe")]
+WITHOUT_VALUE_MODEL = ("deepseek_v32", "glm_moe_dsa", "glm4_moe", "minimax_m2", "qwen3_5_moe")
+VALUE_MODELS = [name for name in CONFIGS if name not in WITHOUT_VALUE_MODEL]
 """Models of which transformers has value models."""
 
 
@@ -43,6 +44,7 @@ def test_values_and_their_gradients_match_transformers(name, value_folder, tmp_p
 
 
 PACKS = [("qwen3", {}), ("gemma2", {"world": 2, "cp": 2}), ("mixtral", {"world": 2, "tp": 2}), ("deepseek_v3", {})]
+PACKS += [("deepseek_v32", {"world": 2, "cp": 2})]
 
 
 @pytest.mark.parametrize(("name", "sizes"), sample(PACKS, [PACKS[1], PACKS[3]]), ids=str)
@@ -72,6 +74,9 @@ CHANGES = [
     ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
     ("deepseek_v3", {"routed_scaling_factor": 1.0}),
     ("deepseek_v3", {"rope_interleave": False}),
+    ("deepseek_v32", {"index_topk": 9}),
+    ("deepseek_v32", {"model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"]}),  # RoPE of the indexer
+    ("glm_moe_dsa", {"index_topk": 4096}),
 ]
 
 

@@ -59,12 +59,15 @@ DEFAULT = [
     ("deepseek_v3", "tp2 ep2 etp1"),
     ("deepseek_v3", "pp2 vpp2 ep2 cp2"),
     ("deepseek_v3 without query latent", "tp2"),
+    ("deepseek_v32", "tp2 cp2"),
+    ("glm_moe_dsa", "tp2 ep2 etp1"),
     ("gemma3", "pp2 vpp2"),
     ("glm4_moe", "tp2 ep2 etp1"),
     ("minimax_m2", "tp2 ep2 etp2"),
     ("qwen3_next", "tp2 cp2"),
     ("qwen3_5", "tp2 without sequence parallel"),
     ("qwen3_5_moe", "pp2 vpp2 ep2 cp2"),
+    ("gpt_oss", "tp2 ep2 etp2"),
 ]
 """Every model and every axis, on at most four ranks; all other cases are slow."""
 

@@ -98,15 +98,16 @@ def test_gradients_of_float32_tensors_are_those_of_transformers(world, sizes, mo
 
 
 def test_untrained_tensors_stay_unchanged(trained):
-    disk, pushed, main_params = trained("deepseek_v3")
-    biases = [name for name in disk if name.endswith("e_score_correction_bias")]
-    assert biases
-    assert not main_params.keys() & set(biases)
+    disk, pushed, main_params = trained("deepseek_v32")
+    indexers = [name for name in disk if ".indexer." in name]
+    precise = [name for name in disk if name.endswith("e_score_correction_bias") or ".indexer.k_norm." in name]
+    assert len(precise) == 4 + 2 * 5
+    assert not main_params.keys() & {*precise, *indexers}
     untrained = pushed[-1].keys() - main_params.keys()
-    assert untrained >= set(biases)
+    assert untrained >= {*precise, *indexers}
     assert any(name.startswith("model.layers.4.") for name in untrained), "the multi-token-prediction layer"
     for name in untrained:
-        kept = torch.float32 if name in biases else torch.bfloat16
+        kept = torch.float32 if name in precise else torch.bfloat16
         assert pushed[-1][name].dtype == kept, name
         assert torch.equal(pushed[-1][name], disk[name].to(kept)), name
 

@@ -76,7 +76,7 @@ SELECTIVE = [
     ("qwen3", ("core_attn",)),
     ("gemma2", ("core_attn", "mlp")),
     ("qwen3_moe", ("mlp", "moe")),
-    ("deepseek_v3", ("core_attn", "moe")),
+    ("deepseek_v32", ("core_attn", "moe")),
     ("deepseek_v3", ("mlp", "mla_up_proj", "shared_experts")),
 ]
 

@@ -102,8 +102,11 @@ MODELS = [
     ("deepseek_v3", {"pp": 2}),
     (OWN_HEAD, {"tp": 2}),
     ("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}),
+    ("deepseek_v32", {"tp": 2, "ep": 2, "etp": 1}),
+    ("glm_moe_dsa", {"pp": 2}),
+    ("gpt_oss", {"tp": 2, "ep": 2, "etp": 2}),
 ]
-DEFAULT = [MODELS[0], MODELS[2], MODELS[5], MODELS[8]]
+DEFAULT = [MODELS[0], MODELS[2], MODELS[5], MODELS[9], MODELS[11]]
 
 
 @pytest.mark.parametrize(("name", "sizes"), sample(MODELS, DEFAULT), ids=str)

@@ -141,6 +141,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "float32": ("qwen3_moe", {"dtype": "float32"}, TORCH),
     "fusion off": ("qwen3", {"model": {"apply_rope_fusion": False}}, {"apply_rope_fusion": False}),
     "fp64 router": ("qwen3_moe", {"model": {"moe_router_dtype": "fp64"}}, {"moe_router_fusion": False}),
+    "router replay": ("qwen3_moe", {"moe": {"router_replay": "R2"}}, MOE | {"moe_router_fusion": False}),
     "aux loss": (
         "qwen3_moe",
         {"moe": {"aux_loss_coeff": 0.01, "aux_loss_scope": "global_batch"}},

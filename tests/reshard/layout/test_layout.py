@@ -25,6 +25,7 @@ from megarl.reshard.layout.layout import (
 )
 from megarl.reshard.layout.model_tensors import ModelTensors
 from megarl.reshard.layout.quantized_layout import (
+    cast_dtypes,
     convert_sources,
     find_quantized_pieces,
     quantize_layout,
@@ -190,13 +191,20 @@ def test_sources_follow_what_engines_need():
     assert sent[3] == quantize_layout(sources[3], {"w"})
 
 
-def test_vectors_are_sent_in_the_dtype_of_the_engines():
-    held = {"a": TensorSpec((4,), "float32"), "b": TensorSpec((4,), "bfloat16"), "m": TensorSpec((2, 2), "bfloat16")}
-    needed = {"a": TensorSpec((4,), "bfloat16"), "b": TensorSpec((4,), "bfloat16"), "m": TensorSpec((2, 2), "float32")}
-    pieces = [ShardPiece("a", ((0, 2),), "x", ((0, 2),)), ShardPiece("b", ((0, 2),), "y", ((0, 2),))]
-    (sent,) = convert_sources([WeightLayout(held, pieces)], [WeightLayout(needed, [])])
-    assert dict(sent.tensors) == needed | {"m": held["m"]}
-    assert list(sent.pieces) == [ShardPiece("a", ((0, 2),), "x:bfloat16", ((0, 2),)), pieces[1]]
+def test_tensors_are_sent_in_the_dtype_of_the_engines():
+    held = {name: TensorSpec((4,), dtype) for name, dtype in (("a", "float32"), ("b", "bfloat16"), ("c", "bfloat16"))}
+    needed = held | {"a": TensorSpec((4,), "bfloat16"), "c": TensorSpec((4,), "float32")}
+    source = WeightLayout(held, [ShardPiece("a", ((0, 2),), "x", ((0, 2),))])
+    (sent,) = convert_sources([source], [WeightLayout(needed, [])])
+    assert dict(sent.tensors) == needed
+    assert list(sent.pieces) == list(source.pieces)
+
+
+def test_a_mistaken_dtype_of_all_tensors_is_no_cast():
+    held = {name: TensorSpec((4,), "float32") for name in "ab"}
+    needed = {"a": TensorSpec((4,), "bfloat16"), "b": held["b"]}
+    assert cast_dtypes(held, [WeightLayout(needed, [])]) == {}
+    assert cast_dtypes(needed, [WeightLayout(held, [])]) == {}
 
 
 @pytest.mark.parametrize(

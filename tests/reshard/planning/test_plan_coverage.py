@@ -34,6 +34,7 @@ MODELS = {  # vocabularies that both sides pad differently
         "DeepseekV3ForCausalLM",
         {"vocab_size": 260, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3},
     ),
+    "gpt_oss": ("GptOssForCausalLM", {"vocab_size": 260, "num_attention_heads": 4, "num_key_value_heads": 4}),
 }
 
 
@@ -67,6 +68,7 @@ CASES = {
     "latent attention, two dtypes": Case(
         "deepseek_v3", "pp=2,tp=2,dp=2,ep=4,etp=1", "tp=4,ep=2", 2, first_stage_layers=2
     ),
+    "stacked experts, ep 2, etp 2 -> tp 4": Case("gpt_oss", "tp=4,dp=2,ep=2,etp=2", "tp=4", 2),
     "latent attention, ep 2 -> ep 1": Case(
         "deepseek_v3", "pp=3,tp=2,dp=2,ep=2,etp=1", "tp=2", 1, "micro_dp", device="cpu"
     ),

@@ -75,6 +75,8 @@ def reshard(grid, gen_pp, gen_tp, nodes, direct, large_bytes, backend):
     mismatched, all_stats, boxes = 0, [], Parameters(sink.tensors) if direct else sink
     for sync in range(3):
         mine = {name: held.to(device) for name, held in held_tensors(sources[rank], value, sync).items()}
+        if sync == 2:  # as stacked experts are held
+            mine = {name: transposed(held) for name, held in mine.items()}
         sink.fill_nan()
         all_stats.append(strategy.push(mine, Sinks(boxes=boxes)))
         mismatched += wrong_elements(needs[rank], sink.tensors, value, sync)
@@ -87,13 +89,18 @@ def reshard(grid, gen_pp, gen_tp, nodes, direct, large_bytes, backend):
     return out
 
 
+def transposed(tensor):
+    """Return an equal tensor whose last two dimensions are swapped in memory."""
+    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+
+
 def push_deltas(strategy, source, need, sink, boxes):
     """Run a full sync that can be a base, one in which nothing has changed, and one in which four layers have.
 
     The other layers have the values of sync 5 before. Return the statistics of each.
     """
     device = next(iter(sink.tensors.values())).device
-    mine = {name: held.to(device) for name, held in held_tensors(source, value, 5).items()}
+    mine = {name: transposed(held.to(device)) for name, held in held_tensors(source, value, 5).items()}
     for piece in source.pieces:
         if piece.tensor in CHANGED:
             mine[piece.local].zero_()

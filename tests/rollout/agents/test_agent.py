@@ -22,7 +22,7 @@ from megarl.rollout.agents.episode import Episode
 from megarl.rollout.agents.single_turn import single_turn
 from tests.errors import expect_error
 from tests.rollout.clock import in_event_loop
-from tests.rollout.whole_batches import WholeBatches, make_generation
+from tests.rollout.whole_batches import WholeBatches, make_generation, token_routes, with_routes
 
 PROMPT = (40, 41, 42)
 
@@ -39,13 +39,15 @@ class CountingEngine(WholeBatches):
     lengths: list[int]
     requests: list[GenerationRequest] = field(default_factory=list)
     num_sampled: int = 0
+    returns_routes: bool = False
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.requests.append(request)
         length, most = self.lengths.pop(0), request.sampling.max_new_tokens
         count = np.arange(self.num_sampled, self.num_sampled + min(length, most))
         self.num_sampled += len(count)
-        return make_generation(100 + count, -1.0 - count, 3, "stop" if length <= most else "length")
+        generation = make_generation(100 + count, -1.0 - count, 3, "stop" if length <= most else "length")
+        return with_routes(generation, request) if self.returns_routes else generation
 
 
 def start(engine: Any, tokenizer: Any = None, *, max_new_tokens: int = 20, seed: int | None = None) -> Episode:
@@ -79,6 +81,27 @@ async def test_sampled_tokens_are_trained_on_once_and_observed_ones_never() -> N
     # the input of a trained position is the token before its target: also the last observed one
     assert packed.token_ids_T[packed.mask_T].tolist() == [42, 100, 53, 102, 103] * 2
     assert torch.equal(packed.target_ids_T[packed.mask_T][:5], packed.token_ids_T[packed.mask_T.roll(1)][:5])
+
+
+@in_event_loop
+async def test_an_episode_asks_for_the_routes_of_each_token_once() -> None:
+    engine = CountingEngine([2, 3, 1], returns_routes=True)
+    episode = start(engine)
+    await episode.generate()
+    episode.observe([50, 51])
+    await episode.generate()
+    episode.observe([54])
+    trajectory = episode.trajectory()
+    assert [request.num_routed for request in engine.requests] == [0, 4]
+    want = token_routes(trajectory.token_ids)
+    want[-2:] = 0  # the engine has not computed with the last token that it has sampled, nor with those after it
+    assert np.array_equal(trajectory.routes, want)
+    episode.fork([9, 8])
+    await episode.generate()
+    first, second = episode.trajectories()
+    assert np.array_equal(first.routes, want)
+    assert np.array_equal(second.routes[:2], token_routes(second.token_ids)[:2])
+    assert engine.requests[2].num_routed == 0
 
 
 @in_event_loop

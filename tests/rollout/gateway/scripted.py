@@ -20,7 +20,7 @@ from megarl.rollout.rollout_worker import GroupSummary, RolloutWorker, RolloutWo
 from tests.rollout.clock import iterate, run_in_event_loop
 from tests.rollout.environments.chat_templates import DAY
 from tests.rollout.environments.scripted import TurnScorer, make_prompt
-from tests.rollout.whole_batches import WholeBatches, make_generation, make_group_job
+from tests.rollout.whole_batches import WholeBatches, make_generation, make_group_job, token_routes, with_routes
 from tests.time_limits import UNREACHED_SECONDS
 
 
@@ -50,6 +50,7 @@ class SeededEngine(WholeBatches):
         taken = ids[: request.sampling.max_new_tokens]
         logprobs, versions = -rng.random(len(taken), np.float32), rng.integers(0, 3, len(taken), np.int32)
         generation = make_generation(taken, logprobs, versions, "stop" if len(taken) == len(ids) else "length")
+        generation = with_routes(generation, request)
         self.log.append((request, generation))
         return generation
 
@@ -97,7 +98,10 @@ def run_groups(
         fields = {"num_samples": 1, **changes}
         jobs = [make_group_job(each, group_id=number, **fields) for number, each in enumerate(prompts)]
         try:
-            return list(await asyncio.gather(*map(worker.rollout_group, jobs)))
+            groups = list(await asyncio.gather(*map(worker.rollout_group, jobs)))
+            if isinstance(engine, SeededEngine):
+                assert_routes([trajectory for _, trajectories in groups for trajectory in trajectories])
+            return groups
         finally:
             await iterate(5)
             assert not getattr(engine, "in_flight", {}), "requests are in flight after the episodes"
@@ -105,6 +109,18 @@ def run_groups(
                 await agent.close()
 
     return run_in_event_loop(main())
+
+
+def assert_routes(trajectories: Sequence[Trajectory]) -> None:
+    """Check that the tokens before the last sampled one have the routes that the engine has returned for them."""
+    for trajectory in trajectories:
+        sampled = np.flatnonzero(trajectory.loss_mask)
+        if len(sampled):
+            assert trajectory.routes is not None
+            last, want = int(sampled[-1]), token_routes(trajectory.token_ids)
+            assert np.array_equal(trajectory.routes[:last], want[:last])
+            is_known = (trajectory.routes == want).all(axis=(1, 2))
+            assert not trajectory.routes[~is_known].any()
 
 
 def make_session(engine: SeededEngine, number: int) -> Session:

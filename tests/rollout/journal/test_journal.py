@@ -63,6 +63,7 @@ def trajectory(request, rng, sampled):
         reward=float(rng.standard_normal()),
         reward_errors={"judge": "it took longer than 3 s", "style": "-"} if sampled == 1 else {},
         finish_reason="length" if sampled else "stop",
+        routes=rng.integers(0, 300, (n, 3, 2)).astype(np.uint16 if sampled > 20 else np.uint8) if sampled else None,
     )
 
 
@@ -103,11 +104,12 @@ def assert_holds(reader, request, seed=0):
 
 def as_bits(group):
     summary, found = (group.summary, group.trajectories) if hasattr(group, "summary") else group
-    plain = [f.name for f in fields(Trajectory) if f.name not in ARRAYS]
+    plain = [f.name for f in fields(Trajectory) if f.name not in (*ARRAYS, "routes")]
     return summary, [
         [getattr(t, name) for name in plain]
         + [list(t.rewards), list(t.reward_errors)]
         + [(getattr(t, name).dtype, getattr(t, name).tobytes()) for name in ARRAYS]
+        + [None if t.routes is None else (t.routes.dtype, t.routes.shape, t.routes.tobytes())]
         for t in found
     ]
 
@@ -279,7 +281,7 @@ def handwritten_record(meta):
     return head + struct.pack("<I", zlib.crc32(head)) + text
 
 
-@pytest.mark.parametrize(("first", "got"), [({}, 1), ({"format": 6}, 6)])
+@pytest.mark.parametrize(("first", "got"), [({}, 1), ({"format": 7}, 7)])
 def test_journal_of_another_format_is_rejected(tmp_path, first, got):
     """Format 1 did not write its number."""
     folder = tmp_path / "journal" / "step-000012"
@@ -290,7 +292,7 @@ def test_journal_of_another_format_is_rejected(tmp_path, first, got):
     (folder / "host-1-0.groups").write_bytes(old)
     reader = journal(tmp_path)
     message = (
-        rf"^the rollout journal {tmp_path}/journal has format {got}, but this version of megarl reads format 5: "
+        rf"^the rollout journal {tmp_path}/journal has format {got}, but this version of megarl reads format 6: "
         r"start a new run, or resume with the version that wrote the journal$"
     )
     lookup = partial(reader.lookup, STEP, [job()])
@@ -303,7 +305,7 @@ def test_journal_of_another_format_is_rejected(tmp_path, first, got):
 
 def test_handwritten_record_of_this_format_is_accepted(tmp_path):
     path = write_journal(tmp_path)
-    first = handwritten_record({"format": 5, "fingerprint": "ours"})
+    first = handwritten_record({"format": 6, "fingerprint": "ours"})
     assert path.read_bytes().startswith(first)
     path.write_bytes(first)
     assert read_fingerprints(tmp_path) == {"ours"}
@@ -407,6 +409,7 @@ def test_fingerprint_depends_on_settings_that_determine_the_samples():
         {"trainer": {"optimizer": {"lr": 1.0}}},
         {"trainer": {"optimizer": {"decay": "linear"}}},
         {"trainer": {"optimizer": {"decay": "linear"}, "steps": 7}},
+        {"trainer": {"moe": {"router_replay": "R3"}}},
         {"algorithm": {"type": "grpo", "group_size": 3}},
         {"reward": {"terms": {"accuracy": {"type": "numeric", "weight": 2.0}}}},
     ]

@@ -33,6 +33,7 @@ SAMPLE = [
     (TWO_DTYPES, "bfloat16", {"tp": 2}, True),
     ("qwen3_moe", "bfloat16", {"tp": 2, "ep": 2, "etp": 1}, True),
     ("deepseek_v3", "bfloat16", {"pp": 2, "ep": 2}, True),  # has MTP layers, and router biases in float32
+    ("gpt_oss", "bfloat16", {"tp": 2, "ep": 2, "etp": 2}, True),  # has sinks and biases
 ]
 OTHERS = [
     ("qwen3", "bfloat16", {}, True),

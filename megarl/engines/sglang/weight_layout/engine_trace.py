@@ -4,7 +4,9 @@
     trace_layouts    without an engine: every TP rank's model on the meta device (`offline_trace`)
 
 A local box has as many dimensions as the Hugging Face tensor. If the parameter has more (stacked experts), its leading
-dimensions are merged into one; `fold` returns this view of a parameter.
+dimensions are merged into one; if it has one less, its last dimension is split into pairs (`paired_shape`). `fold`
+returns this view of a parameter. A local name that ends in `TRANSPOSED` means the parameter with its last two
+dimensions swapped.
 
 Identical layers are traced once: DeepSeek-V3 has 45,000 tensors, but only two kinds of layers.
 
@@ -42,6 +44,7 @@ from megarl.engines.sglang.weight_layout.load_recorder import (
     find_box,
 )
 from megarl.errors import WeightSyncError
+from megarl.model_files.weight_index import paired_shape, stored_shape
 from megarl.reshard.layout.layout import (
     Box,
     Columns,
@@ -59,6 +62,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_NAMES_SHOWN = 8
+
+TRANSPOSED = ".mT"
+"""Suffix of the local name of a parameter that is seen with its last two dimensions swapped."""
 
 CONSTANT_PARAMETERS = (".k_scale", ".v_scale")
 """Ends of the names of scalars that SGLang sets to 1 if a folder lacks them: scales of an FP8 KV cache."""
@@ -99,6 +105,7 @@ def trace_live(
     """Trace what `model.load_weights` would do with tensors of these names and shapes, without writing anything.
 
     Args:
+        tensors: shapes as in files; those of the trace are `paired_shape`.
         must_cover: parameters that `tensors` must fill; None: all.
 
     Raises:
@@ -115,7 +122,8 @@ def trace_live(
     _reject_replaced_parameters(model, targets)
     parameters = {name for name, _ in model.named_parameters()}
     filled = parameters if must_cover is None else parameters.intersection(must_cover)
-    return _read(model, tensors, targets, recorder, filled)
+    seen = {name: replace(spec, shape=paired_shape(name, spec.shape)) for name, spec in tensors.items()}
+    return _read(model, seen, targets, recorder, filled)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -125,8 +133,10 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fold(tensor: Tensor, num_dims: int) -> Tensor:
-    """Return a view with `num_dims` dimensions, in which the leading dimensions are merged."""
-    if tensor.dim() <= num_dims:
+    """Return a view with `num_dims` dimensions: leading dimensions are merged, or the last one is split into pairs."""
+    if tensor.dim() < num_dims:
+        return tensor.view(*tensor.shape[:-1], -1, 2)
+    if tensor.dim() == num_dims:
         return tensor
     return tensor.view(-1, *tensor.shape[tensor.dim() - num_dims + 1 :]) if num_dims else tensor.view(())
 
@@ -176,17 +186,39 @@ def _read(
 def _piece(
     local: str, contents: StorageContents, box: Box, source: ValueSource, tensors: Mapping[str, TensorSpec]
 ) -> ShardPiece | None:
-    """Return the piece; None if the parameter stores the elements in a different order (transposed, repeated)."""
+    """Return the piece; None if the parameter stores the elements in a different order (repeated, or permuted)."""
     assert source.tensor is not None
     shape = tensors[source.tensor].shape
-    there = find_box(source.offset, extent(box), source.strides, shape)
-    if there is None:
+    is_paired = stored_shape(source.tensor, shape) != shape
+    dims = list(zip(box, contents.shape, source.strides, strict=True))
+    views = [(local, dims)]
+    if len(dims) > 2:
+        views.append((local + TRANSPOSED, [*dims[:-2], dims[-1], dims[-2]]))
+    for name, seen in views:
+        view = _split_pairs(seen) if is_paired else seen
+        if not view and is_paired:
+            continue
+        box, whole, strides = (tuple(each) for each in zip(*view, strict=True)) if view else ((), (), ())
+        there = find_box(source.offset, extent(box), strides, shape)
+        if there is None:
+            continue
+        order = [dim for dim in there.dims if dim is not None]
+        local_box = folded_box(box, whole, len(shape))
+        if order == sorted(order) and local_box is not None and extent(local_box) == extent(there.box):
+            return ShardPiece(source.tensor, there.box, name, local_box)
+    return None
+
+
+_Dim = tuple[tuple[int, int], int, int]
+"""Range of a box, size and stride of a dimension."""
+
+
+def _split_pairs(dims: list[_Dim]) -> list[_Dim] | None:
+    """Return the dimensions with the last one split into pairs; None if it does not consist of pairs in a row."""
+    *rest, ((start, stop), size, stride) = dims
+    if stride != 1 or start % 2 or stop % 2 or size % 2:
         return None
-    order = [dim for dim in there.dims if dim is not None]
-    local_box = folded_box(box, contents.shape, len(shape))
-    if order != sorted(order) or local_box is None or extent(local_box) != extent(there.box):
-        return None
-    return ShardPiece(source.tensor, there.box, local, local_box)
+    return [*rest, ((start // 2, stop // 2), size // 2, 2), ((0, 2), 2, 1)]
 
 
 def folded_box(box: Box, shape: tuple[int, ...], num_dims: int) -> Box | None:
@@ -256,8 +288,9 @@ ARRAYS = ("tensor", "local", "dims", "boxes", "local_boxes")
 def write_traces(file: Path, traces: Sequence[EngineTrace]) -> None:
     """Write the traces of an engine's ranks, which load the same tensors."""
     tensors: dict[str, TensorSpec] = {}
-    for trace in traces:
-        tensors |= trace.layout.tensors
+    for trace in traces:  # a tensor's dtype is that of a rank that holds some of it
+        held = {piece.tensor for piece in trace.layout.pieces}
+        tensors |= {n: spec for n, spec in trace.layout.tensors.items() if n in held or n not in tensors}
     names = {name: i for i, name in enumerate(tensors)}
     locals_: dict[str, int] = {}
     arrays: dict[str, NDArray[Any]] = {}
@@ -344,7 +377,10 @@ def trace_deduplicated(
         return name if layer is None else f"{head}{first_of[layer]}{tail}"
 
     traced = trace.layout.tensors
-    specs = {name: replace(spec, dtype=traced[representative(name)].dtype) for name, spec in tensors.items()}
+    specs = {
+        name: TensorSpec(paired_shape(name, spec.shape), traced[representative(name)].dtype)
+        for name, spec in tensors.items()
+    }
     return EngineTrace(
         WeightLayout(specs, _expand_pieces(trace.layout.pieces, specs, identical_layers)),
         _expand_padding(

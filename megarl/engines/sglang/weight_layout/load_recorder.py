@@ -327,7 +327,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         contents.write(there.box if there else everything, source)
 
     def _find_contents(self, tensor: Tensor) -> tuple[StorageContents | None, int]:
+        """Return the contents that a write to `tensor` changes, and the offset at which they begin."""
         storage = _storage(tensor)
+        if storage in self._sources:  # a loader may write into what it was given (gpt-oss's biases)
+            name, shape = self._sources.pop(storage)
+            self._temporary[storage] = StorageContents(shape)
+            everything = tuple((0, n) for n in shape)
+            self._temporary[storage].write(everything, ValueSource(name, 0, contiguous_strides(shape)))
         for first, last, contents in self._targets.get(storage, ()):
             if first <= _offset(tensor) < last:
                 return contents, first

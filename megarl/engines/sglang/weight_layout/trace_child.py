@@ -40,6 +40,11 @@ MAX_FULL_TRACES = 2
 """Engines with at most this many TP ranks are traced in full, without layer deduplication."""
 
 
+HOPPER = (9, 0)
+NEEDS_SINKS = ["GptOssForCausalLM"]
+"""Architectures that SGLang builds only for an attention with sinks, which torch's on the CPU has not."""
+
+
 class FakeProcessGroup:
     """The attributes of a process group that model constructors read; any communication fails."""
 
@@ -66,9 +71,15 @@ def build_model(spec: EngineSpec, rank: int, device: str = "meta") -> nn.Module:
     from sglang.srt.server_args import ServerArgs
 
     _define_operators()
-    here = spec if torch.cuda.is_available() else replace(spec, device="cpu")
+    here, stated = spec, read_json_object(Path(spec.model_path) / "config.json")
     # the caches of some models with linear attention need a GPU, and no cache changes where weights lie
-    arguments = ServerArgs(**make_engine_arguments(here) | {"disable_radix_cache": True})
+    options: dict[str, object] = {"disable_radix_cache": True}
+    if not torch.cuda.is_available():
+        here = replace(spec, device="cpu")
+        # SGLang asks for it where a model has an indexer, for a dtype of the KV cache
+        torch.cuda.get_device_capability = lambda *_: HOPPER
+        options |= {"attention_backend": "intel_amx"} if stated["architectures"] == NEEDS_SINKS else {}
+    arguments = ServerArgs(**make_engine_arguments(here) | options)
     reset_context()
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
     parallel = get_parallel()

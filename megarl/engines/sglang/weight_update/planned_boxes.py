@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor, nn
 
-from megarl.engines.sglang.weight_layout.engine_trace import box_text, fold, join_names
+from megarl.engines.sglang.weight_layout.engine_trace import TRANSPOSED, box_text, fold, join_names
 from megarl.engines.sglang.weight_layout.load_recorder import Coverage
 from megarl.errors import WeightSyncError
 from megarl.model_files.block_fp8 import VALUES_DTYPE
@@ -251,6 +251,8 @@ def find_targets(model: nn.Module) -> dict[str, TargetTensor]:
     found = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         found[name] = TargetTensor(first.setdefault(id(p), name), p.data)
+        if p.dim() > 2:
+            found[name + TRANSPOSED] = TargetTensor(name + TRANSPOSED, p.data.mT)
     for name, buffer in model.named_buffers():
         found[name] = TargetTensor(name, buffer)
     return found
@@ -262,7 +264,8 @@ def find_box_problem(slot: BoxSlot, targets: dict[str, TargetTensor], written: W
         return f"{slot.local} is no parameter of the engine"
     target = targets[slot.local]
     what = f"{slot.local} {box_text(slot.local_box)}"
-    if len(slot.local_box) > target.tensor.dim():
+    is_paired = slot.local_box[-1:] == ((0, 2),) and target.tensor.shape[-1:].numel() % 2 == 0
+    if len(slot.local_box) > target.tensor.dim() + is_paired:
         return f"{what} has {len(slot.local_box)} dimensions, the parameter {target.tensor.dim()}"
     folded = fold(target.tensor, len(slot.local_box))
     full_box = tuple((0, n) for n in folded.shape)

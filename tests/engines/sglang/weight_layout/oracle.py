@@ -11,6 +11,7 @@ import torch
 
 from megarl.engines.engine_spec import EngineSpec
 from megarl.engines.sglang.weight_layout.engine_trace import (
+    TRANSPOSED,
     find_identical_layers,
     fold,
     model_tensors,
@@ -18,6 +19,7 @@ from megarl.engines.sglang.weight_layout.engine_trace import (
     trace_live,
 )
 from megarl.engines.sglang.weight_layout.trace_child import build_model, checkpoint_tensors
+from megarl.model_files.weight_index import paired_shape
 from megarl.reshard.layout.layout import slices
 
 UNTOUCHED = -7.0
@@ -45,11 +47,14 @@ def compare(folder, device, tp, ep):
         held = model_tensors(model)
         expected = {name: torch.full_like(p.data, UNTOUCHED) for name, p in model.named_parameters()}
         with torch.no_grad():
-            model.load_weights(iter(values.items()))
+            model.load_weights((name, value.clone()) for name, value in values.items())
         for piece in trace.layout.pieces:
-            box = fold(expected[piece.local], len(piece.local_box))[slices(piece.local_box)]
+            parameter = expected[piece.local.removesuffix(TRANSPOSED)]
+            parameter = parameter.mT if piece.local.endswith(TRANSPOSED) else parameter
+            box = fold(parameter, len(piece.local_box))[slices(piece.local_box)]
             assert (box == UNTOUCHED).all(), piece
-            box.copy_(values[piece.tensor][slices(piece.box)])
+            value = values[piece.tensor]
+            box.copy_(value.view(paired_shape(piece.tensor, tuple(value.shape)))[slices(piece.box)])
         for pad in trace.padding:
             box = fold(expected[pad.local], len(pad.local_box))[slices(pad.local_box)]
             assert (box == UNTOUCHED).all(), pad

@@ -35,6 +35,7 @@ SIZES = {
 EXPERTS = {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 LATENT = {key: value for key, value in CONFIGS["deepseek_v3"].items() if key != "model_type"}
 LATENT |= {**SIZES, "num_key_value_heads": 4, "num_hidden_layers": 3}
+INDEXER = {"index_topk": 8, "index_n_heads": 4, "index_head_dim": 24}
 DELTA_NET = {"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 4}
 DELTA_NET |= {"linear_num_value_heads": 8, "shared_expert_intermediate_size": 64, "full_attention_interval": 2}
 MODELS = {
@@ -43,11 +44,14 @@ MODELS = {
     "llama": {},
     "qwen3_moe": EXPERTS | {"decoder_sparse_step": 1},
     "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT | INDEXER,
+    "glm_moe_dsa": LATENT | INDEXER | {"indexer_rope_interleave": True},
     "gemma2": {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"},
     "gemma3_text": {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 8},
     "glm4_moe": EXPERTS | {"num_hidden_layers": 3, "n_routed_experts": 8, "attention_bias": True, "use_qk_norm": True},
     "minimax_m2": {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2}
     | {"rotary_dim": 16, "scoring_func": "sigmoid"},
+    "gpt_oss": {"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4},
     "qwen3_next": EXPERTS | DELTA_NET | {"decoder_sparse_step": 1},
     "qwen3_5_text": DELTA_NET,
     "qwen3_5_moe_text": EXPERTS | DELTA_NET,
@@ -57,13 +61,14 @@ READ_BY_SGLANG = {model: {"full_attention_interval": 2} for model in DELTA_NETS}
 """Keys of published config.json files that transformers does not write."""
 
 NO_CPU_ENGINE = (*DELTA_NETS, "gemma3_text", "glm4_moe", "minimax_m2")
-TP_2_ONLY = ("gemma2", *NO_CPU_ENGINE)
+CUDA_ONLY = ("deepseek_v32", "glm_moe_dsa")
+TP_2_ONLY = ("gemma2", *NO_CPU_ENGINE, *CUDA_ONLY)
 CASES = {
     f"{model} {device} tp {tp}": (model, device, tp, 1)
     for model in MODELS
     for device in ("cpu", "cuda")
     for tp in (1, 2, 4)
-    if model not in TP_2_ONLY or tp == 2
+    if (model not in TP_2_ONLY or tp == 2) and (device == "cuda" or model not in CUDA_ONLY)
 }
 CASES |= {f"{model} tp {tp} ep 2": (model, "cpu", tp, 2) for model in ("qwen3_moe", "deepseek_v3") for tp in (2, 4)}
 SAMPLE = {
@@ -118,7 +123,9 @@ def test_layout_locates_every_element(compare, label):
         assert all("norm" in name for name in rank["derived"])
     if device == "cuda":
         num_vocabularies = {"qwen2": 1, "gemma2": 1, "gemma3_text": 0}.get(model, 2)
-        assert sum(rank["padding"] for rank in ranks) == num_vocabularies * 12 * 64
+        # the first rank adds the biases of down projections
+        zero_biases = 2 * 8 * 64 * (tp - 1) if model == "gpt_oss" else 0
+        assert sum(rank["padding"] for rank in ranks) == num_vocabularies * 12 * 64 + zero_biases
 
 
 @pytest.mark.usefixtures("cache")

@@ -63,6 +63,20 @@ def test_rounds_are_copied_bitwise_into_their_boxes(model):
     assert model.b.count_nonzero() == 3  # and nothing else
 
 
+def test_boxes_of_stacked_tensors_are_copied_into_transposed_parameters(model):
+    """gpt-oss: columns of gate and up, and their biases, are pairs."""
+    model.w = torch.nn.Parameter(torch.zeros(2, 6, 5))
+    model.w_bias = torch.nn.Parameter(torch.zeros(2, 6))
+    weights, biases = torch.randn(2, 5, 3, 2), torch.randn(2, 3, 2)
+    boxes = [("w.mT", ((0, 2), (0, 5), (0, 3), (0, 2)), weights), ("w_bias", ((0, 2), (0, 3), (0, 2)), biases)]
+    buffer, _ = box_bucket(boxes)
+    with torch.no_grad():
+        PlannedBoxes(model, [slots_of(boxes)]).copy_round(0, buffer.bytes)
+    buffer.close()
+    assert torch.equal(model.w, weights.flatten(2).mT)
+    assert torch.equal(model.w_bias, biases.flatten(1))
+
+
 @pytest.mark.parametrize(
     ("slot", "message"),
     [
