@@ -87,6 +87,17 @@ def override_model_fields(fields: Mapping[str, object], megatron: MegatronConfig
     return out
 
 
+def find_offload_problem(architecture: ModelArchitecture, megatron: MegatronConfig) -> str | None:
+    """Return why Adam cannot run on the CPU, if it is to: megatron-core's cannot step float32 parameters there."""
+    for mapping in architecture.parameter_maps().values() if megatron.offloads_adam else ():
+        if mapping.dtype is not None and not mapping.frozen:
+            return (
+                "trainer.megatron.optimizer.optimizer_cpu_offload: needs all parameters in bfloat16, got float32 for "
+                f"{mapping.parts[0][0].tensor}, as config.json says"
+            )
+    return None
+
+
 def ddp_fields(config: OptimizerConfig, megatron: MegatronConfig, *, overlap: bool) -> dict[str, object]:
     """Return fields of DistributedDataParallelConfig: gradients in float32, and communication during passes.
 

@@ -32,6 +32,7 @@ from megarl.megatron.families.load_architecture import (
 from megarl.megatron.families.trainer_layouts import parallel_problems, recompute_problems
 from megarl.megatron.mcore_fields import (
     ddp_fields,
+    find_offload_problem,
     fusion_fields,
     needs_torch_layers,
     optimizer_fields,
@@ -113,6 +114,8 @@ def find_megatron_problems(config: StageConfig, model: ModelArchitecture, device
     dtype = config.model.dtype
     if trainer.megatron.offloads_adam and (dtype == "float32" or (dtype == "auto" and device == "cpu")):
         yield "trainer.megatron.optimizer.optimizer_cpu_offload: needs model.dtype: bfloat16, got float32"
+    elif (problem := find_offload_problem(model, trainer.megatron)) is not None:
+        yield problem
     te_layers = _has_te_layers(config, model)
     for name in () if te_layers else NEEDS_TE_LAYERS:
         if name in trainer.megatron.model and dtype == "float32":

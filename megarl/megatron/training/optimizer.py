@@ -21,7 +21,7 @@ from torch import Tensor
 from megarl.config.megatron import MegatronConfig
 from megarl.config.trainer import OptimizerConfig, load_decay
 from megarl.errors import ConfigError
-from megarl.megatron.mcore_fields import ddp_fields, optimizer_fields
+from megarl.megatron.mcore_fields import ddp_fields, find_offload_problem, optimizer_fields
 from megarl.megatron.modeling.megatron_model import MegatronModel
 from megarl.megatron.runtime import platform
 from megarl.megatron.training.optimizer_class import load_optimizer
@@ -85,8 +85,9 @@ def make_optimizer(
     Raises:
         ConfigError: as `load_optimizer` and `optimizer_config`, or Adam is to run on the CPU for float32 parameters.
     """
-    if megatron.offloads_adam:
-        _require_one_dtype(model)
+    problem = find_offload_problem(model.architecture, megatron)
+    if problem is not None:
+        raise ConfigError(problem)
     other = None if config.is_adam else load_optimizer(config, megatron, model.spec.parallel, key="optimizer")
     optimizer = get_megatron_optimizer(
         optimizer_config(config, megatron, model.dtype, overlap=_overlaps(model)),
@@ -100,16 +101,6 @@ def make_optimizer(
             member.optimizer = other.create(_without_options(member.optimizer))
             member.config.optimizer = config.type  # `is_adam` reads it
     return optimizer
-
-
-def _require_one_dtype(model: MegatronModel) -> None:
-    """Raise ConfigError if a parameter is float32: megatron-core's Adam on the CPU cannot step ranges of it."""
-    for mapping in model.architecture.parameter_maps().values():
-        if mapping.dtype is not None and not mapping.frozen:
-            raise ConfigError(
-                "trainer.megatron.optimizer.optimizer_cpu_offload: needs all parameters in bfloat16, got float32 for "
-                f"{mapping.parts[0][0].tensor}, as config.json says"
-            )
 
 
 def _without_options(adam: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -321,6 +321,16 @@ def test_other_commands_have_no_routes_to_replay() -> None:
     ]
 
 
+def test_adam_on_the_cpu_needs_parameters_of_one_dtype() -> None:
+    on_host = {"optimizer": {"optimizer_cpu_offload": True}}
+    plain = CONFIGS["qwen3_5"] | {"architectures": ["Qwen3_5ForCausalLM"]}
+    assert megatron_problems(plain, "cuda", megatron=on_host) == []
+    assert megatron_problems(plain | {"mamba_ssm_dtype": "float32"}, "cuda", megatron=on_host) == [
+        "trainer.megatron.optimizer.optimizer_cpu_offload: needs all parameters in bfloat16, got float32 for "
+        "model.layers.0.linear_attn.A_log, as config.json says"
+    ]
+
+
 def test_fields_of_transformer_engine_are_refused_on_the_cpu() -> None:
     recompute = {"granularity": "selective", "modules": ["layernorm"]}
     assert megatron_problems(QWEN3, "cpu", **FP8, recompute=recompute) == [
