@@ -53,6 +53,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "tie_word_embeddings": True,
     },
+    "gemma3": _SIZES
+    | {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), _SIZES["rope_parameters"]),
+        "tie_word_embeddings": True,
+    },
+    "glm4_moe": _SIZES
+    | _EXPERTS
+    | {"model_type": "glm4_moe", "n_routed_experts": 8, "first_k_dense_replace": 1, "attention_bias": True}
+    | {"use_qk_norm": True, "num_nextn_predict_layers": 0}
+    | {"rope_parameters": _SIZES["rope_parameters"] | {"partial_rotary_factor": 0.5}},
     "mixtral": _SIZES | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": _SIZES | _EXPERTS | {"model_type": "qwen3_moe", "num_experts": 8},
     "deepseek_v3": {name: size for name, size in _SIZES.items() if name != "head_dim"}

@@ -29,7 +29,7 @@ def build_random_model(config: dict[str, Any], *, values: bool = False) -> PreTr
             elif name.endswith((".bias", "proj_bias", "gate.weight", "router.weight", "sinks")):
                 tensor.normal_(std=0.3)
             elif name.endswith("A_log"):
-                tensor.uniform_(-4.0, -1.0)  # a gated delta net then remembers more than a few tokens
+                tensor.uniform_(-2.0, 0.0)  # a gated delta net then remembers more than a few tokens
             elif name.endswith("e_score_correction_bias"):
                 tensor.normal_(std=0.1)
         # transformers zeroes the padding token's row; a norm of zeros amplifies rounding a thousandfold

@@ -56,6 +56,7 @@ RECIPES = (
     ),
     Recipe(file="examples/custom-agent/agent.yaml", overrides=SMALL_STEPS, difference="8 prompts of 4 samples"),
     Recipe(file="examples/custom-engine/engine.yaml", steps=None),
+    Recipe(file="examples/custom-family/train.yaml", steps=None),
     Recipe(file="examples/custom-algorithm/demo.yaml", overrides=SMALL_STEPS, difference="8 prompts of 4 samples"),
     Recipe(file="examples/nested-algorithm/demo.yaml", overrides=SMALL_STEPS, difference="8 prompts of 4 samples"),
     Recipe(file="examples/custom-reward/demo.yaml", overrides=SMALL_STEPS, difference="8 prompts of 4 samples"),

@@ -33,7 +33,7 @@ def main(target: str) -> None:
         eos_token_id=tokenizer.eos_token_id,
         initializer_range=0.1,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(target)
+    AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 

@@ -158,14 +158,15 @@ def clip_gradients(optimizer: ChainedOptimizer, grad_norm: float) -> None:
             )
 
 
-def _by_dtype(parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return the parameters by the dtype of their gradient: kernels over many tensors take them to have one dtype.
+def _by_dtype(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> list[list[Tensor]]:
+    """Return the parameters that have a gradient, by its dtype: kernels over many tensors take them to have one dtype.
 
     Gradients have two if a bfloat16 model with float32 parameters does not reduce gradients in float32.
     """
     groups: dict[torch.dtype, list[Tensor]] = {}
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        groups.setdefault(gradient.dtype, []).append(parameter)
+        if gradient is not None:
+            groups.setdefault(gradient.dtype, []).append(parameter)
     return list(groups.values())
 
 

@@ -17,7 +17,7 @@ from megarl.config.megatron import MegatronConfig, MoeConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
 from megarl.megatron import attention_kernels
-from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
+from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention, Rope
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.mcore_fields import fusion_fields
 from tests.megatron.rank_models import make_model, model_spec
@@ -244,9 +244,11 @@ def test_a_gpu_without_attention_kernels_is_refused_before_the_model_is_built(ca
 def heads(keys: int, values: int) -> Any:
     """Return what of an architecture decides about attention kernels: the sizes of the heads of keys and values."""
     sizes = {"qk_nope_head_dim": keys // 2, "qk_rope_head_dim": keys - keys // 2, "v_head_dim": values}
-    latent = LatentAttention(hidden_size=64, num_heads=2, q_lora_rank=None, kv_lora_rank=8, **sizes)
-    grouped = GroupedQueryAttention(hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=keys)
-    return SimpleNamespace(attention=grouped if keys == values else latent)
+    common: dict[str, Any] = {"hidden_size": 64, "num_heads": 2, "rope": Rope(theta=1e4, max_positions=64)}
+    latent = LatentAttention(q_lora_rank=None, kv_lora_rank=8, **sizes, **common)
+    grouped = GroupedQueryAttention(num_kv_heads=1, head_dim=keys, **common)
+    attention = grouped if keys == values else latent
+    return SimpleNamespace(attentions=lambda kind: [attention] if isinstance(attention, kind) else [])
 
 
 @pytest.mark.parametrize(
@@ -298,8 +300,9 @@ def test_latent_attention_has_a_rope_kernel_for_powers_of_two(
     """Triton has no ranges of other lengths; megatron-core's kernel takes one of each size, and of half of RoPE's."""
     architecture, _ = load_architecture_and_dtype(model_folder("deepseek_v3"))
     rope, other, values = sizes
-    attention = replace(architecture.attention, qk_rope_head_dim=rope, qk_nope_head_dim=other, v_head_dim=values)
-    architecture = replace(architecture, attention=attention)
+    (stated,) = architecture.attentions(LatentAttention)
+    attention = replace(stated, qk_rope_head_dim=rope, qk_nope_head_dim=other, v_head_dim=values)
+    architecture = replace(architecture, layers=tuple(replace(of, attention=attention) for of in architecture.layers))
     fields = fusion_fields(architecture, has_te=True, te_layers=True, has_wgrad_kernel=True)
     assert fields["apply_rope_fusion"] == fused
 

@@ -29,7 +29,7 @@ from tests.rollout.clock import in_event_loop, iterate, jump
 from tests.rollout.gateway import scripted
 from tests.rollout.gateway.clients import ask_raw
 from tests.rollout.gateway.scripted import SeededEngine, logged_ids, make_agent, make_prompt, run_groups, sampled_ids
-from tests.rollout.whole_batches import make_generation
+from tests.rollout.whole_batches import make_generation, with_routes
 from tests.time_limits import UNREACHED_SECONDS, wait_for
 
 ASK = """
@@ -428,7 +428,7 @@ class PartialEngine(EndlessEngine):
         generation = await super().generate(request)
         if generation.finish_reason != "abort":
             return generation
-        generation = make_generation([5, 6], reason="abort")
+        generation = with_routes(make_generation([5, 6], reason="abort"), request)
         self.log.append((request, generation))
         return generation
 
