@@ -69,7 +69,6 @@ def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> li
             problems = _gpt_oss(config, device, origin)
         case _:
             problems = iter(())
-    config = language_config(config)
     packed = (f"model.path: {problem}" for problem in _packed(config, origin))
     return [*packed, *_fp8(config, device, origin), *problems]
 

@@ -83,9 +83,13 @@ class TextPart:
     defaults: JsonMapping = field(default_factory=dict)
     """Keys that published folders leave out, with transformers' defaults."""
 
+    def config(self, config: JsonMapping) -> JsonObject:
+        """Return the keys of the language model, with the defaults of those that are left out."""
+        return {**self.defaults, **language_config(config)}
+
     def architecture(self, config: JsonMapping, *, name: str, origin: str) -> ModelArchitecture:
         """Return the architecture of the language model in a folder of architecture `name`."""
-        model = self.read({**self.defaults, **language_config(config)}, origin=origin)
+        model = self.read(self.config(config), origin=origin)
         return replace(model, name=name, hf_renames=self.renames)
 
 
@@ -291,9 +295,9 @@ def read_hf_config(folder: Path) -> JsonObject:
     """
     if not folder.is_dir():
         raise DataError(f"needs a folder in Hugging Face format, there is no folder {folder}")
-    tree = language_config(read_model_config(folder))
-    part = TEXT_PARTS.get(_architecture_name(tree, str(folder / "config.json")))
-    tree = tree if part is None else {**part.defaults, **tree}
+    stated = read_model_config(folder)
+    part = TEXT_PARTS.get(_architecture_name(stated, str(folder / "config.json")))
+    tree = language_config(stated) if part is None else part.config(stated)
     wrong = [key for key in REQUIRED_SIZES if not _is_positive_number(tree.get(key))]
     if wrong:
         raise DataError(_describe_missing_sizes(tree, wrong, origin=str(folder / "config.json")))

@@ -157,7 +157,7 @@ class RMSNorm(torch.nn.Module):
         """Create the norm of `hidden_size` elements.
 
         Args:
-            zero_centered: multiply by 1 + weight; None: as the configuration says.
+            zero_centered: multiply by 1 + weight; None: `layernorm_zero_centered_gamma` of the configuration.
         """
         super().__init__()
         self.eps = eps
