@@ -93,7 +93,8 @@ def test_gradients_of_float32_tensors_are_those_of_transformers(world, sizes, mo
     exact = differentiate(folder, SEQUENCES).gradients
     for name in filter(is_float32, exact):
         got, want = measured.gradients[name], exact[name]
-        assert (got - want).norm() < 0.05 * want.norm(), name
+        # measured: 0.03 to 0.055, rounding of bfloat16; a share that is lost or counted twice changes it by half
+        assert (got - want).norm() < 0.2 * want.norm(), name
         assert rounding(got) > 1e-4, name
 
 
