@@ -7,6 +7,7 @@ import pickle
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, override
@@ -211,8 +212,17 @@ def measure(work: Workload, folder: Path, prompt_bytes: float) -> ControllerRepo
     """Run some steps in this process, which is connected to Ray, and return their costs."""
     config = make_config(work, folder)
     grid = RankGrid(tp=work.ranks // work.replicas, dp=work.replicas)
-    cluster = FakeCluster.start(config, grid, QWEN2_5_7B, slow_rank_seconds=work.slow_rank_seconds)
-    run = make_run(config, cluster)
+    with ExitStack() as closing:
+        cluster = FakeCluster.start(config, grid, QWEN2_5_7B, slow_rank_seconds=work.slow_rank_seconds)
+        closing.callback(cluster.shutdown)
+        monitor = RunMonitor(config, lambda text: None)
+        closing.push(monitor.close)
+        return _measure_run(make_run(config, cluster, monitor), cluster, work, grid, prompt_bytes)
+
+
+def _measure_run(
+    run: MeasuredRun, cluster: FakeCluster, work: Workload, grid: RankGrid, prompt_bytes: float
+) -> ControllerReport:
     cluster.call_ranks()
     rank_calls = [cluster.call_ranks() for _ in range(3)]
     cluster.counts.clear()
@@ -230,7 +240,6 @@ def measure(work: Workload, folder: Path, prompt_bytes: float) -> ControllerRepo
     num_tokens = sum(SampleTable.of(batch.samples).num_tokens for batch in request.mini_batches)
     sample_mb = BYTES_PER_TOKEN * num_tokens / 1e6
     dispatch_mb = (run.summary_bytes + request_bytes(request, grid)) / 1e6
-    cluster.shutdown()
     calls, calibration = Cost.median(rank_calls), statistics.median(calibrations)
     later = run.cpu_seconds[1:]
     median = {name: statistics.median(step[name] for step in later) for name in later[0]}
@@ -295,7 +304,7 @@ def make_config(work: Workload, folder: Path) -> RunConfig:
     )
 
 
-def make_run(config: RunConfig, cluster: FakeCluster) -> MeasuredRun:
+def make_run(config: RunConfig, cluster: FakeCluster, monitor: RunMonitor) -> MeasuredRun:
     """Return the run, put together as the product does it, with its monitor and checkpoints."""
     prompts = [
         Prompt(
@@ -307,7 +316,6 @@ def make_run(config: RunConfig, cluster: FakeCluster) -> MeasuredRun:
         for i in range(config.algorithm.prompts_per_step)
     ]
     order = PromptOrder(len(prompts), config.seed, config.data.shuffle)
-    monitor = RunMonitor(config, lambda text: None)
     monitor.watch(cluster.processes, cluster.rollout.actors)
     engines: Any = cluster.engines
     policy: Any = FakeModelSync(cluster.trainer, cluster.engines)

@@ -96,6 +96,11 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._write_loop, name="heartbeat", daemon=True)
         self._thread.start()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the thread still writes: the heartbeat is not closed, and no other run has the folder."""
+        return self._thread.is_alive()
+
     def phase(self, step: int, name: str) -> None:
         """Record that phase `name` of step `step` has begun."""
         with self._lock:

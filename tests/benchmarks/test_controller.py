@@ -45,6 +45,8 @@ def test_completions_do_not_pass_through_the_controller_whatever_their_size(clus
     bytes_of_a_group = 8 * 8 * report.tokens_per_trajectory  # token ids and log-probabilities; the rest is compact
     assert 20_000 < bytes_of_a_group < 50_000
     assert report.dispatch_mb < 0.1 * report.sample_mb
+    # the run is closed: no thread of it goes on writing in later tests
+    assert json.loads((tmp_path / "run" / "heartbeat.json").read_text())["status"] == "ended"
 
 
 def make_report(**values):

@@ -31,10 +31,6 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def writers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
-
-
 def test_file_has_the_state_of_the_run(path):
     messages: list[str] = []
     began = datetime.now(UTC)
@@ -71,7 +67,7 @@ def test_file_is_rewritten_while_nothing_changes(path):
     assert wait_until(lambda: read(path)["time"] > before["time"])
     assert read(path)["phase_since"] == before["phase_since"]
     heartbeat.close("ended")
-    assert writers() == []
+    assert not heartbeat.is_writing
 
 
 def test_writes_are_rate_limited(path, monkeypatch):
@@ -97,7 +93,7 @@ def test_a_run_that_lost_its_folder_writes_no_heartbeat(path):
     heartbeat = Heartbeat(path, steps=1, notify=messages.append, interval_seconds=OFTEN, require_lock=require_lock)
     assert wait_until(path.exists)
     lost.set()
-    assert wait_until(lambda: not writers())
+    assert wait_until(lambda: not heartbeat.is_writing)
     path.write_text("of the other run")
     heartbeat.phase(1, "train")
     heartbeat.close("failed")
