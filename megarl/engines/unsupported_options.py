@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 
 from megarl.errors import ConfigError
 from megarl.model_files.json_object import JsonMapping
-from megarl.model_files.model_config import language_config
+from megarl.model_files.model_config import alternating_layers, language_config
 from megarl.model_files.quantization import CONFIG_KEY, quantized_format
 
-_GEMMA2_LAYERS = ("sliding_attention", "full_attention")
 _DELTA_NETS = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
@@ -139,7 +138,7 @@ def _gemma2(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
             f"placement.device: {origin}: attn_logit_softcapping needs engines on cuda, the CPU engine leaves it out, "
             f"got {cap} on cpu"
         )
-    alternating = [_GEMMA2_LAYERS[i % 2] for i in range(config["num_hidden_layers"])]
+    alternating = alternating_layers(config["num_hidden_layers"], 2, "full_attention", "sliding_attention")
     yield from _unread(config, {"layer_types": alternating, "tie_word_embeddings": True}, origin)
     yield from _plain_rope(config, origin)
     yield from _required(config, dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"), origin)
@@ -162,8 +161,7 @@ def _delta_nets(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
     if not isinstance(interval, int):
         yield f"model.path: {origin}: SGLang needs full_attention_interval, got {interval}"
         return
-    kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention"
-             for i in range(config["num_hidden_layers"])]  # fmt: skip
+    kinds = alternating_layers(config["num_hidden_layers"], interval, "full_attention", "linear_attention")
     yield from _unread(config, {"layer_types": kinds}, origin)
 
 

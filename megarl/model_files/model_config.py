@@ -154,6 +154,16 @@ def language_config(config: JsonMapping) -> JsonObject:
     return {**config, **text} | {key: config[key] for key in kept if key in config}
 
 
+def alternating_layers(num_layers: int, interval: int, nth: str, others: str) -> list[str]:
+    """Return the kind of each layer of a model in which layer `interval`, and each as many after it, has kind `nth`.
+
+    Examples:
+        >>> alternating_layers(5, 2, "full", "window")
+        ['window', 'full', 'window', 'full', 'window']
+    """
+    return [others if number % interval else nth for number in range(1, num_layers + 1)]
+
+
 def untrained_patterns(config: JsonMapping) -> tuple[str, ...]:
     """Return those of `UNTRAINED_TENSORS` of the architecture in a config.json."""
     return UNTRAINED_TENSORS.get(str((config.get("architectures") or [None])[0]), ())

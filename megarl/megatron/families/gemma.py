@@ -16,6 +16,7 @@ from megarl.megatron.families.architecture import Layer, ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention, Rope
 from megarl.megatron.families.config_json import HfConfig
 from megarl.model_files.json_object import JsonMapping
+from megarl.model_files.model_config import alternating_layers
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -50,9 +51,9 @@ class _Config(HfConfig):
         """Return the architecture whose layers have these kinds of attention, without their windows."""
         windowed = replace(by_kind[_SLIDING], window=self.sliding_window or 0)
         mlp = self.gated_mlp(post_norm=True)
-        kinds = self.layer_types or [
-            _SLIDING if (i + 1) % self.sliding_window_pattern else _FULL for i in range(self.num_hidden_layers)
-        ]
+        kinds = self.layer_types or alternating_layers(
+            self.num_hidden_layers, self.sliding_window_pattern, _FULL, _SLIDING
+        )
         return self.to_architecture(
             name,
             origin=origin,

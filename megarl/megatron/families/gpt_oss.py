@@ -10,6 +10,7 @@ from megarl.megatron.families.architecture import Layer, ModelArchitecture
 from megarl.megatron.families.config_json import HfConfig
 from megarl.megatron.families.feed_forward import HfExpertNames, MixtureOfExperts, Routing
 from megarl.model_files.json_object import JsonMapping
+from megarl.model_files.model_config import alternating_layers
 
 _KINDS = ("sliding_attention", "full_attention")
 _ALPHA = 1.702
@@ -65,7 +66,8 @@ def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
         hf_names=HfExpertNames(router="router"),
         biases=True,
     )
-    kinds = c.layer_types or [_KINDS[i % 2] for i in range(c.num_hidden_layers)]
+    sliding, full = _KINDS
+    kinds = c.layer_types or alternating_layers(c.num_hidden_layers, 2, full, sliding)
     return c.to_architecture(
         "GptOssForCausalLM",
         origin=origin,

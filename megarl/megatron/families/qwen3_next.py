@@ -14,6 +14,7 @@ from megarl.megatron.families.attention import Attention, GatedDeltaNet
 from megarl.megatron.families.config_json import DtypeName, HfConfig
 from megarl.megatron.families.feed_forward import HfExpertNames, MixtureOfExperts, Routing
 from megarl.model_files.json_object import JsonMapping
+from megarl.model_files.model_config import alternating_layers
 
 _NAMES = HfExpertNames(shared="mlp.shared_expert")
 
@@ -45,10 +46,9 @@ class _Config(HfConfig):
             fused_projections=fused_projections,
             float32_state=self.mamba_ssm_dtype == "float32",
         )
-        kinds = self.layer_types or [
-            "linear_attention" if (i + 1) % self.full_attention_interval else "full_attention"
-            for i in range(self.num_hidden_layers)
-        ]
+        kinds = self.layer_types or alternating_layers(
+            self.num_hidden_layers, self.full_attention_interval, "full_attention", "linear_attention"
+        )
         return [attention if kind == "full_attention" else delta_net for kind in kinds]
 
 

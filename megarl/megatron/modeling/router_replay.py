@@ -21,8 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.batch.routes import Routes
+from megarl.batch.routes import Routes, route_dtype
 from megarl.megatron.families.architecture import ModelArchitecture
+
+_DEVICE_DTYPES = {np.uint8: torch.uint8, np.uint16: torch.int16}
+"""Type of routes on the host -> on a device, where torch has few operations for uint16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,8 @@ class RouteShape:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of routes on a device, where torch has few operations for uint16."""
-        return torch.uint8 if self.num_experts <= 256 else torch.int16
+        """Type of routes on a device."""
+        return _DEVICE_DTYPES[route_dtype(self.num_experts)]
 
     @property
     def num_bits(self) -> int:
@@ -63,11 +66,12 @@ class RouteShape:
             routes: of each sequence [n, L, k]; None: it has none.
         """
         starts = cu_seqlens_S.tolist()
-        out = np.zeros((starts[-1], len(self.layers), self.top_k), np.uint8 if self.num_experts <= 256 else np.int16)
+        out = torch.zeros(starts[-1], len(self.layers), self.top_k, dtype=self.dtype)
+        host = out.numpy()
         for start, of_sequence in zip(starts, routes, strict=False):
             if of_sequence is not None:
-                out[start : start + len(of_sequence)] = of_sequence
-        return torch.from_numpy(out)
+                host[start : start + len(of_sequence)] = of_sequence
+        return out
 
     def add_rows(self, mask_Bt: Tensor, routes_tk: Tensor | None) -> Tensor:
         """Return the mask with the bits of the routes as its last rows; None: of tokens without routes."""
