@@ -341,8 +341,8 @@ class ModelFamily:
     """
 
     architecture: str
-    """Name under `architectures` in config.json, which ends in `ForCausalLM`. The family's value models have the same
-    name with `ForSequenceClassification`."""
+    """Name under `architectures` in config.json. The value models of a name that ends in `ForCausalLM` have the same
+    name with `ForSequenceClassification`; those of another name have no value models."""
     read: FamilyReader
 
 

@@ -140,19 +140,20 @@ def load_architecture(
         raise ConfigError(f"{origin}: {problem}")
     architecture = _architecture_name(config, origin)
     is_value, language_model = architecture.endswith(VALUE_SUFFIX), _language_model(architecture)
-    if architecture in TEXT_PARTS:
-        if head == "value":
-            raise ConfigError(f"{origin}: a value model starts from a folder of a language model, got {architecture}")
-        return _with_untrained(TEXT_PARTS[architecture].architecture(config, name=architecture, origin=origin))
-    readers = dict(FAMILY_READERS)
-    if family is not None:
-        outside = load_family(family)
-        readers[outside.architecture] = outside.read
-    if language_model not in readers:
+    outside = load_family(family) if family is not None else None
+    if architecture in TEXT_PARTS and head == "value":
+        raise ConfigError(f"{origin}: a value model starts from a folder of a language model, got {architecture}")
+    if outside is not None and outside.architecture == language_model:
+        model = outside.read(language_config(config), origin=origin)
+    elif architecture in TEXT_PARTS:
+        model = TEXT_PARTS[architecture].architecture(config, name=architecture, origin=origin)
+    elif language_model in FAMILY_READERS:
+        model = FAMILY_READERS[language_model](config, origin=origin)
+    else:
         raise ConfigError(_describe_unknown(architecture, config, origin=origin))
+    model = _with_untrained(model)
     if is_value:
         _require_value_head(config, architecture, head, origin=origin)
-    model = _with_untrained(readers[language_model](config, origin=origin))
     return model.with_value_head(from_lm=not is_value) if is_value or head == "value" else model
 
 

@@ -22,6 +22,7 @@ from megarl.megatron.families.load_architecture import (
 )
 from tests.errors import expect_error
 from tests.megatron.families.outside import MISTRAL_PATH, STORY_PATH, story_name, write_story
+from tests.megatron.families.tiny import PLAIN
 from tests.megatron.rank_models import assert_same_bits, make_trainer, model_spec, train_step, trainer_spec
 from tests.megatron.ranks import run_ranks
 from tests.megatron.training.test_trainer import ALL_INDICES, make_request
@@ -61,6 +62,19 @@ def test_it_is_read_in_place_of_a_family_of_the_package(llama: Path, monkeypatch
     monkeypatch.setattr(outside, "STORY", own)
     config = json.loads((llama / "config.json").read_text())
     assert load_architecture(config, origin="test", family=STORY_PATH).hf_renames == outside.RENAMES
+
+
+def test_it_is_read_in_place_of_the_language_model_of_a_folder_with_a_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.megatron.families import outside
+
+    name = "Qwen3_5ForConditionalGeneration"
+    own = outside.ModelFamily(architecture=name, read=outside.read_story)
+    monkeypatch.setattr(outside, "STORY", own)
+    config = {"architectures": [name], "text_config": PLAIN, "vision_config": {}}
+    model = load_architecture(config, origin="test", family=STORY_PATH)
+    assert (model.hf_renames, model.hidden_size) == (outside.RENAMES, PLAIN["hidden_size"])
+    with pytest.raises(ConfigError, match="a value model starts from a folder of a language model"):
+        load_architecture(config, origin="test", family=STORY_PATH, head="value")
 
 
 def test_an_unknown_architecture_is_reported_with_the_option(story: Path) -> None:
