@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import (
@@ -25,6 +25,43 @@ from megarl.model_files.json_object import JsonMapping, JsonObject
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2"]
 """Torch name of the dtype that weights are stored in."""
+
+OTHER_FEATURES: Mapping[str, tuple[str, tuple[object, ...]]] = {
+    "attention_chunk_size": ("attention in chunks", (None, 0)),
+    "attention_multiplier": ("another scale of attention scores", (None,)),
+    "attn_logit_softcapping": ("capped attention scores", (None, 0)),
+    "attn_output_gate": ("gates of the attention output", (None, False)),
+    "attn_type_list": ("layers without softmax attention", (None, 1)),
+    "clip_qkv": ("clipped queries, keys and values", (None,)),
+    "embedding_multiplier": ("scaled embeddings", (None, 1)),
+    "final_logit_softcapping": ("capped logits", (None, 0)),
+    "hidden_act_alpha": ("another factor of the activation", (None,)),
+    "index_topk": ("selected keys", (None,)),
+    "is_causal": ("attention in both directions", (None, True)),
+    "llama_4_scaling": ("queries scaled by position", (None,)),
+    "logit_scale": ("scaled logits", (None, 1)),
+    "logits_scaling": ("scaled logits", (None, 1)),
+    "mla_nope": ("layers without RoPE", (None, False)),
+    "no_rope_layer_interval": ("layers without RoPE", (None, 0)),
+    "no_rope_layers": ("layers without RoPE", (None, 1)),
+    "num_hash_layers": ("experts chosen by token", (None, 0)),
+    "num_kv_shared_layers": ("layers that share keys and values", (None, 0)),
+    "qk_layernorm": ("norms of queries and keys", (None, False)),
+    "query_pre_attn_scalar": ("another scale of attention scores", (None,)),
+    "residual_multiplier": ("scaled residuals", (None, 1)),
+    "rope_is_neox_style": ("RoPE of neighboring dimensions", (None, True)),
+    "scale_depth": ("scaled residuals", (None,)),
+    "scale_emb": ("scaled embeddings", (None, 1)),
+    "swiglu_limit": ("clamped MLPs", (None, 0)),
+    "use_bidirectional_attention": ("attention in both directions", (None, False)),
+    "use_qk_norm": ("norms of queries and keys", (None, False)),
+}
+"""Key of config.json that some families read -> the feature that it states, and the values without effect.
+
+A family that declares the key reads it. In others a value with effect raises an error: transformers would ignore it in
+most, but the folder's weights may have been trained with the feature, and SGLang reads some keys in all families. Of a
+list, each entry counts.
+"""
 
 
 class HfConfig(BaseModel):
@@ -90,10 +127,21 @@ class HfConfig(BaseModel):
         Raises:
             ConfigError: keys are missing, have the wrong type or set unsupported options; one line each.
         """
+        problems = [f"{origin}: {problem}" for problem in cls._find_other_features(config)]
+        if problems:
+            raise ConfigError("\n".join(problems))
         try:
             return cls.model_validate_json(json.dumps(dict(config)))  # in strict mode, lists are tuples only in JSON
         except ValidationError as e:
             raise ConfigError("\n".join(f"{origin}: {_error_message(error)}" for error in e.errors())) from e
+
+    @classmethod
+    def _find_other_features(cls, config: JsonMapping) -> Iterator[str]:
+        for key, (feature, neutral) in OTHER_FEATURES.items():
+            stated = config.get(key)
+            entries = stated if isinstance(stated, list) else [stated]
+            if key not in cls.model_fields and not all(entry in neutral for entry in entries):
+                yield f"{key} {stated} is not supported: layers of this architecture have no {feature}"
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -121,6 +169,12 @@ class HfConfig(BaseModel):
         scaling, parameters = self.rope_scaling, self.rope_parameters
         if scaling and parameters and _scaling_of(scaling) != _scaling_of(parameters):
             raise ValueError("rope_scaling and rope_parameters differ; remove one of them")
+        rotated, within = self.partial_rotary_factor, (parameters or {}).get("partial_rotary_factor")
+        # transformers takes that of rope_parameters then, SGLang the other one in some families
+        if {"partial_rotary_factor"} <= self.model_fields_set and None not in (rotated, within) and rotated != within:
+            raise ValueError(
+                f"partial_rotary_factor {rotated} and rope_parameters.partial_rotary_factor {within} differ; remove one"
+            )
         return self
 
     @property

@@ -75,6 +75,11 @@ REFUSED: tuple[tuple[tuple[str, ...], dict[str, Any], str], ...] = (
         {"layer_types": ["full_attention", "chunked_attention"]},
         "layer_types chunked_attention is not supported; supported is sliding_attention or full_attention",
     ),
+    (
+        ("deepseek_v3",),
+        {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 16},
+        "index_topk 16 is not supported: layers of this architecture have no selected keys",
+    ),
     (("deepseek_v3",), {"topk_method": "greedy"}, "topk_method greedy is not supported; supported is noaux_tc"),
     (
         ("glm_moe_dsa",),
@@ -92,12 +97,56 @@ REFUSED: tuple[tuple[tuple[str, ...], dict[str, Any], str], ...] = (
         "index_head_dim needs to be at least qk_rope_head_dim, got 4 < 8",
     ),
     (
+        ("glm4_moe", "qwen3_5"),
+        {"partial_rotary_factor": 0.75, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor 0.75 and rope_parameters.partial_rotary_factor 0.5 differ; remove one",
+    ),
+    (
         ("llama3", "qwen3"),
         {"rope_scaling": {"type": "linear", "factor": 4.0}},
         "rope_scaling and rope_parameters differ; remove one of them",
     ),
 )
 """Families, keys that engines read or that transformers reads in some versions, and the sentence about them."""
+
+FEATURES: dict[str, tuple[Any, ...]] = {
+    "partial_rotary_factor": (0.75,),
+    "rope_parameters": ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, {"rope_type": "x"}),
+    "layer_types": (["sliding_attention"] * 2, ["chunked_attention"] * 2),
+    "attention_bias": (True,),
+    "mlp_bias": (True,),
+    "index_topk": (7,),
+    "attn_logit_softcapping": (3.0,),
+    "final_logit_softcapping": (3.0,),
+    "use_qk_norm": (True,),
+    "qk_layernorm": (True,),
+    "clip_qkv": (1.0,),
+    "logit_scale": (0.5,),
+    "logits_scaling": (4.0,),
+    "embedding_multiplier": (2.0,),
+    "attention_multiplier": (0.1,),
+    "residual_multiplier": (0.5,),
+    "scale_emb": (12,),
+    "scale_depth": (1.4,),
+    "query_pre_attn_scalar": (7.0,),
+    "no_rope_layers": ([1, 0], [0, 0]),
+    "no_rope_layer_interval": (4,),
+    "attention_chunk_size": (8192,),
+    "num_kv_shared_layers": (1,),
+    "swiglu_limit": (3.0,),
+    "hidden_act_alpha": (1.0,),
+    "rope_is_neox_style": (False,),
+    "use_bidirectional_attention": (True,),
+    "is_causal": (False,),
+    "mla_nope": (True,),
+    "llama_4_scaling": ({"beta": 0.1},),
+    "num_hash_layers": (3,),
+    "attn_type_list": ([0, 1],),
+}
+"""Values of keys that change what some published model computes, in transformers or in SGLang."""
+
+INHERENT = (("minimax_m2", "use_qk_norm", True),)
+"""(family, key, value) of what a family has without its configuration class having the key."""
 
 TOKENS = torch.arange(2, 22)[None]
 
@@ -210,6 +259,33 @@ def test_no_key_that_changes_the_logits_is_ignored(name: str) -> None:
     assert {"hidden_size", "rms_norm_eps", "num_attention_heads", "rope_parameters"} <= effective
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_features_of_other_families_are_refused_or_have_an_effect(name: str) -> None:
+    config = tiny_config(name)
+    rope_parameters = {key: of for key, of in config["rope_parameters"].items() if key != "partial_rotary_factor"}
+    config |= {"rope_parameters": rope_parameters, "rotary_dim": None}
+    architecture = load_architecture(config, origin="config.json")
+    for key, values in FEATURES.items():
+        for value in values:
+            if value == config.get(key) or (name, key, value) in INHERENT:
+                continue
+            sentence = refusal_of(config | {key: value})
+            if sentence is None:
+                assert load_architecture(config | {key: value}, origin="config.json") != architecture, (key, value)
+            else:
+                assert sentence.startswith("config.json: "), sentence
+                assert "\n" not in sentence, sentence
+                assert key in sentence or key == "rope_parameters", sentence
+
+
+def test_published_values_without_effect_are_accepted() -> None:
+    neutral = {"clip_qkv": None, "attn_logit_softcapping": None, "logit_scale": 1.0, "no_rope_layers": [1, 1]}
+    for name in FAMILIES:
+        config = tiny_config(name)
+        changed = {**neutral, **{key: config[key] for key in neutral if key in config}}
+        assert load_architecture(config | changed, origin="") == load_architecture(config, origin="")
+
+
 @pytest.mark.parametrize(("families", "change", "sentence"), REFUSED, ids=[" ".join(case[1]) for case in REFUSED])
 def test_keys_that_engines_read_are_refused_in_one_sentence(
     families: tuple[str, ...], change: dict[str, Any], sentence: str
@@ -221,7 +297,7 @@ def test_keys_that_engines_read_are_refused_in_one_sentence(
 
 
 def test_keys_without_effect_are_accepted() -> None:
-    harmless = {"partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * 2, "attention_multiplier": 0.1}
+    harmless = {"partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * 2, "output_router_logits": True}
     for name in FAMILIES:
         config = tiny_config(name) | {"layer_types": ["full_attention"] * 2}
         if name in (*PARTIAL, "gemma3"):
