@@ -18,7 +18,7 @@ from megarl.engines.unsupported_options import find_engine_problems
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.attention_kernels import find_attention_problem
 from megarl.megatron.families.architecture import Head, ModelArchitecture, load_family
-from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
+from megarl.megatron.families.attention import GatedDeltaNet, GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.feed_forward import MixtureOfExperts
 from megarl.megatron.families.load_architecture import (
     drop_missing_mtp_layers,
@@ -126,6 +126,15 @@ def find_megatron_problems(config: StageConfig, model: ModelArchitecture, device
         if trainer.megatron.model.get(name) and not fits and (model.experts or not name.startswith("moe_")):
             yield f"{key}.{name}: no fused kernel fits the layers of {model.name}"
     yield from _find_a2a_problems(config, model)
+    yield from _find_determinism_problem(config, model)
+
+
+def _find_determinism_problem(config: StageConfig, model: ModelArchitecture) -> Iterator[str]:
+    if config.trainer.megatron.model.get("deterministic_mode") and model.attentions(GatedDeltaNet):
+        yield (
+            f"trainer.megatron.model.deterministic_mode: megatron-core has none for packed sequences in gated delta "
+            f"nets, which {model.name} has"
+        )
 
 
 def find_attention_problems(config: StageConfig, model: ModelArchitecture, gpus: Iterable[GpuType]) -> Iterator[str]:
@@ -226,6 +235,8 @@ def find_auxiliary_model_problems(config: RunConfig) -> Iterator[str]:
             continue
         yield from (f"{key}: {problem}" for problem in find_weight_problems(Path(auxiliary.path), model))
         yield from _find_layout_problems(config, auxiliary, model, is_policy_folder=is_policy_folder)
+        if not is_policy_folder:
+            yield from (f"{auxiliary.key}.path: {problem}" for problem in _find_determinism_problem(config, model))
         yield from _find_batch_problems(config, auxiliary)
         if not is_policy_folder:
             yield from (f"{key}: {problem}" for problem in _find_vocabulary_problems(config, auxiliary, model))
@@ -322,13 +333,24 @@ def find_model_problems(
     yield from find_attention_problems(config, model, gpus)
     if isinstance(config, RunConfig):
         yield from _find_engine_tp_problems(model, config.rollout.tp)
-        if quantized_format(hf_config) == "FP8" and config.weight_sync.strategy == "gather_hf":
-            yield (
-                f"weight_sync.strategy: engines of {folder} need weights in FP8, which micro_dp and exact send, "
-                "gather_hf does not"
-            )
+        yield from (f"weight_sync.strategy: {problem}" for problem in _find_gather_problems(config, model, hf_config))
         if device is not None:
             yield from find_engine_problems(hf_config, device, origin=str(folder / "config.json"))
+
+
+def _find_gather_problems(config: RunConfig, model: ModelArchitecture, hf_config: JsonMapping) -> Iterator[str]:
+    """Find tensors of the engines that `gather_hf` cannot assemble; `hf_config`: content of config.json."""
+    if config.weight_sync.strategy != "gather_hf":
+        return
+    if quantized_format(hf_config) == "FP8":
+        folder = Path(config.model.path)
+        yield f"engines of {folder} need weights in FP8, which micro_dp and exact send, gather_hf does not"
+    ep = config.trainer.parallel.ep
+    if ep > 1 and model.experts is not None and model.experts.is_stacked:
+        yield (
+            f"gather_hf needs trainer.parallel.ep: 1 for {model.name}, whose tensors have all experts of a layer, got "
+            f"{ep}; micro_dp and exact do not"
+        )
 
 
 def find_family_problems(config: StageConfig) -> Iterator[str]:
@@ -391,6 +413,7 @@ def find_reference_problems(config: DpoConfig) -> Iterator[str]:
         yield f"{key}: {e}"
         return
     yield from (f"{key}: {problem}" for problem in find_weight_problems(Path(reference.path), model))
+    yield from (f"{key}: {problem}" for problem in _find_determinism_problem(config, model))
     parallel = reference.parallel or config.trainer.parallel
     for problem in parallel_problems(model, parallel, config.placement.slots):
         yield problem.replace("trainer.parallel", "dpo.reference.parallel")

@@ -164,6 +164,11 @@ class MixtureOfExperts:
     """Router and experts have biases, and each Hugging Face tensor stacks all experts: their matrices are transposed,
     columns of gate and up alternate (gpt-oss). Where they do, the tensor's last dimension is seen as [width, 2]."""
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether each Hugging Face tensor of the routed experts has all of them."""
+        return self.biases
+
     def parameter_names(self) -> list[str]:
         """Return the megatron-core names of the parameters."""
         names = ["pre_mlp_layernorm.weight", "mlp.router.weight"]

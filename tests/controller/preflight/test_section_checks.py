@@ -17,7 +17,11 @@ from megarl.cli.main import main
 from megarl.cluster.placement.assign import planned_nodes
 from megarl.config import RunConfig, SftConfig
 from megarl.controller.preflight import weight_sync_checks
-from megarl.controller.preflight.model_checks import describe_megatron, find_megatron_problems
+from megarl.controller.preflight.model_checks import (
+    _find_gather_problems,
+    describe_megatron,
+    find_megatron_problems,
+)
 from megarl.controller.preflight.run_checks import check_run, find_agent_problems
 from megarl.controller.preflight.schedule_checks import (
     MIN_OBSERVED_STEPS,
@@ -235,6 +239,8 @@ def comm_type(kind: str | list[str], **parallel: int) -> dict[str, Any]:
 
 
 FP8 = model(fp8="hybrid", fp8_recipe="blockwise")
+QWEN3_5 = CONFIGS["qwen3_5"] | {"architectures": ["Qwen3_5ForCausalLM"]}
+UNPACKED = "megatron-core has none for packed sequences in gated delta nets, which Qwen3_5ForCausalLM has"
 WHOLE = "the routers of Qwen3MoeForCausalLM need whole micro-batches"
 
 
@@ -260,6 +266,9 @@ WHOLE = "the routers of Qwen3MoeForCausalLM need whole micro-batches"
         (DEEPSEEK_V3, model(apply_rope_fusion=True), [f"{MODEL}.apply_rope_fusion: {UNFUSED} DeepseekV3ForCausalLM"]),
         (DEEPSEEK_V3 | FUSED_ROPE, model(apply_rope_fusion=True), []),
         (GEMMA2, model(bias_activation_fusion=True), [f"{MODEL}.bias_activation_fusion: {UNFUSED} Gemma2ForCausalLM"]),
+        (QWEN3, model(deterministic_mode=True), []),
+        (QWEN3_5, model(deterministic_mode=False), []),
+        (QWEN3_5, model(deterministic_mode=True), [f"{MODEL}.deterministic_mode: {UNPACKED}"]),
         (QWEN3_MOE, comm_type("a2a", tp=2), []),
         (QWEN3_MOE, comm_type("a2a", tp=4), [f"{CP}: {HEADS} over parallel.cp ranks, got 4 / 4 % 2 = 1"]),
         (DEEPSEEK_V3, comm_type("a2a"), [f"{CP}: Transformer Engine has only p2p for latent attention, got a2a"]),
@@ -275,6 +284,26 @@ WHOLE = "the routers of Qwen3MoeForCausalLM need whole micro-batches"
 )
 def test_fields_have_to_fit_the_model(hf_config: dict[str, Any], trainer: dict[str, Any], want: list[str]) -> None:
     assert megatron_problems(hf_config, **trainer) == want
+
+
+def gather_problems(name: str, ep: int, strategy: str) -> list[str]:
+    hf_config = CONFIGS[name] | {"architectures": [{"gpt_oss": "GptOssForCausalLM"}.get(name, "Qwen3MoeForCausalLM")]}
+    config = run_config(
+        {"type": "grpo"},
+        trainer={"parallel": {"ep": ep}},
+        placement={"slots_per_node": 4},
+        weight_sync={"strategy": strategy},
+    )
+    return list(_find_gather_problems(config, load_architecture(hf_config, origin="config.json"), hf_config))
+
+
+def test_tensors_of_all_experts_are_not_gathered_over_expert_parallel_ranks() -> None:
+    assert gather_problems("gpt_oss", 2, "exact") == gather_problems("gpt_oss", 1, "gather_hf") == []
+    assert gather_problems("qwen3_moe", 2, "gather_hf") == []
+    assert gather_problems("gpt_oss", 2, "gather_hf") == [
+        "gather_hf needs trainer.parallel.ep: 1 for GptOssForCausalLM, whose tensors have all experts of a layer, got "
+        "2; micro_dp and exact do not"
+    ]
 
 
 REPLAY = "trainer.moe.router_replay"
@@ -323,9 +352,8 @@ def test_other_commands_have_no_routes_to_replay() -> None:
 
 def test_adam_on_the_cpu_needs_parameters_of_one_dtype() -> None:
     on_host = {"optimizer": {"optimizer_cpu_offload": True}}
-    plain = CONFIGS["qwen3_5"] | {"architectures": ["Qwen3_5ForCausalLM"]}
-    assert megatron_problems(plain, "cuda", megatron=on_host) == []
-    assert megatron_problems(plain | {"mamba_ssm_dtype": "float32"}, "cuda", megatron=on_host) == [
+    assert megatron_problems(QWEN3_5, "cuda", megatron=on_host) == []
+    assert megatron_problems(QWEN3_5 | {"mamba_ssm_dtype": "float32"}, "cuda", megatron=on_host) == [
         "trainer.megatron.optimizer.optimizer_cpu_offload: needs all parameters in bfloat16, got float32 for "
         "model.layers.0.linear_attn.A_log, as config.json says"
     ]
