@@ -13,6 +13,7 @@ width f, t = tp, x = etp, and u = 1/t with sequence parallelism, else 1:
     moe               of each token received: 2h input; 4f/x gate and up; 2h output. Router: logits and indices
     moe_act           2f/x of each token received
     shared_experts    as mlp
+    routes            k, or 2k with more than 256 experts, where routes are replayed; recomputation keeps them
 
 CPUs keep more, since megarl's torch layers fuse nothing.
 """
@@ -23,6 +24,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+from megarl.batch.routes import route_dtype
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import GatedDeltaNet, GroupedQueryAttention, LatentAttention
@@ -55,6 +59,8 @@ class TokenLoad:
     """Bytes per element of activations: 2 in bfloat16."""
     longest_sequence: int = 0
     """Tokens of its longest sequence, on all context-parallel ranks."""
+    has_routes: bool = False
+    """The routers take experts that an earlier pass or the engine has chosen (`trainer.moe.router_replay`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +125,8 @@ def _expert_activations(experts: MixtureOfExperts, parallel: ParallelConfig, loa
         "moe": load.element_bytes * received * (2 * hidden + 2 * width) + router,
         "moe_act": load.element_bytes * received * width,
     }
+    if load.has_routes:
+        parts["routes"] = own * k * np.dtype(route_dtype(experts.num_experts)).itemsize
     if experts.shared_ffn_size:
         parts["shared_experts"] = load.element_bytes * load.tokens * 3 * experts.shared_ffn_size // parallel.tp
     return parts
@@ -210,9 +218,13 @@ def _kept(layers: Sequence[Mapping[str, int]], recompute: RecomputeConfig) -> in
         case "full":
             block = layers[0]["layer_input"] // 2  # the input of the block, of the two that a layer has
             if recompute.method == "uniform":
-                return block * -(-len(layers) // recompute.layers)
-            rest = layers[recompute.layers :]
-            return block * (len(layers) - len(rest)) + sum(sum(parts.values()) for parts in rest)
+                recomputed, num_blocks = layers, -(-len(layers) // recompute.layers)
+            else:
+                recomputed = layers[: recompute.layers]
+                num_blocks = len(recomputed)
+            rest = layers[len(recomputed) :]
+            routes = sum(parts.get("routes", 0) for parts in recomputed)
+            return block * num_blocks + routes + sum(sum(parts.values()) for parts in rest)
         case "selective":
             dropped = _dropped_parts(recompute)
             return sum(size for parts in layers for part, size in parts.items() if part not in dropped)

@@ -180,7 +180,12 @@ def _model_demand(
     )
     longest = longest_sequence(config)
     tokens = max(config.trainer.max_tokens_per_micro_batch, longest)
-    load = TokenLoad(tokens=-(-tokens // parallel.cp), element_bytes=element.parameters, longest_sequence=longest)
+    load = TokenLoad(
+        tokens=-(-tokens // parallel.cp),
+        element_bytes=element.parameters,
+        longest_sequence=longest,
+        has_routes=name == POLICY and config.trainer.moe.router_replay != "none",
+    )
     kind, is_trained = _head_kind(config), optimizer is not None
     activations = stage_activations(model, parallel, config.trainer.recompute, load, head_kind=kind)
     caches = library_caches(model, grid, split, element, head_kind=kind, is_trained=is_trained)

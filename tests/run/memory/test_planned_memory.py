@@ -1,7 +1,9 @@
 """Planned bytes of GPUs: activations, engines, what a configuration needs on each GPU, and peaks of phases."""
 
 import json
+from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import pytest
 
@@ -158,6 +160,27 @@ def test_experts_store_what_they_receive():
         split = layer_activations(DEEPSEEK, 0, ParallelConfig(tp=tp), LOAD)
         assert split["attention"] == latents + 2 * 1000 * 128 * 128 // tp
         assert split["mla_up_proj"] == 2 * 1000 * 128 * (192 + 192 + 256) // tp
+
+
+def test_replayed_routes_are_kept_whatever_is_recomputed():
+    """DeepSeek-V3: 8 bytes per token for each of 58 layers; Kimi-K2, with 384 experts, has 16 for each of 60."""
+
+    def stored(model, recompute, *, has_routes):
+        load = replace(LOAD, has_routes=has_routes)
+        (stage,) = stage_activations(model, ParallelConfig(), recompute, load)
+        return stage.stored
+
+    kimi = json.loads((Path(__file__).parents[2] / "megatron/families/published/Kimi-K2-Instruct.json").read_text())
+    for model, expected in ((DEEPSEEK, 58 * 8), (load_architecture(kimi, origin="config.json"), 60 * 16)):
+        for options in (
+            {"granularity": "none"},
+            {"granularity": "full", "method": "uniform", "layers": 2},
+            {"granularity": "full", "method": "block", "layers": 30},
+            {"granularity": "selective", "modules": ["moe"]},
+        ):
+            recompute = RecomputeConfig(**options)
+            added = stored(model, recompute, has_routes=True) - stored(model, recompute, has_routes=False)
+            assert added == LOAD.tokens * expected
 
 
 @pytest.mark.parametrize(("model", "tps"), [(QWEN3, (1, 2, 8)), (DEEPSEEK, (8,))], ids=["qwen3", "deepseek_v3"])
