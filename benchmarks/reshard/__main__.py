@@ -153,13 +153,13 @@ def _read(args: argparse.Namespace, train: str, gen: str) -> tuple[ModelArchitec
     return model, make(model_name(args.model), model, dtype, engine=partial(_traced, args.model))
 
 
-def _traced(model: str, tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightLayout]:
+def _traced(model: str, tp: int, dtype: str, *, ep: int = 1, dp: int = 1) -> Sequence[WeightLayout]:
     """Return SGLang's layouts of the model on GPUs, traced on rank 0 and broadcast."""
     out: list[Sequence[WeightLayout]] = [()]
     if dist.get_rank() == 0:
         from megarl.engines.sglang.weight_layout.offline_trace import trace_layouts
 
-        out = [trace_layouts(model, tp=tp, ep=ep, device="cuda", dtype=dtype)]
+        out = [trace_layouts(model, tp=tp, ep=ep, options={"attn_dp_size": dp}, device="cuda", dtype=dtype)]
     dist.broadcast_object_list(out)
     return out[0]
 

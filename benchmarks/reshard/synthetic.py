@@ -59,9 +59,9 @@ def _parameters(hidden: int, *, is_moe: bool) -> int:
     return layers + 2 * VOCAB * hidden
 
 
-def engine_layouts(model: ModelArchitecture, tp: int, dtype: str, *, ep: int = 1) -> list[WeightLayout]:
+def engine_layouts(model: ModelArchitecture, tp: int, dtype: str, *, ep: int = 1, dp: int = 1) -> list[WeightLayout]:
     """Return SGLang's layout by tensor rank, with fused q, k, v and fused gate, up; every expert is split."""
-    assert ep == 1, ep
+    assert ep == dp == 1, (ep, dp)
     tensors = model.tensors(dtype)
     return [WeightLayout(tensors, tuple(_pieces(tensors, rank, tp))) for rank in range(tp)]
 

@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="pp=1,tp=4,dp=2",
         help="parallel sizes of the trainer, also cp, vpp, ep, etp; default 1, of etp tp",
     )
-    explain.add_argument("--gen", required=True, metavar="pp=1,tp=2", help="parallel sizes of one engine, also ep")
+    explain.add_argument(
+        "--gen", required=True, metavar="pp=1,tp=2", help="parallel sizes of one engine, also ep and dp"
+    )
     for which in ("first", "last"):
         text = f"layers of the trainer's {which} pipeline stage (default: as many as the other stages)"
         explain.add_argument(f"--{which}-stage-layers", type=int, metavar="N", help=text)

@@ -25,7 +25,9 @@ ALLOWED_OPTIONS = frozenset(
     linear_attn_prefill_backend mamba_backend prefill_attention_backend sampling_backend
     triton_attention_num_kv_splits triton_attention_reduce_in_fp32 triton_attention_split_tile_size
 
-    disable_shared_experts_fusion enable_fused_moe_sum_all_reduce ep_size moe_runner_backend
+    attn_dp_size dp_size enable_dp_attention enable_dp_lm_head load_balance_method moe_dense_tp_size
+    deepep_config deepep_mode disable_shared_experts_fusion enable_fused_moe_sum_all_reduce ep_size moe_a2a_backend
+    moe_runner_backend
     expert_balancedness_report_mode expert_distribution_recorder_buffer_size expert_distribution_recorder_mode
 
     cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_bs_decode cuda_graph_bs_prefill cuda_graph_config
@@ -74,14 +76,15 @@ weight update writes, which processes or ports an engine has, or what it samples
 
 NUMERIC_OPTIONS = frozenset(
     """
-    bucket_e2e_request_latency bucket_inter_token_latency bucket_time_to_first_token c128_page_size
+    attn_dp_size bucket_e2e_request_latency bucket_inter_token_latency bucket_time_to_first_token c128_page_size
     chunked_prefill_size context_length cuda_graph_bs_decode cuda_graph_bs_prefill cuda_graph_max_bs_decode
     cuda_graph_max_bs_prefill cuda_graph_max_seq_len_prefill cuda_graph_prefill_max_context debug_tensor_dump_layers
-    decode_log_interval default_priority_value dist_timeout dsa_triton_union ep_size
+    decode_log_interval default_priority_value dist_timeout dp_size dsa_triton_union ep_size
     expert_distribution_recorder_buffer_size gc_threshold gc_warning_threshold_secs int8_mamba_ckpt_size
     kv_canary_sweep_interval linear_replayssm_cache_len load_snapshot_publish_interval log_requests_level
     mamba_cache_philox_rounds mamba_full_memory_ratio mamba_max_states_per_path mamba_track_interval
-    max_mamba_cache_size max_prefill_tokens max_queued_requests min_free_slots_delay num_continuous_decode_steps
+    max_mamba_cache_size max_prefill_tokens max_queued_requests min_free_slots_delay moe_dense_tp_size
+    num_continuous_decode_steps
     numa_node page_size prefill_decode_interval prefill_decode_interval_min_bs prefill_max_requests
     priority_scheduling_preemption_threshold return_aux_hidden_state_layer_ids sampling_mask_max_tokens
     schedule_conservativeness scheduler_recv_interval soft_watchdog_timeout stream_interval swa_full_tokens_ratio
@@ -90,6 +93,19 @@ NUMERIC_OPTIONS = frozenset(
     """.split()  # noqa: SIM905 -- one name a line would take 60 lines
 )
 """Allowed options that are numbers or lists of numbers, or null."""
+
+LAYOUT_OPTIONS = (
+    "attn_dp_size",
+    "dp_size",
+    "enable_dp_attention",
+    "enable_dp_lm_head",
+    "moe_a2a_backend",
+    "moe_dense_tp_size",
+)
+"""Allowed options besides `ep_size` that change which rank of an engine holds which weights."""
+
+SIZE_OPTIONS = ("attn_dp_size", "dp_size", "ep_size")
+"""Options that are sizes of at least 1."""
 
 OWN_KEYS: Mapping[str, str] = {
     "custom_weight_loader": "weight_sync",
@@ -116,6 +132,10 @@ OWN_KEYS: Mapping[str, str] = {
 """Options that megarl sets -> the key or section of the configuration that they follow from."""
 
 ALLOWED_VALUES: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "moe_a2a_backend": (
+        ("none", "deepep"),
+        "the layouts of engines with other backends have not been compared with SGLang's loader",
+    ),
     "load_format": (
         ("auto", "safetensors"),
         "the engine serves the weights of model.path until the first sync, and other formats change their layout",
@@ -154,9 +174,8 @@ REFUSED_OPTIONS = tuple(
         ),
         (
             "an engine is one replica, and its ranks have to be those of rollout.tp; raise rollout.replicas instead",
-            "dp_size dp_* enable_dp_attention attn_dp_size dwdp_size moe_dp_size moe_dense_tp_size enable_dp_* "
-            "enable_dense_mlp_attn_tp enable_tp_lm_head_all_to_all load_balance_method enable_prefill_delayer "
-            "prefill_delayer_*",
+            "dwdp_size moe_dp_size enable_dp_attention_local_control_broadcast enable_dense_mlp_attn_tp "
+            "enable_tp_lm_head_all_to_all enable_prefill_delayer prefill_delayer_*",
         ),
         (
             "context parallelism or other sharding within the engine changes which rank holds which weights",
@@ -188,8 +207,9 @@ REFUSED_OPTIONS = tuple(
             "enforce_shared_experts_fusion",
         ),
         (
-            "it makes SGLang choose ep_size itself; set ep_size, without another way to exchange tokens",
-            "moe_a2a_backend deepep_* fuseep_mode flashinfer_a2a_dispatch_type enable_megamoe_for_layernorm_sp",
+            "it belongs to a way to exchange tokens whose layouts have not been compared with SGLang's loader",
+            "deepep_v2_mode deepep_dispatcher_output_dtype fuseep_mode flashinfer_a2a_dispatch_type "
+            "enable_megamoe_for_layernorm_sp",
         ),
         (
             "weights that are kept elsewhere than in the model's parameters stay as they were in a sync",
@@ -298,7 +318,7 @@ def _find_problem(name: str, value: object) -> str | None:
         isinstance(each, bool | str) for each in (value if isinstance(value, list) else [value])
     ):
         return f"needs a number, got {value!r}"
-    if name == "ep_size" and not (isinstance(value, int) and value >= 1):
+    if name in SIZE_OPTIONS and not (isinstance(value, int) and value >= 1):
         return f"needs a size of at least 1, got {value}"
     if name in ALLOWED_VALUES and value not in ALLOWED_VALUES[name][0]:
         values, reason = ALLOWED_VALUES[name]

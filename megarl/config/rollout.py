@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megarl.config.engine_options import find_option_problems
+from megarl.config.engine_options import LAYOUT_OPTIONS, find_option_problems
 from megarl.config.section import Section, expand_home
 
 
@@ -160,6 +160,17 @@ class EngineConfig(Section):
         return int(self.extra_args.get("ep_size", 1))
 
     @property
+    def attn_dp_size(self) -> int:
+        """Number of groups of an engine's ranks between which requests are distributed; each attends with its ranks."""
+        extra = self.extra_args
+        return int(extra.get("attn_dp_size", extra.get("dp_size", 1) if extra.get("enable_dp_attention") else 1))
+
+    @property
+    def layout_options(self) -> dict[str, Any]:
+        """Those of `extra_args` besides `ep_size` that change which rank of an engine holds which weights."""
+        return {name: self.extra_args[name] for name in LAYOUT_OPTIONS if name in self.extra_args}
+
+    @property
     def is_custom(self) -> bool:
         """Whether the engine is one outside the package."""
         return self.type != "sglang"
@@ -295,4 +306,30 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"engine.extra_args: ep_size needs to be 1 or rollout.tp = {self.tp}, got {self.engine.ep_size}"
             )
+        if self.engine.extra_args.get("moe_a2a_backend") == "deepep" and self.engine.ep_size != self.tp:
+            raise ValueError(
+                f"engine.extra_args: moe_a2a_backend: deepep needs ep_size = rollout.tp = {self.tp}, got "
+                f"{self.engine.ep_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_data_parallel_attention(self) -> RolloutConfig:
+        extra, tp, groups = self.engine.extra_args, self.tp, self.engine.attn_dp_size
+        if extra.get("dp_size", 1) > 1 and not extra.get("enable_dp_attention"):
+            raise ValueError(
+                f"engine.extra_args: dp_size counts groups within the ranks of an engine and needs "
+                f"enable_dp_attention: true, got dp_size = {extra['dp_size']}; rollout.replicas counts engines"
+            )
+        if "attn_dp_size" in extra and extra.get("dp_size", 1) > 1:
+            raise ValueError("engine.extra_args: attn_dp_size and dp_size state the same size; remove one")
+        if tp % groups:
+            name = "attn_dp_size" if "attn_dp_size" in extra else "dp_size"
+            raise ValueError(
+                f"engine.extra_args: {name} needs to divide rollout.tp, got {tp} % {groups} = {tp % groups}"
+            )
+        if (dense := extra.get("moe_dense_tp_size")) not in (None, 1, tp):
+            raise ValueError(f"engine.extra_args: moe_dense_tp_size needs to be 1 or rollout.tp = {tp}, got {dense}")
+        if extra.get("enable_dp_lm_head") and groups == 1:
+            raise ValueError("engine.extra_args: enable_dp_lm_head needs attn_dp_size above 1, got 1")
         return self

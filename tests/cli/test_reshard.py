@@ -60,8 +60,8 @@ def write_config(folder: Path | str, changes: dict[str, Any] | None = None) -> s
 def untraced(model: str, monkeypatch) -> None:
     """Compute the engine's layout without SGLang, which takes seconds to import."""
 
-    def layouts(path: str, *, tp: int, ep: int, device: str, dtype: str) -> list[WeightLayout]:
-        assert (ep, device) == (1, "cuda")
+    def layouts(path: str, *, tp: int, ep: int, options: Any, device: str, dtype: str) -> list[WeightLayout]:
+        assert (ep, options, device) == (1, {"attn_dp_size": 1}, "cuda")
         return engine_layouts(load_architecture_and_dtype(path)[0], tp, dtype)
 
     monkeypatch.setattr(offline_trace, "trace_layouts", layouts)
@@ -100,7 +100,7 @@ def test_json_of_every_strategy(rows):
 
 
 def test_fp8_engines_are_sent_half_the_bytes(rows, model, monkeypatch):
-    def layouts(path, *, tp, ep, device, dtype):
+    def layouts(path, *, tp, ep, options, device, dtype):
         config = json.loads((Path(path) / "config.json").read_text())
         dense = engine_layouts(load_architecture_and_dtype(path)[0], tp, dtype)
         return [quantize_layout(each, {n for n in each.tensors if is_quantized(n, config)}) for each in dense]
@@ -160,7 +160,8 @@ LAST = ["--last-stage-layers", "1"]
 REJECTED = [
     ({}, "tp=4,dp=x", "tp=2", [], "--train needs pp=N,vpp=N,tp=N,cp=N,dp=N,ep=N,etp=N, got 'tp=4,dp=x' at 'dp=x'"),
     ({}, "tp=4,tp=2", "tp=2", [], "got 'tp=4,tp=2' at 'tp=2'"),
-    ({}, "tp=4", "dp=2", [], "--gen needs pp=N,tp=N,ep=N, got 'dp=2'"),
+    ({}, "tp=4", "cp=2", [], "--gen needs pp=N,tp=N,ep=N,dp=N, got 'cp=2'"),
+    ({}, "tp=4", "tp=4,dp=3", [], "--gen dp=3: tp ranks that do not divide, 4 % 3 = 1"),
     ({}, "tp=0", "tp=2", [], "--train needs sizes of at least 1, got tp=0"),
     ({}, "pp=3", "tp=1", [], "pp=3: layers that do not divide, 4 % 3 = 1; the nearest that can be served: 2 and 4"),
     ({}, "tp=3", "tp=1", [], "k_proj.weight has key-value heads that do not divide, 4 % 3 = 1; the nearest"),
@@ -229,7 +230,7 @@ def test_a_missing_key_is_reported_before_sglang_starts(key, problem, refusal, c
 
 
 def test_a_family_outside_the_package(refusal, rows, command, model, monkeypatch):
-    def layouts(path, *, tp, ep, device, dtype):
+    def layouts(path, *, tp, ep, options, device, dtype):
         return engine_layouts(load_architecture_and_dtype(path, family=MISTRAL_PATH)[0], tp, dtype)
 
     monkeypatch.setattr(offline_trace, "trace_layouts", layouts)

@@ -101,9 +101,9 @@ def test_options_with_conditions_are_allowed() -> None:
 
 
 CANNOT_WORK = {
-    "speculative_algorithm": "EAGLE", "pp_size": 2, "dp_size": 2, "enable_dp_attention": True, "quantization": "fp8",
+    "speculative_algorithm": "EAGLE", "pp_size": 2, "moe_dp_size": 2, "attn_cp_size": 2, "quantization": "fp8",
     "nnodes": 2, "node_rank": 1, "enable_lora": True, "lora_paths": ["a"], "enable_eplb": True,
-    "moe_a2a_backend": "deepep", "cpu_offload_gb": 8, "enable_hierarchical_cache": True,
+    "moe_a2a_backend": "mooncake", "cpu_offload_gb": 8, "enable_hierarchical_cache": True,
     "hicache_storage_backend": "file", "enable_memory_saver": True, "weight_cache_mode": "daemon",
     "load_format": "dummy", "moe_runner_backend": "flashinfer_trtllm", "tp_size": 2,
 }  # fmt: skip
@@ -126,6 +126,9 @@ def test_options_that_cannot_work_are_refused_when_the_configuration_is_loaded(n
         ("sglang", "nnodes", 2, "megarl sets this argument itself, from rollout.tp"),
         ("sglang", "ep_size", 0, "needs a size of at least 1, got 0"),
         ("sglang", "ep_size", True, "needs a number, got True"),
+        ("sglang", "attn_dp_size", 0, "needs a size of at least 1, got 0"),
+        ("sglang", "dp_size", 1.5, "needs a size of at least 1, got 1.5"),
+        ("sglang", "moe_a2a_backend", "mori", "needs to be one of none, deepep, got mori: ... loader"),
         ("sglang", "chunked_prefill_size", "010", "needs a number, got '010'"),
         ("sglang", "cuda_graph_bs_decode", [1, True], "needs a number, got [1, True]"),
         ("optimizer", "decoupled_lr", float("nan"), "needs float, null, got nan"),
@@ -234,3 +237,42 @@ def test_fields_of_silent_bugs_are_refused(part: Any, name: str) -> None:
     (problem,) = find_field_problems(part, {name: 1})
     assert problem.startswith(f"{name}: ")
     assert "no such field" not in problem
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dp_size": 2}, "dp_size counts groups ... needs enable_dp_attention: true, got dp_size = 2"),
+        ({"attn_dp_size": 3}, "attn_dp_size needs to divide rollout.tp, got 4 % 3 = 1"),
+        ({"dp_size": 8, "enable_dp_attention": True}, "dp_size needs to divide rollout.tp, got 4 % 8 = 4"),
+        (
+            {"attn_dp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+            "attn_dp_size and dp_size state the same size; remove one",
+        ),
+        ({"moe_dense_tp_size": 2}, "moe_dense_tp_size needs to be 1 or rollout.tp = 4, got 2"),
+        ({"enable_dp_lm_head": True}, "enable_dp_lm_head needs attn_dp_size above 1, got 1"),
+        ({"moe_a2a_backend": "deepep"}, "moe_a2a_backend: deepep needs ep_size = rollout.tp = 4, got 1"),
+    ],
+)
+def test_sizes_of_data_parallel_attention_fit_the_ranks_of_an_engine(options: dict[str, Any], message: str) -> None:
+    slots = {"slots_per_node": 4}
+    found = error_message(placement=slots, rollout={"tp": 4, "engine": {"extra_args": options}})
+    assert has_parts(found, f"rollout: engine.extra_args: {message}")
+
+
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        ({}, 1),
+        ({"enable_dp_attention": True}, 1),
+        ({"dp_size": 4, "enable_dp_attention": True}, 4),
+        ({"attn_dp_size": 2, "moe_dense_tp_size": 1, "enable_dp_lm_head": True}, 2),
+        ({"attn_dp_size": 4, "ep_size": 4, "moe_a2a_backend": "deepep", "deepep_mode": "auto"}, 4),
+    ],
+)
+def test_groups_of_data_parallel_attention(options: dict[str, Any], groups: int) -> None:
+    run = make_run(placement={"slots_per_node": 4}, rollout={"tp": 4, "engine": {"extra_args": options}})
+    assert run.rollout.engine.attn_dp_size == groups
+    assert run.rollout.engine.layout_options == {
+        name: value for name, value in options.items() if name not in ("ep_size", "deepep_mode")
+    }

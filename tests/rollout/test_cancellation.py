@@ -193,7 +193,7 @@ class FakeManager:
         self.rid_to_state: dict[str, SimpleNamespace] = {}
         self.aborts: list[str] = []
         self.max_running = max_running
-        self.load_snapshot_reader = SimpleNamespace(read=lambda _: None)
+        self.load_snapshot_reader = SimpleNamespace(read_all=list)
 
     def abort_request(self, rid: str) -> None:
         self.aborts.append(rid)

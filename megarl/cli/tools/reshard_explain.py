@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
 from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.feed_forward import ShardingUnit
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype, require_family
 from megarl.megatron.families.trainer_layouts import EVEN, PipelineSplit, stage_layers, trainer_layouts
 from megarl.model_files.hub import local_model
@@ -22,15 +24,15 @@ from megarl.reshard.layout.quantized_layout import convert_sources
 class EngineLayouts(Protocol):
     """Function that returns the weight layouts of an engine."""
 
-    def __call__(self, tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightLayout]:
-        """Return one layout per tensor-parallel rank."""
+    def __call__(self, tp: int, dtype: str, *, ep: int = 1, dp: int = 1) -> Sequence[WeightLayout]:
+        """Return one layout per tensor-parallel rank; `dp`: groups of data-parallel attention within the ranks."""
 
 
 MAX_SIZE = 256
 """Largest size of an axis that an error message suggests."""
 
 TRAIN_AXES = ("pp", "vpp", "tp", "cp", "dp", "ep", "etp")
-GEN_AXES = ("pp", "tp", "ep")
+GEN_AXES = ("pp", "tp", "ep", "dp")
 
 
 def parse_sizes(option: str, text: str, axes: Sequence[str]) -> dict[str, int]:
@@ -78,12 +80,12 @@ def trace_scenario(
     require_family(model_path, family, key="--family")
     model, dtype = load_architecture_and_dtype(model_path, family=family)
 
-    def traced(tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightLayout]:
+    def traced(tp: int, dtype: str, *, ep: int = 1, dp: int = 1) -> Sequence[WeightLayout]:
         from megarl.engines.sglang.weight_layout.offline_trace import (
             trace_layouts,  # after the sizes are found good: it takes seconds
         )
 
-        return trace_layouts(model_path, tp=tp, ep=ep, device="cuda", dtype=dtype)
+        return trace_layouts(model_path, tp=tp, ep=ep, options={"attn_dp_size": dp}, device="cuda", dtype=dtype)
 
     return make_scenario(
         name,
@@ -135,7 +137,7 @@ def make_scenario(
     Args:
         name: model name for reports.
         train: trainer sizes such as `pp=1,tp=4,dp=2`; `etp` defaults to `tp`, as in Megatron.
-        gen: engine sizes such as `pp=1,tp=2`.
+        gen: engine sizes such as `pp=1,tp=2`; `dp` counts groups of data-parallel attention within the `tp` ranks.
         engine: returns the layouts of the engine's tensor-parallel ranks.
         first_stage_layers: layers of the trainer's first pipeline stage; None: as many as in the middle stages.
         last_stage_layers: layers of the last pipeline stage, likewise.
@@ -151,7 +153,7 @@ def make_scenario(
     except ConfigError as e:
         raise ConfigError(f"--train {train}: {e}") from e
     _require_divisible(model, grid, split, to)
-    traced = engine(to["tp"], dtype, ep=to["ep"])
+    traced = engine(to["tp"], dtype, ep=to["ep"], dp=to["dp"])
     stages = [split_stages(layout, to["pp"]) for layout in traced]
     return Scenario(
         model=name,
@@ -169,16 +171,21 @@ def _require_divisible(model: ModelArchitecture, grid: RankGrid, split: Pipeline
     """Return if every tensor is divisible by the sizes; a vocabulary is padded instead."""
     _require_pipeline_stages(model.num_layers, grid.pp, split)
     _require_size("--gen pp", gen["pp"], lambda pp: _remainder_problem("layers", model.num_layers, pp))
-    _require_size("--train tp", grid.tp, lambda tp: _divisibility_problem(model, "tp", tp, repeat=False))
-    _require_size("--gen tp", gen["tp"], lambda tp: _divisibility_problem(model, "tp", tp, repeat=True))
+    _require_size("--train tp", grid.tp, partial(_divisibility_problem, model.sharding_units(), "tp"))
+    units, groups = model.sharding_units(), gen["dp"]
+    _require_size("--gen dp", groups, lambda dp: _remainder_problem("tp ranks", gen["tp"], dp))
+    if groups > 1:
+        attention = model.sharding_units(lambda layer: (layer.attention,))
+        problem = partial(_divisibility_problem, attention, "tp", repeat=True)
+        _require_size("--gen tp/dp", gen["tp"] // groups, problem)
+        units = model.sharding_units(lambda layer: (layer.mlp,))
+    _require_size("--gen tp", gen["tp"], partial(_divisibility_problem, units, "tp", repeat=True))
     if model.num_experts:
-        _require_size("--train ep", grid.ep, lambda ep: _divisibility_problem(model, "ep", ep, repeat=False))
-        _require_size("--train etp", grid.expert_tp, lambda etp: _divisibility_problem(model, "etp", etp, repeat=False))
-        _require_size("--gen ep", gen["ep"], lambda ep: _divisibility_problem(model, "ep", ep, repeat=False))
+        _require_size("--train ep", grid.ep, partial(_divisibility_problem, units, "ep"))
+        _require_size("--train etp", grid.expert_tp, partial(_divisibility_problem, units, "etp"))
+        _require_size("--gen ep", gen["ep"], partial(_divisibility_problem, units, "ep"))
         _require_size("--gen ep", gen["ep"], lambda ep: _remainder_problem("tp ranks", gen["tp"], ep))
-        _require_size(
-            "--gen tp/ep", gen["tp"] // gen["ep"], lambda etp: _divisibility_problem(model, "etp", etp, repeat=False)
-        )
+        _require_size("--gen tp/ep", gen["tp"] // gen["ep"], partial(_divisibility_problem, units, "etp"))
     else:
         for option, ep in (("--train", grid.ep), ("--gen", gen["ep"])):
             if ep > 1:
@@ -215,16 +222,16 @@ def _require_size(option: str, size: int, problem: Callable[[int], str | None], 
         raise ConfigError(f"{option}={size}: {why}{served}{hint}")
 
 
-def _divisibility_problem(model: ModelArchitecture, axis: str, size: int, *, repeat: bool) -> str | None:
-    """Return why the model cannot be sharded over `size` ranks of `axis`; None if it can.
+def _divisibility_problem(units: Iterable[ShardingUnit], axis: str, size: int, *, repeat: bool = False) -> str | None:
+    """Return why a model with these units cannot be sharded over `size` ranks of `axis`; None if it can.
 
     Args:
         repeat: key-value heads may be replicated over ranks, as in SGLang.
     """
-    for units in model.sharding_units():
-        if units.axis != axis or (repeat and units.can_replicate and size % units.total == 0):
+    for unit in units:
+        if unit.axis != axis or (repeat and unit.can_replicate and size % unit.total == 0):
             continue
-        why = _remainder_problem(units.description, units.total, size)
+        why = _remainder_problem(unit.description, unit.total, size)
         if why:
             return why
     return None

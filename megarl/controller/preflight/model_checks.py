@@ -12,6 +12,7 @@ from megarl.config.data import Source
 from megarl.config.megatron import NEEDS_TE_LAYERS
 from megarl.config.model import AuxiliaryModel
 from megarl.config.preference import DpoConfig
+from megarl.config.rollout import RolloutConfig
 from megarl.config.run import RunConfig
 from megarl.data.prompts import resolve_max_prompt_tokens
 from megarl.engines.unsupported_options import find_engine_problems
@@ -84,6 +85,11 @@ def _find_replay_problems(config: StageConfig, experts: MixtureOfExperts) -> Ite
         yield f"{key}: only megarl train passes over a token more than once in a step, got {replay}"
     elif replay == "R3" and config.rollout.engine.is_custom:
         yield f"{key}: R3 needs rollout.engine.type: sglang, got {config.rollout.engine.type}"
+    elif replay == "R3" and config.rollout.engine.attn_dp_size > 1:
+        yield (
+            f"{key}: R3 has not been tried with data-parallel attention: remove attn_dp_size and dp_size from "
+            f"rollout.engine.extra_args, got {config.rollout.engine.attn_dp_size} groups"
+        )
     if experts.routing.top_k < 2:
         yield f"{key}: needs at least 2 experts per token, got {experts.routing.top_k}"
     if config.trainer.megatron.model.get("moe_router_fusion"):
@@ -332,7 +338,7 @@ def find_model_problems(
     yield from find_megatron_problems(config, model, device)
     yield from find_attention_problems(config, model, gpus)
     if isinstance(config, RunConfig):
-        yield from _find_engine_tp_problems(model, config.rollout.tp)
+        yield from _find_engine_size_problems(model, config.rollout, device)
         yield from (f"weight_sync.strategy: {problem}" for problem in _find_gather_problems(config, model, hf_config))
         if device is not None:
             yield from find_engine_problems(hf_config, device, origin=str(folder / "config.json"))
@@ -421,12 +427,29 @@ def find_reference_problems(config: DpoConfig) -> Iterator[str]:
         yield f"{key}: needs the vocabulary of model.path, got {model.vocab_size} tokens, model.path has {vocab_size}"
 
 
-def _find_engine_tp_problems(model: ModelArchitecture, tp: int) -> Iterator[str]:
-    for units in model.sharding_units():
-        # SGLang replicates key-value heads if there are fewer than ranks, and distributes experts over the same ranks
-        repeated = units.can_replicate and tp % units.total == 0
-        if units.axis != "ep" and units.total % tp and not repeated:
-            yield f"rollout.tp: {units.description} that do not divide, {units.total} % {tp} = {units.total % tp}"
+def _find_engine_size_problems(model: ModelArchitecture, rollout: RolloutConfig, device: str | None) -> Iterator[str]:
+    tp, groups, ep = rollout.tp, rollout.engine.attn_dp_size, rollout.engine.ep_size
+    attention = "rollout.tp" if groups == 1 else f"rollout.tp / {groups} groups of data-parallel attention"
+    for what, size, units in (
+        (attention, tp // groups, model.sharding_units(lambda layer: (layer.attention,))),
+        ("rollout.tp", tp, model.sharding_units(lambda layer: (layer.mlp,))),
+    ):
+        for unit in units:
+            # SGLang replicates key-value heads if there are fewer than ranks, and distributes experts over the ranks
+            repeated = unit.can_replicate and size % unit.total == 0
+            if unit.axis != "ep" and unit.total % size and not repeated:
+                yield f"{what}: {unit.description} that do not divide, {unit.total} % {size} = {unit.total % size}"
+    key = "rollout.engine.extra_args"
+    if model.num_experts % ep:
+        yield (
+            f"{key}.ep_size: {model.name} has experts that do not divide, {model.num_experts} % {ep} = "
+            f"{model.num_experts % ep}"
+        )
+    if rollout.engine.extra_args.get("moe_a2a_backend") == "deepep":
+        if model.experts is None:
+            yield f"{key}.moe_a2a_backend: {model.name} has no experts, got deepep"
+        if device == "cpu":
+            yield f"{key}.moe_a2a_backend: deepep needs engines on cuda, got cpu"
 
 
 def find_token_limit(config: StageConfig, hf_config: JsonMapping, source: Source) -> int:

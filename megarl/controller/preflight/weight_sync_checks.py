@@ -75,6 +75,8 @@ def why_not_simulated(config: RunConfig, model: ModelArchitecture) -> str | None
     ranks += tp * config.rollout.replicas if config.disaggregated else 0
     if config.weight_sync.strategy == "gather_hf":
         return "gather_hf calls its collectives in the same order on every rank of a replica"
+    if config.rollout.engine.layout_options:
+        return f"only the traced layout shows what options of rollout.engine.extra_args change; {explain}"
     if any(unit.total % tp for unit in model.sharding_units() if unit.axis != "ep"):
         return f"with rollout.tp = {tp}, SGLang replicates heads, which only its traced layout shows; {explain}"
     tensors = len(model.tensors(DTYPE))

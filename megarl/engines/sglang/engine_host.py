@@ -150,6 +150,9 @@ class EngineHost:
         """The last ping to the schedulers, until they reply."""
         self._pinged_at = 0.0
         self.processes: list[BaseProcess] = []
+        """The schedulers, by TP rank."""
+        self._controllers: list[BaseProcess] = []
+        """SGLang's process that distributes requests over the groups of data-parallel attention, if there are some."""
         self._folder: PrivateFolder | None = None
         self._log_dir = spec.log_dir or ""
         self._engine: Engine | None = None
@@ -293,7 +296,7 @@ class EngineHost:
         except ConfigError as e:
             ready.set_exception(e)
         except (Exception, SystemExit) as e:  # noqa: BLE001 -- any error of SGLang's goes to the caller
-            codes = [process.exitcode or 0 for process in self.processes]
+            codes = [process.exitcode or 0 for process in self._all_processes]
             # ended by a signal, and none by its own error: not caused by the model or the configuration
             kind = LostEngineError if min(codes, default=0) < 0 and max(codes) <= 0 else WorkerError
             error = kind(f"the engine did not start{self._where}: {type(e).__name__}: {e}{self._log_tail()}")
@@ -323,7 +326,7 @@ class EngineHost:
                 gate=gate,
                 forks=forks,
                 before_launch=self._before_launch,
-                on_launch=self.processes.extend,
+                on_launch=self._on_launch,
             )
         self._check_not_stopped()  # the import takes seconds
         remove_abandoned_queues()
@@ -339,13 +342,21 @@ class EngineHost:
             # a full garbage collection over all SGLang modules takes 0.4 s, and flushing the cache triggers one
             loop.run_until_complete(self.tokenizer_manager.freeze_gc())
         for rank, process in zip(self.spec.node_ranks, self.processes, strict=True):
-            loop.add_reader(process.sentinel, self._on_exit, rank, process)
+            what = f"scheduler process of TP rank {rank}"
+            loop.add_reader(process.sentinel, self._on_exit, what, process)
+        for process in self._controllers:
+            loop.add_reader(process.sentinel, self._on_exit, "process that distributes requests", process)
         if not self._stopping:
             self._loop = loop
 
     def _before_launch(self, load_snapshot: Path) -> None:
         self._check_not_stopped()
         self._load_snapshot = load_snapshot
+
+    def _on_launch(self, processes: list[BaseProcess]) -> None:
+        num_controllers = len(processes) - len(self.spec.node_ranks)
+        self._controllers += processes[:num_controllers]
+        self.processes += processes[num_controllers:]
 
     def _check_not_stopped(self) -> None:
         if self._stopping:
@@ -391,14 +402,13 @@ class EngineHost:
         finally:
             self._calls.discard(task)
 
-    def _on_exit(self, rank: int, process: BaseProcess) -> None:
+    def _on_exit(self, what: str, process: BaseProcess) -> None:
         assert self._loop is not None
         self._loop.remove_reader(process.sentinel)
         process.join()
         code = process.exitcode or 0
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        what = f"the engine's scheduler process of TP rank {rank}{self._where}"
-        self._fail(LostEngineError(f"{what} {how}{self._log_tail(process)}"))
+        self._fail(LostEngineError(f"the engine's {what}{self._where} {how}{self._log_tail(process)}"))
 
     def _fail(self, error: LostEngineError) -> None:
         """End the engine because of `error`, unless it has ended; must run in the engine's thread."""
@@ -418,25 +428,29 @@ class EngineHost:
         return RankFiles(self.directory, self.spec.node_ranks)
 
     def _log_tail(self, process: BaseProcess | None = None) -> str:
-        for candidate in [process] if process else self.processes:
+        for candidate in [process] if process else self._all_processes:
             log = log_file(self._log_dir, candidate.pid or 0)
             if quoted := quote_tail(log):
                 return f"; {quoted}"
         return ""
 
+    @property
+    def _all_processes(self) -> list[BaseProcess]:
+        return self._controllers + self.processes
+
     def _kill(self) -> None:
-        for process in self.processes:
+        for process in self._all_processes:
             process.kill()
 
     def _clean_up(self) -> None:
         self._kill()
-        for process in self.processes:
+        for process in self._all_processes:
             process.join()
         if self._engine is not None:
             atexit.unregister(self._engine.shutdown)
         if self._started_fork_server:
             stop_fork_server()
-        remove_queues_of(process.pid for process in self.processes if process.pid is not None)
+        remove_queues_of(process.pid for process in self._all_processes if process.pid is not None)
         self._remove_load_snapshot()
         self._remove_folder()
 

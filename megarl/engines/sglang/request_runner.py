@@ -287,17 +287,21 @@ class RequestRunner:
             asyncio.get_running_loop().call_later(ABORT_SECONDS, self._send_abort, attempt)
 
     def _read_load(self) -> SglangLoad | None:
-        """Return the load that SGLang's scheduler publishes in shared memory; None if it has published none yet."""
-        load = self._host.tokenizer_manager.load_snapshot_reader.read(0)
-        if load is None or not load.max_running_requests:
+        """Return the load that SGLang's schedulers publish in shared memory; None if none has published it yet.
+
+        With data-parallel attention, each group of ranks has a scheduler with a KV cache of its own.
+        """
+        loads = self._host.tokenizer_manager.load_snapshot_reader.read_all()
+        loads = [load for load in loads if load.max_running_requests]
+        if not loads:
             return None
         return SglangLoad(
-            timestamp=load.timestamp,
-            num_queued=load.num_waiting_reqs,
-            num_retracted=0 if load.queues is None else load.queues.retracted,
-            kv_usage=load.token_usage,
-            kv_tokens=load.max_total_num_tokens,
-            max_running=load.max_running_requests,
+            timestamp=max(load.timestamp for load in loads),
+            num_queued=sum(load.num_waiting_reqs for load in loads),
+            num_retracted=sum(0 if load.queues is None else load.queues.retracted for load in loads),
+            kv_usage=max(load.token_usage for load in loads),
+            kv_tokens=sum(load.max_total_num_tokens for load in loads),
+            max_running=sum(load.max_running_requests for load in loads),
         )
 
     async def _run(self, attempt: _Attempt) -> Generation:

@@ -19,9 +19,10 @@ Layers and experts have global numbers on both sides, so two model chunks of a r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import attrgetter
 from typing import Literal, Protocol, TypeVar
 
 from megarl.batch.balance import SequenceCost
@@ -259,11 +260,15 @@ class ModelArchitecture:
             return self._map_layer_parameter(number, in_layer[3].removeprefix(_MTP_LAYER_PREFIX))
         return self._map_mtp_parameter(f"model.layers.{number}.", in_layer[3])
 
-    def sharding_units(self) -> list[ShardingUnit]:
-        """Return the units that parallel ranks must divide evenly, each described by the first layer that has it."""
+    def sharding_units(self, parts: Callable[[Layer], Sequence[LayerPart]] = attrgetter("parts")) -> list[ShardingUnit]:
+        """Return the units that parallel ranks must divide evenly, each described by the first layer that has it.
+
+        Args:
+            parts: returns the parts of a layer whose units count; by default all.
+        """
         first: dict[tuple[str, int], ShardingUnit] = {}
         for i in range(self.num_layers):
-            for part in self.layer(i).parts:
+            for part in parts(self.layer(i)):
                 for without_layer, unit in zip(
                     part.sharding_units(""), part.sharding_units(f"model.layers.{i}."), strict=True
                 ):

@@ -47,6 +47,50 @@ class EngineBytes:
     """Activations and metadata while the engine generates."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSizes:
+    """Numbers of ranks of an engine that split each kind of weights."""
+
+    experts: int
+    """All ranks, whether each has some experts or a part of all."""
+    attention: int
+    """Ranks of a group of data-parallel attention, which also split the embedding."""
+    head: int
+    """Ranks that split the output head."""
+    dense: int
+    """Ranks that split the MLPs of layers without experts."""
+    shared: int
+    """Ranks that split the shared experts."""
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> EngineSizes:
+        """Return the sizes for the options of an engine."""
+        extra, tp = rollout.engine.extra_args, rollout.tp
+        attention = tp // rollout.engine.attn_dp_size
+        return cls(
+            experts=tp,
+            attention=attention,
+            head=attention if extra.get("enable_dp_lm_head") else tp,
+            dense=extra.get("moe_dense_tp_size") or tp,
+            shared=1 if extra.get("moe_a2a_backend") == "deepep" else tp,
+        )
+
+    @classmethod
+    def all(cls, tp: int) -> EngineSizes:
+        """Return the sizes of an engine all of whose ranks split all weights."""
+        return cls(experts=tp, attention=tp, head=tp, dense=tp, shared=tp)
+
+    def of_parameter(self, name: str, *, is_expert: bool) -> int:
+        """Return the number of ranks that split a parameter with this megatron-core name."""
+        if is_expert:
+            return self.experts
+        if name == HEAD:
+            return self.head
+        if name == EMBEDDING or ".self_attention." in name:
+            return self.attention
+        return self.shared if ".shared_experts." in name else self.dense
+
+
 def engine_bytes(
     model: ModelArchitecture,
     rollout: RolloutConfig,
@@ -70,18 +114,21 @@ def engine_bytes(
     batch = min(largest_batch, rollout.engine.max_running_requests or largest_batch)
     graphs = GRAPH_MIB_PER_SEQUENCE * batch + (LATENT_PREFILL_GRAPHS_MIB if is_latent else PREFILL_GRAPHS_MIB)
     working = 512 + PREFILL_MIB_PER_TOKEN * max(chunk, 2048) + 1024 * rollout.tp / 8
+    sizes = EngineSizes.of(rollout)
     return EngineBytes(
-        weights=engine_weights(model, rollout.tp, element_bytes, hf_config),
-        kv_per_token=kv_bytes_per_token(model, rollout.tp, kv_element_bytes),
+        weights=engine_weights(model, sizes, element_bytes, hf_config),
+        kv_per_token=kv_bytes_per_token(model, sizes.attention, kv_element_bytes),
         graphs=0 if extra.get("disable_cuda_graph") else graphs * MIB,
         working=int(working * MIB),
     )
 
 
 def engine_weights(
-    model: ModelArchitecture, tp: int, element_bytes: int, hf_config: JsonMapping = NOT_QUANTIZED
+    model: ModelArchitecture, sizes: EngineSizes, element_bytes: int, hf_config: JsonMapping = NOT_QUANTIZED
 ) -> int:
-    """Return the bytes of an engine rank's weights, without MTP layers; replicates key-value heads if tp exceeds them.
+    """Return the bytes of an engine rank's weights, without MTP layers.
+
+    Key-value heads are replicated if more ranks split the attention than there are heads.
 
     Experts are split over the ranks by tensor or by expert, which takes equally many bytes. Arguments: see
     `engine_bytes`.
@@ -90,7 +137,7 @@ def engine_weights(
     for name, mapping in model.parameter_maps().items():
         if name.startswith("mtp.") or (name == HEAD and model.tie_embeddings):
             continue
-        rows = None
+        rows, tp = None, sizes.of_parameter(name, is_expert=mapping.expert is not None)
         if name == EMBEDDING or (name == HEAD and model.head == "lm"):
             rows = -(-model.vocab_size // tp) * tp
         if mapping.shard_dim == 0 and "linear_qkv" in name:

@@ -125,8 +125,15 @@ def _place_by_overlap(config: RunConfig, device: str, grid: RankGrid, topology: 
     from megarl.engines.sglang.weight_layout.offline_trace import trace_layouts  # imports torch
 
     model, _ = load_architecture_and_dtype(config.model.path, family=config.model.family)
-    tp, dtype = config.rollout.tp, make_engine_spec(config, 0, device).dtype
-    engine = trace_layouts(config.model.path, tp=tp, ep=config.rollout.engine.ep_size, device=device, dtype=dtype)
+    settings, dtype = config.rollout.engine, make_engine_spec(config, 0, device).dtype
+    engine = trace_layouts(
+        config.model.path,
+        tp=config.rollout.tp,
+        ep=settings.ep_size,
+        options=settings.layout_options,
+        device=device,
+        dtype=dtype,
+    )
     sources = convert_sources(trainer_layouts(model, grid, dtype), engine)
     return place_engines_by_overlap(sources, [engine], replicas=config.rollout.replicas, topology=topology)
 

@@ -16,8 +16,10 @@ import pytest
 from megarl.cli.main import main
 from megarl.cluster.placement.assign import planned_nodes
 from megarl.config import RunConfig, SftConfig
+from megarl.config.rollout import RolloutConfig
 from megarl.controller.preflight import weight_sync_checks
 from megarl.controller.preflight.model_checks import (
+    _find_engine_size_problems,
     _find_gather_problems,
     describe_megatron,
     find_megatron_problems,
@@ -241,6 +243,7 @@ def comm_type(kind: str | list[str], **parallel: int) -> dict[str, Any]:
 FP8 = model(fp8="hybrid", fp8_recipe="blockwise")
 QWEN3_5 = CONFIGS["qwen3_5"] | {"architectures": ["Qwen3_5ForCausalLM"]}
 UNPACKED = "megatron-core has none for packed sequences in gated delta nets, which Qwen3_5ForCausalLM has"
+ENGINE = "rollout.engine.extra_args"
 WHOLE = "the routers of Qwen3MoeForCausalLM need whole micro-batches"
 
 
@@ -306,6 +309,54 @@ def test_tensors_of_all_experts_are_not_gathered_over_expert_parallel_ranks() ->
     ]
 
 
+@pytest.mark.parametrize(
+    ("hf_config", "tp", "options", "device", "want"),
+    [
+        (DEEPSEEK_V3, 4, {"attn_dp_size": 2}, "cuda", []),
+        (QWEN3 | {"num_attention_heads": 6, "num_key_value_heads": 2}, 4, {"attn_dp_size": 2}, "cuda", []),
+        (
+            QWEN3 | {"num_attention_heads": 6, "num_key_value_heads": 6},
+            8,
+            {"attn_dp_size": 2},
+            "cuda",
+            [
+                "rollout.tp / 2 groups of data-parallel attention: model.layers.0.self_attn.q_proj.weight has query "
+                "heads that do not divide, 6 % 4 = 2",
+                "rollout.tp / 2 groups of data-parallel attention: model.layers.0.self_attn.k_proj.weight has "
+                "key-value heads that do not divide, 6 % 4 = 2",
+            ],
+        ),
+        (
+            QWEN3_MOE | {"num_experts": 6, "moe_intermediate_size": 24},
+            4,
+            {"ep_size": 4},
+            "cuda",
+            [f"{ENGINE}.ep_size: Qwen3MoeForCausalLM has experts that do not divide, 6 % 4 = 2"],
+        ),
+        (
+            QWEN3_MOE,
+            4,
+            {"ep_size": 4, "moe_a2a_backend": "deepep"},
+            "cpu",
+            [f"{ENGINE}.moe_a2a_backend: deepep needs engines on cuda, got cpu"],
+        ),
+        (
+            QWEN3,
+            1,
+            {"moe_a2a_backend": "deepep"},
+            "cuda",
+            [f"{ENGINE}.moe_a2a_backend: Qwen3ForCausalLM has no experts, got deepep"],
+        ),
+    ],
+)
+def test_engines_of_several_ranks_need_sizes_that_divide(
+    hf_config: dict[str, Any], tp: int, options: dict[str, Any], device: str, want: list[str]
+) -> None:
+    model = load_architecture(hf_config, origin="config.json")
+    rollout = RolloutConfig.model_validate({"tp": tp, "engine": {"extra_args": options}})
+    assert list(_find_engine_size_problems(model, rollout, device)) == want
+
+
 REPLAY = "trainer.moe.router_replay"
 
 
@@ -342,6 +393,20 @@ def test_engines_outside_the_package_return_no_routes() -> None:
     ]
     found = [find_megatron_problems(config, model, "cuda") for config in configs]
     assert list(map(list, found)) == [[], [f"{REPLAY}: R3 needs rollout.engine.type: sglang, got engines:Engine"]]
+
+
+def test_routes_of_engines_with_data_parallel_attention_are_not_replayed() -> None:
+    model = load_architecture(QWEN3_MOE, origin="config.json")
+    config = run_config(
+        {"type": "grpo"},
+        trainer={"moe": {"router_replay": "R3"}},
+        rollout={"tp": 2, "engine": {"extra_args": {"attn_dp_size": 2}}},
+        placement={"slots_per_node": 2},
+    )
+    assert list(find_megatron_problems(config, model, "cuda")) == [
+        f"{REPLAY}: R3 has not been tried with data-parallel attention: remove attn_dp_size and dp_size from "
+        "rollout.engine.extra_args, got 2 groups"
+    ]
 
 
 def test_other_commands_have_no_routes_to_replay() -> None:

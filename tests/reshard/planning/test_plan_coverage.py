@@ -69,6 +69,10 @@ CASES = {
         "deepseek_v3", "pp=2,tp=2,dp=2,ep=4,etp=1", "tp=4,ep=2", 2, first_stage_layers=2
     ),
     "stacked experts, ep 2, etp 2 -> tp 4": Case("gpt_oss", "tp=4,dp=2,ep=2,etp=2", "tp=4", 2),
+    "data-parallel attention, two groups": Case("deepseek_v3", "tp=2,dp=4,ep=4,etp=1", "tp=4,dp=2", 2),
+    "data-parallel attention, each rank a group, ep 4": Case("deepseek_v3", "tp=2,dp=2,ep=2,etp=1", "tp=4,dp=4,ep=4"),
+    "data-parallel attention, dense": Case("qwen2", "tp=2,dp=4", "tp=4,dp=2", 2),
+    "data-parallel attention in micro-DP groups": Case("qwen3", "tp=6,dp=2", "tp=2,dp=2", 2, "micro_dp"),
     "latent attention, ep 2 -> ep 1": Case(
         "deepseek_v3", "pp=3,tp=2,dp=2,ep=2,etp=1", "tp=2", 1, "micro_dp", device="cpu"
     ),
@@ -81,7 +85,7 @@ def sizes(text):
 
 def engine_of(case):
     gen = sizes(case.gen)
-    return case.model, case.device, gen["tp"], gen.get("ep", 1)
+    return case.model, case.device, gen["tp"], gen.get("ep", 1), gen.get("dp", 1)
 
 
 @pytest.fixture(scope="session")
@@ -96,14 +100,15 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def engines(folders):
-    """(model, device, tp, ep) -> layouts by tensor rank."""
+    """(model, device, tp, ep, dp) -> layouts by tensor rank."""
     layouts = {}
     with pytest.MonkeyPatch.context() as patch:
         fork_traces(patch)
         patch.setenv("XDG_CACHE_HOME", str(folders))
         for engine in {engine_of(case) for case in CASES.values()}:
-            model, device, tp, ep = engine
-            layouts[engine] = trace_layouts(str(folders / model), tp=tp, ep=ep, device=device, dtype=DTYPE)
+            model, device, tp, ep, dp = engine
+            sizes = {"tp": tp, "ep": ep, "options": {"attn_dp_size": dp}}
+            layouts[engine] = trace_layouts(str(folders / model), device=device, dtype=DTYPE, **sizes)
     return layouts
 
 
@@ -120,7 +125,7 @@ def scenarios(folders, engines):
             gen=case.gen,
             nodes=case.nodes,
             bucket_bytes=BUCKET,
-            engine=lambda tp, _, *, ep: engines[case.model, case.device, tp, ep],
+            engine=lambda tp, _, *, ep, dp: engines[case.model, case.device, tp, ep, dp],
             first_stage_layers=case.first_stage_layers,
         )
 

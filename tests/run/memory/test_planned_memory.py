@@ -26,7 +26,13 @@ from megarl.run.memory.activations import (
     layer_activations,
     stage_activations,
 )
-from megarl.run.memory.engine_memory import default_mem_fraction, engine_bytes, engine_weights, kv_bytes_per_token
+from megarl.run.memory.engine_memory import (
+    EngineSizes,
+    default_mem_fraction,
+    engine_bytes,
+    engine_weights,
+    kv_bytes_per_token,
+)
 from megarl.run.memory.gpu_demand import gpu_demands, longest_sequence
 from megarl.run.memory.gpus import NCCL_BYTES_PER_GROUP, gpu_memory
 from megarl.run.memory.step_ledger import DeviceLedger, step_ledger
@@ -189,7 +195,7 @@ def test_weights_are_those_of_the_layout(model, tps):
         layout = engine_layouts(model.tensors("bfloat16"), tp)[0]
         sizes = {name: 4 if spec.dtype == "float32" else 2 for name, spec in layout.tensors.items()}
         held = sum(sizes[p.tensor] * prod(stop - start for start, stop in p.box) for p in layout.pieces)
-        assert engine_weights(model, tp, 2) == held
+        assert engine_weights(model, EngineSizes.all(tp), 2) == held
 
 
 def test_weights_in_fp8_are_those_of_the_published_folder():
@@ -198,14 +204,16 @@ def test_weights_in_fp8_are_those_of_the_published_folder():
     specs = quantize_specs(tensors, {name for name in tensors if is_quantized(name, stated)})
     sizes = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}
     folder = sum(sizes[spec.dtype] * prod(spec.shape) for spec in specs.values())
-    assert engine_weights(DEEPSEEK, 1, 2, stated) == pytest.approx(folder, rel=1e-5)
+    assert engine_weights(DEEPSEEK, EngineSizes.all(1), 2, stated) == pytest.approx(folder, rel=1e-5)
     assert folder == pytest.approx(671e9, rel=0.01)  # as many bytes as parameters
-    assert engine_weights(DEEPSEEK, 1, 2) / folder == pytest.approx(2, rel=0.01)
+    assert engine_weights(DEEPSEEK, EngineSizes.all(1), 2) / folder == pytest.approx(2, rel=0.01)
 
 
 def test_key_value_heads_are_replicated_where_tp_exceeds_them():
     heads = 2 * 128 * 4096 * 2 * 36  # keys and values of one head: columns, bytes, layers
-    assert engine_weights(QWEN3, 16, 2) * 2 - engine_weights(QWEN3, 8, 2) == pytest.approx(heads, rel=0.02)
+    assert engine_weights(QWEN3, EngineSizes.all(16), 2) * 2 - engine_weights(
+        QWEN3, EngineSizes.all(8), 2
+    ) == pytest.approx(heads, rel=0.02)
     assert [kv_bytes_per_token(QWEN3, tp, 2) // (4 * 36 * 128) for tp in (1, 2, 8, 16)] == [8, 4, 1, 1]
 
 
@@ -222,6 +230,22 @@ def test_the_default_fraction_is_sglangs(gpu, fraction):
     memory = gpu_memory(gpu)
     needed = engine_bytes(QWEN3, RolloutConfig(), 2, memory)
     assert default_mem_fraction(needed, memory) == pytest.approx(fraction, abs=0.005)
+
+
+def test_groups_of_data_parallel_attention_hold_more_weights_and_store_latents_once():
+    def of(**extra):
+        rollout = RolloutConfig(tp=16, engine={"extra_args": {"ep_size": 16, **extra}})
+        return engine_weights(DEEPSEEK, EngineSizes.of(rollout), 2)
+
+    h, width = 7168, 61 * 2 * (1536 * 128 * 192 + 512 * 128 * 256 + 7168 * 128 * 128)  # heads of all layers, in bytes
+    embedding = 2 * 129280 * h
+    plain = of()
+    assert of(attn_dp_size=4) - plain == (width + embedding) * (4 - 1) // 16
+    assert of(attn_dp_size=4, enable_dp_lm_head=True) - of(attn_dp_size=4) == embedding * (4 - 1) // 16
+    assert of(moe_dense_tp_size=1) - plain == 3 * 2 * 3 * h * 18432 * 15 // 16
+    assert of(moe_a2a_backend="deepep") - plain == 58 * 2 * 3 * h * 2048 * 15 // 16
+    grouped = RolloutConfig(tp=8, engine={"extra_args": {"attn_dp_size": 4}})
+    assert engine_bytes(QWEN3, grouped, 2, H100).kv_per_token == kv_bytes_per_token(QWEN3, 2, 2)
 
 
 def test_options_of_the_engine_count():

@@ -47,8 +47,8 @@ def traced_sizes(monkeypatch):
     """Replace the engine trace by the trainer's layouts of the same size; return the traced (tp, ep)."""
     sizes = []
 
-    def layouts(path, *, tp, ep, device, dtype):
-        assert (device, dtype) == ("cpu", "float32")
+    def layouts(path, *, tp, ep, options, device, dtype):
+        assert (options, device, dtype) == ({}, "cpu", "float32")
         sizes.append((tp, ep))
         return trainer_layouts(load_architecture_and_dtype(path)[0], RankGrid(tp=tp), dtype)
 
@@ -105,7 +105,7 @@ def test_other_placements_match_reshard_explain(sizes, strategy, model, traced_s
         gen=f"tp={sizes['gen_tp']}",
         nodes=sizes["nodes"],
         bucket_bytes=1 << 20,
-        engine=lambda tp, dtype, *, ep=1: trainer_layouts(decoder, RankGrid(tp=tp), dtype),
+        engine=lambda tp, dtype, *, ep=1, dp=1: trainer_layouts(decoder, RankGrid(tp=tp), dtype),
     )
     assert explain_auto(scenario).report.strategy == "exact"
     places = arrange("exact", scenario).places

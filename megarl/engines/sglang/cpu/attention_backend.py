@@ -47,6 +47,7 @@ def use_batched_attention_on_cpu() -> None:
             super().__init__(model_runner)
             self._deterministic = model_runner.server_args.enable_deterministic_inference
             self._groups: list[SequenceGroup] | None = None
+            self.get_cpu_graph_seq_len_fill_value = lambda: 1  # of sequences that data-parallel attention adds
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             super().init_forward_metadata(forward_batch)

@@ -15,9 +15,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -39,15 +41,23 @@ CHILD_SECONDS = 600.0
 MAX_STDERR_LINES = 15
 MAX_TOTAL_TOKENS = 4096
 """KV cache size, set so that SGLang does not query the node's memory."""
+NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
 
 def trace_layouts(
-    model_path: str, *, tp: int, ep: int = 1, device: str = "cpu", dtype: str = "float32"
+    model_path: str,
+    *,
+    tp: int,
+    ep: int = 1,
+    options: Mapping[str, object] = NO_OPTIONS,
+    device: str = "cpu",
+    dtype: str = "float32",
 ) -> list[WeightLayout]:
     """Return the weight layout of each TP rank of an engine.
 
     Args:
         model_path: a model folder, of which config.json is sufficient, or a config.json under any name.
+        options: further options of SGLang that change layouts, `EngineConfig.layout_options`.
         device: device of the engine. On `cpu`, SGLang pads heads that the ranks cannot divide evenly; on other devices
             several ranks hold the same key-value heads.
 
@@ -55,11 +65,18 @@ def trace_layouts(
         DataError: config.json or a key that SGLang needs is missing, or SGLang cannot build its model.
         WeightSyncError: part of a parameter would not be written.
     """
-    return [trace.layout for trace in trace_engine(model_path, tp=tp, ep=ep, device=device, dtype=dtype)]
+    traces = trace_engine(model_path, tp=tp, ep=ep, options=options, device=device, dtype=dtype)
+    return [trace.layout for trace in traces]
 
 
 def trace_engine(
-    model_path: str, *, tp: int, ep: int = 1, device: str = "cpu", dtype: str = "float32"
+    model_path: str,
+    *,
+    tp: int,
+    ep: int = 1,
+    options: Mapping[str, object] = NO_OPTIONS,
+    device: str = "cpu",
+    dtype: str = "float32",
 ) -> list[EngineTrace]:
     """Return what `trace_layouts` returns, with padding and derived values."""
     config, tensors = _read_model(model_path)
@@ -72,7 +89,7 @@ def trace_engine(
         device=device,
         dtype=dtype,
         max_total_tokens=MAX_TOTAL_TOKENS,
-        extra_args={"ep_size": ep} if ep > 1 else {},
+        extra_args={**options, "ep_size": ep} if ep > 1 else dict(options),
     )
     request = {"spec": asdict(spec), "tensors": tensors}
     cached = _cache_folder() / f"{_key(config, request)}.npz"

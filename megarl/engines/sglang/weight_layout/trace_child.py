@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -65,6 +66,9 @@ def build_model(spec: EngineSpec, rank: int, device: str = "meta") -> nn.Module:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
+    from sglang.srt.layers.dp_attention import initialize_dp_attention_flags
+    from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend, initialize_moe_config
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, reset_context
@@ -86,12 +90,17 @@ def build_model(spec: EngineSpec, rank: int, device: str = "meta") -> nn.Module:
     tp = FakeProcessGroup(rank, spec.tp)
     parallel.override_permanently(
         tp_group=tp,
-        attn_tp_group=tp,
+        attn_tp_group=FakeProcessGroup(parallel.attn_tp_rank, parallel.attn_tp_size),
         world_group=tp,
         pp_group=FakeProcessGroup(0, 1),
         moe_ep_group=FakeProcessGroup(parallel.moe_ep_rank, parallel.moe_ep_size),
         moe_tp_group=FakeProcessGroup(parallel.moe_tp_rank, parallel.moe_tp_size),
     )
+    initialize_moe_config()
+    if not get_moe_a2a_backend().is_none():
+        # it exchanges tokens through packages for GPUs, and holds no weights
+        fused_moe.create_moe_dispatcher = lambda *_, **__: SimpleNamespace()
+    initialize_dp_attention_flags(arguments)
     config = ModelConfig.from_server_args(arguments)
     if spec.device == "cpu":
         config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(), spec.tp)

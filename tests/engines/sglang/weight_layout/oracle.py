@@ -25,10 +25,8 @@ from megarl.reshard.layout.layout import slices
 UNTOUCHED = -7.0
 
 
-def compare(folder, device, tp, ep):
-    spec = EngineSpec(
-        model_path=folder, device=device, tp=tp, max_total_tokens=4096, extra_args={"ep_size": ep} if ep > 1 else {}
-    )
+def compare(folder, device, tp, options):
+    spec = EngineSpec(model_path=folder, device=device, tp=tp, max_total_tokens=4096, extra_args=options)
     tensors, first, values = checkpoint_tensors(folder, "float32"), 1, {}
     for name, t in tensors.items():
         n = torch.Size(t.shape).numel()

@@ -64,19 +64,31 @@ NO_CPU_ENGINE = (*DELTA_NETS, "gemma3_text", "glm4_moe", "minimax_m2")
 CUDA_ONLY = ("deepseek_v32", "glm_moe_dsa")
 TP_2_ONLY = ("gemma2", *NO_CPU_ENGINE, *CUDA_ONLY)
 CASES = {
-    f"{model} {device} tp {tp}": (model, device, tp, 1)
+    f"{model} {device} tp {tp}": (model, device, tp, {})
     for model in MODELS
     for device in ("cpu", "cuda")
     for tp in (1, 2, 4)
     if (model not in TP_2_ONLY or tp == 2) and (device == "cuda" or model not in CUDA_ONLY)
 }
-CASES |= {f"{model} tp {tp} ep 2": (model, "cpu", tp, 2) for model in ("qwen3_moe", "deepseek_v3") for tp in (2, 4)}
+CASES |= {
+    f"{model} tp {tp} ep 2": (model, "cpu", tp, {"ep_size": 2})
+    for model in ("qwen3_moe", "deepseek_v3")
+    for tp in (2, 4)
+}
+DATA_PARALLEL = {
+    "two groups": {"dp_size": 2, "enable_dp_attention": True},
+    "four groups, ep 4": {"attn_dp_size": 4, "ep_size": 4, "moe_dense_tp_size": 1, "enable_dp_lm_head": True},
+    "deepep": {"attn_dp_size": 2, "ep_size": 4, "moe_dense_tp_size": 1, "moe_a2a_backend": "deepep"},
+}
+CASES |= {f"deepseek_v3 {name}": ("deepseek_v3", "cuda", 4, options) for name, options in DATA_PARALLEL.items()}
+CASES |= {f"{model} cuda two groups": (model, "cuda", 4, {"attn_dp_size": 2}) for model in ("llama", "glm4_moe")}
 SAMPLE = {
     label
-    for label, (model, device, tp, ep) in CASES.items()
-    if (tp, ep) == (2, 1) and (device == "cuda" or model not in NO_CPU_ENGINE)
+    for label, (model, device, tp, options) in CASES.items()
+    if (tp, options) == (2, {}) and (device == "cuda" or model not in NO_CPU_ENGINE)
 }
 SAMPLE |= {"qwen2 cuda tp 1", "qwen3 cpu tp 4", "qwen3 cuda tp 4", "deepseek_v3 tp 4 ep 2"}
+SAMPLE |= {*(f"deepseek_v3 {name}" for name in DATA_PARALLEL), "llama cuda two groups"}
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +126,14 @@ def compare(folders, tmp_path_factory):
 )
 def test_layout_locates_every_element(compare, label):
     ranks = compare(label in SAMPLE)[label]
-    model, device, tp, _ = CASES[label]
+    model, device, tp, options = CASES[label]
     assert len(ranks) == tp
     for rank in ranks:
         assert rank["different"] == []
         assert rank["untouched"] == []
         assert len(rank["derived"]) == (9 if model == "gemma2" else 7 if model in DELTA_NETS else 0)
         assert all("norm" in name for name in rank["derived"])
-    if device == "cuda":
+    if device == "cuda" and not options:
         num_vocabularies = {"qwen2": 1, "gemma2": 1, "gemma3_text": 0}.get(model, 2)
         # the first rank adds the biases of down projections
         zero_biases = 2 * 8 * 64 * (tp - 1) if model == "gpt_oss" else 0
