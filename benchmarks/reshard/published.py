@@ -55,6 +55,30 @@ QWEN3_8B: dict[str, Any] = {
 }
 """config.json content of Qwen3-8B."""
 
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+"""config.json content of Qwen3-30B-A3B."""
+
 BY_COLUMNS = ("o_proj", "down_proj")
 ON_EVERY_RANK = ("q_a_proj", "kv_a_proj_with_mqa", "gate")
 MTP_LAYER = "model.layers.61."

@@ -44,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         explain.add_argument(f"--{which}-stage-layers", type=int, metavar="N", help=text)
     explain.add_argument("--nodes", type=int, default=1, help="number of nodes, with equally many ranks each (1)")
     explain.add_argument("--bucket-mb", type=float, default=256, help="weight_sync.bucket_bytes in MiB (256)")
+    rates = explain.add_argument_group("rates of links, for sending and for receiving each")
+    text = "10^9 bytes per second of one NIC (50)"
+    rates.add_argument("--network-gb-per-second", type=float, default=50, metavar="GB", help=text)
+    text = "10^9 bytes per second between one rank and the others of its node (400)"
+    rates.add_argument("--nvlink-gb-per-second", type=float, default=400, metavar="GB", help=text)
+    text = "NICs of a node, which its ranks share evenly (default: one for each rank)"
+    rates.add_argument("--nics-per-machine", type=int, metavar="N", help=text)
     explain.add_argument("--strategy", nargs="+", choices=STRATEGIES, help="strategies to explain (default: all)")
     explain.add_argument("--json", action="store_true", help="print one JSON object per line")
 
@@ -56,7 +63,13 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.bucket_mb <= 0:
         raise ConfigError(f"--bucket-mb needs to be positive, got {args.bucket_mb:g}")
-    from megarl.cli.tools.reshard_explain import explain_scenarios, trace_scenario
+    from megarl.cli.tools.reshard_explain import explain_scenarios, link_rates, require_even_nics, trace_scenario
+
+    rates = link_rates(
+        network_gb_per_second=args.network_gb_per_second,
+        nvlink_gb_per_second=args.nvlink_gb_per_second,
+        nics_per_machine=args.nics_per_machine,
+    )
 
     with _show_progress() as show_phase:
         show_phase("computing the layouts of trainer and engines")
@@ -70,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
             first_stage_layers=args.first_stage_layers,
             last_stage_layers=args.last_stage_layers,
         )
-        explained, refused = explain_scenarios(scenario, args.strategy or STRATEGIES, show_phase)
+        require_even_nics(rates, scenario.topology)
+        explained, refused = explain_scenarios(scenario, args.strategy or STRATEGIES, show_phase, rates)
     for name, why in refused.items():
         if args.strategy:
             raise why
@@ -111,6 +125,7 @@ def _print_table(explained: Sequence[tuple[str, Explanation]]) -> None:
     for name, each in explained:
         table.add_row(name if name == each.report.strategy else f"{name}: {each.report.strategy}", *_format_cells(each))
     out.print(table)
+    _print_times(explained)
     for name, each in explained:
         if each.machines_per_tensor_group > 1:
             machines = each.machines_per_tensor_group
@@ -128,6 +143,32 @@ def _print_table(explained: Sequence[tuple[str, Explanation]]) -> None:
                 f"{each.busiest_rank}, which receives the most bytes, has {busiest.messages:,} messages, "
                 f"{busiest.collectives:,} collectives and {busiest.peak_extra_bytes / 1e6:,.1f} MB of peak extra memory"
             )
+
+
+def _print_times(explained: Sequence[tuple[str, Explanation]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("strategy", "ms bound", "ms planned", "x bound", "busiest NIC", "NIC share", "groups", "p2p calls"):
+        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    for name, each in explained:
+        bound, timing = each.seconds_bound, each.timing
+        cells = ["-"] * 6
+        if timing is not None:
+            cells = [
+                f"{timing.seconds_planned * 1e3:,.1f}",
+                f"{timing.seconds_planned / bound:.2f}" if bound else "-",
+                _megabytes(timing.busiest_nic_bytes),
+                "-" if timing.nic_share is None else f"{timing.nic_share:.2f}",
+                str(timing.groups),
+                str(timing.p2p_calls),
+            ]
+        table.add_row(
+            name if name == each.report.strategy else f"{name}: {each.report.strategy}", f"{bound * 1e3:,.1f}", *cells
+        )
+    out = console()
+    out.print()
+    out.print(table)
 
 
 def _format_cells(each: Explanation) -> list[str]:

@@ -39,7 +39,8 @@ CONFIG = {
     "dtype": "bfloat16",
 }
 
-BY_PLANS = ("peak_extra_bytes", "messages", "collectives")
+TIMING = ("seconds_planned", "busiest_nic_bytes", "nic_share", "groups", "p2p_calls")
+BY_PLANS = ("peak_extra_bytes", "messages", "collectives", *TIMING)
 TIMES = ("plan_seconds_cold", "plan_seconds_cached")
 
 
@@ -99,6 +100,34 @@ def test_json_of_every_strategy(rows):
     assert {row["nccl_progress"] for row in found.values()} == {True}
 
 
+@pytest.mark.usefixtures("untraced")
+def test_times_scale_with_the_rates_of_links(rows, output, command):
+    """pp=2 on two nodes: half of the model leaves each, with exact once, with micro_dp once for each engine."""
+    sizes = ("pp=2,tp=4,dp=2", "tp=2", "--nodes", "2")
+    options = ("--nics-per-machine", "{}", "--network-gb-per-second", "{}", "--nvlink-gb-per-second", "1e9")
+    found = {}
+    for nics, rate in ((8, "0.001"), (4, "0.001"), (8, "0.002")):
+        words = [word.format(value) for word, value in zip(options, ("", nics, "", rate, "", ""), strict=True)]
+        found[nics, rate] = rows(*sizes, *words, "--strategy", "gather_hf", "micro_dp", "exact")
+    full, half, fast = found.values()
+    for name, row in full.items():
+        assert row["seconds_bound"] == pytest.approx(half[name]["seconds_bound"] / 2)
+        assert row["seconds_bound"] == pytest.approx(fast[name]["seconds_bound"] * 2)
+        assert row["seconds_bound"] <= row["seconds_planned"] < half[name]["seconds_planned"]
+        assert fast[name]["seconds_planned"] < row["seconds_planned"]
+        assert 0 < row["nic_share"] <= 1
+        assert row["busiest_nic_bytes"] >= row["seconds_bound"] * 1e6
+    exact, micro = full["exact"], full["micro_dp"]
+    assert exact["seconds_bound"] == exact["bytes_into_node_bound_max"] / 8e6
+    assert exact["seconds_planned"] < micro["seconds_planned"]
+    assert exact["p2p_calls"] > exact["groups"] > 0
+    assert full["gather_hf"]["p2p_calls"] == 0
+    text = output(*command(*sizes, "--strategy", "exact"))
+    row = [line.split() for line in text.splitlines() if line.startswith("exact ")][1]
+    assert row[1] == f"{exact['seconds_bound'] * 1e3 / 50e3:,.1f}"
+    assert row[-2:] == [str(exact["groups"]), str(exact["p2p_calls"])]
+
+
 def test_fp8_engines_are_sent_half_the_bytes(rows, model, monkeypatch):
     def layouts(path, *, tp, ep, options, device, dtype):
         config = json.loads((Path(path) / "config.json").read_text())
@@ -124,7 +153,9 @@ def test_a_plan_that_stalls_is_shown(output, command, monkeypatch):
     stalls = [Stall(rank, 0, "hop 0 of round 7", (rank + 4,)) for rank in (0, 1)]
     monkeypatch.setattr(forecast, "find_stalls", lambda _: stalls)
     out = output(*command("tp=4,dp=2", "tp=2", "--strategy", "exact", "gather_hf"))
-    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("exact ", "gather_hf "))}
+    lines = [line for line in out.splitlines() if line.startswith(("exact ", "gather_hf "))]
+    rows = {line.split()[0]: line.split() for line in lines[:2]}
+    assert lines[2].split()[2:] == ["-"] * 6  # has no time
     assert "stalls" in rows["exact"]
     assert "ok" in rows["gather_hf"]
     assert "exact: the sync would hang over NCCL: rank 0 waits in hop 0 of round 7 for rank 4 (and 1 more)" in out
@@ -178,6 +209,12 @@ REJECTED = [
     (EXPERTS, "tp=4", "tp=4,ep=3", [], "--gen ep=3: model.layers.0.mlp has experts that do not divide"),
     (EXPERTS, "tp=4", "tp=4,ep=8", [], "--gen ep=8: tp ranks that do not divide, 4 % 8 = 4; the nearest"),
     (EXPERTS, "dp=5,etp=5", "tp=1", [], "etp=5: model.layers.0.mlp.experts.0.gate_proj.weight has rows that do not d"),
+    ({}, "tp=4", "tp=2", ["--nodes", "8"], "--nodes needs to divide the ranks, got 4 % 8 = 4"),
+    ({}, "tp=4", "tp=2", ["--network-gb-per-second", "0"], "--network-gb-per-second needs a positive number, got 0"),
+    ({}, "tp=4", "tp=2", ["--nvlink-gb-per-second", "-1"], "--nvlink-gb-per-second needs a positive number, got -1"),
+    ({}, "tp=4", "tp=2", ["--nvlink-gb-per-second", "nan"], "--nvlink-gb-per-second needs a positive number, got nan"),
+    ({}, "tp=4", "tp=2", ["--nics-per-machine", "0"], "--nics-per-machine needs to be at least 1, got 0"),
+    ({}, "tp=4", "tp=2", ["--nics-per-machine", "3"], "be a multiple of them, got 3 NICs for 4 ranks"),
     ({"architectures": ["GPT2LMHeadModel"]}, "tp=1", "tp=1", [], "GPT2LMHeadModel is not supported, "),
 ]
 

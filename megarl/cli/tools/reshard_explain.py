@@ -19,6 +19,7 @@ from megarl.reshard.analysis.sync_report import Explanation, explain, explain_au
 from megarl.reshard.layout.engine_ranks import split_stages
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.quantized_layout import convert_sources
+from megarl.reshard.layout.topology import LinkRates, Topology
 
 
 class EngineLayouts(Protocol):
@@ -101,8 +102,40 @@ def trace_scenario(
     )
 
 
+def link_rates(*, network_gb_per_second: float, nvlink_gb_per_second: float, nics_per_machine: int | None) -> LinkRates:
+    """Return the rates of options of the command line, which give them in 10^9 bytes per second.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+    rates = {"--network-gb-per-second": network_gb_per_second, "--nvlink-gb-per-second": nvlink_gb_per_second}
+    for option, rate in rates.items():
+        if not 0 < rate < float("inf"):
+            raise ConfigError(f"{option} needs a positive number, got {rate:g}")
+    if nics_per_machine is not None and nics_per_machine < 1:
+        raise ConfigError(f"--nics-per-machine needs to be at least 1, got {nics_per_machine}")
+    return LinkRates(
+        network=network_gb_per_second * 1e9, nvlink=nvlink_gb_per_second * 1e9, nics_per_machine=nics_per_machine
+    )
+
+
+def require_even_nics(rates: LinkRates, topology: Topology) -> None:
+    """Return if the ranks of each node share its NICs evenly.
+
+    Raises:
+        ConfigError: some get more than others.
+    """
+    for ranks in topology.ranks_of.values():
+        more, fewer = sorted((rates.num_nics(len(ranks)), len(ranks)), reverse=True)
+        if more % fewer:
+            raise ConfigError(
+                "--nics-per-machine needs to divide the ranks of a node or be a multiple of them, "
+                f"got {rates.nics_per_machine} NICs for {len(ranks)} ranks"
+            )
+
+
 def explain_scenarios(
-    scenario: Scenario, names: Sequence[str], report: Callable[[str], None]
+    scenario: Scenario, names: Sequence[str], report: Callable[[str], None], rates: LinkRates
 ) -> tuple[dict[str, Explanation], dict[str, ConfigError]]:
     """Explain strategies in the order of `names`; returns reports, and the errors of strategies that do not apply.
 
@@ -113,7 +146,8 @@ def explain_scenarios(
     for name in names:
         try:
             known = list(explained.values())
-            explained[name] = explain_auto(scenario, known) if name == "auto" else explain(name, scenario, report)
+            auto = name == "auto"
+            explained[name] = explain_auto(scenario, known, rates) if auto else explain(name, scenario, report, rates)
         except ConfigError as error:
             refused[name] = error
     return explained, refused
@@ -153,6 +187,7 @@ def make_scenario(
     except ConfigError as e:
         raise ConfigError(f"--train {train}: {e}") from e
     _require_divisible(model, grid, split, to)
+    topology = even_nodes(grid.size, nodes)
     traced = engine(to["tp"], dtype, ep=to["ep"], dp=to["dp"])
     stages = [split_stages(layout, to["pp"]) for layout in traced]
     return Scenario(
@@ -162,7 +197,7 @@ def make_scenario(
         gen_tp=to["tp"],
         sources=tuple(convert_sources(trainer_layouts(model, grid, dtype, split), traced)),
         engine=tuple(tuple(of_rank[stage] for of_rank in stages) for stage in range(to["pp"])),
-        topology=even_nodes(grid.size, nodes),
+        topology=topology,
         bucket_bytes=bucket_bytes,
     )
 

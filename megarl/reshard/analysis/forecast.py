@@ -26,12 +26,13 @@ import numpy as np
 
 from megarl.reshard.analysis.nccl_progress import Stall, find_stalls, posted_groups
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, sync_context
+from megarl.reshard.analysis.sync_clock import SyncTiming, box_schedule, gather_schedule, time_schedule
 from megarl.reshard.analysis.traffic import Traffic, TrafficSpec, make_traffic_spec
 from megarl.reshard.layout.box_index import SyncIndex
 from megarl.reshard.layout.boxes import Ints
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import model_replicas
-from megarl.reshard.layout.topology import Topology
+from megarl.reshard.layout.topology import LinkRates, Topology
 from megarl.reshard.planning.lower_bounds import NeedIndex
 from megarl.reshard.planning.plan import Moves, RankPlan, plan_rank
 from megarl.reshard.planning.plan_cache import cached_index, cached_plan
@@ -148,6 +149,30 @@ def can_plan_all(arrangement: Arrangement, scenario: Scenario) -> bool:
     return sum(len(need.pieces) for need in needs.values()) <= MAX_PLANNED_PIECES
 
 
+def time_sync(arrangement: Arrangement, scenario: Scenario, rates: LinkRates) -> SyncTiming:
+    """Simulate the sync over links of these rates; see `sync_clock`."""
+    if arrangement.strategy == "gather_hf":
+        plan = plan_replica(0, sync_context(arrangement, scenario, 0), scenario.bucket_bytes)
+        schedule = gather_schedule(plan, model_replicas(scenario.grid), arrangement.senders)
+    else:
+        index = _index(arrangement, scenario)
+        plans = (plan_rank(index, rank) for rank in range(len(scenario.sources)))
+        schedule = box_schedule(plans, index.large_bytes)
+    return time_schedule(schedule, scenario.topology, rates)
+
+
+def _index(arrangement: Arrangement, scenario: Scenario) -> SyncIndex:
+    spec = make_traffic_spec(arrangement, scenario)
+    return cached_index(
+        spec.sources,
+        spec.needs,
+        scenario.topology,
+        scenario.bucket_bytes,
+        groups=arrangement.groups,
+        relay=spec.relay,
+    )
+
+
 def forecast(arrangement: Arrangement, scenario: Scenario) -> Forecast:
     """Predict the statistics of every rank."""
     if arrangement.strategy == "gather_hf":
@@ -168,11 +193,7 @@ def sampled_disagreements(arrangement: Arrangement, scenario: Scenario) -> list[
 
     Returns None if even those are too many to plan. For any strategy other than `gather_hf`.
     """
-    spec, groups = make_traffic_spec(arrangement, scenario), arrangement.groups
-    index = cached_index(
-        spec.sources, spec.needs, scenario.topology, scenario.bucket_bytes, groups=groups, relay=spec.relay
-    )
-    plans = representative_plans(index)
+    plans = representative_plans(_index(arrangement, scenario))
     return None if plans is None else find_disagreements(plans)
 
 

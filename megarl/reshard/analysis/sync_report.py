@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from megarl.reshard.analysis.forecast import (
     Forecast,
@@ -14,17 +14,20 @@ from megarl.reshard.analysis.forecast import (
     forecast_rank,
     redundant_bytes,
     sampled_disagreements,
+    time_sync,
 )
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, plan_strategy
+from megarl.reshard.analysis.sync_clock import SyncTiming
 from megarl.reshard.analysis.traffic import Traffic, compute_traffic, make_traffic_spec
 from megarl.reshard.layout.engine_ranks import resolve_strategy
-from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds
+from megarl.reshard.layout.topology import LinkRates, Topology
+from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds, seconds_bound
 from megarl.reshard.planning.plan_cache import clear_plan_cache
 from megarl.reshard.planning.rounds import gc_disabled
 from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.strategies.full_gather import model_bytes
 
+DEFAULT_RATES = LinkRates()
 RUN_ONLY_FIELDS = (
     "hand_over",
     "sync_seconds_p50",
@@ -103,6 +106,10 @@ class Explanation:
     """What keeps the messages from completing under NCCL's rules, one clause per rank or pair of ranks: found by
     simulation if all ranks are planned (`nccl_progress`), else by comparing plans (`plan_agreement`). None: unknown, as
     even that takes too long."""
+    seconds_bound: float
+    """Least seconds of a sync with any method, for this placement."""
+    timing: SyncTiming | None
+    """Times of a simulated sync; None if planning every rank would take too long."""
 
     @property
     def fraction_in_max(self) -> float:
@@ -111,14 +118,17 @@ class Explanation:
 
     def as_json(self) -> dict[str, object]:
         """Return the JSON fields: the report without the fields that need a run, and the further numbers."""
-        fields = {name: value for name, value in asdict(self.report).items() if name not in RUN_ONLY_FIELDS}
-        return fields | {
+        reported = {name: value for name, value in asdict(self.report).items() if name not in RUN_ONLY_FIELDS}
+        return reported | {
             "model_bytes": self.model_bytes,
             "fraction_in_max": self.fraction_in_max,
             "bytes_into_node_max": self.bytes_into_node_max,
             "bytes_into_node_bound_max": self.bytes_into_node_bound_max,
             "machines_per_tensor_group": self.machines_per_tensor_group,
             "nccl_progress": None if self.stalls is None else not self.stalls,
+            "seconds_bound": self.seconds_bound,
+            **dict.fromkeys(field.name for field in fields(SyncTiming)),
+            **(asdict(self.timing) if self.timing else {}),
             "busiest_rank": self.busiest_rank,
             "busiest_rank_messages": self.busiest_rank_stats.messages,
             "busiest_rank_collectives": self.busiest_rank_stats.collectives,
@@ -178,12 +188,16 @@ def _ignore_progress(_: str) -> None:
 
 
 def explain(
-    strategy: str, scenario: Scenario, report_progress: Callable[[str], None] = _ignore_progress
+    strategy: str,
+    scenario: Scenario,
+    report_progress: Callable[[str], None] = _ignore_progress,
+    rates: LinkRates = DEFAULT_RATES,
 ) -> Explanation:
     """Compute everything about one strategy that is known before a run.
 
     Args:
         report_progress: called with progress messages; large scenarios take a minute.
+        rates: of the links between the ranks.
 
     Raises:
         ConfigError: the strategy does not support these sizes.
@@ -219,6 +233,8 @@ def explain(
         busiest_rank_stats=of_busiest,
         machines_per_tensor_group=_machines_per_tensor_group(arrangement, topology),
         stalls=None if stalls is None else tuple(stalls),
+        seconds_bound=seconds_bound(scenario.sources, arrangement.needs, topology, rates),
+        timing=time_sync(arrangement, scenario, rates) if plan and not plan.stalls else None,
     )
 
 
@@ -242,14 +258,17 @@ def _sample(strategy: str, world: int, busiest: int) -> list[int]:
     return [*sorted({0, world - 1} - {busiest}), busiest] if strategy in ("micro_dp", "exact") else [busiest]
 
 
-def explain_auto(scenario: Scenario, known: Sequence[Explanation] = ()) -> Explanation:
+def explain_auto(
+    scenario: Scenario, known: Sequence[Explanation] = (), rates: LinkRates = DEFAULT_RATES
+) -> Explanation:
     """Explain the strategy that `auto` resolves to for this scenario; see `resolve_strategy`.
 
     Args:
-        known: explanations of the same scenario, which are reused.
+        known: explanations of the same scenario and rates, which are reused.
+        rates: of the links between the ranks.
 
     Raises:
         ConfigError: an engine fits on no node.
     """
     name = resolve_strategy("auto", scenario.grid, scenario.topology, gen_tp=scenario.gen_tp, gen_pp=scenario.gen_pp)
-    return next((each for each in known if each.report.strategy == name), None) or explain(name, scenario)
+    return next((each for each in known if each.report.strategy == name), None) or explain(name, scenario, rates=rates)

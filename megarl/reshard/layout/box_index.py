@@ -105,6 +105,7 @@ class SyncIndex:
             WeightSyncError: ranks have the same tensor in different dtypes.
         """
         self.topology, self.groups, self.relay = topology, tuple(map(tuple, groups)), relay
+        self.large_bytes = large_bytes
         self.group_of = {rank: index for index, group in enumerate(self.groups) for rank in group}
         self._source_selectors: dict[tuple[int, int], SourceSelector] = {}
         self.sources, self.needs = sources, needs

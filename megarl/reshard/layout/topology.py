@@ -1,4 +1,4 @@
-"""Node placement of ranks, and the choice of the rank that each receiver gets a box from."""
+"""Node placement of ranks, rates of their links, and the choice of the rank that each receiver gets a box from."""
 
 from __future__ import annotations
 
@@ -25,6 +25,38 @@ class Topology:
     def single(cls, world: int) -> Topology:
         """Return a topology with all `world` ranks on one node."""
         return cls((0,) * world)
+
+    @property
+    def ranks_of(self) -> dict[int, list[int]]:
+        """The ranks of each node, ascending."""
+        return dict(sorted(_group_ranks(range(len(self.nodes)), self.nodes).items()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRates:
+    """Rates of the links of a cluster, in bytes per second, for sending and for receiving each."""
+
+    network: float = 50e9
+    """Of one NIC; 50e9 is that of a 400 Gbit/s port."""
+    nvlink: float = 400e9
+    """Of one rank to the other ranks of its node; 400e9 is about what NVLink 4 gives of its 450e9."""
+    nics_per_machine: int | None = None
+    """NICs of a node, which its ranks share evenly, consecutive ranks the same NIC; None: one for each rank."""
+    group_seconds: float = 20e-6
+    """Time that a group of messages takes in addition to that of its bytes."""
+
+    def __post_init__(self) -> None:
+        assert self.network > 0, self
+        assert self.nvlink > 0, self
+        assert self.nics_per_machine is None or self.nics_per_machine > 0, self
+
+    def num_nics(self, num_ranks: int) -> int:
+        """Return the number of NICs of a node with `num_ranks` ranks."""
+        return num_ranks if self.nics_per_machine is None else self.nics_per_machine
+
+    def rank_network(self, num_ranks: int) -> float:
+        """Return the rate at which one rank of a node with `num_ranks` ranks sends over the network, at most."""
+        return self.network * max(self.num_nics(num_ranks) / num_ranks, 1)
 
 
 class SourceSelector:
@@ -107,7 +139,7 @@ class SourceSelector:
             return np.array(choice, np.int64)[(position + turn) % len(choice)], np.zeros(len(turn), np.int64)
         machine, (turn, rotation) = self._machine_of[rank], self._limit(turn)
         fetcher, path = self._fetcher(machine, turn), self._tree.path(machine, rotation)
-        source = self._holders[(path.root + turn + self._entry.root) % len(self._holders)]
+        source = self._holders[(path.root + self._shift(turn) + self._entry.root) % len(self._holders)]
         for number in set(path.parent.tolist()) - {-1}:
             some = path.parent == number
             source[some] = self._fetcher(number, turn[some])
@@ -138,7 +170,7 @@ class SourceSelector:
     def _enters(self, source: int, turn: Ints, among: Sequence[int]) -> list[tuple[Ints, Ints, Ints]]:
         """Return what `source`, a holder, sends as a root."""
         turn, rotation = self._limit(turn)
-        root = (self._position[source] - turn - self._entry.root) % len(self._holders)
+        root = (self._position[source] - self._shift(turn) - self._entry.root) % len(self._holders)
         machines = self._tree.entries(root, rotation)
         found = []
         for number in set(machines.tolist()) - {-1}:
@@ -173,10 +205,22 @@ class SourceSelector:
             turn, stride = turn % self._num_turns, max(len(self._machines) // self._num_turns, 1)
         return turn, self._entry.rotation + turn * stride
 
+    def _shift(self, turn: Ints) -> Ints:
+        """Return by how many positions the roots of each box [N] are moved on among the holders.
+
+        Within as many turns as there are machines, each machine gets boxes from each root, as the place where boxes
+        enter the ring moves on. Only after them, all roots are moved on by one holder.
+        """
+        machines = len(self._machines)
+        if self._tree.num_roots == 1 or (self._num_turns is not None and self._num_turns < machines):
+            return turn
+        return turn // machines
+
     def _fetcher(self, machine: int, turn: Ints) -> Ints:
         """Return the rank of the machine that fetches each box [N]."""
-        ranks = self._machines[machine]
-        fetcher: Ints = ranks[(turn + self._entry.fetcher) % len(ranks)]
+        ranks, count = self._machines[machine], len(self._machines)
+        # whatever the place of the machine on the ring, each rank has it equally often
+        fetcher: Ints = ranks[(turn % count + turn // count + self._entry.fetcher) % len(ranks)]
         return fetcher
 
 

@@ -100,12 +100,20 @@ class TransferSpec:
         Args:
             of_engine: by TP rank of an engine, the layout it receives.
         """
+        sources, needs = self.layouts(of_engine)
+        return cached_plan(sources, needs, Topology(self.nodes), rank, bucket_bytes)
+
+    def layouts(self, of_engine: Sequence[WeightLayout]) -> tuple[list[WeightLayout], dict[int, WeightLayout]]:
+        """Return, by rank, the layout that it holds and, by engine rank, the layout that it needs.
+
+        Args:
+            of_engine: by TP rank of an engine, the layout it receives.
+        """
         assert len(self.nodes) == self.size, (len(self.nodes), self.size)
         layouts = [need for _ in range(self.num_engines) for need in of_engine]
         nothing = WeightLayout(self.sources[0].tensors, ())
         needs = {len(self.sources) + number: layout for number, layout in enumerate(layouts)}
-        sources = [*self.sources, *(nothing for _ in layouts)]
-        return cached_plan(sources, needs, Topology(self.nodes), rank, bucket_bytes)
+        return [*self.sources, *(nothing for _ in layouts)], needs
 
     def fingerprint(self) -> str:
         """Return a digest that is equal in all processes with equal inputs, except for names of local tensors."""

@@ -1,4 +1,4 @@
-"""Lower bounds of a sync for any method: the bytes that a rank or a node needs and does not hold."""
+"""Lower bounds of a sync for any method: bytes that a rank or a node needs and does not hold, and seconds they take."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from megarl.model_files.header import itemsize
 from megarl.reshard.layout.boxes import Ints, hash_rows
 from megarl.reshard.layout.layout import Box, PieceTable, WeightLayout, intersect, volume, widen
 from megarl.reshard.layout.model_tensors import Names
-from megarl.reshard.layout.topology import Topology
-from megarl.reshard.transfer.bucket import torch_dtype
+from megarl.reshard.layout.topology import LinkRates, Topology
 
 Layouts = Sequence[WeightLayout]
 
@@ -46,13 +46,48 @@ def missing_by_node(
     need_index: NeedIndex, sources: Layouts, needs: Mapping[int, WeightLayout], topology: Topology
 ) -> dict[int, MissingBytes]:
     """Return, by node, the bytes that its ranks together need and do not hold."""
-    ranks_of: dict[int, list[int]] = {}
-    for rank, node in enumerate(topology.nodes):
-        ranks_of.setdefault(node, []).append(rank)
     return {
         node: need_index.missing([sources[rank] for rank in ranks], [needs[rank] for rank in ranks if rank in needs])
-        for node, ranks in sorted(ranks_of.items())
+        for node, ranks in topology.ranks_of.items()
     }
+
+
+def seconds_bound(sources: Layouts, needs: Mapping[int, WeightLayout], topology: Topology, rates: LinkRates) -> float:
+    """Return the least seconds that a sync takes with any method, from the layouts alone.
+
+    It is the largest of these, for each node and each rank:
+
+        bytes that the node needs and does not hold     / rate of its NICs
+        bytes of other nodes' needs that it alone holds / rate of its NICs
+        bytes that the rank needs and does not hold     / rate of its links: NVLink and, with several nodes, its NICs
+    """
+    need_index = NeedIndex(needs.values())
+    ranks_of, entering = topology.ranks_of, missing_by_node(need_index, sources, needs, topology)
+    link_rate = {
+        node: rates.nvlink + (rates.rank_network(len(ranks)) if len(ranks_of) > 1 else 0)
+        for node, ranks in ranks_of.items()
+    }
+    seconds = [
+        need_index.missing([sources[rank]], [need]).elements / link_rate[topology.nodes[rank]]
+        for rank, need in needs.items()
+    ]
+    for node, ranks in ranks_of.items():
+        leaving = _bytes_leaving(need_index, sources, needs, topology, node)
+        seconds.append(max(entering[node].elements, leaving) / (rates.network * rates.num_nics(len(ranks))))
+    return max(seconds, default=0.0)
+
+
+def _bytes_leaving(
+    need_index: NeedIndex, sources: Layouts, needs: Mapping[int, WeightLayout], topology: Topology, node: int
+) -> int:
+    """Return the bytes, each element once, that other nodes need and only `node` holds."""
+    others = [rank for rank, at in enumerate(topology.nodes) if at != node]
+    held = {id(sources[rank]) for rank in others}
+    if all(id(source) in held for source in sources):
+        return 0
+    return need_index.missing(
+        [sources[rank] for rank in others], [needs[rank] for rank in others if rank in needs]
+    ).elements
 
 
 class NeedIndex:
@@ -72,7 +107,7 @@ class NeedIndex:
             for name in (layout.tensors.names[i] for i in np.unique(layout.pieces.tensor).tolist()):
                 if name not in self._number:
                     self._number[name] = len(self._number)
-                    sizes.append(torch_dtype(layout.tensors[name].dtype).itemsize)
+                    sizes.append(itemsize(layout.tensors[name].dtype))
         self._numbers: dict[Names, Ints] = {}
         tables = [layout.pieces for layout in layouts]
         self._width = max((table.columns.width for table in tables), default=1)

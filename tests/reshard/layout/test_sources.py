@@ -214,3 +214,21 @@ def test_all_holders_send():
         assert sum(sent) == num_boxes * machines
         assert min(sent) > 0
         assert machines < 64 or sent == [256] * 64
+
+
+@pytest.mark.parametrize("holders_need", [True, False])
+@pytest.mark.parametrize("machines", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_holders", [2, 3, 4, 8])
+def test_holders_send_equally_much_to_other_machines(num_holders, machines, holders_need):
+    """Holders on one machine; one rank of each of some other machines needs the boxes, and perhaps the holders do."""
+    nodes = (0,) * num_holders + tuple(range(1, machines + 1))
+    others = list(range(num_holders, len(nodes)))
+    receivers = [*(range(num_holders) if holders_need else ()), *others]
+    selector = SourceSelector(range(num_holders), receivers, Topology(nodes), {}, relay=True)
+    turns = np.arange(num_holders * machines * (machines + 1) * 4)
+    sent = np.zeros(num_holders, int)
+    for rank in others:
+        sources, hops = selector.sources(rank, turns)
+        np.add.at(sent, sources[hops == 0], 1)
+        assert not (sources[hops == 0] >= num_holders).any()
+    assert sent.max() == sent.min() > 0

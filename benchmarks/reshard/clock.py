@@ -1,0 +1,246 @@
+"""How long planned weight syncs take over links of given rates, against the least time of any method.
+
+    python -m benchmarks.reshard.clock --json
+
+Nothing is sent: plans of all ranks are simulated (`megarl.reshard.analysis.sync_clock`) for 20 layouts of models in
+their published sizes, or with fewer layers and experts of that shape, on 2 to 16 machines of 8 ranks, some uneven.
+Takes minutes. One object is printed for each layout:
+
+    strategy            colocated: the one that `auto` takes; disaggregated: exact
+    seconds_bound       least seconds of any method (`megarl.reshard.planning.lower_bounds.seconds_bound`)
+    seconds_planned     of the simulated sync; ratio: over seconds_bound
+    limit               what the ratio should be at most: 1.15, with fewer than 16 rounds 1.15 + hops / rounds
+    seconds_by_strategy colocated: of each strategy; auto_over_best: that of auto over the least of them
+    holder_deviation    bytes over the network: the most that a rank sends as one of several holders of the same boxes,
+                        over their mean; largest over all sets of holders. Sets that send under 1 % of all are left out
+    groups, p2p_calls   the most that one rank posts
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks.reshard.published import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B, engine_layouts
+from megarl.cli.tools.reshard_explain import GEN_AXES, TRAIN_AXES, make_scenario, parse_sizes
+from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.errors import ConfigError
+from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.load_architecture import load_architecture
+from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.reshard.analysis.forecast import time_sync
+from megarl.reshard.analysis.scenario import arrange
+from megarl.reshard.analysis.sync_clock import box_schedule, time_schedule
+from megarl.reshard.layout.box_index import SyncIndex
+from megarl.reshard.layout.boxes import Boxes, intersections
+from megarl.reshard.layout.engine_ranks import resolve_strategy
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.topology import LinkRates, Topology
+from megarl.reshard.planning.disaggregated import TransferSpec
+from megarl.reshard.planning.lower_bounds import seconds_bound
+from megarl.reshard.planning.plan import RankPlan, plan_rank
+from megarl.reshard.planning.plan_cache import cached_index
+
+MACHINE = 8
+"""Ranks of a machine."""
+DTYPE = "bfloat16"
+BUCKET_BYTES = 256 << 20
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-8b": QWEN3_8B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "deepseek-v3, 8 layers, 64 experts": DEEPSEEK_V3
+    | {"num_hidden_layers": 8, "n_routed_experts": 64, "num_nextn_predict_layers": 0},
+}
+DENSE, MOE, DEEPSEEK = MODELS
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One layout."""
+
+    model: str
+    train: str
+    gen: str
+    engines: int | None = None
+    """Number of engines with machines of their own; None: colocated, on all ranks."""
+
+
+CASES = (
+    Case(DENSE, "pp=2,tp=4,dp=2", "tp=2"),
+    Case(DENSE, "pp=4,tp=4,dp=2", "tp=4"),
+    Case(DENSE, "pp=4,tp=8,dp=4", "tp=4"),
+    Case(DENSE, "tp=4,dp=2", "tp=2", engines=4),
+    Case(DENSE, "tp=8,dp=2", "tp=8", engines=8),
+    Case(DEEPSEEK, "pp=4,tp=2,dp=8,ep=16,etp=1", "tp=16", engines=4),
+    Case(DENSE, "tp=8,dp=2", "tp=4"),
+    Case(DENSE, "pp=4,tp=2,dp=4", "tp=2"),
+    Case(DENSE, "pp=2,tp=8,dp=2", "tp=8"),
+    Case(DENSE, "pp=3,tp=4,dp=2", "tp=2"),
+    Case(DENSE, "pp=2,tp=2,dp=6", "tp=4"),
+    Case(DENSE, "pp=2,tp=4", "tp=2", engines=4),
+    Case(DENSE, "tp=8", "tp=8", engines=3),
+    Case(DENSE, "tp=2,dp=12", "tp=4", engines=4),
+    Case(DENSE, "pp=2,tp=8,dp=4", "tp=8", engines=8),
+    Case(MOE, "dp=16,ep=8", "tp=4"),
+    Case(MOE, "pp=2,tp=2,dp=8,ep=8,etp=1", "tp=4"),
+    Case(MOE, "pp=2,tp=2,dp=4,ep=8,etp=1", "tp=4", engines=4),
+    Case(MOE, "dp=16,ep=16", "tp=4", engines=6),
+    Case(DEEPSEEK, "pp=2,tp=4,dp=4,ep=16,etp=1", "tp=16", engines=2),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockReport:
+    """The figures of one layout, as printed; see the module for their meaning."""
+
+    model: str
+    train: str
+    gen: str
+    engines: int | None
+    ranks: int
+    machines: int
+    strategy: str
+    rounds: int
+    hops: int
+    seconds_bound: float
+    seconds_planned: float
+    ratio: float
+    limit: float
+    seconds_by_strategy: dict[str, float]
+    auto_over_best: float
+    nic_share: float | None
+    holder_deviation: float
+    groups: int
+    p2p_calls: int
+
+
+def measure(case: Case, rates: LinkRates) -> ClockReport:
+    """Plan and simulate the syncs of a layout."""
+    model = load_architecture(MODELS[case.model], origin=case.model)
+    return (
+        _measure_colocated(case, model, rates) if case.engines is None else _measure_disaggregated(case, model, rates)
+    )
+
+
+def _measure_colocated(case: Case, model: ModelArchitecture, rates: LinkRates) -> ClockReport:
+    def engine(tp: int, dtype: str, *, ep: int = 1, dp: int = 1) -> list[WeightLayout]:
+        assert ep == dp == 1
+        return engine_layouts(model.tensors(dtype), tp)
+
+    ranks = RankGrid(**parse_sizes("--train", case.train, TRAIN_AXES)).size
+    make = partial(make_scenario, case.model, model, DTYPE, bucket_bytes=BUCKET_BYTES, engine=engine)
+    scenario = make(train=case.train, gen=case.gen, nodes=ranks // MACHINE)
+    seconds = {}
+    for name in ("gather_hf", "micro_dp", "exact"):
+        try:
+            seconds[name] = time_sync(arrange(name, scenario), scenario, rates).seconds_planned
+        except ConfigError:
+            continue  # the strategy does not support these sizes
+    chosen = resolve_strategy("auto", scenario.grid, scenario.topology, gen_tp=scenario.gen_tp)
+    arrangement = arrange(chosen, scenario)
+    index = cached_index(
+        scenario.sources, arrangement.needs, scenario.topology, BUCKET_BYTES, groups=arrangement.groups
+    )
+    return _report(case, index, chosen, seconds, rates)
+
+
+def _measure_disaggregated(case: Case, model: ModelArchitecture, rates: LinkRates) -> ClockReport:
+    grid = RankGrid(**parse_sizes("--train", case.train, TRAIN_AXES))
+    tp, engines = parse_sizes("--gen", case.gen, GEN_AXES)["tp"], case.engines
+    assert engines is not None
+    sources = trainer_layouts(model, grid, DTYPE)
+    machines = -(-grid.size // MACHINE)
+    spec = TransferSpec(
+        sources=sources,
+        needs=engine_layouts(sources[0].tensors, tp),
+        num_engines=engines,
+        nodes=(
+            *(rank // MACHINE for rank in range(grid.size)),
+            *(machines + rank // MACHINE for rank in range(engines * tp)),
+        ),
+        bucket_bytes=BUCKET_BYTES,
+    )
+    held, needs = spec.layouts(spec.needs)
+    index = cached_index(held, needs, Topology(spec.nodes), BUCKET_BYTES)
+    return _report(case, index, "exact", {}, rates)
+
+
+def _report(case: Case, index: SyncIndex, strategy: str, seconds: dict[str, float], rates: LinkRates) -> ClockReport:
+    plans = [plan_rank(index, rank) for rank in range(len(index.sources))]
+    timing = time_schedule(box_schedule(plans, index.large_bytes), index.topology, rates)
+    bound = seconds_bound(index.sources, index.needs, index.topology, rates)
+    seconds = {name: round(value, 9) for name, value in (seconds or {strategy: timing.seconds_planned}).items()}
+    slack = index.num_hops / index.num_rounds if index.num_rounds < 16 else 0
+    return ClockReport(
+        **asdict(case),
+        ranks=len(index.sources),
+        machines=len(index.topology.ranks_of),
+        strategy=strategy,
+        rounds=index.num_rounds,
+        hops=index.num_hops,
+        seconds_bound=round(bound, 9),
+        seconds_planned=round(timing.seconds_planned, 9),
+        ratio=round(timing.seconds_planned / bound, 3),
+        limit=round(1.15 + slack, 3),
+        seconds_by_strategy=seconds,
+        auto_over_best=round(seconds[strategy] / min(seconds.values()), 3),
+        nic_share=None if timing.nic_share is None else round(timing.nic_share, 3),
+        holder_deviation=round(holder_deviation(index, plans), 3),
+        groups=timing.groups,
+        p2p_calls=timing.p2p_calls,
+    )
+
+
+def holder_deviation(index: SyncIndex, plans: Sequence[RankPlan]) -> float:
+    """Return the most bytes over the network of one of several holders over their mean, of the worst set of holders."""
+    nodes = np.array(index.topology.nodes)
+    sent = np.zeros((len(index.holders), len(nodes)), np.int64)
+    for plan in plans:
+        moves = plan.receives
+        moves = moves.take(np.flatnonzero((moves.hop == 0) & (nodes[moves.peer] != nodes[plan.rank]) & ~plan.gathered))
+        boxes = Boxes(moves.tensor, moves.start, moves.stop, moves.shift, moves.local, moves.item)
+        at, of, _, _ = intersections(boxes, index.held, index.held_start, index.held_count)
+        np.add.at(sent, (index.held_by[of], moves.peer[at]), moves.num_bytes[at])
+    total = sent.sum()
+    worst = 1.0
+    for holders, of_ranks in zip(index.holders, sent, strict=True):
+        if len(holders) > 1 and of_ranks.sum() > 0.01 * total:
+            worst = max(worst, float(of_ranks.max() / of_ranks[list(holders)].mean()))
+    return worst
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report of each layout."""
+    args = _parser().parse_args(arguments)
+    rates = LinkRates(network=args.network_gb_per_second * 1e9, nvlink=args.nvlink_gb_per_second * 1e9)
+    for number in args.cases or range(len(CASES)):
+        report = asdict(measure(CASES[number], rates))
+        if args.json:
+            print(json.dumps(report), flush=True)
+        else:
+            print(" ".join(f"{name}={value}" for name, value in report.items()), flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.reshard.clock", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--network-gb-per-second", type=float, default=50, help="of one NIC, one for each rank")
+    parser.add_argument(
+        "--nvlink-gb-per-second", type=float, default=400, help="between a rank and those of its machine"
+    )
+    parser.add_argument("--cases", type=int, nargs="+", choices=range(len(CASES)), metavar="N", help="layouts (all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,333 @@
+"""The clock of a plan: how long a sync takes over links of given rates, from an event simulation of its groups.
+
+A rank posts its messages in groups, one after another on each communicator. A message moves once both of its ends have
+started the group that it is in. Each link works off the messages that it has, in the order in which they can move, at
+its rate; a message ends when both of its links have, and a group when all of its messages have:
+
+    rank 0    | group 0: to 1, to 2 .... | group 1: from 2 ............... |
+    rank 1    | group 0: from 0 ..|      (waits) | group 2: from 2 ...
+    rank 2    | group 0: from 0 ........ | group 1: to 0 ................. | group 2 ...
+
+Links, each with a rate for sending and one for receiving: of each rank to the others of its node (NVLink), and the NICs
+of each node. An all-gather is a ring over its ranks in ascending order, a broadcast a chain from its root; both move
+their bytes over all of their links at once. Packing, copies and engines take no time here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megarl.reshard.layout.boxes import Ints
+from megarl.reshard.layout.micro_dp import ModelReplica
+from megarl.reshard.layout.topology import LinkRates, Topology
+from megarl.reshard.planning.plan import RankPlan
+
+if TYPE_CHECKING:
+    from megarl.reshard.strategies.gather_plan import BucketPlan
+
+GroupKey = tuple[int, int]
+"""Identifies a group of a rank; groups of all ranks with the same key contain the ends of the same exchanges."""
+GATHERS = 0
+"""Second part of the key of all-gathers of a plan of boxes; the first is the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Messages between two ranks in one group, or a collective."""
+
+    key: GroupKey
+    """Of the group in which every rank starts it."""
+    ranks: tuple[int, ...]
+    edges: tuple[tuple[int, int, int], ...]
+    """(source, destination, bytes)."""
+    calls: int = 0
+    """Point-to-point calls at each end; 0 for a collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """All exchanges of a sync."""
+
+    exchanges: Sequence[Exchange]
+    waits_for: Callable[[Sequence[GroupKey]], list[list[int]]]
+    """From the keys of one rank's groups in order: by group, indices of those that end before it starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncTiming:
+    """Times of one simulated sync and what its ranks post."""
+
+    seconds_planned: float
+    busiest_nic_bytes: int
+    """The most bytes that one NIC sends, or receives."""
+    nic_share: float | None
+    """Share of the rate of its NICs that the node with the most bytes over the network uses; None: there are none."""
+    groups: int
+    """The most groups that one rank posts."""
+    p2p_calls: int
+    """The most sends and receives that one rank posts."""
+
+
+def box_schedule(plans: Iterable[RankPlan], large_bytes: int) -> Schedule:
+    """Return what ranks exchange by the plans of all of them.
+
+    Args:
+        large_bytes: a box of at least this size is a message of its own.
+    """
+    exchanges: list[Exchange] = []
+    num_hops = 1
+    for plan in plans:
+        num_hops = plan.num_hops
+        exchanges += _messages_to(plan, large_bytes)
+        if plan.group and plan.rank == plan.group[0]:
+            exchanges += _all_gathers(plan)
+    return Schedule(exchanges, lambda keys: _waits_of_boxes(keys, max(num_hops, 2)))
+
+
+def _messages_to(plan: RankPlan, large_bytes: int) -> list[Exchange]:
+    """Return the messages that a rank receives."""
+    moves = plan.receives
+    rows = np.flatnonzero((moves.peer != plan.rank) & ~plan.gathered)
+    columns = np.column_stack([moves.round[rows], moves.hop[rows], moves.peer[rows]])
+    found, number = np.unique(columns, axis=0, return_inverse=True)
+    size = moves.num_bytes[rows]
+    num_bytes = _sums(number, size, len(found))
+    num_large = _sums(number, (size >= large_bytes).astype(np.int64), len(found))
+    num_small = _sums(number, (size < large_bytes).astype(np.int64), len(found))
+    calls = num_large + (num_small > 0)
+    return [
+        Exchange((this + hop, 1 + hop), (peer, plan.rank), ((peer, plan.rank, total),), count)
+        for (this, hop, peer), total, count in zip(found.tolist(), num_bytes.tolist(), calls.tolist(), strict=True)
+    ]
+
+
+def _sums(number: Ints, values: Ints, count: int) -> Ints:
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, number.reshape(-1), values)
+    return sums
+
+
+def _all_gathers(plan: RankPlan) -> list[Exchange]:
+    """Return the all-gathers of the plan's group, one exchange for each round."""
+    rows = np.flatnonzero(plan.gathered)
+    rounds, number = np.unique(plan.receives.round[rows], return_inverse=True)
+    num_bytes = _sums(number, plan.receives.num_bytes[rows], len(rounds))
+    return [
+        Exchange((this, GATHERS), plan.group, _ring(plan.group, total // len(plan.group)))
+        for this, total in zip(rounds.tolist(), num_bytes.tolist(), strict=True)
+    ]
+
+
+def _ring(ranks: Sequence[int], share: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the edges of an all-gather of a share of each rank."""
+    return tuple((rank, ranks[(i + 1) % len(ranks)], share * (len(ranks) - 1)) for i, rank in enumerate(ranks))
+
+
+def _waits_of_boxes(keys: Sequence[GroupKey], num_buckets: int) -> list[list[int]]:
+    """Return what the groups of one rank wait for, as `BoxExecutor` posts them.
+
+    Groups of messages follow each other on one communicator, all-gathers on another. An all-gather also waits until the
+    round that used its bucket before has arrived, and messages after hop 0 wait for the all-gathers of their round.
+    """
+    gathers = [(step, i) for i, (step, kind) in enumerate(keys) if kind == GATHERS]
+    messages = [(step, i) for i, (step, kind) in enumerate(keys) if kind != GATHERS]
+    waits: list[list[int]] = [[] for _ in keys]
+    for groups in (gathers, messages):
+        for (_, before), (_, after) in pairwise(groups):
+            waits[after].append(before)
+    if gathers:
+        for step, i in gathers:
+            waits[i] += [j for at, j in messages if at <= step - num_buckets][-1:]
+        for step, i in messages:
+            behind = 1 if keys[i][1] > 1 else num_buckets
+            waits[i] += [j for at, j in gathers if at <= step - behind][-1:]
+    return waits
+
+
+def gather_schedule(
+    plan: Sequence[BucketPlan], model_replicas: Sequence[Sequence[ModelReplica]], senders: Sequence[int]
+) -> Schedule:
+    """Return what ranks exchange with `gather_hf`; replicas without a sender exchange nothing.
+
+    Args:
+        plan: of any replica, all have the same.
+        model_replicas: see `SyncContext`.
+    """
+    exchanges: list[Exchange] = []
+    for number, bucket in enumerate(plan):
+        for kind, replicas in enumerate(model_replicas):
+            gathers = [gather for gather in bucket.gathers if gather.kind == kind]
+            for replica in replicas if gathers else ():
+                if set(senders).isdisjoint(rank for shard_group in replica for rank in shard_group):
+                    continue
+                for at, shard_group in enumerate(replica):
+                    share = sum(g.part_bytes for g in gathers if g.is_gathered and g.shard_group == at)
+                    if share and len(shard_group) > 1:
+                        exchanges.append(Exchange((2 * number, kind), shard_group, _ring(shard_group, share)))
+                for column in zip(*replica, strict=True) if len(replica) > 1 else ():
+                    edges = [
+                        edge
+                        for root in range(len(column))
+                        for edge in _chain(
+                            (*column[root:], *column[:root]), sum(g.num_bytes for g in gathers if g.shard_group == root)
+                        )
+                    ]
+                    exchanges.append(Exchange((2 * number + 1, kind), column, tuple(edges)))
+    return Schedule(exchanges, _waits_of_phases)
+
+
+def _chain(ranks: Sequence[int], num_bytes: int) -> list[tuple[int, int, int]]:
+    """Return the edges of a broadcast from the first rank."""
+    return [(a, b, num_bytes) for a, b in pairwise(ranks)] if num_bytes else []
+
+
+def _waits_of_phases(keys: Sequence[GroupKey]) -> list[list[int]]:
+    """Return that each group waits for all groups of earlier phases: those of the last phase before it suffice."""
+    waits = []
+    for phase, _ in keys:
+        before = max((other for other, _ in keys if other < phase), default=None)
+        waits.append([i for i, (other, _) in enumerate(keys) if other == before])
+    return waits
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group of one rank during the simulation."""
+
+    exchanges: list[int] = field(default_factory=list)
+    open: int = 0
+    """Number of its exchanges that have not ended."""
+    waits: int = 0
+    """Number of groups that it still waits for."""
+    then: list[int] = field(default_factory=list)
+    """Groups that wait for it."""
+    start: float = 0.0
+    end: float = 0.0
+
+
+class _Links:
+    """The links of all ranks: when each has worked off its messages, and the bytes of each NIC."""
+
+    def __init__(self, topology: Topology, rates: LinkRates) -> None:
+        self._nodes, self._nvlink = topology.nodes, 1 / rates.nvlink
+        self._nic_of, self._seconds_per_byte = [0] * len(topology.nodes), list[float]()
+        self.machine_of_nic: list[int] = []
+        self.machine_rates: dict[int, float] = {}
+        for node, ranks in topology.ranks_of.items():
+            num_nics = rates.num_nics(len(ranks))
+            used = min(num_nics, len(ranks))  # several NICs of one rank count as one of their joint rate
+            for i, rank in enumerate(ranks):
+                self._nic_of[rank] = len(self.machine_of_nic) + i * used // len(ranks)
+            self.machine_of_nic += [node] * used
+            self._seconds_per_byte += [used / (rates.network * num_nics)] * used
+            self.machine_rates[node] = rates.network * num_nics
+        self._nvlink_free = [[0.0] * len(topology.nodes) for _ in range(2)]
+        self._nic_free = [[0.0] * len(self.machine_of_nic) for _ in range(2)]
+        self.nic_bytes = [[0] * len(self.machine_of_nic) for _ in range(2)]
+        """[sent, received][NIC]."""
+
+    def move(self, source: int, to: int, num_bytes: int, now: float) -> float:
+        """Add a message that can move from `now` on; return when it ends."""
+        end = now
+        is_remote = self._nodes[source] != self._nodes[to]
+        for direction, rank in enumerate((source, to)):
+            link = self._nic_of[rank] if is_remote else rank
+            free = self._nic_free[direction] if is_remote else self._nvlink_free[direction]
+            seconds = num_bytes * (self._seconds_per_byte[link] if is_remote else self._nvlink)
+            free[link] = max(free[link], now) + seconds
+            end = max(end, free[link])
+            if is_remote:
+                self.nic_bytes[direction][link] += num_bytes
+        return end
+
+
+def time_schedule(schedule: Schedule, topology: Topology, rates: LinkRates) -> SyncTiming:
+    """Simulate the sync.
+
+    Raises:
+        AssertionError: ranks wait for each other forever; `nccl_progress` finds out which.
+    """
+    exchanges, group_of = schedule.exchanges, dict[tuple[int, GroupKey], int]()
+    for rank, key in sorted({(rank, each.key) for each in exchanges for rank in each.ranks}):
+        group_of[rank, key] = len(group_of)
+    groups = [_Group() for _ in group_of]
+    calls = [0] * len(topology.nodes)
+    members: list[tuple[int, ...]] = []
+    for number, each in enumerate(exchanges):
+        members.append(tuple([group_of[rank, each.key] for rank in each.ranks]))
+        for group, rank in zip(members[-1], each.ranks, strict=True):
+            groups[group].exchanges.append(number)
+            groups[group].open += 1
+            calls[rank] += each.calls
+    counts = _connect(schedule, group_of, groups, len(topology.nodes))
+    links = _Links(topology, rates)
+    _run(exchanges, members, groups, links, rates.group_seconds)
+    seconds = max((group.end for group in groups), default=0.0)
+    of_machine = dict.fromkeys(links.machine_rates, 0)
+    for of_nics in links.nic_bytes:
+        sums = dict.fromkeys(of_machine, 0)
+        for machine, num_bytes in zip(links.machine_of_nic, of_nics, strict=True):
+            sums[machine] += num_bytes
+        of_machine = {machine: max(total, sums[machine]) for machine, total in of_machine.items()}
+    shares = [total / (links.machine_rates[machine] * seconds) for machine, total in of_machine.items() if total]
+    return SyncTiming(
+        seconds_planned=seconds,
+        busiest_nic_bytes=max(map(max, links.nic_bytes)),
+        nic_share=max(shares, default=None),
+        groups=max(counts),
+        p2p_calls=max(calls),
+    )
+
+
+def _connect(
+    schedule: Schedule, group_of: dict[tuple[int, GroupKey], int], groups: Sequence[_Group], world: int
+) -> list[int]:
+    """Add what groups wait for; return the number of groups by rank."""
+    keys_of: list[list[GroupKey]] = [[] for _ in range(world)]
+    for rank, key in group_of:
+        keys_of[rank].append(key)
+    for rank, keys in enumerate(keys_of):
+        for key, waits in zip(keys, schedule.waits_for(keys), strict=True):
+            group = group_of[rank, key]
+            groups[group].waits = len(waits)
+            for before in waits:
+                groups[group_of[rank, keys[before]]].then.append(group)
+    return [len(keys) for keys in keys_of]
+
+
+def _run(
+    exchanges: Sequence[Exchange],
+    members: Sequence[tuple[int, ...]],
+    groups: Sequence[_Group],
+    links: _Links,
+    group_seconds: float,
+) -> None:
+    """Start groups in the order of time until all have ended."""
+    missing = [len(of_exchange) for of_exchange in members]
+    started = [(0.0, number) for number, group in enumerate(groups) if not group.waits]
+    num_ended = 0
+    while started:
+        now, number = heapq.heappop(started)
+        for each in groups[number].exchanges:
+            missing[each] -= 1
+            if missing[each]:
+                continue
+            end = max([links.move(*edge, now) for edge in exchanges[each].edges], default=now) + group_seconds
+            for member in members[each]:
+                group = groups[member]
+                group.open, group.end = group.open - 1, max(group.end, end)
+                if group.open:
+                    continue
+                num_ended += 1
+                for after in group.then:
+                    groups[after].waits -= 1
+                    groups[after].start = max(groups[after].start, group.end)
+                    if not groups[after].waits:
+                        heapq.heappush(started, (groups[after].start, after))
+    assert num_ended == len(groups), f"{len(groups) - num_ended} groups never end"
