@@ -158,13 +158,15 @@ PRESETS: dict[tuple[str, str], dict[str, object]] = {
     },
     # gamma 1, lambd 1, no normalize-advantages, value-clip 0.2; its value loss is twice ours, which Adam does not mind
     ("ppo", "compat:slime"): {**_SLIME, "gamma": 1.0, "lam": 1.0, "whiten": False, "critic": {"clip": 0.2}},
-    # ppo_math_1B.yaml; its value loss is 0.4 of ours, and its overlong penalty is a reward's business
+    # ppo_math_1B.yaml; its value loss is 0.4 of ours, and its overlong penalty is a reward's business; whitening of
+    # algorithms/advantage_estimator.py divides by n - 1
     ("ppo", "compat:nemo-rl"): {
         **_NEMO_DAPO,
         "ppo_epochs": 4,
         "gamma": 1.0,
         "lam": 0.95,
         "whiten": True,
+        **_UNBIASED,
         "critic": {"clip": 0.2},
     },
     # arXiv 2504.05118: critic's lambda 1 and alpha 0.05 (section 4), mu 0.1, epsilon and critic lr (section 5.1)

@@ -1,0 +1,1 @@
+"""NeMo-RL: reading of its YAML files and launch scripts, and the tables of its keys."""

@@ -1,0 +1,210 @@
+"""Settings of a run of NeMo-RL: a YAML file with those it inherits from, and overrides of a launch script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megarl.config.load import find_leaves
+from megarl.errors import ConfigError, DataError
+from megarl.importing.nemo_rl.key_tables import TABLES
+from megarl.importing.peer_settings import Setting
+from megarl.importing.shell_script import Word, find_launch_command
+from megarl.importing.tables import PeerTable
+from megarl.importing.verl.hydra_values import parse_value, resolve
+
+ENTRY = re.compile(r"(^|/)run_(\w+)\.py$")
+OVERRIDE = re.compile(r"(\+\+|\+)?([\w.-]+)=(.*)", re.DOTALL)
+MAX_DEPTH = 16
+EXAMPLES: Mapping[str, str] = {
+    "grpo": "grpo_math_1B.yaml",
+    "ppo": "ppo_math_1B.yaml",
+    "sft": "sft.yaml",
+    "dpo": "dpo.yaml",
+}
+"""Section of an algorithm -> NeMo-RL's own file of defaults, whose values the tables have."""
+
+
+def read_run(text: str, path: Path, variables: Mapping[str, str]) -> tuple[dict[str, Setting], list[str]]:
+    """Return the settings by key, and notes on the reading.
+
+    Raises:
+        ConfigError: an override is malformed, no command starts NeMo-RL, or files inherit from each other in a circle.
+        DataError: the script is malformed.
+    """
+    notes: list[str] = []
+    if path.suffix in (".yaml", ".yml"):
+        given = _read_yaml(text, path, notes)
+        return _finish(given), notes
+    command = find_launch_command(text, path, lambda word: bool(ENTRY.search(word)), variables=variables)
+    notes += command.notes
+    match = ENTRY.search(command.words[command.entry].text)
+    assert match is not None, command
+    script = match.group(2)
+    if script not in EXAMPLES:
+        raise ConfigError(
+            f"{path}: run_{script}.py has no equivalent; megarl import reads run_{', run_'.join(EXAMPLES)}"
+        )
+    given = _read_arguments(command.arguments, path, script, notes)
+    return _finish(given), notes
+
+
+def table_of(given: Mapping[str, Setting]) -> PeerTable:
+    """Return the table of the algorithm that the settings configure.
+
+    Raises:
+        ConfigError: it has no table, or none is configured.
+    """
+    sections = {key.partition(".")[0] for key in given}
+    found = [name for name in ("ppo", "dpo", "sft", "grpo") if name in sections]
+    if not found:
+        known = {"rm", "distillation", "eval"} & sections
+        raise ConfigError(
+            f"the configuration has {'the section ' + sorted(known)[0] if known else 'no section of an algorithm'}; "
+            f"megarl import reads runs with one of {', '.join(EXAMPLES)}"
+        )
+    return TABLES[found[0]]
+
+
+def _read_arguments(words: Sequence[Word], path: Path, script: str, notes: list[str]) -> dict[str, Setting]:
+    config: Word | None = None
+    overrides: list[Word] = []
+    is_config = False
+    for word in words:
+        if is_config:
+            config, is_config = word, False
+        elif word.text == "--config":
+            is_config = True
+        elif word.text.startswith("--config="):
+            config = Word(text=word.text.partition("=")[2], line=word.line, unknown=word.unknown)
+        else:
+            overrides.append(word)
+    given: dict[str, Setting] = {}
+    if config is None:
+        notes.append(
+            f"{path.name}: without --config, run_{script}.py reads {EXAMPLES[script]}, whose values are defaults"
+        )
+    elif (file := _find(config, path)) is None:
+        notes.append(
+            f"{path.name}:{config.line}: the configuration {config.text} was not found: other keys have the "
+            f"values of {EXAMPLES[script]}"
+        )
+    else:
+        given = _read_yaml(file.read_text(encoding="utf-8"), file, notes)
+    given.setdefault(f"{script}.seed", Setting(key=f"{script}.seed", value=42, origin=path.name))
+    for word in overrides:
+        _apply(word, given, path, notes)
+    return given
+
+
+def _find(config: Word, script: Path) -> Path | None:
+    """Return the file, sought from the working directory and from the folders above the script."""
+    if config.unknown:
+        return None
+    folders = [Path(), *(folder for folder in script.absolute().parents)]
+    return next((file for folder in folders if (file := folder / config.text).is_file()), None)
+
+
+def _read_yaml(text: str, path: Path, notes: list[str], depth: int = 0) -> dict[str, Setting]:
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{path}: defaults name each other in a circle")
+    leaves = list(find_leaves(text, str(path)))
+    given: dict[str, Setting] = {}
+    for key, value, line in leaves:
+        if key != "defaults":
+            continue
+        for name in value if isinstance(value, list) else [value]:
+            file = path.parent / str(name)
+            try:
+                base = file.read_text(encoding="utf-8")
+            except OSError:
+                example = EXAMPLES.get(_section(leaves), EXAMPLES["grpo"])
+                notes.append(
+                    f"{path.name}:{line}: {name}, which the file inherits from, was not found: keys that are not given "
+                    f"have the values of {example}"
+                )
+                continue
+            except UnicodeDecodeError as e:
+                raise DataError(f"{file}: not valid UTF-8 at byte {e.start}") from e
+            for setting in _read_yaml(base, file, notes, depth + 1).values():
+                _put(given, setting)
+    for key, _, _ in leaves:
+        if key.endswith("._override_"):
+            _remove(given, key.removesuffix("._override_"))
+    for key, value, line in leaves:
+        if key == "defaults" or key.endswith("._override_") or value == {} or value == "???":
+            continue
+        _put(given, Setting(key=key, value=value, origin=f"{path.name}:{line}"))
+    return given
+
+
+def _section(leaves: Sequence[tuple[str, object, int]]) -> str:
+    names = {key.partition(".")[0] for key, _, _ in leaves}
+    return next((name for name in ("ppo", "dpo", "sft") if name in names), "grpo")
+
+
+def _put(given: dict[str, Setting], setting: Setting) -> None:
+    """Set a key: a value replaces a section, and a section a value."""
+    _remove(given, setting.key)
+    parts = setting.key.split(".")
+    for i in range(1, len(parts)):
+        given.pop(".".join(parts[:i]), None)
+    given[setting.key] = setting
+
+
+def _remove(given: dict[str, Setting], key: str) -> None:
+    for other in [other for other in given if other == key or other.startswith(f"{key}.")]:
+        del given[other]
+
+
+def _apply(word: Word, given: dict[str, Setting], path: Path, notes: list[str]) -> None:
+    """Apply one override, such as `a.b=1`, `++a.b=1` or `~a.b`."""
+    origin = f"{path.name}:{word.line}"
+    if word.text.startswith("~"):
+        _remove(given, word.text[1:].partition("=")[0])
+        return
+    match = OVERRIDE.fullmatch(word.text)
+    if not match:
+        if word.text.strip():
+            notes.append(f"{origin}: {word.text!r} is no override key=value, and was not read")
+        return
+    key, text = match.group(2), match.group(3)
+    try:
+        value: object = text if word.unknown else parse_value(text)
+    except ValueError as e:
+        raise ConfigError(f"{origin}: {key}={text} is not valid: {e}") from e
+    _put_value(given, key, value, origin, word.unknown)
+
+
+def _put_value(given: dict[str, Setting], key: str, value: object, origin: str, unknown: tuple[str, ...]) -> None:
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            _put_value(given, f"{key}.{name}", item, origin, unknown)
+    else:
+        _put(given, Setting(key=key, value=value, origin=origin, unknown=unknown))
+
+
+def _finish(given: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Resolve interpolations, and leave out what is as in NeMo-RL's own file of defaults."""
+    defaults = table_of(given).defaults
+
+    def look_up(key: str) -> object:
+        return given[key].value if key in given else defaults.get(key)
+
+    resolved = {}
+    for key, setting in given.items():
+        value, unknown = setting.value, setting.unknown
+        if not unknown:
+            try:
+                value = resolve(value, look_up, key.rpartition(".")[0])
+            except LookupError as e:
+                value, unknown = (None, ()) if _is_null(str(e.args[0]), given) else (value, (str(e.args[0]),))
+        resolved[key] = Setting(key=key, value=value, origin=setting.origin, unknown=unknown)
+    return resolved
+
+
+def _is_null(interpolation: str, given: Mapping[str, Setting]) -> bool:
+    """Whether an interpolation refers to a key whose value is null."""
+    setting = given.get(interpolation.removeprefix("${").removesuffix("}"))
+    return setting is not None and setting.value is None

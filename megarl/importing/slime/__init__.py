@@ -1,0 +1,1 @@
+"""slime: reading of its launch scripts, and the table of its arguments."""
