@@ -191,6 +191,9 @@ class Prompt:
     answer: str | None = None
     """Reference answer, if the row has one."""
 
+    other_answers: tuple[str, ...] = ()
+    """Further reference answers, if the row has a list of them; a completion needs to give one of all."""
+
     source: str = ""
     """Name of its source; empty in a run with one data file."""
 
@@ -199,6 +202,11 @@ class Prompt:
 
     max_new_tokens: int | None = None
     """Limit of its source for completions, in tokens; None: that of the run."""
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """All reference answers, each of which is right; empty if the row has none."""
+        return () if self.answer is None else (self.answer, *self.other_answers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -235,13 +235,19 @@ ReadCallback = Callable[[int], None]
 
 def hash_file(path: Path, advance: ReadCallback | None = None) -> FileRecord:
     """Return the size and SHA-256 of a file."""
+    return hash_files([path], advance)
+
+
+def hash_files(paths: Sequence[Path], advance: ReadCallback | None = None) -> FileRecord:
+    """Return the size and SHA-256 of the contents of files, one after another."""
     digest, num_bytes = hashlib.sha256(), 0
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            num_bytes += len(chunk)
-            if advance is not None:
-                advance(len(chunk))
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+                num_bytes += len(chunk)
+                if advance is not None:
+                    advance(len(chunk))
     return FileRecord(bytes=num_bytes, sha256=digest.hexdigest())
 
 

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, datetime
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from megarl.config.rollout import EnvironmentConfig
 from megarl.config.section import FilePath, Section
+
+RESERVED_TEMPLATE_NAMES = (
+    *("messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now", "raise_exception", "self"),
+)
+"""Names of variables and arguments of chat templates that megarl and transformers set."""
+
+
+def describe_bad_template_kwargs(values: Mapping[str, Any]) -> str | None:
+    """Return why `values` cannot be variables of a chat template; None: they can."""
+    for name in values:
+        if not name.isidentifier():
+            return f"needs names of variables, got {name!r}"
+        if name in RESERVED_TEMPLATE_NAMES:
+            return f"{name} is set by megarl; it is no variable for a configuration or a request to choose"
+        try:
+            json.dumps(values[name], allow_nan=False)
+        except (TypeError, ValueError):
+            return f"{name} needs a value that JSON has, such as a text in quotes, got {values[name]!r}"
+    return None
 
 
 class EvalConfig(Section):
@@ -26,19 +49,36 @@ class EvalConfig(Section):
 
 
 class FieldsConfig(Section):
-    """Names of the fields of a row."""
+    """Names of the fields of a row.
+
+    A name with dots that is no column is a path into objects and lists, or into their JSON text:
+    `reward_model.ground_truth`. A name that differs from its default needs to be in a row of the file.
+    """
 
     prompt: str = "prompt"
-    """Field of the prompt: a string, or a list of chat messages `{role, content}`."""
+    """Field of the prompt: a string, or a list of chat messages `{role, content}`. Default: `prompt`, or the field of a
+    known format: `messages`, `conversations`, `question`, `problem`, `responses_create_params.input`, or `instruction`
+    with `input`."""
 
     answer: str = "answer"
-    """Field of the reference answer that rewards compare with; optional in each row."""
+    """Field of the reference answer that rewards compare with, or of a list of answers of which each is right; optional
+    in each row. Default: `answer`, or the field of a known format: `reward_model.ground_truth`, `label`,
+    `expected_answer`, `ground_truth`, `info.answer`, `extra_info.answer`, or `output` in rows with `instruction`."""
 
     response: str = "response"
     """Field of the demonstration that `megarl sft` trains on."""
 
+    messages: str = "messages"
+    """Field of a conversation that `megarl sft` trains on: a list of chat messages, of which those of the assistant are
+    trained on."""
+
+    tools: str = "tools"
+    """Field of the definitions of tools that the chat template writes: a list, or its JSON text; optional in each
+    row."""
+
     chosen: str = "chosen"
-    """Field of the preferred answer of a pair, for `megarl rm` and `megarl dpo`."""
+    """Field of the preferred answer of a pair, for `megarl rm` and `megarl dpo`: a text, messages after the prompt, or
+    a conversation that begins with the prompt."""
 
     rejected: str = "rejected"
     """Field of the other answer of a pair."""
@@ -62,10 +102,24 @@ class PromptFormat(Section):
     """Names of the fields of a row."""
 
     prompt_template: str = "{prompt}"
-    """Template of string prompts, applied before tokenization; `{prompt}` is replaced by the field's text."""
+    """Template of string prompts, applied before tokenization; `{prompt}` is replaced by the field's text, other names
+    in braces by the columns of these names, as in `{context}\n{question}`."""
 
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Whether to apply the tokenizer's chat template. `auto`: if the tokenizer has one."""
+
+    chat_template_name: str | None = None
+    """Name of the chat template to use, of a tokenizer that has several. Default: `default`, or `tool_use` for rows
+    with tools, if there is one."""
+
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Variables of the chat template, such as `enable_thinking: false` or `reasoning_effort: high`, wherever it is
+    applied. Requests to a harness's gateway may change them with their own `chat_template_kwargs`."""
+
+    last_assistant: Literal["error", "drop", "continue"] = "error"
+    """What to do with a prompt whose last message is one of the assistant, which the policy would answer with a second
+    one. `error`: refuse the row. `drop`: remove the messages of the assistant at the end. `continue`: the policy
+    continues the text of the last message; not with environments."""
 
     system_prompt: str | None = None
     """System message put before the user's message; needs a chat template. Default: none."""
@@ -75,6 +129,14 @@ class PromptFormat(Section):
 
     overlong_prompts: Literal["error", "drop"] = "error"
     """What to do with longer prompts: end with an error, or drop the row."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_template_kwargs(cls, values: dict[str, Any]) -> dict[str, Any]:
+        problem = describe_bad_template_kwargs(values)
+        if problem is not None:
+            raise ValueError(problem)
+        return values
 
 
 class SourceConfig(PromptFormat):
@@ -142,12 +204,12 @@ class DifficultyConfig(Section):
 
 
 class DataConfig(PromptFormat):
-    """Prompts, demonstrations or preference pairs from JSONL or Parquet files."""
+    """Prompts, demonstrations or preference pairs from data files."""
 
     path: FilePath | None = None
-    """File of the training rows: `*.jsonl` or `*.parquet`. Needed, unless there are `sources`. A file on the Hugging
-    Face Hub is `hf://datasets/ORGANIZATION/NAME/FILE`, with a branch, tag or commit `NAME@REVISION`; FILE may be a
-    pattern that matches one file, such as `main/train-*.parquet`."""
+    """File of the training rows, a folder of files, or a pattern such as `train-*.parquet`: JSONL, JSON or CSV, as they
+    are or compressed (`.gz`), Parquet or Arrow. Needed, unless there are `sources`. On the Hugging Face Hub:
+    `hf://datasets/ORGANIZATION/NAME/FILE`, with a branch, tag or commit `NAME@REVISION`; FILE may be a pattern."""
 
     eval_path: FilePath | None = None
     """File of held-out rows for `megarl eval` and for evaluation during training. Default: no evaluation."""

@@ -2,71 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from megarl.batch.trajectory import MAX_REWARD, Trajectory
 from megarl.config.data import DataConfig, FieldsConfig
-from megarl.data.chat_template import PromptTemplate
+from megarl.data.assistant_turns import Conversation
+from megarl.data.chat_template import PromptTemplate, as_question
+from megarl.data.conversations import MessageError, Messages, read_hh, split_hh, split_pair, without_weights
+from megarl.data.demonstrations import ExampleTokenizer, TextExample, make_trajectory
+from megarl.data.prompt_rows import ExplicitFields
 from megarl.data.prompts import OverlongFilter, batch_rows
-from megarl.data.rows import Row, read_rows, track
+from megarl.data.rows import Row, read_rows, refuse_media, track
 from megarl.errors import DataError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def load_demonstrations(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, path: str | None = None
-) -> list[Trajectory]:
-    """Return each row of `path` (default: `data.path`) as prompt + response + eos, with its index as `group_id`.
-
-    A response that ends in eos gets no other.
-
-    Prompt and response are tokenized separately, so that the prompt's tokens are those that generation starts from.
-
-    Raises:
-        DataError: a row lacks prompt or response, one of them has no tokens, or both have more than `max_tokens` while
-            `data.overlong_prompts` is `error` (the message names file:line); or no row is left.
-    """
-    file = Path(path or config.file)
-    template = PromptTemplate(config, tokenizer, config.template_date)
-    overlong = OverlongFilter(file, config.overlong_prompts, max_tokens, "demonstration", "the context length")
-    demonstrations: list[Trajectory] = []
-    for rows in track(batch_rows(read_rows(file)), f"tokenizing {file.name}"):
-        prompts = template.tokenize_rows(rows)
-        texts = [_read_response(row, config.fields.response) for row in rows]
-        responses = template.tokenize_responses(rows, texts, "response")
-        for row, prompt, response in zip(rows, prompts, responses, strict=True):
-            if overlong.keep(row, len(prompt) + len(response)):
-                demonstrations.append(make_supervised_trajectory(row, prompt, response, group_id=len(demonstrations)))
-    overlong.report_dropped(num_kept=len(demonstrations))
-    return demonstrations
-
-
-def make_supervised_trajectory(row: Row, prompt: list[int], response: list[int], *, group_id: int) -> Trajectory:
-    """Return prompt and response as a trajectory whose response counts as sampled by the policy."""
-    num_tokens = len(prompt) + len(response)
-    loss_mask = np.zeros(num_tokens, dtype=np.bool_)
-    loss_mask[len(prompt) :] = True
-    return Trajectory(
-        prompt_id=row.prompt_id,
-        group_id=group_id,
-        token_ids=np.array(prompt + response, dtype=np.int32),
-        loss_mask=loss_mask,
-        logprobs=np.zeros(num_tokens, dtype=np.float32),
-        policy_versions=np.full(num_tokens, -1, dtype=np.int32),
-    )
-
-
-def _read_response(row: Row, field: str) -> str:
-    if field not in row.fields:
-        has = ", ".join(repr(name) for name in row.fields) or "no fields"
-        raise DataError(
-            f"{row.where}: a demonstration needs field {field!r} (data.fields.response), the text to train on; "
-            f"the row has {has}"
-        )
-    return row.response(field, "data.fields.response")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,69 +48,187 @@ def load_preferences(
     max_tokens: int,
     path: str | None = None,
     safety: bool = False,
+    rows: Iterable[Row] | None = None,
 ) -> list[PreferencePair]:
-    """Return each row of `path` (default: `data.path`) as two trajectories, prompt + answer + eos.
+    """Return the pairs of the rows of `path` (default: `data.path`), whose index is their `group_id`.
 
-    The row's index is their `group_id`. Prompt and answers are tokenized separately, so that the prompt's tokens are
-    those that generation starts from.
+    Both answers follow the same tokens of the prompt, which are those that generation starts from. Rows whose answers
+    are rated as equal are dropped and counted.
 
     Args:
         safety: also read the safety labels, if the rows have them.
+        rows: those of `path`, of a caller that has opened it.
 
     Raises:
-        DataError: a row lacks prompt or answers, one of them has no tokens, the answers are equal, a margin or safety
-            label is invalid, or a sequence has more than `max_tokens` tokens while `data.overlong_prompts` is `error`
-            (the message names file:line); or no row is left.
+        DataError: a row is no pair, one of its texts has no tokens, the answers are equal, a margin or safety label is
+            invalid, or a sequence has more than `max_tokens` tokens while `data.overlong_prompts` is `error` (the
+            message names file:line); or no row is left.
     """
     file = Path(path or config.file)
     template = PromptTemplate(config, tokenizer, config.template_date)
+    reader, examples = PairReader(config, template), ExampleTokenizer(template)
     overlong = OverlongFilter(file, config.overlong_prompts, max_tokens, "longer sequence", "the context length")
     fields = config.fields
     pairs: list[PreferencePair] = []
     first: tuple[Row, bool] | None = None
-    for rows in track(batch_rows(read_rows(file)), f"tokenizing {file.name}"):
-        prompts = template.tokenize_rows(rows)
-        answers = [_read_answers(row, fields) for row in rows]
-        chosen = template.tokenize_responses(rows, [better for better, _ in answers], "chosen")
-        rejected = template.tokenize_responses(rows, [worse for _, worse in answers], "rejected")
-        for row, prompt, better, worse in zip(rows, prompts, chosen, rejected, strict=True):
-            if better == worse:
+    explicit = ExplicitFields(fields, "data")
+    num_ties = 0
+    for batch in track(batch_rows(read_rows(file) if rows is None else rows), f"tokenizing {file.name}"):
+        for row in batch:
+            explicit.see(row)
+        read = [(row, pair) for row in batch if (pair := reader.read(row)) is not None]
+        num_ties += len(batch) - len(read)
+        answers = iter(examples.tokenize([(row, answer) for row, pair in read for answer in pair]))
+        for (row, _), (better,), (worse,) in zip(read, answers, answers, strict=True):
+            if np.array_equal(better.ids, worse.ids):
                 raise DataError(_equal_answers_message(row, fields))
-            margin, safe = _read_margin(row, fields.margin), _read_safety(row, fields) if safety else None
+            margin, safe = read_margin(row, fields.margin), read_safety(row, fields) if safety else None
             first = first or (row, safe is not None)
             if first[1] != (safe is not None):
                 raise DataError(_mixed_labels_message(row, first[0], fields))
-            if overlong.keep(row, len(prompt) + max(len(better), len(worse))):
-                pairs.append(
-                    PreferencePair(
-                        chosen=make_supervised_trajectory(row, prompt, better, group_id=len(pairs)),
-                        rejected=make_supervised_trajectory(row, prompt, worse, group_id=len(pairs)),
-                        margin=margin,
-                        safe=safe,
-                    )
-                )
+            if overlong.keep(row, max(len(better.ids), len(worse.ids))):
+                chosen, rejected = (make_trajectory(row, each, group_id=len(pairs)) for each in (better, worse))
+                pairs.append(PreferencePair(chosen=chosen, rejected=rejected, margin=margin, safe=safe))
+    explicit.require_found(file)
+    if num_ties:
+        logger.warning("%s: dropped %d rows whose answers are rated as equal", file, num_ties)
+    if not pairs and num_ties and first is None:
+        raise DataError(f"{file}: no row is left: the answers of all {num_ties} rows are rated as equal")
     overlong.report_dropped(num_kept=len(pairs))
     return pairs
 
 
-def _read_answers(row: Row, fields: FieldsConfig) -> tuple[str, str]:
-    """Return the chosen and the rejected answer."""
-    chosen = row.response(fields.chosen, "data.fields.chosen")
-    rejected = row.response(fields.rejected, "data.fields.rejected")
-    if chosen == rejected:
-        raise DataError(_equal_answers_message(row, fields))
-    return chosen, rejected
+Pair = tuple[TextExample, TextExample] | tuple[Conversation, Conversation]
+"""The chosen and the rejected answer to a prompt."""
+
+
+class PairReader:
+    """Reads rows as pairs of texts or conversations.
+
+    | fields                                             | prompt                                             |
+    |----------------------------------------------------|----------------------------------------------------|
+    | `prompt`, `chosen`, `rejected`: texts              | `prompt`                                           |
+    | `chosen`, `rejected`: messages that follow `prompt`| `prompt`                                           |
+    | `chosen`, `rejected`: conversations                | the messages that both begin with                  |
+    | `chosen`, `rejected`: HH-RLHF's texts              | the text up to the last `Assistant:`               |
+    | `context`, `response1`, `response2`, `overall_preference` (HelpSteer3) | `context`                      |
+    """
+
+    def __init__(self, config: DataConfig, template: PromptTemplate) -> None:
+        self._fields, self._template = config.fields, template
+
+    def read(self, row: Row) -> Pair | None:
+        """Return the pair of a row; None if its answers are rated as equal.
+
+        Raises:
+            DataError: it has none; the message names file:line.
+        """
+        refuse_media(row)
+        names, has = self._fields, row.fields
+        if "overall_preference" in has and names.chosen not in has:
+            return self._rated(row)
+        chosen, rejected = (
+            row.value(names.chosen, "data.fields.chosen"),
+            row.value(names.rejected, "data.fields.rejected"),
+        )
+        if isinstance(chosen, list | dict) and isinstance(rejected, list | dict):
+            return self._conversations(row, chosen, rejected)
+        if isinstance(chosen, str) and isinstance(rejected, str) and names.prompt not in has:
+            heads = split_hh(chosen), split_hh(rejected)
+            if heads[0] is not None and heads[1] is not None:
+                return self._hh(row, chosen, rejected, heads[0], heads[1])
+        return self._texts(row)
+
+    def _texts(self, row: Row) -> Pair:
+        names = self._fields
+        chosen = row.response(names.chosen, "data.fields.chosen")
+        rejected = row.response(names.rejected, "data.fields.rejected")
+        if chosen == rejected:
+            raise DataError(_equal_answers_message(row, names))
+        prompt = self._template.render(row)
+        asked = f"field {names.prompt!r} (data.fields.prompt)"
+        return (
+            TextExample(prompt, chosen, (asked, f"field {names.chosen!r} (data.fields.chosen)")),
+            TextExample(prompt, rejected, (asked, f"field {names.rejected!r} (data.fields.rejected)")),
+        )
+
+    def _conversations(self, row: Row, chosen: object, rejected: object) -> Pair:
+        names = self._fields
+        better, worse = (
+            self._template.messages(row, [value] if isinstance(value, dict) else value, field, f"data.fields.{key}")
+            for value, field, key in ((chosen, names.chosen, "chosen"), (rejected, names.rejected, "rejected"))
+        )
+        prompt = self._template.prompt_messages(row) if row.find(names.prompt) is not None else []
+        if all(answer[0]["role"] == "assistant" for answer in (better, worse)):
+            better, worse = [*prompt, *better], [*prompt, *worse]
+        return self._split(row, better, worse)
+
+    def _split(self, row: Row, better: Messages, worse: Messages) -> tuple[Conversation, Conversation]:
+        try:
+            prompt, chosen, rejected = split_pair(without_weights(better), without_weights(worse))
+        except MessageError as e:
+            fields = (
+                f"{self._fields.chosen!r} (data.fields.chosen) and {self._fields.rejected!r} (data.fields.rejected)"
+            )
+            raise DataError(f"{row.where}: fields {fields} {e}") from e
+        before, tools = self._template.with_system_prompt(row, prompt), self._template.tools(row)
+        return (
+            Conversation(messages=[*before, chosen], trained=[len(before)], tools=tools),
+            Conversation(messages=[*before, rejected], trained=[len(before)], tools=tools),
+        )
+
+    def _hh(self, row: Row, chosen: str, rejected: str, better: tuple[str, str], worse: tuple[str, str]) -> Pair:
+        if self._template.has_chat:
+            return self._split(row, read_hh(chosen), read_hh(rejected))
+        if better[0] != worse[0]:
+            raise DataError(f"{row.where}: HH-RLHF's texts need to be equal up to the last 'Assistant:'")
+        if better[1].strip() == worse[1].strip():
+            raise DataError(_equal_answers_message(row, self._fields))
+        if not (better[1].strip() and worse[1].strip()):
+            raise DataError(f"{row.where}: HH-RLHF's texts need a text after the last 'Assistant:'")
+        names = self._fields
+        prompt = self._template.reader.fill(row, better[0].lstrip("\n"))
+        return (
+            TextExample(prompt, better[1], ("the prompt", f"field {names.chosen!r} (data.fields.chosen)")),
+            TextExample(prompt, worse[1], ("the prompt", f"field {names.rejected!r} (data.fields.rejected)")),
+        )
+
+    def _rated(self, row: Row) -> Pair | None:
+        """Return the pair of a row of HelpSteer3: a preference below 0 is for the first response."""
+        preference = row.fields["overall_preference"]
+        if isinstance(preference, bool) or not isinstance(preference, int | float) or not -3 <= preference <= 3:
+            raise DataError(f"{row.where}: field 'overall_preference' needs a number from -3 to 3, got {preference!r}")
+        if preference == 0:
+            return None
+        first, second = (
+            row.response(f"response{i}", f"data.fields.{'chosen' if is_better else 'rejected'}")
+            for i, is_better in ((1, preference < 0), (2, preference > 0))
+        )
+        context = row.value("context", "data.fields.prompt")
+        self._template.require_chat(row, "field 'context'")
+        if isinstance(context, str):
+            before = as_question(self._template.reader.fill(row, context))
+        else:
+            before = self._template.messages(row, context, "context", "data.fields.prompt")
+        answers = [[*before, {"role": "assistant", "content": text}] for text in (first, second)]
+        return self._split(row, *(answers if preference < 0 else answers[::-1]))
 
 
 def _equal_answers_message(row: Row, fields: FieldsConfig) -> str:
-    return (
-        f"{row.where}: fields {fields.chosen!r} (data.fields.chosen) and {fields.rejected!r} (data.fields.rejected) "
-        "hold the same answer; a preference needs two"
-    )
+    return f"{row.where}: {_name_answers(fields)} hold the same answer; a preference needs two"
 
 
-def _read_margin(row: Row, field: str) -> float:
-    value = row.fields.get(field)
+def _name_answers(fields: FieldsConfig) -> str:
+    return f"fields {fields.chosen!r} (data.fields.chosen) and {fields.rejected!r} (data.fields.rejected)"
+
+
+def read_margin(row: Row, field: str) -> float:
+    """Return the margin of a pair, 0 if it has none.
+
+    Raises:
+        DataError: it is no number from 0 to `MAX_REWARD`.
+    """
+    value = row.find(field)
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_REWARD:
@@ -162,10 +238,10 @@ def _read_margin(row: Row, field: str) -> float:
     return float(value)
 
 
-def _read_safety(row: Row, fields: FieldsConfig) -> tuple[bool, bool] | None:
+def read_safety(row: Row, fields: FieldsConfig) -> tuple[bool, bool] | None:
     """Return the safety labels of the chosen and the rejected answer; None if the row has none."""
     names = {"data.fields.chosen_safe": fields.chosen_safe, "data.fields.rejected_safe": fields.rejected_safe}
-    values = {key: row.fields.get(field) for key, field in names.items()}
+    values = {key: row.find(field) for key, field in names.items()}
     if all(value is None for value in values.values()):
         return None
     for key, value in values.items():
@@ -177,7 +253,7 @@ def _read_safety(row: Row, fields: FieldsConfig) -> tuple[bool, bool] | None:
 
 
 def _mixed_labels_message(row: Row, first: Row, fields: FieldsConfig) -> str:
-    has_labels = _read_safety(row, fields) is not None
+    has_labels = read_safety(row, fields) is not None
     return (
         f"{row.where}: the row has {'safety' if has_labels else 'no safety'} labels (data.fields.chosen_safe, "
         f"data.fields.rejected_safe), unlike {first.where}; either all rows of a file need them, or none"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megarl.batch.trajectory import Prompt
 from megarl.config.data import Source
 from megarl.data.chat_template import PromptTemplate
+from megarl.data.prompt_rows import ExplicitFields
 from megarl.data.rows import Row, read_rows, track
 from megarl.errors import DataError
 
@@ -163,26 +163,30 @@ def tokenize_prompts(
     limit_key = f"{key}.max_prompt_tokens"
     overlong = OverlongFilter(Path(path), config.overlong_prompts, max_prompt_tokens, "prompt", limit_key)
     terms = None if config.reward_terms is None else tuple(config.reward_terms)
-    num_kept = 0
+    explicit, num_kept = ExplicitFields(config.fields, key), 0
     kept_rows = read_rows(path) if is_kept is None else filter(is_kept, read_rows(path))
     for rows in track(batch_rows(kept_rows), f"tokenizing {Path(path).name}"):
         texts = [template.render(row) for row in rows]
         for row, text, ids in zip(rows, texts, template.tokenize(texts, rows), strict=True):
+            explicit.see(row)
             if not ids:
-                raise DataError(f"{row.where}: field {config.fields.prompt!r} ({key}.fields.prompt) holds no tokens")
+                field = template.reader.prompt_field(row)
+                raise DataError(f"{row.where}: field {field!r} ({key}.fields.prompt) holds no tokens")
             if overlong.keep(row, len(ids)):
                 num_kept += 1
-                answer = _answer(row.fields.get(config.fields.answer))
+                answers = template.reader.answers(row)
                 yield Prompt(
                     prompt_id=f"{source.name}/{row.prompt_id}" if source.name else row.prompt_id,
                     text=text,
                     token_ids=tuple(ids),
                     row=dict(row.fields),
-                    answer=answer,
+                    answer=answers[0] if answers else None,
+                    other_answers=answers[1:],
                     source=source.name,
                     reward_terms=terms,
                     max_new_tokens=config.max_new_tokens,
                 )
+    explicit.require_found(Path(path))
     overlong.report_dropped(num_kept=num_kept)
 
 
@@ -237,21 +241,3 @@ class OverlongFilter:
                 self._key,
                 self._limit,
             )
-
-
-def _answer(value: Any) -> str | None:
-    """Return the reference answer as text; None if it is missing, as a blank text, NaN and infinity are.
-
-    Booleans, decimals, bytes, dates and structured answers have none either: reward functions read them from the row.
-    """
-    match value:
-        case bool():
-            return None
-        case str():
-            return value if value.strip() else None
-        case int():
-            return str(value)
-        case float():
-            return str(value) if math.isfinite(value) else None
-        case _:
-            return None

@@ -330,8 +330,12 @@ class NumericTerm(CompletionTerm):
 
     @override
     async def _score(self, completion: Completion, prompt: Prompt) -> TermValue:
-        answer, finished = require_answer(prompt, self._label), completion.trajectory.finish_reason == "stop"
-        return TermValue(numeric_reward(completion.text, answer, strict=self._strict, finished=finished))
+        finished = completion.trajectory.finish_reason == "stop"
+        values = (
+            numeric_reward(completion.text, answer, strict=self._strict, finished=finished)
+            for answer in require_answers(prompt, self._label)
+        )
+        return TermValue(max(values))
 
 
 class MathTerm(CompletionTerm):
@@ -347,14 +351,20 @@ class MathTerm(CompletionTerm):
 
     @override
     async def _score(self, completion: Completion, prompt: Prompt) -> TermValue | TermError:
-        compared = compare_final_answer(completion.text, require_answer(prompt, self._label))
-        if not isinstance(compared, str):
-            run = partial(compare, *compared, self._config.cpu_seconds, self._config.timeout_seconds)
-            try:
-                compared = await self._threads.call(run, None)  # the comparison has limits of its own
-            except EquivalenceError as e:
-                return TermError(f"{self._label}: {e} {quote(completion, prompt)}")
-        return TermValue(float(compared == "equal"), {"undecided": float(compared == "undecided")})
+        answers = require_answers(prompt, self._label)
+        compared = [compare_final_answer(completion.text, answer) for answer in answers]
+        results = {each for each in compared if isinstance(each, str)}
+        for each in compared:
+            if "equal" in results:
+                break
+            if not isinstance(each, str):
+                run = partial(compare, *each, self._config.cpu_seconds, self._config.timeout_seconds)
+                try:
+                    results.add(await self._threads.call(run, None))  # the comparison has limits of its own
+                except EquivalenceError as e:
+                    return TermError(f"{self._label}: {e} {quote(completion, prompt)}")
+        is_equal = "equal" in results
+        return TermValue(float(is_equal), {"undecided": float(not is_equal and "undecided" in results)})
 
 
 class FormatTerm(CompletionTerm):
@@ -409,15 +419,15 @@ class EnvironmentTerm(CompletionTerm):
         return TermValue(float(sum(completion.trajectory.turn_rewards)))
 
 
-def require_answer(prompt: Prompt, label: str) -> str:
-    """Return the reference answer of a prompt.
+def require_answers(prompt: Prompt, label: str) -> tuple[str, ...]:
+    """Return the reference answers of a prompt, at least one.
 
     Raises:
         RewardError: it has none.
     """
     if prompt.answer is None:
         raise RewardError(f"{label} needs a reference answer (data.fields.answer), but {prompt.prompt_id} has none")
-    return prompt.answer
+    return prompt.answers
 
 
 def compile_pattern(pattern: str, *, key: str) -> regex.Pattern[str]:

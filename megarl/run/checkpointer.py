@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from megarl.checkpoint.manifest import CheckpointMetadata, FileRecord, hash_file
+from megarl.checkpoint.manifest import CheckpointMetadata, FileRecord, hash_files
 from megarl.checkpoint.run_lock import require_lock
 from megarl.checkpoint.store import CheckpointStore, PendingCheckpoint
 from megarl.config import RunConfig, StageConfig, dump_config
+from megarl.data.data_files import find_data_files
 from megarl.errors import DataError
 from megarl.megatron.requests import SavedShard, SaveRequest
 from megarl.rollout.journal.journal import journal_folder, remove_steps
@@ -282,7 +283,7 @@ def _hash_files(files: Mapping[str, str]) -> dict[str, FileRecord]:
     records: dict[str, FileRecord] = {}
     for key, path in files.items():
         try:
-            records[key] = hash_file(Path(path))
+            records[key] = hash_files(find_data_files(path))
         except OSError as error:
             raise DataError(f"{key} {path} cannot be read: {error.strerror}") from error
     return records

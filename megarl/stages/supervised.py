@@ -14,7 +14,7 @@ from megarl.batch.trajectory import Trajectory
 from megarl.cluster.workers.group import WorkerFuture
 from megarl.cluster.workers.payload import LocalPayload
 from megarl.config import SftConfig, SupervisedStageConfig
-from megarl.data.preference_pairs import load_demonstrations
+from megarl.data.demonstrations import load_demonstrations
 from megarl.data.sampler import PromptOrder
 from megarl.data.tokenizer import load_tokenizer
 from megarl.functional import Denominators

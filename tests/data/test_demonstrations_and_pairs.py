@@ -11,7 +11,8 @@ import pytest
 
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config.data import DataConfig
-from megarl.data.preference_pairs import load_demonstrations, load_preferences
+from megarl.data.demonstrations import load_demonstrations
+from megarl.data.preference_pairs import load_preferences
 from megarl.data.prompts import load_prompts
 from megarl.errors import DataError
 from tests.data.conftest import Jsonl, Tokenizer
@@ -151,7 +152,7 @@ def test_eos_at_the_end_of_a_response_is_not_repeated(jsonl: Jsonl, tokenizer: T
     path = str(jsonl(*({"prompt": "1", "response": text} for text in texts)))
     got = load_demonstrations(DataConfig(path=path), tokenizer, max_tokens=64)
     ends = [tokenizer.decode(row.token_ids) for row in got]
-    assert ends == [f"14{eos}", f"14{eos}", f"14{eos}{eos}", f"14{eos} {eos}", f"1{eos}"]
+    assert ends == [*[f"14{eos}"] * 4, f"1{eos}"]
     (pair,) = load_preferences(DataConfig(path=str(jsonl(PAIR | {"chosen": f"2{eos}"}))), tokenizer, max_tokens=64)
     assert [tokenizer.decode(each.token_ids) for each in (pair.chosen, pair.rejected)] == [
         f"1+1=2{eos}",

@@ -12,7 +12,8 @@ import pytest
 
 from megarl.config import SftConfig, dump_config
 from megarl.controller.resume import recorded_inputs
-from megarl.data.rows import read_rows, with_local_data
+from megarl.data.data_files import with_local_data
+from megarl.data.rows import read_rows
 from megarl.errors import ConfigError
 from tests.model_files.fake_hub import FakeHub, hub_of_this_process
 from tests.run.finished_groups import run_config
@@ -56,6 +57,13 @@ def test_rows_of_the_file_are_read(hub: FakeHub, file: str) -> None:
     assert hub.downloaded == [TRAIN]
 
 
+@pytest.mark.parametrize("file", ["main/*.parquet", "main"])
+def test_files_of_a_pattern_or_folder_are_read_in_order(hub: FakeHub, file: str) -> None:
+    config = with_local_data(sft(f"{SUMS}/{file}"))
+    assert [dict(row.fields) for row in read_rows(config.data.file)] == [ROWS[0], *ROWS]
+    assert sorted(hub.downloaded) == ["main/test-00000-of-00001.parquet", TRAIN]
+
+
 def test_each_source_names_its_files(hub: FakeHub) -> None:
     other = hub.commit("org/other", {"rows.jsonl": b'{"prompt": "a"}\n'}, branch="v2")
     sources = {
@@ -90,8 +98,7 @@ def test_resumed_run_keeps_its_commit(hub: FakeHub, tmp_path: Path) -> None:
     ("path", "message"),
     [
         ("hf://org/sums", "a file on the hub is hf://datasets/ORGANIZATION/NAME/FILE or NAME@REVISION, got {path}"),
-        ("hf://datasets/org/sums/none.parquet", "{path} needs to match one file of the dataset, got none"),
-        (f"{SUMS}/main/*.parquet", "{path} needs to match one file of the dataset, got main/test-00000-"),
+        ("hf://datasets/org/sums/none.parquet", "{path} needs to match files of the dataset, got none"),
         ("hf://datasets/org/no/a.jsonl", "{path} cannot be loaded from the hub: {hub} has no dataset org/no, or it"),
         ("hf://datasets/org/sums@v9/a.jsonl", "{path} cannot be loaded .*: {hub}/datasets/org/sums has no revision v9"),
     ],

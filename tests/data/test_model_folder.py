@@ -181,7 +181,7 @@ def test_several_chat_templates_need_a_default(model: Path, tmp_path: Path) -> N
     source = DataConfig(path=str(tmp_path / "rows.jsonl")).resolved_sources[0]
     save_templates(model, "rag", "tool_use")
     message = (
-        "needs a default chat template, got templates named rag, tool_use: save the one to use as chat_template.jinja"
+        "needs a default chat template, got templates named rag, tool_use: choose one with data.chat_template_name"
     )
     with pytest.raises(DataError, match=message):
         PromptTemplate(source.config, load_tokenizer(model), DAY)

@@ -95,7 +95,7 @@ def test_bos_is_not_added_to_prompts_that_begin_with_it(jsonl: Jsonl, tokenizer:
 def test_reference_answers(jsonl: Jsonl, tokenizer: Tokenizer) -> None:
     values = ["#### 72", 72, 0.5, None, [1], "", " \n", True, float("inf"), -0.0, 1e22, 0, "nan"]
     got = load(jsonl(*({"prompt": "a", "answer": value} for value in values)), tokenizer)
-    texts = ["#### 72", "72", "0.5", None, None, None, None, None, None, "-0.0", "1e+22", "0", "nan"]
+    texts = ["#### 72", "72", "0.5", None, "1", None, None, None, None, "-0.0", "1e+22", "0", "nan"]
     assert [prompt.answer for prompt in got] == texts
     assert [prompt.row["answer"] for prompt in got] == values
     (got,) = load(jsonl({"prompt": "a", "answer": float("nan")}), tokenizer)
@@ -206,7 +206,7 @@ def test_dropped_prompts_are_counted_in_the_log(jsonl: Jsonl, tokenizer: Tokeniz
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "a"}, r"rows.jsonl:1: field 'prompt' \(data.fields.prompt\) is missing"),
+        ({"query": "a"}, r"rows.jsonl:1: field 'prompt' \(data.fields.prompt\) is missing"),
         ({"prompt": ""}, r"rows.jsonl:1: .* holds no tokens"),
         ({"prompt": 3}, r"rows.jsonl:1: .* needs a string or a list of messages, got int"),
         ({"prompt": []}, r"rows.jsonl:1: .* got an empty list"),

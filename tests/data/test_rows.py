@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.data import rows as rows_module
-from megarl.data.rows import read_rows
+from megarl.data import data_files
+from megarl.data.rows import Row, read_rows
 from megarl.data.token_file import MAX_REPORTED_LINES, TokenFile, TokenSequence, partial_file
 from megarl.errors import ConfigError, DataError
 from tests.data.conftest import Jsonl
@@ -42,7 +42,7 @@ def test_unusual_characters(tmp_path: Path, content: bytes, text: str) -> None:
 
 
 def test_parquet_rows_equal_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "PARQUET_BATCH_ROWS", 7)
+    monkeypatch.setattr(data_files, "BATCH_ROWS", 7)
     rows = [{"prompt": [{"role": "user", "content": f"q{i}"}], "answer": i} for i in range(20)]
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
@@ -98,7 +98,7 @@ def test_columns_of_less_precision_keep_their_decimals(tmp_path: Path) -> None:
 
 
 def test_file_names_that_are_not_utf_8_have_plain_ids() -> None:
-    assert rows_module.Row(Path("a\udcff.jsonl"), 3, {}).prompt_id == "a\ufffd.jsonl:3"
+    assert Row(Path("a\udcff.jsonl"), 3, {}).prompt_id == "a\ufffd.jsonl:3"
 
 
 def test_a_missing_field_is_reported_with_the_fields_of_the_row(jsonl: Jsonl) -> None:
@@ -114,7 +114,7 @@ def test_a_missing_field_is_reported_with_the_fields_of_the_row(jsonl: Jsonl) ->
     ("name", "content", "message"),
     [
         ("none.jsonl", None, "none.jsonl: no such data file"),
-        ("rows.csv", None, r"rows.csv: .* \.jsonl or \.parquet, got \.csv"),
+        ("rows.tsv", None, r"rows.tsv: .* \.csv, \.parquet or \.arrow, got \.tsv"),
         ("empty.jsonl", b"\n\n", "empty.jsonl: the data file has no rows"),
         ("rows.jsonl", b'{"a": 1}\n{"prompt": ', "rows.jsonl:2: not valid JSON"),
         ("rows.jsonl", b'{"a": 1}\n["a"]\n{"b": 2}\n', "rows.jsonl:2: needs a JSON object, got list"),

@@ -10,7 +10,8 @@ import pytest
 from tokenizers import AddedToken
 
 from megarl.config.data import DataConfig
-from megarl.data.preference_pairs import load_demonstrations, load_preferences
+from megarl.data.demonstrations import load_demonstrations
+from megarl.data.preference_pairs import load_preferences
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import describe_unknown_token, load_tokenizer, read_vocab_size
 from megarl.errors import DataError

@@ -242,6 +242,18 @@ def test_long_completion_is_shortened_in_errors(prompt: Prompt) -> None:
     assert str(caught.value).endswith("az'")
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("#### 72", 1.0), (r"so \boxed{x+1}", 1.0), (r"so \boxed{1+x}", 1.0), ("#### 7", 0.0), (r"so \boxed{x+2}", 0.0)],
+)
+def test_one_of_several_answers_is_enough(text: str, expected: float) -> None:
+    prompt = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="x+1", other_answers=("72", "seventy-two"))
+    scorer = make_scorer(math={"type": "math"}, numeric={"type": "numeric"})
+    found = asyncio.run(score_one(scorer, make_trajectory(text), prompt))
+    assert found["math"] == expected
+    assert found["numeric"] == (expected if "1+x" not in text else 0.0), "numeric compares expressions as texts"
+
+
 def test_missing_reference_answer_raises(prompt: Prompt) -> None:
     without = Prompt(prompt_id="train.jsonl:9", text="Q?", token_ids=(1,), row={})
     with expect_error(RewardError, "reward.terms.acc", "train.jsonl:9"):

@@ -87,6 +87,7 @@ class HttpTerm(CompletionTerm):
             "finish_reason": completion.trajectory.finish_reason,
             "row": dict(prompt.row),
             "answer": prompt.answer,
+            "other_answers": list(prompt.other_answers),
         }
         where = quote(completion, prompt)
         result = await self._batcher.submit(item)

@@ -55,7 +55,7 @@ class JudgeTerm(CompletionTerm):
 
     def _body(self, completion: Completion, prompt: Prompt) -> dict[str, object]:
         config = self._config
-        values = {"prompt": prompt.text, "completion": completion.text, "answer": prompt.answer or ""}
+        values = {"prompt": prompt.text, "completion": completion.text, "answer": " or ".join(prompt.answers)}
         # in one pass, so that a completion which contains {answer} does not get it
         rubric = _FIELDS.sub(lambda match: values[match[1]], config.rubric)
         system = [] if config.system is None else [{"role": "system", "content": config.system}]

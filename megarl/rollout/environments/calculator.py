@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megarl.rollout.environments.environment import Step, Task, require_answer
+from megarl.rollout.environments.environment import Step, Task, require_answers
 
 MAX_LENGTH = 100
 """Maximum number of characters of an expression."""
@@ -131,7 +131,7 @@ class Calculator:
     def __init__(self, *, role: str = "tool") -> None:
         """`role`: role of the messages with results."""
         self._role = role
-        self._answer = ""
+        self._answers: list[str] = []
 
     def reset(self, task: Task) -> None:
         """Begin with the messages of the row.
@@ -139,14 +139,14 @@ class Calculator:
         Raises:
             ValueError: the row has no answer.
         """
-        self._answer = require_answer(task).strip()
+        self._answers = [answer.strip() for answer in require_answers(task)]
 
     def step(self, reply: str) -> Step:
         """Return the result of a call, or the reward of an answer."""
         call = CALL.search(reply)
         if call is None:
             answer = ANSWER.search(reply)
-            return Step(reward=float(answer is not None and answer.group(1) == self._answer), done=True)
+            return Step(reward=float(answer is not None and answer.group(1) in self._answers), done=True)
         try:
             result = str(compute(call.group(1)))
         except ExpressionError as e:

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
-from megarl.data.chat_template import ChatTemplateError, apply_chat_template, has_chat_template
+from megarl.config.data import DataConfig
+from megarl.config.rollout import EnvironmentConfig, HarnessConfig
+from megarl.data.chat_template import ChatTemplateError, apply_chat_template, has_chat_template, template_options
+from megarl.data.conversations import join_text
 from megarl.data.tokenizer import describe_unknown_token, read_vocab_size
 from megarl.errors import AgentError, DataError
 from megarl.rollout.agents.episode import RefusedTextError
@@ -115,6 +119,9 @@ PRIVATE_USE = 0xE100
 PROBES = ("yes", "<think>\nlet me see\n</think>\n\nyes")
 """Replies with which a template is probed: a plain one, and one with a thought."""
 
+MAX_VARIANTS = 16
+"""Renderers with other variables that are kept."""
+
 MARK = "probe8d1f"
 """Text that a template is probed for."""
 
@@ -136,9 +143,19 @@ class Extension:
 class ChatRenderer:
     """Renders conversations by a tokenizer's chat template, to tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date) -> None:
-        """`tokenizer`: needs a chat template; `day`: what the template takes for the current date."""
-        self._tokenizer, self._day = tokenizer, day
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, day: date, options: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Find the special tokens, which messages may have as plain text.
+
+        Args:
+            tokenizer: needs a chat template.
+            day: what the template takes for the current date.
+            options: as `template_options` returns them.
+        """
+        self._tokenizer, self._day, self._options = tokenizer, day, dict(options)
+        self._variants: dict[str, ChatRenderer] = {}
+        """By variables of the template as JSON, the renderers with them."""
         self._vocab_size = read_vocab_size(tokenizer)
         specials = sorted({str(token) for token in tokenizer.all_special_tokens} | _added_specials(tokenizer), key=len)
         self._specials = specials[::-1]
@@ -146,6 +163,17 @@ class ChatRenderer:
         self._escaped_pattern = re.compile("|".join(map(re.escape, self._escaped)))
         codes = "".join(chr(PRIVATE_USE + i) for i in range(len(self._escaped)))
         self._code_pattern = re.compile(f"{ESCAPE}([{codes}])")
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatRenderer:
+        """Return a renderer with further variables of the template, which replace those of the same name."""
+        if not variables:
+            return self
+        key = json.dumps(variables, sort_keys=True)
+        if key not in self._variants:
+            if len(self._variants) >= MAX_VARIANTS:
+                self._variants.clear()
+            self._variants[key] = ChatRenderer(self._tokenizer, self._day, {**self._options, **variables})
+        return self._variants[key]
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         """Return the tokens of a conversation that the policy continues.
@@ -280,7 +308,7 @@ class ChatRenderer:
         call = {"id": "c00000000", "type": "function", "function": function}
         asked = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
-            apply_chat_template(self._tokenizer, [PROBED_QUESTION, asked], self._day)
+            apply_chat_template(self._tokenizer, [PROBED_QUESTION, asked], self._day, **self._options)
         except ChatTemplateError as error:
             return isinstance(error.__cause__, TypeError)
         return False
@@ -309,7 +337,8 @@ class ChatRenderer:
     def _apply(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
         """Return what the template writes; an `AgentError` names the roles of the messages that it refuses."""
         try:
-            options = {"tools": [map_text(tool, self._escape) for tool in tools]} if tools else {}
+            given: dict[str, Any] = {"tools": [map_text(tool, self._escape) for tool in tools]} if tools else {}
+            options = {**self._options, **given}
             escaped = [map_text(self._with_arguments(message), self._escape) for message in messages]
             return replace_surrogates(apply_chat_template(self._tokenizer, escaped, self._day, **options))
         except (ChatTemplateError, LookupError, TypeError, RecursionError) as e:
@@ -355,12 +384,18 @@ class ChatRenderer:
 
 
 def require_chat_template(
-    tokenizer: PreTrainedTokenizerBase, day: date, *, forks: str, refuses_forks: str | None, key: str = ENV
+    tokenizer: PreTrainedTokenizerBase,
+    day: date,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    forks: str,
+    refuses_forks: str | None,
+    key: str = ENV,
 ) -> None:
     """Return if the chat template can be used for environments and harnesses.
 
     Args:
-        day: as for `ChatRenderer`.
+        day: as for `ChatRenderer`, like `options`.
         forks: what to do if the template rewrites earlier turns, `forbid` or `allow`.
         refuses_forks: why the algorithm cannot train on forked segments; None: it can.
         key: YAML key of the environment's section.
@@ -370,9 +405,9 @@ def require_chat_template(
             one that rewrites earlier turns although segments must not be forked.
     """
     name = tokenizer.name_or_path or "this model"
-    if not has_chat_template(tokenizer):
+    if not has_chat_template(tokenizer, options.get("chat_template")):
         raise DataError(f"{key} needs a tokenizer with a chat template, that of {name} has none")
-    renderer = ChatRenderer(tokenizer, day)
+    renderer = ChatRenderer(tokenizer, day, options)
     if renderer.omits("user"):
         raise DataError(f"{key} needs a chat template for messages of text, that of {name} leaves it out")
     if forks == "allow" and refuses_forks is None:
@@ -385,6 +420,36 @@ def require_chat_template(
             f"{key}.forks: forbid needs a chat template that only appends to a conversation, that of {name} "
             f"{found}; allow makes each rewritten conversation another segment of its episode"
         )
+
+
+def make_renderers(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    section: EnvironmentConfig | HarnessConfig,
+    *,
+    refuses_forks: str | None,
+    key: str = ENV,
+) -> dict[str, ChatRenderer]:
+    """Return a renderer by name of each source whose episodes are those of an environment or harness.
+
+    Args:
+        section: of the environment or harness, at the YAML key `key`.
+        refuses_forks: why the algorithm cannot train on forked segments; None: it can.
+
+    Raises:
+        DataError: as `require_chat_template`, or a source has another template than the tokenizer.
+    """
+    renderers: dict[str, ChatRenderer] = {}
+    for source in data.resolved_sources:
+        own = f"{source.key}.env"
+        if (key == own) if source.config.env is not None else not key.startswith("data."):
+            has_chat_template(tokenizer, source.config.chat_template_name, key=source.key)
+            options = template_options(source.config, tokenizer)
+            require_chat_template(
+                tokenizer, source.day, options, forks=section.forks, refuses_forks=refuses_forks, key=key
+            )
+            renderers[source.name] = ChatRenderer(tokenizer, source.day, options)
+    return renderers
 
 
 def _is_extension(text: str, before: str, reply: str, tail: str) -> bool:
@@ -403,8 +468,16 @@ def _added_specials(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
 
+def with_text(message: Message) -> Message:
+    """Return the message with parts of text joined; a message of the assistant without content gets an empty text."""
+    content = message.get("content")
+    text = "" if content is None and message["role"] == "assistant" else join_text(content)
+    return message if text is None else {**message, "content": text}
+
+
 def bounded(message: Message, max_bytes: int) -> Message:
-    """Return the message with its content without surrogates and cut to so many bytes of UTF-8, at a character."""
+    """Return the message with its text without surrogates and cut to so many bytes of UTF-8, at a character."""
+    message = with_text(message)
     content = message.get("content")
     if not isinstance(content, str):
         return message

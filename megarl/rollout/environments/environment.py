@@ -42,6 +42,8 @@ class Task:
     """The prompt of the data file: its `row`, and `answer` if the row has one."""
     messages: Sequence[Message]
     """The conversation that the row begins, with the system prompt of `data.system_prompt`."""
+    tools: Sequence[Message] = ()
+    """Definitions of tools of the row, `data.fields.tools`, which the chat template writes into all prompts."""
     seed: int
     """Seed of the episode: the same if a step is repeated, another one after a failed attempt."""
     shared: dict[str, Any]
@@ -49,15 +51,15 @@ class Task:
     not saved with the run, and other rollout workers have their own."""
 
 
-def require_answer(task: Task) -> str:
-    """Return the reference answer of the task's row.
+def require_answers(task: Task) -> tuple[str, ...]:
+    """Return the reference answers of the task's row, at least one; each is right.
 
     Raises:
         ValueError: it has none.
     """
     if task.prompt.answer is None:
         raise ValueError(f"{task.prompt.prompt_id} has no answer (data.fields.answer)")
-    return task.prompt.answer
+    return task.prompt.answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +133,9 @@ class Tasks:
         """Return the task of an episode: its prompt, and the messages that the row begins."""
         prompt = episode.prompt
         name, _, line = prompt.prompt_id.rpartition(":")
-        messages = self._templates[prompt.source].conversation(Row(Path(name), int(line), prompt.row))
-        return Task(prompt=prompt, messages=messages, seed=episode.seed, shared=self._shared)
+        template, row = self._templates[prompt.source], Row(Path(name), int(line), prompt.row)
+        messages, tools = template.question(row), template.tools(row)
+        return Task(prompt=prompt, messages=messages, tools=tools, seed=episode.seed, shared=self._shared)
 
 
 ENV = "rollout.env"

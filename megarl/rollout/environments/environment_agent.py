@@ -19,7 +19,8 @@ from megarl.rollout.environments.conversation import (
     EnvironmentFailedError,
     bounded,
     call_environment,
-    require_chat_template,
+    make_renderers,
+    with_text,
 )
 from megarl.rollout.environments.environment import ENV, Environment, EnvironmentFactory, Message, Step, Task, Tasks
 from megarl.text import describe_error, text_of
@@ -64,9 +65,8 @@ class EnvironmentAgent:
             ConfigError: as `check_environment`.
             DataError: as `require_chat_template`.
         """
-        require_chat_template(tokenizer, data.template_date, forks=config.forks, refuses_forks=refuses_forks, key=key)
+        self._renderers = make_renderers(data, tokenizer, config, refuses_forks=refuses_forks, key=key)
         self._config, self._key, self._factory = config, key, EnvironmentFactory(config, key)
-        self._renderer = ChatRenderer(tokenizer, data.template_date)
         self._tasks = Tasks(data, tokenizer)
 
     async def __call__(self, episode: Episode) -> list[Trajectory]:
@@ -78,7 +78,7 @@ class EnvironmentAgent:
             EngineFailedError: as `Episode.generate`.
         """
         episode.end_by_itself()
-        run = _Run(self._config, self._key, self._renderer, episode)
+        run = _Run(self._config, self._key, self._renderers[episode.prompt.source], episode)
         environment, error = outcome_of(self._factory.create)
         if isinstance(error, AgentError):
             raise error
@@ -103,6 +103,7 @@ class _Run:
     renderer: ChatRenderer
     episode: Episode
     messages: list[Message] = field(default_factory=list)
+    tools: Sequence[Message] = ()
     num_turns: int = 0
     num_calls: int = 0
     began_at: float = 0.0
@@ -120,15 +121,17 @@ class _Run:
 
     async def play(self, environment: Environment, task: Task) -> None:
         """Let policy and environment talk until the episode ends."""
+        self.tools = task.tools
         first = await self._call(environment.reset, task, name="reset")
         if first is not None:
             self._require_messages(first, "reset")
         self.messages = (
             [*task.messages] if first is None else [bounded(m, self.config.max_message_bytes) for m in first]
         )
+        self._require_unanswered(self.messages, "reset")
         if first is not None:
             try:
-                token_ids = self.renderer.prompt(self.messages)
+                token_ids = self.renderer.prompt(self.messages, self.tools)
             except RefusedTextError:
                 self.episode.finish_reason = REFUSED
                 return
@@ -180,12 +183,13 @@ class _Run:
     def _continue(self, step: Step, reply: str, last_token: int) -> str | None:
         """Append the messages of the step to the tokens; return how the episode ends if that cannot be."""
         following = [bounded(message, self.config.max_message_bytes) for message in step.messages]
-        before = [*self.messages]
+        before, shown = [*self.messages], with_text(step.reply) if step.reply else None
+        self._require_unanswered(following, "step")
         try:
-            found = self.renderer.extension(before, reply, following, last_token, step.reply)
+            found = self.renderer.extension(before, reply, following, last_token, shown, self.tools)
         except RefusedTextError:
             return REFUSED
-        self.messages += [step.reply or {"role": "assistant", "content": reply}, *following]
+        self.messages += [shown or {"role": "assistant", "content": reply}, *following]
         if not found.is_fork:
             if len(found.token_ids) >= self.episode.num_remaining_tokens:
                 return "length"
@@ -228,6 +232,13 @@ class _Run:
     def _require_messages(self, messages: object, name: str) -> None:
         if not isinstance(messages, Sequence) or not all(isinstance(m, dict) and "role" in m for m in messages):
             raise AgentError(f"{self.label}.{name} needs messages {{role, content}}, got {_quote(messages)}")
+
+    def _require_unanswered(self, messages: Sequence[Message], name: str) -> None:
+        if messages and messages[-1]["role"] == "assistant":
+            raise AgentError(
+                f"{self.label}.{name} needs messages of which the policy answers the last, got one of the assistant at "
+                "the end"
+            )
 
 
 def _quote(value: object) -> str:

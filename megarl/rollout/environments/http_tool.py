@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import httpx
 
 from megarl.errors import AgentError
-from megarl.rollout.environments.environment import Step, Task, require_answer
+from megarl.rollout.environments.environment import Step, Task, require_answers
 from megarl.rollout.environments.search import is_answer, normalize
 from megarl.text import replace_surrogates
 
@@ -86,7 +86,7 @@ class HttpTool:
         self._base_url, self._methods, self._headers, self._role = base_url, methods, headers, role
         self._timeout_seconds, self._max_bytes = timeout_seconds, max_bytes
         self._client: httpx.AsyncClient | None = None
-        self._answer = ""
+        self._answers: list[str] = []
 
     async def reset(self, task: Task) -> None:
         """Begin with the messages of the row; connections are shared with the other episodes of the rollout worker.
@@ -94,7 +94,7 @@ class HttpTool:
         Raises:
             ValueError: the row has no answer.
         """
-        self._answer = normalize(require_answer(task))
+        self._answers = [normalize(answer) for answer in require_answers(task)]
         if SHARED_KEY not in task.shared:
             task.shared[SHARED_KEY] = httpx.AsyncHTTPTransport(trust_env=False)
         self._client = httpx.AsyncClient(
@@ -113,7 +113,7 @@ class HttpTool:
         """
         request = REQUEST.search(reply)
         if request is None:
-            return Step(reward=float(is_answer(reply, self._answer)), done=True)
+            return Step(reward=float(is_answer(reply, self._answers)), done=True)
         text = await self._respond(request[1], request[2], replace_surrogates(request[3] or ""))
         return Step(messages=[{"role": self._role, "content": text}], num_calls=1)
 

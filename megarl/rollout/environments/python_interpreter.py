@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from megarl.config.sandbox import SandboxConfig
 from megarl.errors import AgentError, ConfigError
 from megarl.rollout.environments.calculator import ANSWER
-from megarl.rollout.environments.environment import Step, Task, require_answer
+from megarl.rollout.environments.environment import Step, Task, require_answers
 from megarl.sandbox.sandbox import Interpreter, Outcome
 from megarl.sandbox.session import find_code
 from megarl.sandbox.tiers import choose_tier, open_sandbox
@@ -55,7 +55,8 @@ class PythonInterpreter:
             self._sandbox = open_sandbox(_validated(sandbox), key=KEY)
         except ConfigError as e:
             raise AgentError(str(e)) from e
-        self._role, self._answer = role, ""
+        self._role = role
+        self._answers: list[str] = []
         self._interpreter: Interpreter | None = None
 
     @staticmethod
@@ -73,7 +74,7 @@ class PythonInterpreter:
         Raises:
             ValueError: the row has no answer.
         """
-        self._answer = require_answer(task).strip()
+        self._answers = [answer.strip() for answer in require_answers(task)]
 
     def step(self, reply: str) -> Step:
         """Return the output of code, or the reward of an answer.
@@ -84,7 +85,7 @@ class PythonInterpreter:
         code = find_code(reply)
         if code is None:
             answer = ANSWER.search(reply)
-            return Step(reward=float(answer is not None and answer.group(1) == self._answer), done=True)
+            return Step(reward=float(answer is not None and answer.group(1) in self._answers), done=True)
         if self._interpreter is None:
             self._interpreter = self._sandbox.open_interpreter()
         text = describe_outcome(self._interpreter.run(code))

@@ -13,7 +13,7 @@ from typing import Any
 from megarl.config.section import expand_home
 from megarl.data.rows import read_rows
 from megarl.errors import AgentError
-from megarl.rollout.environments.environment import Step, Task, require_answer
+from megarl.rollout.environments.environment import Step, Task, require_answers
 
 WORD = re.compile(r"\w+")
 
@@ -129,7 +129,7 @@ class Search:
         self._index = None if index is None else expand_home(index)
         self._num_passages, self._role = num_passages, role
         self._passages: Passages | None = None
-        self._answer = ""
+        self._answers: list[str] = []
 
     def reset(self, task: Task) -> None:
         """Begin with the messages of the row.
@@ -137,7 +137,7 @@ class Search:
         Raises:
             ValueError: the row has no answer, or no passages.
         """
-        self._answer = normalize(require_answer(task))
+        self._answers = [normalize(answer) for answer in require_answers(task)]
         if self._index is None:
             self._passages = Passages(read_context(task.prompt.row, task.prompt.prompt_id))
             return
@@ -150,7 +150,7 @@ class Search:
         """Return the passages of a search, or the reward of an answer."""
         query = QUERY.search(reply)
         if query is None:
-            return Step(reward=float(is_answer(reply, self._answer)), done=True)
+            return Step(reward=float(is_answer(reply, self._answers)), done=True)
         assert self._passages is not None
         text = self._passages.find(query.group(1), self._num_passages)
         return Step(messages=[{"role": self._role, "content": text}], num_calls=1)
@@ -192,8 +192,8 @@ def read_context(row: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
     return [(str(title), "".join(map(str, sentences)).strip()) for title, sentences in context]
 
 
-def is_answer(reply: str, expected: str) -> bool:
-    """Return whether a reply ends in `#### <answer>` with the answer `expected`, which is normalized.
+def is_answer(reply: str, expected: Sequence[str]) -> bool:
+    """Return whether a reply ends in `#### <answer>` with one of the answers `expected`, which are normalized.
 
     A regular expression for it takes minutes for a reply with thousands of spaces.
     """
@@ -201,7 +201,7 @@ def is_answer(reply: str, expected: str) -> bool:
     if newline and before.rstrip().endswith(MARK):
         return normalize(last) == expected
     _, mark, answer = last.partition(MARK)
-    return bool(mark and answer) and normalize(answer) == expected
+    return bool(mark and answer) and normalize(answer) in expected
 
 
 def normalize(answer: str) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from megarl.config.data import describe_bad_template_kwargs
 from megarl.rollout.environments.environment import Message
 from megarl.rollout.gateway.chat_messages import make_message
 from megarl.rollout.gateway.turn_request import (
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 APPLIED: Applied = {
     **dict.fromkeys(("messages", "model", "tools", "max_tokens", "max_completion_tokens"), always),
     **dict.fromkeys(("stop", "stream", "stream_options", "logprobs", "n", "best_of"), always),
+    "chat_template_kwargs": always,
+    "add_generation_prompt": is_one_of(True),
+    "continue_final_message": is_one_of(False),
     "tool_choice": is_one_of("auto", "none"),
     "parallel_tool_calls": is_one_of(True),
     "response_format": is_one_of({"type": "text"}),
@@ -66,6 +70,7 @@ def read_chat_request(body: Mapping[str, Any], known: PrefixMemory[Any, Message]
         tools=() if body.get("tool_choice") == "none" else read_functions(read_list(body, "tools")),
         max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
         stop=read_stop(body),
+        template_kwargs=_read_template_kwargs(body),
         model=read_string(body, "model", "policy"),
         is_streamed=read_flag(body, "stream"),
         has_usage=read_flag(options, "include_usage"),
@@ -164,6 +169,19 @@ def read_arguments(arguments: Any, *, param: str = "messages") -> str:
     if arguments is not None and not isinstance(arguments, str):
         raise RefusedRequestError(f"arguments of a call need to be a text, got {shown(arguments)}", param=param)
     return arguments or "{}"
+
+
+def _read_template_kwargs(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the variables of the chat template that a request sets.
+
+    Raises:
+        RefusedRequestError: they are no object, or one of them is set by megarl.
+    """
+    values = read_object(body, "chat_template_kwargs")
+    problem = describe_bad_template_kwargs(values)
+    if problem is not None:
+        raise RefusedRequestError(f"chat_template_kwargs: {problem}", param="chat_template_kwargs")
+    return values
 
 
 def _read_message(message: Any) -> Message:

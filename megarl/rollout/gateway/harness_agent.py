@@ -10,7 +10,7 @@ from megarl.batch.trajectory import TIME_LIMIT, Trajectory
 from megarl.config.data import DataConfig
 from megarl.config.rollout import HarnessConfig
 from megarl.rollout.agents.episode import Episode
-from megarl.rollout.environments.conversation import ChatRenderer, EnvironmentFailedError, require_chat_template
+from megarl.rollout.environments.conversation import EnvironmentFailedError, make_renderers
 from megarl.rollout.environments.environment import Task, Tasks
 from megarl.rollout.gateway.harness_process import HARNESS, check_harness, run_command, run_function
 from megarl.rollout.gateway.reply_parser import PlainTextParser, ReplyParser, SglangParser
@@ -50,13 +50,11 @@ class HarnessAgent:
             ConfigError: as `check_harness`.
             DataError: as `require_chat_template`.
         """
-        require_chat_template(
-            tokenizer, data.template_date, forks=config.forks, refuses_forks=refuses_forks, key=HARNESS
-        )
+        self._renderers = make_renderers(data, tokenizer, config, refuses_forks=refuses_forks, key=HARNESS)
         self._config, self._function, self._needs_reward = config, check_harness(config), needs_reward
         self._answer_field = None if config.include_answer else data.fields.answer
-        self._renderer, self._tasks = ChatRenderer(tokenizer, data.template_date), Tasks(data, tokenizer)
-        if config.tool_parser is not None and not self._renderer.writes_tools:
+        self._tasks = Tasks(data, tokenizer)
+        if config.tool_parser is not None and not all(each.writes_tools for each in self._renderers.values()):
             logger.warning(
                 "%s.tool_parser: the chat template of %s does not write definitions of tools, so that the policy does "
                 "not see those that the program sends",
@@ -83,7 +81,8 @@ class HarnessAgent:
         episode.end_by_itself()
         async with self._slots:
             await self._server.start()
-            session = Session(episode, self._config, self._renderer, self._parser, can_call=self._can_call)
+            renderer = self._renderers[episode.prompt.source]
+            session = Session(episode, self._config, renderer, self._parser, can_call=self._can_call)
             try:
                 with self._server.serve(session) as (base_url, api_key):
                     reward = await self._run(episode, session, base_url, api_key)

@@ -155,7 +155,14 @@ class Session:
             MegarlError: as `Episode.generate`.
         """
         assert not self.is_closed, "a closed session has no further turns"
-        keys = self._keys.values([request.tools, *request.messages], _extend_key)
+        if request.messages and request.messages[-1]["role"] == "assistant":
+            raise RefusedRequestError(
+                "messages end with one of the assistant, which the policy would answer with a second one: the gateway "
+                "does not continue messages, send those up to the last one of another role",
+                param="messages",
+            )
+        given = [request.tools, request.template_kwargs] if request.template_kwargs else request.tools
+        keys = self._keys.values([given, *request.messages], _extend_key)
         limits = json.dumps([request.max_tokens, request.stop]).encode()
         key = hashlib.sha256(keys[-1] + limits).digest()
         found = self._answers.get(key)
@@ -174,9 +181,12 @@ class Session:
             RefusedRequestError: it cannot be rendered.
         """
         try:
-            return len(self._renderer.prompt(request.messages, request.tools))
+            return len(self._renderer_of(request).prompt(request.messages, request.tools))
         except AgentError as e:
             raise RefusedRequestError(str(e), param="messages") from e
+
+    def _renderer_of(self, request: TurnRequest) -> ChatRenderer:
+        return self._renderer.with_variables(request.template_kwargs)
 
     def end(self, limit: str) -> None:
         """End the episode by a limit: further turns are refused. The first limit counts."""
@@ -230,15 +240,16 @@ class Session:
         return turn
 
     def _continue(self, request: TurnRequest, keys: Sequence[bytes]) -> Turn:
+        renderer = self._renderer_of(request)
         for length in range(len(request.messages), 0, -1):
             parent = self._by_conversation.get(keys[length])
             if parent is None:
                 continue
             following = request.messages[length:]
-            text = self._extend(parent, following, request.tools)
+            text = self._extend(parent, following, request)
             if text is not None:
                 assert parent.generation is not None
-                given = self._renderer.encode_after(int(parent.generation.token_ids[-1]), text)
+                given = renderer.encode_after(int(parent.generation.token_ids[-1]), text)
                 return make_turn(self._num_turns, parent, given, parent.exchange, following)
             history, messages = parent.exchange, following
             break
@@ -251,13 +262,13 @@ class Session:
                 param="messages",
             )
         try:
-            text = self._renderer.render([*flatten(whole(history), as_text=False), *messages], request.tools)
+            text = renderer.render([*flatten(whole(history), as_text=False), *messages], request.tools)
         except AgentError:  # templates may refuse thoughts next to calls
-            text = self._renderer.render(request.messages, request.tools)
-        given = self._renderer.encode(text)
+            text = renderer.render(request.messages, request.tools)
+        given = renderer.encode(text)
         return make_turn(self._num_turns, None, given, history, messages)
 
-    def _extend(self, parent: Turn, following: Sequence[Message], tools: Sequence[Message]) -> str | None:
+    def _extend(self, parent: Turn, following: Sequence[Message], request: TurnRequest) -> str | None:
         """Return the text that follows a reply and its new messages; None: the template rewrites what was before.
 
         The first exchanges of a conversation are all rendered. If a few of them, which stand for all, lead to the same
@@ -265,18 +276,18 @@ class Session:
         """
         before = parent.history
         if before is None:
-            return self._text_after((), parent, following, tools)
+            return self._text_after((), parent, following, request)
         if not self._summaries_hold:
-            return self._text_after(whole(before), parent, following, tools)
-        text = self._text_after(before.summary, parent, following, tools)
+            return self._text_after(whole(before), parent, following, request)
+        text = self._text_after(before.summary, parent, following, request)
         if before.depth <= CHECKED_EXCHANGES and len(before.summary) < before.depth:
-            expected = self._text_after(whole(before), parent, following, tools)
+            expected = self._text_after(whole(before), parent, following, request)
             self._summaries_hold = text == expected
             return expected
         return text
 
     def _text_after(
-        self, before: Sequence[Exchange], parent: Turn, following: Sequence[Message], tools: Sequence[Message]
+        self, before: Sequence[Exchange], parent: Turn, following: Sequence[Message], request: TurnRequest
     ) -> str | None:
         """Return the text of new messages after a reply; `before`: the exchanges before that of the reply.
 
@@ -284,16 +295,17 @@ class Session:
         reply is its content.
         """
         assert parent.exchange is not None
+        renderer, tools = self._renderer_of(request), request.tools
         with suppress(AgentError):
             messages = [*flatten(before, as_text=False), *parent.messages]
-            prompt = self._renderer.render(messages, tools) + parent.text
-            text = self._renderer.render([*messages, parent.exchange.reply, *following], tools)
+            prompt = renderer.render(messages, tools) + parent.text
+            text = renderer.render([*messages, parent.exchange.reply, *following], tools)
             if text.startswith(prompt):
                 return text[len(prompt) :]
         with suppress(AgentError):  # some templates need the calls before a tool's result, which the reply has as text
             messages = [*flatten(before, as_text=True), *parent.messages]
             reply = parent.exchange.text_reply["content"]
-            found = self._renderer.extension(messages, reply, following, None, None, tools)
+            found = renderer.extension(messages, reply, following, None, None, tools)
             if not found.is_fork:
                 return found.text
         return None
@@ -439,7 +451,7 @@ def _warn_of_waiting() -> None:
 
 
 def _extend_key(key: bytes | None, element: Any) -> bytes:
-    """Return the hash of a request's tools, which have no key before, or of all up to a message."""
+    """Return the hash of a request's tools and variables, which have no key before, or of all up to a message."""
     if key is None:
         return hashlib.sha256(json.dumps(element, sort_keys=True).encode()).digest()
     return hashlib.sha256(key + message_digest(element)).digest()

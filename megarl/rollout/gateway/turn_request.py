@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.rollout.environments.environment import Message
@@ -36,6 +36,8 @@ class TurnRequest:
     """The client's limit of the reply; None: that of the run."""
     stop: tuple[str, ...] = ()
     """The reply ends with the first of these texts."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, which replace those of the run's configuration."""
     model: str = "policy"
     """Any name, which is returned."""
     is_streamed: bool = False

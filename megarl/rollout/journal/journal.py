@@ -396,6 +396,7 @@ def job_digest(job: GroupJob) -> str:
         job.sampling,
         job.seed,
         *(["has_baseline"] if job.has_baseline else []),
+        *([job.prompt.other_answers] if job.prompt.other_answers else []),
     )
     return hashlib.sha256(repr(request_fields).encode()).hexdigest()[:16]
 

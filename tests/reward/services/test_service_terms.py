@@ -199,7 +199,7 @@ def test_a_request_has_prompt_completion_row_and_answer(monkeypatch: pytest.Monk
     (scored,) = asyncio.run(main()).trajectories
     assert scored.rewards == {"judge": 2.0, "judge/length": 3.5}
     sent = {"prompt_id": "a.jsonl:1", "prompt": "Q1", "completion": "yes", "finish_reason": "length", "answer": "7"}
-    assert service.requests == [{"completions": [sent | {"row": {"n": 1, "day": "2026-01-02"}}]}]
+    assert service.requests == [{"completions": [sent | {"other_answers": [], "row": {"n": 1, "day": "2026-01-02"}}]}]
     assert service.headers[0]["Authorization"] == "Bearer secret"
 
 

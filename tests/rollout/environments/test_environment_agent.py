@@ -312,3 +312,30 @@ def test_agent_and_environment_exclude_each_other() -> None:
         RolloutConfig.model_validate({"agent": {"path": "a:b"}, "env": {"path": "c:D"}})
     config = RolloutConfig.model_validate({"env": {"path": "c:D"}})
     assert RolloutConfig.model_validate(config.model_dump()) == config
+
+
+class Prefilled(Echo):
+    """Begins with a message of the assistant."""
+
+    async def reset(self, task: Task) -> list[dict[str, Any]]:
+        return [*task.messages, {"role": "assistant", "content": "yes"}]
+
+
+class InParts(Echo):
+    """Its messages have parts of text, and none where the assistant has only called a tool."""
+
+    async def reset(self, task: Task) -> list[dict[str, Any]]:
+        parts = [{"type": "text", "text": "is "}, {"type": "text", "text": "it?"}]
+        return [{"role": "user", "content": parts}, {"role": "assistant", "content": None}, *task.messages]
+
+
+def test_messages_of_an_environment_that_end_with_the_assistant_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(AgentError, match=r"reset needs messages of which the policy answers the last"):
+        run(TextEngine(tokenizer, replies("done")), Prefilled)
+    open_environments.clear()
+
+
+def test_parts_of_text_are_joined_and_null_is_empty(tokenizer: Any) -> None:
+    _, (first, _) = run(TextEngine(tokenizer, replies("done")), InParts)
+    head = "<|user|>\nis it?<eos>\n<|assistant|>\n<eos>\n<|user|>\nis it?<eos>\n"
+    assert tokenizer.decode(first.token_ids) == head + "<|assistant|>\ndone<eos>"

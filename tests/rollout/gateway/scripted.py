@@ -61,9 +61,9 @@ def make_agent(
     """Return an agent that runs the function, which needs to be importable, or `command`."""
     if function is not None:
         config["path"] = f"{function.__module__}:{function.__qualname__}"
-    needs_reward = config.pop("needs_reward", False)
+    needs_reward, data = config.pop("needs_reward", False), config.pop("data", {})
     section = HarnessConfig(**{"max_seconds": UNREACHED_SECONDS, **config})
-    data = DataConfig.model_validate({"path": "d.jsonl", "fields": {"answer": "answer"}})
+    data = DataConfig.model_validate({"path": "d.jsonl", **data})
     return HarnessAgent(section, data, tokenizer, needs_reward=needs_reward, parser=parser)
 
 

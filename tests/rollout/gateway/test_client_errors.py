@@ -204,7 +204,7 @@ UNAPPLIED = {
     "chat/completions": {
         **dict.fromkeys(("temperature", "top_p", "presence_penalty", "min_p", "typical_p", "length_penalty"), 0.5),
         **dict.fromkeys(("top_k", "seed", "min_tokens", "prompt_logprobs", "best_of_n"), 3),
-        **{key: {"a": 1} for key in ("guided_json", "chat_template_kwargs", "json_schema", "structured_outputs")},
+        **{key: {"a": 1} for key in ("guided_json", "json_schema", "structured_outputs")},
         **dict.fromkeys(("regex", "ebnf", "reasoning_effort", "custom_logit_processor", "user", "service_tier"), "low"),
         **{key: ["x"] for key in ("stop_token_ids", "logits_processors", "functions", "modalities", "bad_words")},
         **dict.fromkeys(("continue_final_message", "ignore_eos", "store", "echo"), True),
@@ -257,6 +257,7 @@ APPLIED = {
         "model": "m",
         "max_tokens": 50,
         "stop": ["no"],
+        "chat_template_kwargs": {"enable_thinking": False},
         "stream": False,
         "logprobs": False,
         "n": 1,

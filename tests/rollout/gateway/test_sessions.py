@@ -291,3 +291,25 @@ def test_tool_definitions_are_part_of_the_prompt() -> None:
     first, second = texts(tokenizer, trajectories)
     assert first.startswith("<|tools|>\n[" + json.dumps(TOOL))
     assert second.startswith("<|user|>")
+
+
+def test_variables_of_requests_replace_those_of_the_run() -> None:
+    tokenizer = chat_tokenizer("{{ effort | default('none') }}/{{ style | default('none') }}\n" + APPEND)
+    bodies = [chat("is it?"), chat("is it?", chat_template_kwargs={"effort": "high"})]
+    data = {"chat_template_kwargs": {"effort": "low", "style": "brief"}}
+    _, _, trajectories = send(tokenizer, *bodies, parser=PlainTextParser(), data=data)
+    assert [text.partition("\n")[0] for text in texts(tokenizer, trajectories)] == ["low/brief", "high/brief"]
+    assert "x-overruled-options" not in answers[1].headers
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "tokenize", "strftime_now"])
+def test_variables_that_requests_must_not_set_are_refused(tokenizer: Any, name: str) -> None:
+    send(tokenizer, chat("is it?", chat_template_kwargs={name: True}), chat("is it?"))
+    assert [answer.status_code for answer in answers] == [400, 200]
+    assert name in answers[0].json()["error"]["message"]
+
+
+def test_messages_that_end_with_the_assistant_are_refused(tokenizer: Any) -> None:
+    send(tokenizer, chat("is it?", "yes"), chat("is it?"))
+    assert [answer.status_code for answer in answers] == [400, 200]
+    assert "end with one of the assistant" in answers[0].json()["error"]["message"]
