@@ -188,6 +188,7 @@ bench: setup ## Run the benchmarks that need no GPU and no network; writes bench
 	$(BIN)/python -m benchmarks.mismatch --folder runs/mismatch $(if $(GSM8K),--gsm8k $(GSM8K)) --write benchmarks/results/bf16-mismatch.md
 	$(BIN)/python -m benchmarks.controller --write benchmarks/results/controller.md
 	$(BIN)/python -m benchmarks.sandbox --write benchmarks/results/sandbox.md
+	$(BIN)/python -m benchmarks.data --write benchmarks/results/data.md
 
 clean: ## Remove .venv, caches and build outputs; keeps runs/
 	rm -rf $(VENV) build dist site *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

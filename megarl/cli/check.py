@@ -17,6 +17,7 @@ from megarl.config.limits import describe_auto, describe_healthy
 from megarl.config.run import RunConfig, StageConfig
 from megarl.config.section import recorded_imports
 from megarl.controller.preflight.code_reward_checks import report_code_rows
+from megarl.controller.preflight.data_report import FileReport
 from megarl.controller.preflight.machine_checks import find_device
 from megarl.controller.preflight.model_checks import (
     describe_trainer,
@@ -24,10 +25,11 @@ from megarl.controller.preflight.model_checks import (
     require_attention,
     will_write_model,
 )
-from megarl.controller.preflight.run_checks import check_or_raise, find_warmup_notices
+from megarl.controller.preflight.run_checks import check_offline, check_or_raise, find_warmup_notices
 from megarl.controller.preflight.schedule_checks import find_journal_notices, find_schedule_notices
-from megarl.controller.preflight.weight_sync_checks import find_weight_sync_notices
-from megarl.data.rows import with_local_data
+from megarl.controller.preflight.template_checks import find_template_notices
+from megarl.controller.preflight.weight_sync_checks import describe_sync_time, find_weight_sync_notices
+from megarl.data.data_files import with_local_data
 from megarl.errors import ConfigError
 from megarl.model_files.hub import with_local_models
 from megarl.run.memory.gpus import gpu_type
@@ -42,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "output names each of them."
     )
     parser.add_argument("--stage", choices=tuple(STAGES), default="train", help="command that CONFIG is for")
+    parser.add_argument(
+        "--offline",
+        action="store_true",
+        help="check keys, types and contradictions only: CONFIG alone is read, and a comment names what is skipped",
+    )
     parser.add_argument(
         "--gpu", metavar="NAME", help="check and print what each phase takes of the memory of such GPUs: h100-80, ..."
     )
@@ -65,12 +72,17 @@ def run(args: argparse.Namespace) -> int:
     nodes = _planned_nodes(args)
     if args.time is not None:
         parse_time_limit(args.time)
+    if args.offline and args.gpu:
+        raise ConfigError("--gpu: needs the model in model.path, which --offline does not read")
     slots = None if nodes is None or args.stage == "train" else (len(nodes), max(nodes[0].gpus, nodes[0].cpus))
+    reports = list[FileReport]()
     with recorded_imports() as imported:
         try:
             config = load_config(STAGES[args.stage], args.config, args.overrides, slots=slots)
+            if args.offline:
+                return _check_offline(config, nodes, args.stage)
             config = with_local_data(with_local_models(config))
-            check_or_raise(config, nodes)
+            check_or_raise(config, nodes, reports)
             code_rows = report_code_rows(config) if isinstance(config, RunConfig) else []
             memory = _describe_memory(config, args.gpu) if args.gpu else []
         finally:
@@ -82,14 +94,30 @@ def run(args: argparse.Namespace) -> int:
         print(f"# {line}")
     limits = _describe_limits(config, device) if isinstance(config, RunConfig) and device is not None else []
     code_lines = [line for report in code_rows for line in report.lines()]
-    for line in [*limits, *(_describe_pools(config, nodes) if nodes else ()), *memory, *code_lines]:
+    data_lines = [line for report in reports for line in report.lines()]
+    for line in [*data_lines, *limits, *(_describe_pools(config, nodes) if nodes else ()), *memory, *code_lines]:
         print(f"# {line}")
-    notices = find_weight_sync_notices(config, device)
+    notices = [*find_weight_sync_notices(config, device), *describe_sync_time(config, device)]
     if isinstance(config, RunConfig):
         notices = [*notices, *find_schedule_notices(config), *find_journal_notices(config)]
-    for notice in (*find_model_notices(config), *find_warmup_notices(config), *notices):
+    for notice in (
+        *find_model_notices(config),
+        *find_warmup_notices(config),
+        *find_template_notices(config),
+        *notices,
+    ):
         print(f"# {notice}")
     print(f"# ok: no problems found for megarl {args.stage}")
+    return 0
+
+
+def _check_offline(config: StageConfig, nodes: Sequence[ClusterNode] | None, stage: str) -> int:
+    skipped = check_offline(config, nodes)
+    print(dump_config(config), end="")
+    for notice in find_warmup_notices(config):
+        print(f"# {notice}")
+    print(f"# skipped, because they need the model, the data, modules of yours or the machine: {', '.join(skipped)}")
+    print(f"# ok: no problems found offline for megarl {stage}")
     return 0
 
 

@@ -153,7 +153,7 @@ def _load_config(args: argparse.Namespace) -> StageConfig:
     """Load the run's configuration, with local models, local data and absolute paths."""
     from megarl.config import STAGES, load_config
     from megarl.config.paths import with_absolute_paths
-    from megarl.data.rows import with_local_data
+    from megarl.data.data_files import with_local_data
     from megarl.model_files.hub import with_local_models
 
     config = load_config(STAGES[args.stage], args.config, args.overrides)

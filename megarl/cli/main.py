@@ -29,6 +29,8 @@ SUMMARIES = {
     "convert": "convert a model between Hugging Face and Megatron formats",
     "checkpoint": "list, verify or remove the checkpoints of a run",
     "check": "check a configuration without starting a process",
+    "data": "show what a data file holds, and what training uses of it",
+    "import": "convert the run script or configuration of another trainer; executes nothing",
     "schema": "print the JSON Schema of a command's configuration, for editors",
     "doctor": "check the hardware and packages of this machine or of a cluster",
     "launch": "run a command on several nodes: a Ray node on each, the command on the first",
@@ -38,6 +40,9 @@ SUMMARIES = {
 
 STAGES_WITHOUT_ENGINES = ("sft", "rm", "dpo")
 """Commands that are objects in the module `train`; every other command is the module of its name."""
+
+MODULES = {"import": "tools.import_run", "data": "tools.data_account"}
+"""Command -> module in `megarl.cli`, where it is not of the same name."""
 
 INTERRUPTED = 130
 """Exit code after SIGINT: 128 + 2, as in shells."""
@@ -102,4 +107,4 @@ def _import_command(name: str) -> Command:
         from megarl.cli import train
 
         return train.STAGE_COMMANDS[name]
-    return cast("Command", import_module(f"megarl.cli.{name}"))
+    return cast("Command", import_module(f"megarl.cli.{MODULES.get(name, name)}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import reduce
 from operator import getitem
@@ -175,6 +175,13 @@ def dump_config(config: Section) -> str:
     return text
 
 
+def format_value(value: object) -> str:
+    """Format a value as YAML in one line, as `load_config` reads it."""
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=1_000_000)
+    assert isinstance(text, str)
+    return text.removesuffix("...\n").strip()
+
+
 def _parse(text: str, origin: str) -> object:
     try:
         tree = yaml.load(text, Loader=_Loader)  # noqa: S506 -- a SafeLoader
@@ -185,6 +192,30 @@ def _parse(text: str, origin: str) -> object:
     except (yaml.YAMLError, ValueError, RecursionError) as e:  # characters that YAML forbids, numbers of 5,000 digits
         raise ConfigError(f"{origin}: not valid YAML: {str(e).splitlines()[0]}") from e
     return tree
+
+
+def find_leaves(text: str, origin: str) -> Iterator[tuple[str, object, int]]:
+    """Yield (dotted key, value, line) of each value of a YAML mapping that is no mapping itself, or an empty one.
+
+    Raises:
+        ConfigError: the text is not valid YAML, or not a mapping.
+    """
+    tree = _parse(text, origin)
+    if tree is not None and not isinstance(tree, dict):
+        raise ConfigError(f"{origin}: needs a mapping at the top level, got {type(tree).__name__}")
+    node = yaml.compose(text, Loader=_Loader)
+    if isinstance(node, yaml.MappingNode):
+        yield from _find_leaves(node, tree or {}, "")
+
+
+def _find_leaves(node: yaml.MappingNode, tree: Mapping[Any, object], prefix: str) -> Iterator[tuple[str, object, int]]:
+    lines = {key.value: (key.start_mark.line + 1, value) for key, value in node.value}
+    for name, value in tree.items():
+        line, below = lines.get(str(name), (node.start_mark.line + 1, None))
+        if isinstance(value, dict) and value and isinstance(below, yaml.MappingNode):
+            yield from _find_leaves(below, value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value, line
 
 
 def _apply_override(tree: dict[str, object], override: str) -> None:

@@ -11,13 +11,14 @@ from megarl.checkpoint.config_diff import diff_configs, require_no_contradiction
 from megarl.checkpoint.manifest import (
     CheckpointMetadata,
     Manifest,
-    hash_file,
+    hash_files,
     read_manifest,
     require_same_model,
     verify_and_report,
 )
 from megarl.checkpoint.store import CheckpointEntry, CheckpointStore, summarize_problems
 from megarl.config import RunConfig, StageConfig, command_of, load_resolved
+from megarl.data.data_files import find_data_files
 from megarl.errors import ConfigError, DataError
 from megarl.rollout.journal.journal import journal_fingerprint, list_steps, read_fingerprints
 from megarl.run.run_state import RunState
@@ -162,10 +163,11 @@ def _require_same_data(manifest: Manifest, files: Mapping[str, str], name: str) 
     for key, saved in manifest.data.items():
         if key not in files:
             continue  # the comparison of the configurations reports it
-        path = Path(files[key])
+        path = files[key]
         try:
-            size = path.stat().st_size
-            same = size == saved.bytes and hash_file(path) == saved
+            found = find_data_files(path)
+            size = sum(file.stat().st_size for file in found)
+            same = size == saved.bytes and hash_files(found) == saved
         except OSError as e:
             raise DataError(f"{key} {path} cannot be read: {e.strerror}") from e
         if not same:

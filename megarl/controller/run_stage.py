@@ -29,6 +29,7 @@ from megarl.controller.detached import detach_run, detached_options
 from megarl.controller.preflight.cluster.cluster_check import check_nodes_or_raise, required_paths
 from megarl.controller.preflight.model_checks import find_model_notices, write_missing_model
 from megarl.controller.preflight.run_checks import check_or_raise, find_warmup_notices
+from megarl.controller.preflight.template_checks import find_template_notices
 from megarl.controller.ray_session import (
     SigtermFlag,
     defer_sigterm,
@@ -37,7 +38,7 @@ from megarl.controller.ray_session import (
     sigterm_as_interrupt,
 )
 from megarl.controller.resume import AUTO, RecordedInputs, ResumePlan, plan_resume, recorded_inputs
-from megarl.data.rows import with_local_data
+from megarl.data.data_files import with_local_data
 from megarl.errors import ConfigError
 from megarl.model_files.hub import with_local_models
 from megarl.run.run_events import Event, MessageEvent, PhaseEvent
@@ -211,7 +212,8 @@ def resolve_and_check[C: StageConfig](config: C, *, resume: str | None = None) -
     """Provide the models, run the preflight checks, and return `config` with absolute paths.
 
     Downloads the models that are named by a hub id, and writes the tiny model if configured. Prints the commits that
-    were downloaded and the messages of `find_model_notices` and `find_warmup_notices` to stderr.
+    were downloaded and the messages of `find_model_notices`, `find_warmup_notices` and `find_template_notices` to
+    stderr.
 
     Args:
         resume: as in `run_stage`; the run keeps the commits of models and data and the date of templates that it has
@@ -232,7 +234,7 @@ def resolve_and_check[C: StageConfig](config: C, *, resume: str | None = None) -
     config = with_local_data(config, recorded.data, notify)
     write_missing_model(config)
     check_or_raise(config)
-    for notice in (*find_model_notices(config), *find_warmup_notices(config)):
+    for notice in (*find_model_notices(config), *find_warmup_notices(config), *find_template_notices(config)):
         sys.stderr.write(f"{notice}\n")
     return with_absolute_paths(config)
 

@@ -19,6 +19,8 @@ COMMANDS = {
     "packing --sequences=12 --ranks=4 --seeds=1 --gsm8k={folder}": """lengths model seed sequences ranks max_tokens
         align scheme micro_batches micro_batches_bound padding_percent fill_percent fullest_percent cost_max_over_mean
         step_cost plan_seconds""",
+    "data --rows 1100 --folder={folder}": """rows mb cpu_seconds peak_mb bytes_per_row num_prompts num_stops
+        is_equal""",
     "schedule --simulate --steps=5": """tail schedule steps step_over_bound worst_staleness mean_staleness
         mean_group_staleness wasted_fraction masked_fraction group_steps_mean group_steps_max length_ratio
         open_groups""",
@@ -100,7 +102,7 @@ def test_json_has_the_promised_fields(command, folder, monkeypatch, capsys):
         assert found[0]["bytes"] <= found[0]["read_bytes"] < 1.5 * found[0]["bytes"]
 
 
-@pytest.mark.parametrize("command", list(COMMANDS)[:11])
+@pytest.mark.parametrize("command", list(COMMANDS)[:12])
 def test_the_page_has_the_command_and_a_table(command, folder, monkeypatch, capsys):
     module, *arguments = command.format(folder=folder).split()
     arguments.append(f"--write={folder}/results/page.md")

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from benchmarks.reshard import __main__ as benchmark
-from benchmarks.reshard import scale
+from benchmarks.reshard import clock, scale
 from benchmarks.reshard.__main__ import CONTENDERS
 from benchmarks.reshard.content import Shard, content
 from benchmarks.reshard.megatron_limits import megatron_grids, require_megatron_core_support
+from benchmarks.reshard.published import QWEN3_8B
 from benchmarks.reshard.show import COLUMNS, rows, summary_rows
 from benchmarks.reshard.synthetic import engine_layouts, synthetic_model
 from megarl.cli.tools.reshard_explain import make_scenario
@@ -156,3 +157,22 @@ def test_content_depends_on_the_global_index_and_is_never_nan(dtype):
     assert whole.isfinite().all()
     assert whole.unique().numel() > 0.95 * whole.numel()
     assert not torch.equal(content("v", ((0, 60), (0, 40)), dtype, 1), whole)
+
+
+SMALL = QWEN3_8B | {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096}
+
+
+@pytest.mark.parametrize("engines", [None, 4])
+def test_clock_of_a_layout(engines, monkeypatch):
+    assert len(clock.CASES) == 20
+    monkeypatch.setitem(clock.MODELS, "small", SMALL)
+    monkeypatch.setattr(clock, "BUCKET_BYTES", 1 << 18)
+    monkeypatch.setattr(clock, "CASES", [clock.Case("small", "pp=2,tp=4,dp=2", "tp=2", engines)])
+    code, (report,), _ = run_module(partial(clock.main, ["--cases", "0", "--json"]), [])
+    assert code == 0
+    assert report["machines"] == (2 if engines is None else 3)
+    assert report["ratio"] == pytest.approx(report["seconds_planned"] / report["seconds_bound"], rel=0.01)
+    assert report["ratio"] >= 1
+    assert report["holder_deviation"] >= 1
+    assert list(report["seconds_by_strategy"]) == (["exact"] if engines else ["gather_hf", "micro_dp", "exact"])
+    assert report["seconds_by_strategy"][report["strategy"]] == report["seconds_planned"]

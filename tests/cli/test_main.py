@@ -114,6 +114,7 @@ def test_every_command_can_be_imported(name):
         (["checkpoint", "ls", "~/c.yaml"], "run_dir"),
         (["convert", "hf-to-megatron", "--model=~/c.yaml", "--output=x"], "model"),
         (["convert", "hf-to-megatron", "--output=~/c.yaml", "--model=x"], "output"),
+        (["data", "--config=~/c.yaml"], "config"),
         (["demo", "--out=~/c.yaml"], "out"),
         (["doctor", "--config=~/c.yaml"], "config"),
         (["replay", "x", "--out=~/c.yaml"], "out"),

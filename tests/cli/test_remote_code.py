@@ -43,6 +43,7 @@ WITHOUT_MODEL = {
     "replay": "repeats a run that another command has checked",
     "checkpoint": "reads run folders",
     "schema": "reads nothing",
+    "import": "reads a script or a YAML file",
     "launch": "starts another command",
     "demo": "makes its model",
 }
@@ -101,6 +102,8 @@ def words_of(name: str, tree: dict[str, Any], model: Path, folder: Path) -> tupl
         return words, "--output"
     if name == "reshard":
         return [name, "explain", "--model", str(model), "--train", "tp=1", "--gen", "tp=1"], ""
+    if name == "data":
+        return [name, tree["data"]["path"], "--model", str(model)], REFUSED
     if name == "check":
         return ["check", *stage_words("train", tree, folder)[1:]], REFUSED
     return stage_words(name, tree, folder), REFUSED

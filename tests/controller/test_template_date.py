@@ -17,7 +17,8 @@ from megarl.config import data as data_config
 from megarl.config.load import make_config
 from megarl.controller.actor import Controller
 from megarl.controller.run_stage import prepare_folder, resolve_and_check, run_stage
-from megarl.data.preference_pairs import load_demonstrations, load_preferences
+from megarl.data.demonstrations import load_demonstrations
+from megarl.data.preference_pairs import load_preferences
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError
 from megarl.rollout.environments.conversation import ChatRenderer

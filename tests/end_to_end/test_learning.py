@@ -4,10 +4,14 @@ Faster: `test_train.py` checks that a policy learns, `test_multi_turn.py` that o
 """
 
 import json
+import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from megarl.data.tokenizer import load_tokenizer
 from tests.end_to_end.launched import gained, run_to_end
 
 pytestmark = pytest.mark.slow
@@ -60,6 +64,38 @@ def test_accuracy_rises(kind, demo, tmp_path):
     steps = train(demo, tmp_path, kind, *SETTINGS[kind])
     # includes the groups that dynamic sampling discards
     assert gained([step.get("reward/sampled_mean", step["reward/accuracy"]) for step in steps]) > MARGIN
+
+
+def write_verl(folder, rows):
+    """Write rows as verl's Parquet files have them."""
+    rows = [
+        {"prompt": [{"role": "user", "content": row["prompt"]}], "reward_model": {"ground_truth": row["answer"]}}
+        for row in rows
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+def write_slime(folder, rows):
+    """Write rows as slime's JSONL files have them."""
+    rows = [{"prompt": row["prompt"], "label": row["answer"], "metadata": {"level": 1}} for row in rows]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "rows.jsonl"
+
+
+@pytest.mark.parametrize("write", [write_verl, write_slime])
+def test_rewards_count_on_files_of_other_trainers(write, demo, tmp_path):
+    tokenizer = load_tokenizer(demo / "sft/model")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    shutil.copytree(demo / "sft/model", tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [json.loads(line) for line in (demo / "demo/data/train.jsonl").read_text().splitlines()]
+    changes = (f"data.path={write(tmp_path, rows)}", f"model.path={tmp_path}/model", "trainer.steps=2")
+    steps = train(demo, tmp_path, "grpo", *changes)
+    assert len(steps) == 2
+    for step in steps:
+        assert 0 < step["reward/accuracy"] < 1
+        assert step["loss"] != 0
 
 
 def test_distillation_reduces_divergence_from_the_teacher(demo, tmp_path):

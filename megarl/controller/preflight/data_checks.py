@@ -10,8 +10,9 @@ from megarl.config.data import Source
 from megarl.config.preference import PreferenceConfig, RmConfig
 from megarl.config.reward import JudgeRewardConfig, MathRewardConfig, NumericRewardConfig
 from megarl.config.run import RunConfig, StageConfig, SupervisedStageConfig
+from megarl.controller.preflight.data_report import FileReport, find_answer_terms, find_shared_prompts, start_report
 from megarl.controller.preflight.model_checks import find_token_limit
-from megarl.data.rows import read_rows
+from megarl.data.rows import Row, read_rows
 from megarl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -54,12 +55,15 @@ def _describe_dp(config: StageConfig) -> str:
     return f"slots / (tp * pp * cp) = {config.placement.slots} / {config.trainer.parallel.model_size} = {config.dp}"
 
 
-def find_data_problems(config: StageConfig, hf_config: JsonMapping | None) -> list[str]:
+def find_data_problems(
+    config: StageConfig, hf_config: JsonMapping | None, reports: list[FileReport] | None = None
+) -> list[str]:
     """Find problems of the tokenizer and the data files.
 
     Args:
         hf_config: content of the model's config.json; None: unknown. Without it or without a tokenizer, rows are only
             parsed.
+        reports: receives the report of each file without problems.
     """
     from megarl.data.tokenizer import load_tokenizer  # imports transformers, which the other checks do without
 
@@ -81,10 +85,16 @@ def find_data_problems(config: StageConfig, hf_config: JsonMapping | None) -> li
             if path is None:
                 continue
             try:
-                _read_data(config, source, path, tokenizer, limit)
+                report = None if reports is None else start_report(config, source, name, tokenizer)
+                _read_data(config, source, path, tokenizer, limit, report)
             except (DataError, ConfigError) as e:
                 # Problems of the whole section start with their own key.
                 problems.append(str(e) if str(e).startswith("data.") else f"{source.key}.{name}: {e}")
+                continue
+            if reports is not None and report is not None:
+                reports.append(report)
+    if reports is not None:
+        find_shared_prompts(reports)
     return problems
 
 
@@ -94,49 +104,62 @@ def _read_data(
     path: str,
     tokenizer: PreTrainedTokenizerBase | None,
     token_limit: int | None,
+    report: FileReport | None,
 ) -> None:
-    from megarl.data.preference_pairs import load_demonstrations, load_preferences
+    """Read a file as its stage does, and count its rows in `report`.
+
+    Raises:
+        DataError: the file or a row cannot be used.
+    """
+    from megarl.data.demonstrations import load_demonstrations
+    from megarl.data.preference_pairs import load_preferences
     from megarl.data.prompts import tokenize_prompts
 
-    if tokenizer is not None and token_limit is not None:
-        if isinstance(config, RunConfig):
-            prompts = tokenize_prompts(source, tokenizer, path=path, max_prompt_tokens=token_limit)
-            _require_answers(config, source, prompts)
-            return
-        if isinstance(config, PreferenceConfig):
-            safety = isinstance(config, RmConfig) and config.rm.kind == "cost"
-            load_preferences(config.data, tokenizer, path=path, max_tokens=token_limit, safety=safety)
-            return
-        if path == source.config.path:
-            load_demonstrations(config.data, tokenizer, path=path, max_tokens=token_limit)
-            return
-    for _ in read_rows(path):
-        pass
+    def count(row: Row) -> bool:
+        if report is not None:
+            report.account.add(row)
+        return True
+
+    kept: int | None = None
+    rows = filter(count, read_rows(path))
+    is_demonstration = not isinstance(config, RunConfig | PreferenceConfig)
+    if tokenizer is None or token_limit is None or (is_demonstration and path != source.config.path):
+        for _ in rows:
+            pass
+    elif isinstance(config, RunConfig):
+        prompts = tokenize_prompts(source, tokenizer, path=path, max_prompt_tokens=token_limit, is_kept=count)
+        kept = _require_answers(config, source, prompts)
+    elif isinstance(config, PreferenceConfig):
+        safety = isinstance(config, RmConfig) and config.rm.kind == "cost"
+        pairs = load_preferences(config.data, tokenizer, path=path, max_tokens=token_limit, safety=safety, rows=rows)
+        kept = len(pairs)
+    else:
+        samples = load_demonstrations(config.data, tokenizer, path=path, max_tokens=token_limit, rows=rows)
+        kept = len({sample.prompt_id for sample in samples})
+    if report is not None and kept is not None:
+        report.num_overlong = report.account.num_usable - kept
 
 
-def _require_answers(config: RunConfig, source: Source, prompts: Iterable[Prompt]) -> None:
+def _require_answers(config: RunConfig, source: Source, prompts: Iterable[Prompt]) -> int:
     """Check that each row has a reference answer, if a term needs one, that the terms `numeric` and `math` can read.
+
+    Returns:
+        The number of prompts.
 
     Raises:
         DataError: rows have none, or one that cannot be read; names the first rows.
     """
-    names = source.config.reward_terms if source.config.reward_terms is not None else config.reward.rules
-    terms = {name: config.reward.terms[name] for name in names}
-    needing = {
-        name: term
-        for name, term in terms.items()
-        if isinstance(term, NumericRewardConfig | MathRewardConfig)
-        or (isinstance(term, JudgeRewardConfig) and "{answer}" in term.rubric)
-    }
+    needing = find_answer_terms(config, source)
     field = source.config.fields.answer
-    rows, without = list[tuple[str, str | None]](), list[str]()
+    rows, without, num_prompts = list[tuple[str, tuple[str, ...]]](), list[str](), 0
     for prompt in prompts:  # reads all prompts in any case
+        num_prompts += 1
         if needing:
-            rows.append((prompt.prompt_id, prompt.answer))
+            rows.append((prompt.prompt_id, prompt.answers))
             if prompt.answer is None:
                 without.append(f"{prompt.prompt_id}{_describe_missing(prompt.row.get(field))}")
     if not needing:
-        return
+        return num_prompts
     name, term = next(iter(needing.items()))
     if without:
         raise DataError(
@@ -151,6 +174,7 @@ def _require_answers(config: RunConfig, source: Source, prompts: Iterable[Prompt
                 f"{field!r} ({source.key}.fields.answer), "
                 f"{len(problems)} of {len(rows)} rows have others: {list_examples(problems, MAX_EXAMPLES)}"
             )
+    return num_prompts
 
 
 def _describe_missing(value: object) -> str:
@@ -165,7 +189,7 @@ def _describe_missing(value: object) -> str:
 
 
 def _find_unreadable_answers(
-    rows: Sequence[tuple[str, str | None]], term: NumericRewardConfig | MathRewardConfig
+    rows: Sequence[tuple[str, tuple[str, ...]]], term: NumericRewardConfig | MathRewardConfig
 ) -> list[str]:
     """Return a message for each row whose reference answer the term cannot compare with itself.
 
@@ -174,15 +198,19 @@ def _find_unreadable_answers(
     from megarl.reward.math_equivalence import EquivalenceError, require_comparable
     from megarl.reward.terms import extract_reference, is_number, reference_structure
 
-    answers = [(place, answer) for place, answer in rows if answer is not None]
     if isinstance(term, NumericRewardConfig):
         if term.strict:
             return []
-        return [f"{place}: {extract_reference(answer)[:80]!r}" for place, answer in answers if not is_number(answer)]
+        return [
+            f"{place}: {extract_reference(answers[0])[:80]!r}"
+            for place, answers in rows
+            if answers and not any(map(is_number, answers))
+        ]
     problems = list[str]()
     structures = [
         (place, answer, structure)
-        for place, answer in answers
+        for place, answers in rows
+        for answer in answers
         if (structure := reference_structure(answer)) is not None
     ]
     for place, answer, structure in structures[:: max(1, len(structures) // NUM_COMPARED_ANSWERS)]:

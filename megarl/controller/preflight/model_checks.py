@@ -57,14 +57,17 @@ def write_missing_model(config: StageConfig) -> None:
     """
     if not will_write_model(config):
         return
+    from megarl.data.prompt_rows import ANSWER_FIELDS, PROMPT_FIELDS
     from megarl.data.rows import read_rows
     from megarl.data.tiny_checkpoint import write_tiny_model
 
     assert config.model.tiny is not None
     fields = config.data.fields
-    wanted = (fields.prompt, fields.response, fields.answer, fields.chosen, fields.rejected)
+    wanted = dict.fromkeys(
+        (fields.prompt, fields.response, fields.answer, fields.chosen, fields.rejected, *PROMPT_FIELDS, *ANSWER_FIELDS)
+    )
     rows = chain.from_iterable(map(read_rows, config.data.training_files.values()))
-    texts = (_text(row.fields[name]) for row in rows for name in wanted if name in row.fields)
+    texts = (_text(row.find(name)) for row in rows for name in wanted if row.find(name) is not None)
     write_tiny_model(config.model.path, texts, seed=config.seed, **config.model.tiny.model_dump())
 
 
@@ -339,7 +342,7 @@ def find_model_problems(
     yield from find_attention_problems(config, model, gpus)
     if isinstance(config, RunConfig):
         yield from _find_engine_size_problems(model, config.rollout, device)
-        yield from (f"weight_sync.strategy: {problem}" for problem in _find_gather_problems(config, model, hf_config))
+        yield from _find_gather_problems(config, model, hf_config)
         if device is not None:
             yield from find_engine_problems(hf_config, device, origin=str(folder / "config.json"))
 
@@ -350,12 +353,15 @@ def _find_gather_problems(config: RunConfig, model: ModelArchitecture, hf_config
         return
     if quantized_format(hf_config) == "FP8":
         folder = Path(config.model.path)
-        yield f"engines of {folder} need weights in FP8, which micro_dp and exact send, gather_hf does not"
+        yield (
+            f"weight_sync.strategy: engines of {folder} need weights in FP8, which micro_dp and exact send, gather_hf "
+            "does not"
+        )
     ep = config.trainer.parallel.ep
     if ep > 1 and model.experts is not None and model.experts.is_stacked:
         yield (
-            f"gather_hf needs trainer.parallel.ep: 1 for {model.name}, whose tensors have all experts of a layer, got "
-            f"{ep}; micro_dp and exact do not"
+            f"weight_sync.strategy: gather_hf needs trainer.parallel.ep: 1 for {model.name}, whose tensors have all "
+            f"experts of a layer, got {ep}; micro_dp and exact do not"
         )
 
 

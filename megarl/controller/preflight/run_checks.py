@@ -20,6 +20,7 @@ from megarl.config.run import RunConfig, StageConfig
 from megarl.config.trainer import OptimizerConfig, load_decay
 from megarl.controller.preflight.code_reward_checks import find_test_case_problems
 from megarl.controller.preflight.data_checks import find_batch_problems, find_data_problems
+from megarl.controller.preflight.data_report import FileReport
 from megarl.controller.preflight.machine_checks import (
     find_allocation_problems,
     find_device,
@@ -50,7 +51,7 @@ from megarl.reward.python_function import check_reward
 from megarl.reward.services.judge_term import check_judge_pattern
 from megarl.reward.terms import compile_pattern
 from megarl.rollout.agents.agent import check_agent
-from megarl.rollout.environments.conversation import require_chat_template
+from megarl.rollout.environments.conversation import make_renderers
 from megarl.rollout.environments.environment import check_environment
 from megarl.rollout.gateway.harness_process import HARNESS, check_harness
 from megarl.sandbox.tiers import choose_tier
@@ -95,14 +96,13 @@ def _find_template_problems(config: RunConfig, section: EnvironmentConfig | Harn
         is_used = (source.config.env or run_by_default) is section
         if is_used and source.config.chat_template == "never":
             yield f"{key} needs a chat template, got {source.key}.chat_template: never"
+        if is_used and source.config.last_assistant == "continue":
+            yield f"{source.key}.last_assistant: continue is for prompts without {key}, which begins with a new turn"
     if not Path(config.model.path).is_dir():
         return  # reported with the model
     try:
         tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        refuses_forks = config.algorithm.refuses_forks
-        require_chat_template(
-            tokenizer, config.data.template_date, forks=section.forks, refuses_forks=refuses_forks, key=key
-        )
+        make_renderers(config.data, tokenizer, section, refuses_forks=config.algorithm.refuses_forks, key=key)
     except DataError as e:
         yield str(e)
 
@@ -167,16 +167,19 @@ def find_optimizer_problems(config: StageConfig) -> Iterator[str]:
             yield str(e)
 
 
-def check_or_raise(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -> None:
+def check_or_raise(
+    config: StageConfig, nodes: Sequence[ClusterNode] | None = None, reports: list[FileReport] | None = None
+) -> None:
     """Return if `check_run` finds no problems.
 
     Args:
         nodes: nodes that the run will have; None: this node, or those of the cluster at RAY_ADDRESS.
+        reports: receives the report of each data file; None: none is made, which saves the time.
 
     Raises:
         ConfigError: all problems, one per line.
     """
-    problems = check_run(config, nodes)
+    problems = check_run(config, nodes, reports)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -184,9 +187,11 @@ def check_or_raise(config: StageConfig, nodes: Sequence[ClusterNode] | None = No
 class Subject:
     """A configuration that is checked, and what several checks read about it, each found at its first use."""
 
-    def __init__(self, config: StageConfig, nodes: Sequence[ClusterNode] | None) -> None:
-        """`nodes`: as in `check_or_raise`."""
-        self.config, self.nodes = config, nodes
+    def __init__(
+        self, config: StageConfig, nodes: Sequence[ClusterNode] | None, reports: list[FileReport] | None
+    ) -> None:
+        """`nodes`, `reports`: as in `check_or_raise`."""
+        self.config, self.nodes, self.reports = config, nodes, reports
         self.problems: list[str] = []
         """Those that were found so far."""
 
@@ -232,6 +237,10 @@ class Subject:
             case "no problems":
                 return not self.problems
 
+    def concerns(self, check: Check) -> bool:
+        """Return whether the check is one of the configuration's command."""
+        return all(self.has(need) for need in check.needs if need in ("train", "dpo"))
+
 
 Need = Literal["train", "dpo", "here", "cluster", "family", "model", "no problems"]
 """What a check needs: a configuration of this command, that the nodes are this one or given, that the family can be
@@ -244,6 +253,8 @@ class Check:
 
     find: Callable[[Subject], Iterable[str]]
     needs: tuple[Need, ...] = ()
+    offline: bool = False
+    """Whether the configuration is all that the check reads."""
 
 
 def _model_problems(subject: Subject) -> Iterable[str]:
@@ -254,28 +265,28 @@ def _model_problems(subject: Subject) -> Iterable[str]:
 
 def _data_problems(subject: Subject) -> Iterable[str]:
     hf_config = None if isinstance(subject.hf_config, str) else subject.hf_config
-    return find_data_problems(subject.config, hf_config)
+    return find_data_problems(subject.config, hf_config, subject.reports)
 
 
 CHECKS: Mapping[str, Check] = {
     "GPUs of this node": Check(lambda of: find_local_gpu_problems(of.config), ("here",)),
     "slots of the cluster": Check(
-        lambda of: find_allocation_problems(of.config.placement, of.nodes or ()), ("cluster",)
+        lambda of: find_allocation_problems(of.config.placement, of.nodes or ()), ("cluster",), offline=True
     ),
     "packages": Check(lambda of: find_package_problems(of.config)),
-    "batch sizes": Check(lambda of: find_batch_problems(of.config)),
+    "batch sizes": Check(lambda of: find_batch_problems(of.config), offline=True),
     "folders": Check(lambda of: find_folder_problems(of.config)),
-    "ranks of traces": Check(lambda of: find_profile_problems(of.config)),
+    "ranks of traces": Check(lambda of: find_profile_problems(of.config), offline=True),
     "outputs for metrics": Check(lambda of: find_sink_problems(of.config)),
     "optimizers": Check(lambda of: find_optimizer_problems(of.config)),
     "decays of learning rates": Check(lambda of: find_decay_problems(of.config)),
     "model family": Check(lambda of: of.family_problems),
-    "slots of engines": Check(lambda of: find_engine_placement_problems(of.run), ("train",)),
+    "slots of engines": Check(lambda of: find_engine_placement_problems(of.run), ("train",), offline=True),
     "environment variables": Check(lambda of: find_engine_variable_problems(), ("train",)),
     "engine": Check(lambda of: find_engine_problems(of.run), ("train",)),
     "rewards": Check(lambda of: find_reward_problems(of.run), ("train",)),
     "agent": Check(lambda of: find_agent_problems(of.run), ("train",)),
-    "schedule": Check(lambda of: find_schedule_problems(of.run, of.device), ("train",)),
+    "schedule": Check(lambda of: find_schedule_problems(of.run, of.device), ("train",), offline=True),
     "auxiliary models": Check(lambda of: find_auxiliary_model_problems(of.run), ("train", "family")),
     "ports": Check(lambda of: find_port_problems(of.run), ("train", "here")),
     "reference model": Check(lambda of: find_reference_problems(cast("DpoConfig", of.config)), ("dpo", "family")),
@@ -290,19 +301,47 @@ CHECKS: Mapping[str, Check] = {
 """The checks of a configuration by what they check, in the order of their messages."""
 
 
-def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -> list[str]:
+def check_run(
+    config: StageConfig, nodes: Sequence[ClusterNode] | None = None, reports: list[FileReport] | None = None
+) -> list[str]:
     """Return all problems that can be found without starting a worker; empty if there are none.
 
     Args:
-        nodes: as in `check_or_raise`.
+        nodes, reports: as in `check_or_raise`.
     """
     if will_write_model(config):
-        return _check_with_tiny_model(config, nodes)
-    subject = Subject(config, nodes)
+        return _check_with_tiny_model(config, nodes, reports)
+    subject = Subject(config, nodes, reports)
     for check in CHECKS.values():
         if all(map(subject.has, check.needs)):
             subject.problems += check.find(subject)
     return list(dict.fromkeys(subject.problems))
+
+
+def check_offline(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -> list[str]:
+    """Check what can be checked without the model, the data, user code and the machine.
+
+    Args:
+        nodes: as in `check_or_raise`; None: the device is that of `placement.device`.
+
+    Returns:
+        names of the checks that were skipped
+
+    Raises:
+        ConfigError: all problems, one per line.
+    """
+    subject = Subject(config, nodes, reports=None)
+    if nodes is None:
+        subject.device = None if config.placement.device == "auto" else config.placement.device
+    skipped = []
+    for name, check in CHECKS.items():
+        if check.offline and all(map(subject.has, check.needs)):
+            subject.problems += check.find(subject)
+        elif not check.offline and subject.concerns(check):
+            skipped.append(name)
+    if subject.problems:
+        raise ConfigError("\n".join(dict.fromkeys(subject.problems)))
+    return skipped
 
 
 def optimizers_of(config: StageConfig) -> list[tuple[str, OptimizerConfig, int]]:
@@ -327,7 +366,9 @@ def find_warmup_notices(config: StageConfig) -> Iterator[str]:
             )
 
 
-def _check_with_tiny_model(config: StageConfig, nodes: Sequence[ClusterNode] | None) -> list[str]:
+def _check_with_tiny_model(
+    config: StageConfig, nodes: Sequence[ClusterNode] | None, reports: list[FileReport] | None
+) -> list[str]:
     """Check with the model that `model.tiny` describes, written to a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         model = config.model.model_copy(update={"path": f"{folder}/model"})
@@ -336,4 +377,6 @@ def _check_with_tiny_model(config: StageConfig, nodes: Sequence[ClusterNode] | N
             write_missing_model(with_tiny_model)
         except DataError as e:
             return [f"{next(iter(config.data.training_files))}: {e}"]
-        return [problem.replace(model.path, config.model.path) for problem in check_run(with_tiny_model, nodes)]
+        return [
+            problem.replace(model.path, config.model.path) for problem in check_run(with_tiny_model, nodes, reports)
+        ]

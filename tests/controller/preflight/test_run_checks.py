@@ -378,7 +378,7 @@ def test_prompt_budget(tree: dict[str, Any]) -> None:
         (None, "no such data file"),
         ("", "has no rows"),
         ("{", ":1: not valid JSON"),
-        ({"question": "1"}, ":1: field 'prompt' (data.fields.prompt) is missing; the row has 'question'"),
+        ({"query": "1"}, ":1: field 'prompt' (data.fields.prompt) is missing; the row has 'query'"),
         ({"prompt": "1" * 97}, ":1: the prompt has 97 tokens, 1 more than data.max_prompt_tokens = 96"),
         ({"prompt": "1"}, "needs field 'answer' (data.fields.answer), 1 of 1 rows have none, first rows.jsonl:1"),
         ('{"prompt": "1", "answer": NaN}', "needs field 'answer' ... 1 of 1 rows have none, first rows.jsonl:1 (nan)"),
@@ -387,7 +387,7 @@ def test_prompt_budget(tree: dict[str, Any]) -> None:
             {"prompt": "1", "answer": True},
             "... first rows.jsonl:1 (of type bool, not a text, an integer or a float)",
         ),
-        ({"prompt": "1", "answer": ["7"]}, "... first rows.jsonl:1 (of type list, not a text"),
+        ({"prompt": "1", "answer": [["7"]]}, "... first rows.jsonl:1 (of type list, not a text"),
     ],
 )
 def test_data_files(tree: dict[str, Any], tmp_path: Path, key: str, row: Any, message: str) -> None:

@@ -7,6 +7,7 @@ simulated under NCCL's rules.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -540,8 +541,24 @@ def test_a_plan_that_is_not_simulated_is_named(
     recipe = write_config(tmp_path / "run.yaml", layout)
     assert main(["check", str(recipe), "--nodes", "2", "--gpus-per-node", "4"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# weight_sync")]
-    expected = [] if notice is None else [f"# weight_sync: not simulated under NCCL's rules: {notice}"]
-    assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
+    if notice is not None:
+        (line,) = lines
+        assert line.startswith(f"# weight_sync: not simulated under NCCL's rules: {notice}")
+    else:
+        assert len(lines) == 1
+        assert " ms planned, at least " in lines[0]
+
+
+@pytest.mark.parametrize("layout", ["micro_dp", "dedicated engines"])
+def test_the_time_of_a_sync_over_several_nodes_is_shown(tree: dict[str, Any], layout: str) -> None:
+    config = make_config(tree, layout)
+    (line,) = weight_sync_checks.describe_sync_time(config, "cuda")
+    found = re.match(r"weight_sync: ([\d.]+) ms planned, at least ([\d.]+) ms with any method", line)
+    assert found is not None
+    planned, bound = map(float, found.groups())
+    assert planned >= bound
+    assert "at 50 GB/s per NIC, one for each rank, and 400 GB/s of NVLink; " in line
+    assert weight_sync_checks.describe_sync_time(config, "cpu") == []
 
 
 def test_delta_needs_engines_that_keep_their_weights(tree: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,7 +95,8 @@ def check_nodes_or_raise(placement: PlacementConfig, paths: RequiredPaths) -> st
 
 def required_paths(config: StageConfig) -> RequiredPaths:
     """Return the paths that a run needs on every node; `config` has absolute paths."""
-    readable = {**config.data.training_files, **config.data.held_out_files, **model_paths(config)}
+    data = {**config.data.training_files, **config.data.held_out_files}
+    readable = {**{key: str(_existing_part(path)) for key, path in data.items()}, **model_paths(config)}
     if will_write_model(config):
         del readable["model.path"]
     writable = {"run_dir": config.run_dir}
@@ -104,6 +106,14 @@ def required_paths(config: StageConfig) -> RequiredPaths:
         readable=readable,
         writable={key: str(_existing_parent(Path(folder))) for key, folder in writable.items()},
     )
+
+
+def _existing_part(path: str) -> Path:
+    """Return the path of a data file; of a pattern, the folder whose name has no wildcards."""
+    found = Path(path)
+    while not found.exists() and glob.has_magic(str(found)):
+        found = found.parent
+    return found
 
 
 def _existing_parent(folder: Path) -> Path:

@@ -1,0 +1,123 @@
+"""Measures `megarl data` on a file, and compares the rows that a resumed run takes with those of one without a stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from array import array
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.data.rows import Counts
+from megarl.data.account import digest_fields
+from megarl.data.rows import read_rows
+from megarl.data.sampler import PromptOrder, PromptSampler, SamplerState
+from megarl.errors import DataError
+
+BATCH_ROWS = 512
+STOPS = (0.1, 0.5, 0.97)
+"""Shares of the prompts of one epoch after which the run is stopped and resumed."""
+EPOCHS = 1.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountReport:
+    """Cost of the account of one file, by its own process."""
+
+    rows: int
+    mb: float
+    cpu_seconds: float
+    """User and system time of the process with all its threads, imports included."""
+    peak_mb: float
+    """Largest resident memory."""
+    bytes_per_row: float
+    """Growth of the peak over that of the account of the held-out file, by row."""
+
+
+def measure_account(folder: Path, counts: Counts) -> AccountReport:
+    """Run `megarl data` on the files of `write_files` and compare its counts with those.
+
+    Raises:
+        DataError: the command fails, or counts something else.
+    """
+    train, held_out = str(folder / "train.jsonl"), str(folder / "heldout.jsonl")
+    _, _, small = _run("data", held_out, "--json")
+    reports, cpu_seconds, peak = _run("data", train, "--eval", held_out, "--json")
+    account, of_held_out = reports["data.path"], reports["data.eval_path"]
+    found = {
+        "num_rows": account["num_rows"],
+        "repeated_prompts": account["repeated_prompts"]["count"],
+        "repeated_rows": account["repeated_rows"]["count"],
+        "blank_answers": account["num_rows"] - account["num_answers"],
+        "shared_prompts": of_held_out["training_prompts"][train]["count"],
+    }
+    if found != {name: value for name, value in asdict(counts).items() if name in found}:
+        raise DataError(f"{train}: megarl data counts {found}, the file has {counts}")
+    return AccountReport(
+        rows=counts.num_rows,
+        mb=counts.bytes / 1e6,
+        cpu_seconds=cpu_seconds,
+        peak_mb=peak / 1e6,
+        bytes_per_row=(peak - small) / counts.num_rows,
+    )
+
+
+def _run(*words: str) -> tuple[dict[str, Any], float, int]:
+    """Run a command; return the reports that it prints by key, its CPU seconds and its peak memory in bytes."""
+    command = [sys.executable, "-m", "megarl", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        out = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise DataError(f"megarl {' '.join(words)} ended with code {process.returncode}")
+    reports = {report["key"]: report for report in map(json.loads, out.splitlines())}
+    return reports, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeReport:
+    """Whether a run that is stopped and resumed takes the prompts of one that is not."""
+
+    num_prompts: int
+    num_stops: int
+    is_equal: bool
+
+
+def compare_resumed(file: Path) -> ResumeReport:
+    """Take the prompts of `EPOCHS` epochs without a stop, and stopped after each of `STOPS`.
+
+    Each part of the stopped run reads the file again and has a new sampler, which it restores from the state that the
+    part before has saved.
+    """
+    contents = _read_digests(file)
+    num_prompts = int(EPOCHS * len(contents))
+    whole, _ = _take(contents, None, num_prompts)
+    parts, state = array("Q"), None
+    for stop in [*(int(share * num_prompts) for share in STOPS), num_prompts]:
+        part, state = _take(_read_digests(file), state, stop - len(parts))
+        parts.extend(part)
+    return ResumeReport(num_prompts=num_prompts, num_stops=len(STOPS), is_equal=whole.tobytes() == parts.tobytes())
+
+
+def _read_digests(file: Path) -> array[int]:
+    return array("Q", (digest_fields(row.fields) for row in read_rows(file)))
+
+
+def _take(contents: array[int], state: SamplerState | None, num: int) -> tuple[array[int], SamplerState]:
+    """Return the digests of the next rows after `state`, in the order of a run, and the state after them."""
+    sampler = PromptSampler(PromptOrder(len(contents), seed=17, shuffle=True))
+    if state is not None:
+        sampler.restore(state)
+    taken = array("Q", (contents[row] for size in _batch_sizes(num) for row in sampler.take(size)))
+    return taken, sampler.state()
+
+
+def _batch_sizes(num: int) -> Iterator[int]:
+    """Yield the sizes of batches of `num` prompts."""
+    yield from (min(BATCH_ROWS, num - start) for start in range(0, num, BATCH_ROWS))

@@ -1,0 +1,330 @@
+"""Report what the data files of a configuration hold, for `megarl data` and `megarl check`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.data import Source
+from megarl.config.preference import PreferenceConfig
+from megarl.config.reward import JudgeRewardConfig, MathRewardConfig, NumericRewardConfig
+from megarl.config.run import RunConfig, StageConfig
+from megarl.controller.preflight.model_checks import find_token_limit, will_write_model
+from megarl.controller.preflight.row_reading import PlainReader, TokenReader
+from megarl.data.account import SAMPLE_ROWS, EqualRows, FileAccount, LeftOut, Lengths, Segment, measure_lengths
+from megarl.data.prompts import batch_rows
+from megarl.data.rows import MEDIA, read_rows, track
+from megarl.errors import DataError
+from megarl.megatron.families.load_architecture import read_hf_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.model_files.json_object import JsonMapping
+
+NO_MODEL = "none"
+"""`model.path` where no model is given."""
+
+MEANINGFUL = ("image", "video", "audio", "tools", "input", "system", "history")
+"""Columns that other trainers render; a notice names those that are not. Images and so on that are no text are refused.
+"""
+
+
+FORMATS = {
+    "verl": {"prompt", "reward_model"},
+    "slime": {"prompt", "label"},
+    "NeMo-Gym": {"responses_create_params"},
+    "TRL": {"prompt", "completion"},
+    "verifiers": {"question", "info"},
+    "question and answer": {"question", "answer"},
+    "OpenAI messages": {"messages"},
+    "ShareGPT": {"conversations"},
+    "Alpaca": {"instruction"},
+    "HelpSteer3": {"overall_preference"},
+}
+"""Format -> columns that are read of its rows; the first one is named."""
+
+AnswerTerms = dict[str, NumericRewardConfig | MathRewardConfig | JudgeRewardConfig]
+
+
+def find_answer_terms(config: RunConfig, source: Source) -> AnswerTerms:
+    """Return the reward terms of a source that need a reference answer, by their names."""
+    names = source.config.reward_terms if source.config.reward_terms is not None else config.reward.rules
+    terms = {name: config.reward.terms[name] for name in names}
+    return {
+        name: term
+        for name, term in terms.items()
+        if isinstance(term, NumericRewardConfig | MathRewardConfig)
+        or (isinstance(term, JudgeRewardConfig) and "{answer}" in term.rubric)
+    }
+
+
+TRAINED_COLUMNS = ("conversations", "completion", "output", "history", "response1", "response2")
+"""Columns of known formats that are trained on, or have turns that are; others are named by `data.fields`."""
+
+
+@dataclass(kw_only=True)
+class FileReport:
+    """What one file holds, and what its stage uses of it."""
+
+    key: str
+    """YAML key of the file's path."""
+    path: str
+    config: StageConfig
+    source: Source
+    account: FileAccount
+    num_overlong: int = 0
+    """Usable rows that `data.overlong_prompts: drop` leaves out; counted where all rows are tokenized."""
+    training_prompts: dict[str, EqualRows] = field(default_factory=dict)
+    """Of a held-out file: path of a training file -> rows whose prompt is in it."""
+    lengths: Lengths | None = None
+    refused_in_sample: dict[str, LeftOut] = field(default_factory=dict)
+    """Reason -> rows of the sample that the chat template or the tokenizer refuses."""
+    shown: dict[str, dict[str, list[Segment]]] = field(default_factory=dict)
+    """Place of a row -> name -> text."""
+
+    @property
+    def used(self) -> set[str]:
+        """Columns that are read of a row, without those that need to be empty."""
+        return (self.account.used | self.account.answers) - {*MEDIA}
+
+    @property
+    def uses(self) -> dict[str, str]:
+        """Column -> what it is used for."""
+        return {name: self._use(name) for name in self.account.columns}
+
+    def _use(self, column: str) -> str:
+        fields, is_run = self.source.config.fields, isinstance(self.config, RunConfig)
+        if column in MEDIA and column not in MEANINGFUL:
+            return "has to be empty"
+        if column not in self.used:
+            return "passed to rewards" if is_run else "ignored"
+        if column not in self.account.used:
+            return "answer"
+        for key in ("tools", "margin", "chosen_safe", "rejected_safe"):
+            if column == getattr(fields, key).partition(".")[0]:
+                return key.replace("_", " ")
+        trained = {fields.response, fields.messages, fields.chosen, fields.rejected, *TRAINED_COLUMNS}
+        return "rendered" if is_run or column not in trained else "trained on"
+
+    @property
+    def kind(self) -> str:
+        """What the rows are."""
+        if isinstance(self.config, RunConfig):
+            return "prompts"
+        return "pairs" if isinstance(self.config, PreferenceConfig) else "demonstrations"
+
+    @property
+    def format(self) -> str:
+        """The format of the usable rows: texts, messages, or some of both."""
+        account = self.account
+        num_messages = account.num_usable - account.num_texts
+        name = next((f" ({name})" for name, columns in FORMATS.items() if columns <= self.used), "")
+        if not num_messages or not account.num_texts:
+            return f"{self.kind} of {'messages' if num_messages else 'texts'}{name}"
+        return f"{self.kind}{name}, {account.num_texts:,} of texts and {num_messages:,} of messages"
+
+    @property
+    def reason(self) -> str:
+        """Why the rows are of this format: the columns that are read, with their types."""
+        read = [f"{name!r} ({self.types(name)})" for name, use in self.uses.items() if name in self.used]
+        return f"rows have {', '.join(read)}" if read else "no row could be read"
+
+    def types(self, column: str) -> str:
+        """Return the types of a column's values; `-` if all are null."""
+        counts = self.account.columns[column]
+        return ", ".join(name for name, _ in counts.most_common()) or "-"
+
+    @property
+    def num_left_out(self) -> int:
+        """Number of rows that cannot be used."""
+        return sum(each.count for each in self.account.left_out.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as an object of JSON."""
+        account = self.account
+        return {
+            "key": self.key,
+            "path": self.path,
+            "format": self.format,
+            "reason": self.reason,
+            "num_rows": account.num_rows,
+            "num_usable": account.num_usable,
+            "num_answers": account.num_answers if isinstance(self.config, RunConfig) else None,
+            "columns": {
+                name: {"use": use, "num_rows": account.columns[name].total(), "types": dict(account.columns[name])}
+                for name, use in self.uses.items()
+            },
+            "repeated_rows": asdict(account.rows.find_repeats()),
+            "repeated_prompts": asdict(account.prompts.find_repeats()),
+            "training_prompts": {path: asdict(shared) for path, shared in self.training_prompts.items()},
+            "left_out": {reason: asdict(rows) for reason, rows in account.left_out.items()},
+            "lengths": self.lengths and asdict(self.lengths),
+            "refused_in_sample": {reason: asdict(rows) for reason, rows in self.refused_in_sample.items()},
+            "shown": {
+                place: {name: [segment._asdict() for segment in segments] for name, segments in texts.items()}
+                for place, texts in self.shown.items()
+            },
+            "notices": self.notices(),
+        }
+
+    def facts(self, *, only_problems: bool = False) -> list[str]:
+        """Return a sentence for each fact about equal rows, answers and rows left out, and about lengths.
+
+        Args:
+            only_problems: leave out what counts no rows.
+        """
+        account, facts = self.account, []
+        rows, prompts = account.rows.find_repeats(), account.prompts.find_repeats()
+        for repeated, what in ((rows, "row"), (prompts, "prompt")):
+            if repeated.count or not only_problems:
+                shares = f"{repeated.count:,} of {account.num_rows:,} rows"
+                facts.append(f"{shares} repeat an earlier {what}{_example(repeated)}")
+        for path, shared in self.training_prompts.items():
+            if shared.count or not only_problems:
+                shares = f"{shared.count:,} of {account.num_usable:,} prompts"
+                facts.append(f"{shares} are in the training rows of {path}{_example(shared)}")
+        if isinstance(self.config, RunConfig) and (account.num_answers < account.num_usable or not only_problems):
+            columns = " or ".join(map(repr, sorted(account.answers))) or repr(self.source.config.fields.answer)
+            facts.append(f"{account.num_answers:,} of {account.num_usable:,} rows have an answer in {columns}")
+        for reason, left in account.left_out.items():
+            facts.append(f"{left.count:,} of {account.num_rows:,} rows cannot be used: {reason} (first {left.example})")
+        if self.num_overlong:
+            facts.append(f"{self.num_overlong:,} of {account.num_usable:,} rows are dropped, because they are too long")
+        if self.lengths is not None:
+            facts.append(_describe_lengths(self.lengths, account.num_usable))
+        for reason, left in self.refused_in_sample.items():
+            facts.append(f"{left.count:,} rows of the sample cannot be used: {reason} (first {left.example})")
+        return facts
+
+    def notices(self) -> list[str]:
+        """Return a sentence for each column that looks like part of the prompt and is not, and for missing answers."""
+        account, found = self.account, []
+        for name, use in self.uses.items():
+            if name in MEANINGFUL and name not in self.used and account.columns[name]:
+                found.append(
+                    f"column {name!r}, which {account.columns[name].total():,} rows have, is not rendered ({use})"
+                )
+        terms = find_answer_terms(self.config, self.source) if isinstance(self.config, RunConfig) else {}
+        if terms and not account.num_answers and account.num_usable:
+            term, section = next(iter(terms.items()))
+            field, key = self.source.config.fields.answer, f"{self.source.key}.fields.answer"
+            found.append(
+                f"no row has an answer in {field!r} ({key}), which "
+                f"reward.terms.{term} ({section.type}) needs; the columns are {', '.join(account.columns)}"
+            )
+        return found
+
+    def lines(self) -> list[str]:
+        """Return the report in a few lines, for `megarl check`."""
+        by_use: dict[str, list[str]] = {}
+        for name, use in self.uses.items():
+            by_use.setdefault(use, []).append(name)
+        columns = "; ".join(f"{use}: {', '.join(names)}" for use, names in by_use.items())
+        head = f"{self.key}: {self.account.num_rows:,} rows, {self.format}; {columns}"
+        return [head, *(f"{self.key}: {fact}" for fact in (*self.facts(only_problems=True), *self.notices()))]
+
+
+def _example(rows: EqualRows) -> str:
+    return "" if rows.example is None else f" (first {' as '.join(rows.example)})"
+
+
+def _describe_lengths(lengths: Lengths, num_rows: int) -> str:
+    whole = "all" if lengths.num_rows == num_rows else f"{lengths.num_rows:,} of {num_rows:,}"
+    quantiles = ", ".join(f"{name} {value:,}" for name, value in lengths.quantiles.items())
+    sample = "" if whole == "all" else ", drawn at random"
+    return (
+        f"tokens of {whole} rows{sample}: {quantiles}; {lengths.num_longer:,} are above the limit of {lengths.limit:,}"
+    )
+
+
+def report_files(config: StageConfig, *, num_shown: int, sample_rows: int = SAMPLE_ROWS) -> list[FileReport]:
+    """Read all files of a configuration and return their reports: each training file, then each held-out file.
+
+    Args:
+        num_shown: number of rows of a file to render.
+        sample_rows: number of rows of a file whose lengths are measured.
+
+    Raises:
+        MegarlError: a file or the model's folder cannot be read.
+    """
+    tokenizer, hf_config = _load_model(config)
+    reports = list[FileReport]()
+    for name in ("path", "eval_path"):
+        for source in config.data.resolved_sources:
+            path = getattr(source.config, name)
+            if path is None:
+                continue
+            report = start_report(config, source, name, tokenizer, num_shown=num_shown, sample_rows=sample_rows)
+            for rows in track(batch_rows(read_rows(path)), f"reading {Path(path).name}"):
+                for row in rows:
+                    report.account.add(row)
+            _add_texts(report, tokenizer, hf_config)
+            reports.append(report)
+    find_shared_prompts(reports)
+    return reports
+
+
+def start_report(
+    config: StageConfig,
+    source: Source,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    num_shown: int = 0,
+    sample_rows: int = 0,
+) -> FileReport:
+    """Return a report whose account has no rows yet.
+
+    Args:
+        name: key of the file in the source, `path` or `eval_path`.
+    """
+    has_chat = tokenizer is None or TokenReader(config, source, tokenizer).has_chat
+    reader, path = PlainReader(config, source, has_chat=has_chat), getattr(source.config, name)
+    account = FileAccount(path, reader.read, reader.has_answer, num_first=num_shown, sample_rows=sample_rows)
+    return FileReport(key=f"{source.key}.{name}", path=path, config=config, source=source, account=account)
+
+
+def find_shared_prompts(reports: Sequence[FileReport]) -> None:
+    """Compare the prompts of each held-out file with those of each training file."""
+    training = [report for report in reports if report.key.endswith(".path")]
+    for report in reports:
+        if report.key.endswith(".eval_path"):
+            for other in training:
+                report.training_prompts[other.path] = report.account.prompts.find_shared(other.account.prompts)
+
+
+def _load_model(config: StageConfig) -> tuple[PreTrainedTokenizerBase | None, JsonMapping]:
+    """Return the tokenizer and config.json of the model; None and nothing where no model is given, or none yet."""
+    from megarl.data.tokenizer import load_tokenizer
+
+    if config.model.path == NO_MODEL or will_write_model(config):
+        return None, {}
+    folder = Path(config.model.path)
+    return load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code), read_hf_config(folder)
+
+
+def _add_texts(report: FileReport, tokenizer: PreTrainedTokenizerBase | None, hf_config: JsonMapping) -> None:
+    """Render the first rows, and measure the lengths of the sample if there is a tokenizer."""
+    account = report.account
+    if tokenizer is None:
+        reader = PlainReader(report.config, report.source)
+        report.shown = {row.where: reader.show(row) for row in account.first}
+        return
+    tokens = TokenReader(report.config, report.source, tokenizer)
+    lengths = list[int]()
+    for row in account.sample:
+        try:
+            lengths.append(max(len(each.ids) for each in tokens.tokenize(row).values()))
+        except DataError as e:
+            reason = str(e).removeprefix(f"{row.where}: ")
+            report.refused_in_sample.setdefault(reason, LeftOut(count=0, example=row.where)).count += 1
+    if lengths:
+        report.lengths = measure_lengths(lengths, find_token_limit(report.config, hf_config, report.source))
+    for row in account.first:
+        try:
+            report.shown[row.where] = tokens.show(tokens.tokenize(row))
+        except DataError:
+            continue  # counted above, or named by the error of the run
