@@ -104,6 +104,16 @@ def flag(key: str, to: str, note: str = "", *, always: bool = False) -> Row:
     return mapped(key, to, lambda s: {to: s.flag(key)}, note, always=always)
 
 
+def below(prefix: str, to: str, note: str = "") -> Row:
+    """Make a row for a map of any keys that megarl has at `to`, with the same keys; null is left out."""
+
+    def convert(s: Settings) -> Mapping[str, object]:
+        given = {setting.key.removeprefix(f"{prefix}."): setting.value for setting in s.matching(f"{prefix}.*")}
+        return {f"{to}.{name}": value for name, value in given.items() if value is not None}
+
+    return mapped(f"{prefix}.*", to, convert, note)
+
+
 def text(key: str, to: str, note: str = "", *, always: bool = False) -> Row:
     """Make a row for a text that is the same in megarl; null is left to megarl's default."""
     return mapped(key, to, lambda s: _unless_none(to, s.text(key)), note, always=always)

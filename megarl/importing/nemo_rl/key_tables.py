@@ -11,6 +11,7 @@ from megarl.importing.tables import (
     Difference,
     PeerTable,
     Row,
+    below,
     flag,
     mapped,
     missing,
@@ -526,8 +527,9 @@ POLICY: Sequence[Row] = (
     refused("policy.draft.enabled", "megarl trains no draft models"),
     no_effect("policy.draft.*", "no draft model is trained"),
     missing(f"{MEGATRON}.mtp_*", "layers for multi-token prediction are kept as they are and not trained"),
+    below("policy.tokenizer.chat_template_kwargs", "data.chat_template_kwargs", "variables of the chat template"),
     missing(
-        ("policy.tokenizer.chat_template", "policy.tokenizer.chat_template_kwargs", "policy.hf_config_overrides.*"),
+        ("policy.tokenizer.chat_template", "policy.hf_config_overrides.*"),
         "the tokenizer, its template and the architecture are those of the model's folder: change them there",
         off=(None, "default"),
     ),

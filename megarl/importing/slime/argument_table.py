@@ -565,7 +565,12 @@ DATA: Sequence[Row] = (
         "`always` with it, else `never`",
         always=True,
     ),
-    missing("--apply-chat-template-kwargs", "the chat template is rendered without arguments", off=("{}",)),
+    mapped(
+        "--apply-chat-template-kwargs",
+        "data.chat_template_kwargs",
+        run.convert_template_kwargs,
+        "variables of the chat template, an object of JSON",
+    ),
     mapped(
         "--rollout-shuffle",
         "data.shuffle",

@@ -476,3 +476,15 @@ def convert_wandb(s: Settings) -> Mapping[str, object]:
         return {}
     section = {"project": s.text("--wandb-project") or "slime", "name": s.text("--wandb-group")}
     return {"tracking.wandb": {key: value for key, value in section.items() if value is not None}}
+
+
+def convert_template_kwargs(s: Settings) -> Mapping[str, object]:
+    """Return variables of the chat template.
+
+    Raises:
+        NotConvertible: the argument is no object of JSON.
+    """
+    values = s.value("--apply-chat-template-kwargs")
+    if not isinstance(values, dict):
+        raise NotConvertible(f"needs an object of JSON, got {values!r}")
+    return {f"data.chat_template_kwargs.{name}": value for name, value in values.items() if value is not None}

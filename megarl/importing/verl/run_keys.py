@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megarl.importing.tables import (
     Row,
+    below,
     flag,
     mapped,
     missing,
@@ -257,11 +258,7 @@ DATA: Sequence[Row] = (
     ),
     flag("data.shuffle", "data.shuffle", always=True),
     whole("data.seed", "seed", "one seed for everything"),
-    missing(
-        ("data.apply_chat_template_kwargs.*",),
-        "a chat template gets no further arguments: write the choice into the template",
-        off=(),
-    ),
+    below("data.apply_chat_template_kwargs", "data.chat_template_kwargs", "variables of the chat template"),
     missing(
         ("data.custom_cls.path", "data.sampler.class_path", "data.datagen.path"),
         "rows come from files: write what the class makes",

@@ -63,6 +63,7 @@ EXPECTED: Mapping[str, Mapping[str, object]] = {
         "algorithm.overlong": {"buffer": 2048, "factor": 1.0, "max_length": 14336},
     },
     "async_in_flight.yaml": {
+        "data.chat_template_kwargs": {"enable_thinking": False},
         "schedule": {"type": "async", "max_staleness": 2, "lookahead": 2, "update": "in_place"},
         "placement.nodes": 1,
         "placement.pools.engines": {"nodes": 2, "slots_per_node": 8},

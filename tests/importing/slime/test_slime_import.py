@@ -22,6 +22,7 @@ EXPECTED: Mapping[str, Mapping[str, object]] = {
         "model.path": "/models/dense-4B",
         "data.fields.answer": "label",
         "data.chat_template": "always",
+        "data.chat_template_kwargs": {"enable_thinking": False},
         "data.shuffle": True,
         "algorithm.type": "grpo",
         "algorithm.prompts_per_step": 64,

@@ -192,6 +192,7 @@ EXPECTED: Mapping[str, Mapping[str, object]] = {
         "algorithm.aggregation": "seq-mean-token-sum-norm",
         "algorithm.length_norm": 4096,
         "algorithm.rollout_is": {"kind": "icepop", "low": 0.5, "high": 5.0},
+        "data.chat_template_kwargs": {"enable_thinking": False},
     },
     "dr_grpo_old_names.sh": {
         "algorithm.type": "dr_grpo",
@@ -235,7 +236,6 @@ WITHOUT_EQUIVALENT: Mapping[str, Mapping[str, str]] = {
     "rollout_correction_fp8.sh": {
         "actor_rollout_ref.rollout.quantization": "does not quantize",
         "algorithm.rollout_correction.rollout_rs": "weights or masks",
-        "data.apply_chat_template_kwargs.enable_thinking": "further arguments",
     },
     "dr_grpo_old_names.sh": {"trainer.no_such_key": "not known", "data.train_batch_size": "become 3 mini-batches"},
     "resolved_run.yaml": {"group": "not known"},
