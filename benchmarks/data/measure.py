@@ -33,7 +33,7 @@ class AccountReport:
     cpu_seconds: float
     """User and system time of the process with all its threads, imports included."""
     peak_mb: float
-    """Largest resident memory."""
+    """Largest resident memory of the process."""
     bytes_per_row: float
     """Growth of the peak over that of the account of the held-out file, by row."""
 

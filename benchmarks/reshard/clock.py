@@ -63,7 +63,7 @@ DENSE, MOE, DEEPSEEK = MODELS
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One layout."""
+    """A layout of trainer and engines whose syncs are timed."""
 
     model: str
     train: str

@@ -95,7 +95,7 @@ class Conversation:
     """Indices of the assistant's messages to train on, ascending; at least one."""
 
     tools: Sequence[Mapping[str, Any]] = ()
-    """Definitions of tools."""
+    """Definitions of tools, as chat templates take them."""
 
 
 class ConversationTokenizer:

@@ -600,6 +600,24 @@ POLICY: Sequence[Row] = (
     refused("on_policy_distillation.*", "write the configuration of algorithm.type: distillation by hand"),
 )
 
+
+def _training_rows(output: str) -> Row:
+    """Return the row of the training file, whose second column is `data.fields.OUTPUT`."""
+    return mapped(
+        (
+            "data.train.data_path",
+            "data.train.dataset_name",
+            "data.train.input_key",
+            "data.train.output_key",
+            "data.train",
+        ),
+        ("data.path", "data.fields.prompt", f"data.fields.{output}"),
+        lambda s: run.convert_data(s, {"input_key": "prompt", "output_key": output}),
+        "files; there are no named data sets",
+        always=True,
+    )
+
+
 ENGINES: Sequence[Row] = (
     mapped(
         (
@@ -652,19 +670,7 @@ ENGINES: Sequence[Row] = (
         off=("bfloat16", "float32", None),
     ),
     no_effect(f"{GENERATION}.*", "of vLLM or another engine, or without effect on results"),
-    mapped(
-        (
-            "data.train.data_path",
-            "data.train.dataset_name",
-            "data.train.input_key",
-            "data.train.output_key",
-            "data.train",
-        ),
-        ("data.path", "data.fields.prompt", "data.fields.answer"),
-        lambda s: run.convert_data(s, {"input_key": "prompt", "output_key": "answer"}),
-        "files; there are no named data sets",
-        always=True,
-    ),
+    _training_rows("answer"),
     mapped(
         ("data.default.env_name", "data.train.env_name", "env.reward_model.model_name"),
         "reward.terms.NAME",
@@ -683,19 +689,7 @@ SFT: Sequence[Row] = (
     whole("sft.val_period", "trainer.eval_every", always=True),
     missing("sft.only_unmask_final", "all answers of a conversation are trained"),
     no_effect("sft.*", "a run evaluates before the first step and after the last"),
-    mapped(
-        (
-            "data.train.data_path",
-            "data.train.dataset_name",
-            "data.train.input_key",
-            "data.train.output_key",
-            "data.train",
-        ),
-        ("data.path", "data.fields.prompt", "data.fields.response"),
-        lambda s: run.convert_data(s, {"input_key": "prompt", "output_key": "response"}),
-        "files; there are no named data sets",
-        always=True,
-    ),
+    _training_rows("response"),
 )
 
 DPO: Sequence[Row] = (

@@ -249,7 +249,7 @@ PARALLEL: Sequence[Row] = (
     missing(f"{MEGATRON}.dynamic_context_parallel", "the context-parallel size is the same for all sequences"),
     no_effect(
         (f"{REF}.megatron.*", f"{REF}.fsdp_config.*", f"{REF}.veomni.*", f"{REF}.*"),
-        "the reference model is placed and offloaded as `placement` says",
+        "`placement` places and offloads the reference model",
     ),
     no_effect(
         (
