@@ -305,8 +305,8 @@ def test_tensors_of_all_experts_are_not_gathered_over_expert_parallel_ranks() ->
     assert gather_problems("gpt_oss", 2, "exact") == gather_problems("gpt_oss", 1, "gather_hf") == []
     assert gather_problems("qwen3_moe", 2, "gather_hf") == []
     assert gather_problems("gpt_oss", 2, "gather_hf") == [
-        "gather_hf needs trainer.parallel.ep: 1 for GptOssForCausalLM, whose tensors have all experts of a layer, got "
-        "2; micro_dp and exact do not"
+        "weight_sync.strategy: gather_hf needs trainer.parallel.ep: 1 for GptOssForCausalLM, whose tensors have all "
+        "experts of a layer, got 2; micro_dp and exact do not"
     ]
 
 
