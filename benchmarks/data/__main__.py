@@ -55,8 +55,8 @@ which come from a sample of fixed size.
 - `CPU s`: user and system time of the process, imports included. `us / row`: that divided by the number of rows.
 - `peak MB`: largest resident memory of the process. `bytes / row`: how much larger it is than that of the account of
   the held-out file alone, by row.
-- `check CPU s`, `check peak MB`: the same of `megarl check` on a run with a tiny model and the reward `numeric`. It makes
-  the same account, tokenizes every prompt, compares it with the limit, and reads every reference answer.
+- `check CPU s`, `check peak MB`: the same of `megarl check` on a run with a tiny model and the reward `numeric`. It
+  makes the same account, tokenizes every prompt, compares it with the limit, and reads every reference answer.
 - `prompts`: the order of prompts of 1.25 epochs, shuffled, in batches of 512, without a stop, and with `stops` stops:
   after each, the file is read again and the order restored from the state that a checkpoint has. `same order`: whether
   the sequences of rows, by the digests of their contents, are bitwise equal.
