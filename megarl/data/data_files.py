@@ -153,7 +153,8 @@ def _parse(path: Path, line: int, raw: bytes) -> Any:
     if line == 1 and raw.startswith(GZIP_MAGIC):
         raise DataError(f"{path}:1: not valid JSON: the file is compressed with gzip, and needs the suffix .gz")
     try:
-        return _DECODER.decode(raw.decode("utf-8-sig" if line == 1 else "utf-8"))
+        text = raw.decode("utf-8-sig" if line == 1 else "utf-8")
+        return _DECODER.decode(text.rstrip(" \t\r\n"))  # so that what is missing at the end is missing in this line
     except json.JSONDecodeError as e:
         at = f"{path}:{line + e.lineno - 1}"
         raise DataError(f"{at}: not valid JSON: {e.msg} at column {e.colno}") from e

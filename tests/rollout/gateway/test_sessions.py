@@ -294,6 +294,25 @@ def test_tool_definitions_are_part_of_the_prompt() -> None:
     assert second.startswith("<|user|>")
 
 
+async def ask_with_tools_of_the_row(task: Task, base_url: str, api_key: str) -> float:
+    answers.clear()
+    body = {"messages": list(task.messages), "tools": list(task.tools)}
+    async with httpx.AsyncClient(verify=False, timeout=None) as client:
+        answers.append(await client.post(f"{base_url}/chat/completions", json=body))
+    return 1.0
+
+
+def test_a_program_gets_the_tools_of_the_row() -> None:
+    tokenizer = chat_tokenizer("{% if tools %}<|tools|>\n{{ tools | tojson }}<eos>\n{% endif %}" + APPEND)
+    agent = make_agent(tokenizer, ask_with_tools_of_the_row, parser=PlainTextParser())
+    engine = SeededEngine(tokenizer, reply=lambda prompt: "yes")
+    prompts = [make_prompt(tokenizer, tools=json.dumps([TOOL])), make_prompt(tokenizer, 2)]
+    groups = run_groups(engine, agent, prompts, max_new_tokens=1000)
+    (first,), (second,) = (texts(tokenizer, trajectories) for _, trajectories in groups)
+    assert first.startswith("<|tools|>\n[" + json.dumps(TOOL))
+    assert second.startswith("<|user|>")
+
+
 def request(path: str, content: Any, **options: Any) -> dict[str, Any]:
     """Return a request of the API `path` with one message of the user."""
     name = "input" if path == "responses" else "messages"
