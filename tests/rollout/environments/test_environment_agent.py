@@ -1,10 +1,8 @@
 """Episodes with an environment: tokens, rewards of turns, limits in their order, and refused environments."""
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,7 +14,7 @@ from megarl.errors import AgentError, ConfigError
 from megarl.rollout.environments.conversation import PLACEHOLDER
 from megarl.rollout.environments.environment import Step, Task, check_environment
 from tests.rollout.environments.chat_templates import APPEND, STRIPS_THOUGHTS, chat_tokenizer
-from tests.rollout.environments.scripted import Echo, TextEngine, make_job, make_prompt, make_worker, open_environments
+from tests.rollout.environments.scripted import Echo, TextEngine, make_job, make_worker, open_environments
 from tests.rollout.whole_batches import make_generation
 from tests.virtual_time import run_in_virtual_time
 
@@ -329,17 +327,6 @@ class InParts(Echo):
     async def reset(self, task: Task) -> list[dict[str, Any]]:
         parts = [{"type": "text", "text": "is "}, {"type": "text", "text": "it?"}]
         return [{"role": "user", "content": parts}, {"role": "assistant", "content": None}, *task.messages]
-
-
-def test_tools_of_a_row_are_in_each_prompt() -> None:
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-    tokenizer = chat_tokenizer("{% if tools %}<|tools|>\n{{ tools | tojson }}<eos>\n{% endif %}" + APPEND)
-    engine = TextEngine(tokenizer, replies("why", "done"))
-    job = replace(make_job(tokenizer, max_new_tokens=200), prompt=make_prompt(tokenizer, tools=[tool]))
-    _, (first, _) = run_in_virtual_time(make_worker(engine, Echo).rollout_group(job))
-    head = "<|tools|>\n[" + json.dumps(tool) + "]<eos>\n<|user|>\nis it?<eos>\n<|assistant|>\n"
-    assert tokenizer.decode(first.token_ids) == head + "why<eos>\n<|tool|>\n3<eos>\n<|assistant|>\ndone<eos>"
-    assert all(tokenizer.decode(request.token_ids).startswith(head) for request in engine.requests)
 
 
 def test_messages_of_an_environment_that_end_with_the_assistant_are_refused(tokenizer: Any) -> None:
