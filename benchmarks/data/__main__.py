@@ -1,4 +1,4 @@
-"""Measures the account that `megarl data` gives of a large JSONL file, and compares its prompts after a resume.
+"""Measures `megarl data` and `megarl check` on a large JSONL file, and compares its prompts after a resume.
 
 python -m benchmarks.data --rows 1000000 --json
 """
@@ -12,16 +12,35 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.data.measure import AccountReport, ResumeReport, compare_resumed, measure_account
+from benchmarks.data.measure import (
+    AccountReport,
+    CheckReport,
+    ResumeReport,
+    compare_resumed,
+    measure_account,
+    measure_check,
+)
 from benchmarks.data.rows import NUM_HELD_OUT, write_files
 from benchmarks.results_file import write_results
 from benchmarks.text_table import markdown_rows, print_rows
 from megarl.errors import ConfigError, MegarlError
 
-COLUMNS = ("rows", "MB", "CPU s", "us / row", "peak MB", "bytes / row", "prompts", "stops", "same order")
+COLUMNS = (
+    "rows",
+    "MB",
+    "CPU s",
+    "us / row",
+    "peak MB",
+    "bytes / row",
+    "check CPU s",
+    "check peak MB",
+    "prompts",
+    "stops",
+    "same order",
+)
 
 INTRODUCTION = """\
-# CPU and memory of the account of a large file
+# CPU and memory of checking a large file
 
 Measured on a node with {cores} CPU cores:
 
@@ -36,6 +55,8 @@ which come from a sample of fixed size.
 - `CPU s`: user and system time of the process, imports included. `us / row`: that divided by the number of rows.
 - `peak MB`: largest resident memory of the process. `bytes / row`: how much larger it is than that of the account of
   the held-out file alone, by row.
+- `check CPU s`, `check peak MB`: the same of `megarl check` on a run with a tiny model and the reward `numeric`. It
+  makes the same account, tokenizes every prompt, compares it with the limit, and reads every reference answer.
 - `prompts`: the order of prompts of 1.25 epochs, shuffled, in batches of 512, without a stop, and with `stops` stops:
   after each, the file is read again and the order restored from the state that a checkpoint has. `same order`: whether
   the sequences of rows, by the digests of their contents, are bitwise equal.
@@ -59,20 +80,21 @@ def main() -> int:
     if args.write:
         table = markdown_rows(COLUMNS, rows, 0)
         write_results(args.write, INTRODUCTION, table, module="benchmarks.data", held_out=NUM_HELD_OUT)
-    return 0 if all(resumed.is_equal for _, resumed in reports) else 1
+    return 0 if all(resumed.is_equal for *_, resumed in reports) else 1
 
 
-def _run(num_rows: int, folder: Path | None, *, as_json: bool) -> tuple[AccountReport, ResumeReport]:
+def _run(num_rows: int, folder: Path | None, *, as_json: bool) -> tuple[AccountReport, CheckReport, ResumeReport]:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         counts = write_files(Path(scratch), num_rows)
         account = measure_account(Path(scratch), counts)
+        check = measure_check(Path(scratch), counts)
         resumed = compare_resumed(Path(scratch) / "train.jsonl")
     if as_json:
-        print(json.dumps({**asdict(account), **asdict(resumed)}), flush=True)
-    return account, resumed
+        print(json.dumps({**asdict(account), **asdict(check), **asdict(resumed)}), flush=True)
+    return account, check, resumed
 
 
-def _cells(account: AccountReport, resumed: ResumeReport) -> list[str]:
+def _cells(account: AccountReport, check: CheckReport, resumed: ResumeReport) -> list[str]:
     return [
         f"{account.rows:,}",
         f"{account.mb:.1f}",
@@ -80,6 +102,8 @@ def _cells(account: AccountReport, resumed: ResumeReport) -> list[str]:
         f"{1e6 * account.cpu_seconds / account.rows:.1f}",
         f"{account.peak_mb:.0f}",
         f"{account.bytes_per_row:.0f}",
+        f"{check.check_cpu_seconds:.1f}",
+        f"{check.check_peak_mb:.0f}",
         f"{resumed.num_prompts:,}",
         str(resumed.num_stops),
         "yes" if resumed.is_equal else "no",

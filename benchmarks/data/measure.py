@@ -9,19 +9,23 @@ import sys
 from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from benchmarks.data.rows import Counts
-from megarl.data.account import digest_fields
+from megarl.data.account import SAMPLE_ROWS, digest_fields
 from megarl.data.rows import read_rows
 from megarl.data.sampler import PromptOrder, PromptSampler, SamplerState
+from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import DataError
 
 BATCH_ROWS = 512
 STOPS = (0.1, 0.5, 0.97)
 """Shares of the prompts of one epoch after which the run is stopped and resumed."""
 EPOCHS = 1.25
+
+TOKENIZER_ROWS = 1000
+"""Rows of the file on which the tokenizer of the checked run is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +50,8 @@ def measure_account(folder: Path, counts: Counts) -> AccountReport:
     """
     train, held_out = str(folder / "train.jsonl"), str(folder / "heldout.jsonl")
     _, _, small = _run("data", held_out, "--json")
-    reports, cpu_seconds, peak = _run("data", train, "--eval", held_out, "--json")
+    out, cpu_seconds, peak = _run("data", train, "--eval", held_out, "--json")
+    reports = {report["key"]: report for report in map(json.loads, out.splitlines())}
     account, of_held_out = reports["data.path"], reports["data.eval_path"]
     found = {
         "num_rows": account["num_rows"],
@@ -66,8 +71,44 @@ def measure_account(folder: Path, counts: Counts) -> AccountReport:
     )
 
 
-def _run(*words: str) -> tuple[dict[str, Any], float, int]:
-    """Run a command; return the reports that it prints by key, its CPU seconds and its peak memory in bytes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """Cost of `megarl check` on one file, by its own process."""
+
+    check_cpu_seconds: float
+    check_peak_mb: float
+    """Largest resident memory of the process."""
+
+
+def measure_check(folder: Path, counts: Counts) -> CheckReport:
+    """Run `megarl check` on the files of `write_files` with a tiny model, whose tokenizer tokenizes all rows.
+
+    Raises:
+        DataError: the command fails, or does not report all rows and the lengths of a sample.
+    """
+    train = folder / "train.jsonl"
+    texts = [str(row.fields["prompt"]) for row in islice(read_rows(train), TOKENIZER_ROWS)]
+    write_tiny_model(folder / "model", texts, seed=0, context_length=1024)
+    tree = {
+        "run_dir": str(folder / "run"),
+        "model": {"path": str(folder / "model")},
+        "data": {
+            "path": str(train),
+            "eval_path": str(folder / "heldout.jsonl"),
+            "fields": {"answer": "level"},  # which all rows have
+        },
+        "rollout": {"max_new_tokens": 32},
+    }
+    (folder / "check.yaml").write_text(json.dumps(tree), encoding="utf-8")
+    out, cpu_seconds, peak = _run("check", str(folder / "check.yaml"))
+    expected = f"# data.path: {counts.num_rows:,} rows, ", f"# data.path: tokens of {SAMPLE_ROWS:,} of "
+    if counts.num_rows > SAMPLE_ROWS and not all(line in out for line in expected):
+        raise DataError(f"{train}: megarl check does not report {expected}")
+    return CheckReport(check_cpu_seconds=cpu_seconds, check_peak_mb=peak / 1e6)
+
+
+def _run(*words: str) -> tuple[str, float, int]:
+    """Run a command; return what it prints, its CPU seconds and its peak memory in bytes."""
     command = [sys.executable, "-m", "megarl", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -76,8 +117,7 @@ def _run(*words: str) -> tuple[dict[str, Any], float, int]:
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise DataError(f"megarl {' '.join(words)} ended with code {process.returncode}")
-    reports = {report["key"]: report for report in map(json.loads, out.splitlines())}
-    return reports, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+    return out.decode(), usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.data.chat_template import PromptTemplate, read_end_ids
+from megarl.data.conversations import has_text
 from megarl.data.rows import Row
 from megarl.errors import DataError
 
@@ -247,7 +248,7 @@ class TurnRenderer:
         """
         message, before = messages[index], messages[:index]
         name = f"message {index + 1}"
-        if not (message["content"].strip() or message.get("reasoning_content") or message.get("tool_calls")):
+        if not has_text(message):
             raise TurnError(f"{name}, of the assistant, has no text to train on")
         if index == 0:
             raise TurnError(f"{name} is of the assistant; it needs a message before it that it replies to")

@@ -196,7 +196,7 @@ class PromptTemplate:
         """
         tools = self.reader.tools(row)
         try:
-            return read_tools(without_nulls(tools) if row.path.suffix == ".parquet" else tools)
+            return read_tools(without_nulls(tools) if row.has_filled_objects else tools)
         except MessageError as e:
             raise DataError(f"{row.where}: field {self._config.fields.tools!r} ({self._key}.fields.tools) {e}") from e
 
@@ -409,7 +409,7 @@ class PromptTemplate:
             DataError: the value is no list of messages, or there is no chat template for them.
         """
         try:
-            messages = read_messages(without_nulls(value) if row.path.suffix == ".parquet" else value)
+            messages = read_messages(value, are_filled=row.has_filled_objects)
         except MessageError as e:
             raise DataError(f"{row.where}: field {field!r} ({key}) {e}") from e
         self.require_chat(row, f"field {field!r} ({key})")

@@ -23,7 +23,12 @@ ROLES = {
     "function_response": "tool",
     "ipython": "tool",
 }
-"""Names of roles in data files -> roles of chat templates; other names are kept."""
+"""Names of roles in data files, in any case -> roles of chat templates; other names are kept."""
+
+STANDARD_ROLES = ("system", "user", "assistant", "tool")
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+"""Types of the parts of a content that are text, of chat completions and of the API of responses."""
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 
@@ -32,11 +37,14 @@ class MessageError(Exception):
     """A value is no conversation; the message follows the place of the value."""
 
 
-def read_messages(value: object) -> Messages:
+def read_messages(value: object, *, are_filled: bool = False) -> Messages:
     """Return a list of messages or its JSON text, OpenAI's or ShareGPT's, as chat templates take them.
 
-    Parts of type text are joined, null keys removed, and arguments of calls parsed. Messages of the assistant and those
-    with calls may have no content.
+    Parts of text are joined, null content is an empty text, other null keys are removed, and arguments of calls parsed.
+    Messages of the assistant and those with calls may lack content.
+
+    Args:
+        are_filled: whether objects below the messages have null for keys that they lack, as in columns of a table.
 
     Raises:
         MessageError: it is something else.
@@ -45,21 +53,22 @@ def read_messages(value: object) -> Messages:
     if not isinstance(value, list) or not value:
         kind = "an empty list" if value == [] else type(value).__name__
         raise MessageError(f"needs a list of messages, got {kind}")
-    return [_read_message(message, f"message {i}") for i, message in enumerate(value, start=1)]
+    return [_read_message(message, f"message {i}", are_filled) for i, message in enumerate(value, start=1)]
 
 
-def _read_message(message: object, name: str) -> dict[str, Any]:
+def _read_message(message: object, name: str, is_filled: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise MessageError(f"needs messages {{role, content}}, got {message!r} as {name}")
-    keys = {key: each for key, each in message.items() if each is not None}
+    keys = {key: without_nulls(each) if is_filled else each for key, each in message.items() if each is not None}
     is_sharegpt = "from" in keys and "role" not in keys
     role = keys.pop("from" if is_sharegpt else "role", None)
-    content = keys.pop("value" if is_sharegpt else "content", None)
+    content_key = "value" if is_sharegpt else "content"
+    content = keys.pop(content_key, None)
     if not isinstance(role, str):
         raise MessageError(f"needs messages {{role, content}}, or {{from, value}}, got {message!r} as {name}")
     if role == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": _read_call_text(content, name)}
-    role = ROLES.get(role, role)
+    role = ROLES.get(role.lower(), role.lower() if role.lower() in STANDARD_ROLES else role)
     if "function_call" in keys:
         keys["tool_calls"] = [{"type": "function", "function": keys.pop("function_call")}]
     if keys.get("tool_calls") in ([], None):
@@ -67,25 +76,34 @@ def _read_message(message: object, name: str) -> dict[str, Any]:
     if "tool_calls" in keys:
         keys["tool_calls"] = _read_calls(keys["tool_calls"], name)
     text = join_text(content)
-    if content is None and (role == "assistant" or "tool_calls" in keys):
-        text = ""
-    if text is None:
+    if text is None or not (content_key in message or role == "assistant" or "tool_calls" in keys):
         raise MessageError(
-            f"needs messages whose content is a text, or a list of parts of type text, got {message!r} as {name}"
+            f"needs messages whose content is a text, null, or a list of parts of type text, got {message!r} as {name}"
         )
     return {"role": role, "content": text, **keys}
 
 
 def join_text(content: Any) -> str | None:
-    """Return the text of a message's content: a text, or parts of type text, which are joined; None: it is neither."""
-    match content:
-        case str():
-            return content
-        case [*parts] if parts and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-            texts: list[Any] = [part.get("text") for part in parts]
-            return "".join(texts) if all(isinstance(text, str) for text in texts) else None
-        case _:
-            return None
+    """Return the text of a message's content: a text, null, or a list of parts of text; None: it is none of these.
+
+    Parts are joined without a separator, as chat templates write them that take lists of parts.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return None
+    texts = [_part_text(part) for part in content]
+    return "".join(text for text in texts if text is not None) if None not in texts else None
+
+
+def _part_text(part: object) -> str | None:
+    """Return the text of a part of a content; None: it has another type, such as an image."""
+    if isinstance(part, Mapping):
+        kind = part.get("type", "text")
+        part = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_PARTS else None
+    return part if isinstance(part, str) else None
 
 
 def _read_calls(calls: object, name: str) -> list[dict[str, Any]]:
@@ -168,6 +186,11 @@ def find_trained(messages: Sequence[Mapping[str, Any]], start: int = 0) -> list[
         if message["role"] == "assistant" and i >= start and weight != 0:
             found.append(i)
     return found
+
+
+def has_text(message: Mapping[str, Any]) -> bool:
+    """Whether a message of the assistant has a text, thoughts or calls."""
+    return bool(message["content"].strip() or message.get("reasoning_content") or message.get("tool_calls"))
 
 
 def without_weights(messages: Messages) -> Messages:

@@ -6,9 +6,11 @@ into the local cache of huggingface_hub; it continues with the local ones.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import glob
 import gzip
+import io
 import json
 import re
 import zlib
@@ -35,6 +37,8 @@ DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", 
 """Files in folders of datasets that hold no rows."""
 
 MAX_CSV_FIELD = 2**31 - 1
+
+GZIP_MAGIC = b"\x1f\x8b"
 
 NumberedRow = tuple[int, dict[str, Any]]
 """Line of a text file, or number of a row in another one, from 1; and the fields of the row."""
@@ -146,10 +150,33 @@ def _read_object(path: Path, line: int, raw: bytes) -> dict[str, Any]:
 
 
 def _parse(path: Path, line: int, raw: bytes) -> Any:
+    if line == 1 and raw.startswith(GZIP_MAGIC):
+        raise DataError(f"{path}:1: not valid JSON: the file is compressed with gzip, and needs the suffix .gz")
     try:
-        return json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8"))
+        text = raw.decode("utf-8-sig" if line == 1 else "utf-8")
+        return _DECODER.decode(text.rstrip(" \t\r\n"))  # so that what is missing at the end is missing in this line
+    except json.JSONDecodeError as e:
+        at = f"{path}:{line + e.lineno - 1}"
+        raise DataError(f"{at}: not valid JSON: {e.msg} at column {e.colno}") from e
     except (ValueError, RecursionError) as e:
         raise DataError(f"{path}:{line}: not valid JSON: {e}") from e
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON.
+
+    Raises:
+        ValueError: a key occurs more than once.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object has the key {replace_surrogates(repeated)!r} more than once")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_make_object)
 
 
 def _refuse_surrogates(path: Path, line: int, fields: Mapping[str, Any]) -> None:
@@ -166,13 +193,20 @@ def _read_json(path: Path, file: BinaryIO) -> Iterator[NumberedRow]:
     first = file.readline()
     rest = file.read()
     if rest.strip() and _is_object(first):
-        yield from _read_jsonl(path, (first + rest).splitlines(keepends=True))
+        yield from _read_jsonl(path, io.BytesIO(first + rest))
+        return
+    if not (first + rest).removeprefix(codecs.BOM_UTF8).strip():
         return
     content = _parse(path, 1, first + rest)
     rows = content
     if isinstance(content, dict):
-        lists = [value for value in content.values() if isinstance(value, list)]
-        rows = lists[0] if len(lists) == 1 else [content]
+        lists = {name: value for name, value in content.items() if _is_list_of_rows(value)}
+        if len(lists) > 1:
+            raise DataError(
+                f"{path}:1: needs one list of rows, got {len(lists)}: {', '.join(map(repr, lists))}; write each to its "
+                "own file"
+            )
+        rows = next(iter(lists.values()), [content])
     if not isinstance(rows, list):
         raise DataError(f"{path}: needs a list of JSON objects, got {type(content).__name__}")
     for number, fields in enumerate(rows, start=1):
@@ -180,6 +214,13 @@ def _read_json(path: Path, file: BinaryIO) -> Iterator[NumberedRow]:
             raise DataError(f"{path}:{number}: needs JSON objects in its list, got {type(fields).__name__}")
         _refuse_surrogates(path, number, fields)
         yield number, fields
+
+
+def _is_list_of_rows(value: object) -> bool:
+    """Whether a value is a list of objects other than messages and tools, which a row has."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        return False
+    return not any(keys <= value[0].keys() for keys in ({"role"}, {"from", "value"}, {"type", "function"}))
 
 
 def _is_object(line: bytes) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ from megarl.batch.trajectory import Trajectory
 from megarl.config.data import DataConfig
 from megarl.data.assistant_turns import Conversation, ConversationTokenizer
 from megarl.data.chat_template import PromptTemplate, as_question
-from megarl.data.conversations import MessageError, Messages, find_trained, without_weights
+from megarl.data.conversations import MessageError, Messages, find_trained, has_text, without_weights
 from megarl.data.prompt_rows import INSTRUCTION, INSTRUCTION_OUTPUT, ExplicitFields, read_instruction
 from megarl.data.prompts import OverlongFilter, batch_rows
 from megarl.data.rows import Row, read_rows, refuse_media, track
@@ -29,19 +29,27 @@ logger = logging.getLogger(__name__)
 
 
 def load_demonstrations(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, path: str | None = None
+) -> list[Trajectory]:
+    """Return the samples that `tokenize_demonstrations` yields for the rows of `path`; raises as it does."""
+    rows = read_rows(path or config.file)
+    return [*chain.from_iterable(tokenize_demonstrations(config, tokenizer, rows, max_tokens=max_tokens, path=path))]
+
+
+def tokenize_demonstrations(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Row],
     *,
     max_tokens: int,
     path: str | None = None,
-    rows: Iterable[Row] | None = None,
-) -> list[Trajectory]:
-    """Return the samples of the rows of `path` (default: `data.path`) in order, with their index as `group_id`.
+) -> Iterator[list[Trajectory]]:
+    """Yield the samples of each row in order, with the sample's index as `group_id`; nothing for a row that is dropped.
 
     A conversation has several samples where the chat template rewrites earlier turns; every other row has one.
 
     Args:
-        rows: those of `path`, of a caller that has opened it.
+        path: file of the rows, for messages; None: `data.path`.
 
     Raises:
         DataError: a row is no demonstration, has no tokens to train on, or a sample with more than `max_tokens` while
@@ -51,21 +59,20 @@ def load_demonstrations(
     template = PromptTemplate(config, tokenizer, config.template_date)
     reader, examples = DemonstrationReader(config, template), ExampleTokenizer(template)
     overlong = OverlongFilter(file, config.overlong_prompts, max_tokens, "demonstration", "the context length")
-    samples: list[Trajectory] = []
     explicit = ExplicitFields(config.fields, "data")
-    num_rows = 0
-    for batch in track(batch_rows(read_rows(file) if rows is None else rows), f"tokenizing {file.name}"):
+    num_rows = num_samples = 0
+    for batch in track(batch_rows(rows), f"tokenizing {file.name}"):
         for row, of_row in zip(batch, examples.tokenize([(row, reader.read(row)) for row in batch]), strict=True):
             explicit.see(row)
             if overlong.keep(row, max(len(tokens.ids) for tokens in of_row)):
-                samples += [make_trajectory(row, tokens, group_id=i) for i, tokens in enumerate(of_row, len(samples))]
+                yield [make_trajectory(row, tokens, group_id=i) for i, tokens in enumerate(of_row, num_samples)]
                 num_rows += 1
+                num_samples += len(of_row)
     explicit.require_found(file)
     overlong.report_dropped(num_kept=num_rows)
-    if len(samples) > num_rows:
+    if num_samples > num_rows:
         reason = "the chat template rewrites earlier turns"
-        logger.warning("%s: %d samples of %d rows, because %s", file, len(samples), num_rows, reason)
-    return samples
+        logger.warning("%s: %d samples of %d rows, because %s", file, num_samples, num_rows, reason)
 
 
 class SampleTokens(NamedTuple):
@@ -213,6 +220,9 @@ class DemonstrationReader:
         tools = self._template.tools(row)
         if not trained:
             raise DataError(f"{row.where}: the conversation has no turn of the assistant to train on")
+        for i in trained:
+            if not has_text(all_messages[i]):
+                raise DataError(f"{row.where}: message {i + 1}, of the assistant, has no text to train on")
         return Conversation(messages=without_weights(all_messages), trained=trained, tools=tools)
 
     def _completion(self, row: Row) -> Conversation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,16 +48,29 @@ def load_preferences(
     max_tokens: int,
     path: str | None = None,
     safety: bool = False,
-    rows: Iterable[Row] | None = None,
 ) -> list[PreferencePair]:
-    """Return the pairs of the rows of `path` (default: `data.path`), whose index is their `group_id`.
+    """Return the pairs that `tokenize_preferences` yields for the rows of `path`; raises as it does."""
+    rows = read_rows(path or config.file)
+    return [*tokenize_preferences(config, tokenizer, rows, max_tokens=max_tokens, path=path, safety=safety)]
+
+
+def tokenize_preferences(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Row],
+    *,
+    max_tokens: int,
+    path: str | None = None,
+    safety: bool = False,
+) -> Iterator[PreferencePair]:
+    """Yield the pairs of rows in order, with the pair's index as `group_id`.
 
     Both answers follow the same tokens of the prompt, which are those that generation starts from. Rows whose answers
     are rated as equal are dropped and counted.
 
     Args:
+        path: file of the rows, for messages; None: `data.path`.
         safety: also read the safety labels, if the rows have them.
-        rows: those of `path`, of a caller that has opened it.
 
     Raises:
         DataError: a row is no pair, one of its texts has no tokens, the answers are equal, a margin or safety label is
@@ -69,11 +82,10 @@ def load_preferences(
     reader, examples = PairReader(config, template), ExampleTokenizer(template)
     overlong = OverlongFilter(file, config.overlong_prompts, max_tokens, "longer sequence", "the context length")
     fields = config.fields
-    pairs: list[PreferencePair] = []
     first: tuple[Row, bool] | None = None
     explicit = ExplicitFields(fields, "data")
-    num_ties = 0
-    for batch in track(batch_rows(read_rows(file) if rows is None else rows), f"tokenizing {file.name}"):
+    num_pairs = num_ties = 0
+    for batch in track(batch_rows(rows), f"tokenizing {file.name}"):
         for row in batch:
             explicit.see(row)
         read = [(row, pair) for row in batch if (pair := reader.read(row)) is not None]
@@ -87,15 +99,15 @@ def load_preferences(
             if first[1] != (safe is not None):
                 raise DataError(_mixed_labels_message(row, first[0], fields))
             if overlong.keep(row, max(len(better.ids), len(worse.ids))):
-                chosen, rejected = (make_trajectory(row, each, group_id=len(pairs)) for each in (better, worse))
-                pairs.append(PreferencePair(chosen=chosen, rejected=rejected, margin=margin, safe=safe))
+                chosen, rejected = (make_trajectory(row, each, group_id=num_pairs) for each in (better, worse))
+                yield PreferencePair(chosen=chosen, rejected=rejected, margin=margin, safe=safe)
+                num_pairs += 1
     explicit.require_found(file)
     if num_ties:
         logger.warning("%s: dropped %d rows whose answers are rated as equal", file, num_ties)
-    if not pairs and num_ties and first is None:
+    if not num_pairs and num_ties and first is None:
         raise DataError(f"{file}: no row is left: the answers of all {num_ties} rows are rated as equal")
-    overlong.report_dropped(num_kept=len(pairs))
-    return pairs
+    overlong.report_dropped(num_kept=num_pairs)
 
 
 Pair = tuple[TextExample, TextExample] | tuple[Conversation, Conversation]

@@ -62,6 +62,11 @@ class Row(NamedTuple):
         return f"{self.path}:{self.line}"
 
     @property
+    def has_filled_objects(self) -> bool:
+        """Whether objects have the keys of all rows, with null for those that they lack, as in columns of a table."""
+        return self.path.suffix.lower() in (".parquet", ".arrow")
+
+    @property
     def prompt_id(self) -> str:
         """Identifier of the row, `<file name>:<line>`; bytes of the name that are not UTF-8 are U+FFFD."""
         return f"{replace_surrogates(self.name or self.path.name)}:{self.line}"

@@ -1,6 +1,7 @@
 """`megarl data`, and the lines of `megarl check` about data files: hand-written expectations, and brute force."""
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -212,10 +213,22 @@ def test_check_reports_each_file(output, folder, tree, tmp_path):
         "# data.path: 10 rows, prompts of texts; rendered: prompt; answer: answer; passed to rewards: response, input",
         f"# data.path: 1 of 10 rows repeat an earlier row (first {file}:10 as {file}:1)",
         f"# data.path: 2 of 10 rows repeat an earlier prompt (first {file}:9 as {file}:1)",
+        f"# data.path: {_tokens(tree, rows)}",
         "# data.path: column 'input', which 1 rows have, is not rendered (passed to rewards)",
         "# data.eval_path: 2 rows, prompts of texts; rendered: prompt; answer: answer; passed to rewards: response",
         f"# data.eval_path: 2 of 2 prompts are in the training rows of {file} (first {held_out}:1 as {file}:1)",
+        f"# data.eval_path: {_tokens(tree, ROWS[:2])}",
     ]
+
+
+def _tokens(tree: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The line about the lengths of prompts, by the tokenizer itself: the context has 128 tokens, a completion 32."""
+    tokenizer = load_tokenizer(tree["model"]["path"])
+    lengths = sorted(len(tokenizer(row["prompt"])["input_ids"]) for row in rows)
+    ranks = {"median": math.ceil(len(rows) / 2), "90 %": math.ceil(0.9 * len(rows)), "99 %": len(rows)}
+    shares = ", ".join(f"{name} {lengths[rank - 1]}" for name, rank in ranks.items())
+    num_longer = sum(length > 96 for length in lengths)
+    return f"tokens of all rows: {shares}, longest {lengths[-1]}; {num_longer} are above the limit of 96"
 
 
 def test_check_counts_rows_that_are_too_long(output, folder, tree, tmp_path):
@@ -224,7 +237,7 @@ def test_check_counts_rows_that_are_too_long(output, folder, tree, tmp_path):
     config = write_config(folder / "long.yaml", tree)
     words = ["--set", f"data.path={file}", "data.overlong_prompts=drop"]
     dropped = "# data.path: 1 of 9 rows are dropped, because they are too long"
-    assert dropped in output("check", config, *words).splitlines()
+    assert {dropped, f"# data.path: {_tokens(tree, rows)}"} <= {*output("check", config, *words).splitlines()}
     sft = write_config(folder / "sft.yaml", {key: value for key, value in tree.items() if key != "rollout"})
     found = output("check", sft, "--stage", "sft", *words).splitlines()
     assert dropped in found

@@ -11,6 +11,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from megarl.config.data import DataConfig
+from megarl.config.engine_options import find_option_problems
 from megarl.config.load import make_config
 from megarl.config.run import SftConfig
 from megarl.controller.preflight.template_checks import find_template_notices, find_template_variables
@@ -252,3 +253,10 @@ def test_a_bad_variable_names_its_key() -> None:
     with expect_error(ConfigError, "data.chat_template_kwargs", "messages"):
         tree = {"run_dir": "run", "data": {"path": "a.jsonl", "chat_template_kwargs": {"messages": []}}}
         make_config(SftConfig, {**tree, "model": {"path": "m"}, "trainer": {"steps": 1}}, [])
+
+
+@pytest.mark.parametrize("name", ["chat_template", "hf_chat_template_name", "default_chat_template_kwargs"])
+def test_engines_take_no_chat_template_of_their_own(name: str) -> None:
+    """They get token ids of what megarl has rendered."""
+    (problem,) = find_option_problems({name: "x"})
+    assert problem == f"{name}: engines have no HTTP server and no tokenizer: requests and answers are token ids"

@@ -119,6 +119,15 @@ def test_a_name_with_brackets_is_no_pattern(tmp_path: Path) -> None:
         ("rows.json", b'[{"a": 1}, 2]', "rows.json:2: needs JSON objects in its list, got int"),
         ("rows.json", b"3", "rows.json: needs a list of JSON objects, got int"),
         ("rows.json", b"[{", "rows.json:1: not valid JSON"),
+        ("rows.json", b'[\n{"a": 1},\n{"a": oops}]', "rows.json:3: not valid JSON: Expecting value at column 7"),
+        ("rows.json", b"\xef\xbb\xbf \n", "rows.json: the data file has no rows"),
+        (
+            "rows.json",
+            b'{"train": [{"a": 1}], "test": [{"a": 2}]}',
+            "rows.json:1: needs one list of rows, got 2: 'train', ",
+        ),
+        ("rows.jsonl", b'{"a": 1}\n{"a": {"b": 1, "b": 2}}', "rows.jsonl:2: .* the key 'b' more than once"),
+        ("rows.jsonl", gzip.compress(b"{}"), "rows.jsonl:1: .* compressed with gzip, and needs the suffix .gz"),
         ("rows.json", b'[{"a": "\\ud800"}]', "rows.json:1: field 'a' has an unpaired surrogate"),
         ("rows.arrow", b"ARROW1\0\0", "rows.arrow:1: not readable as Arrow"),
         ("rows.arrow", b"no table", "rows.arrow:1: not readable as Arrow"),
@@ -132,6 +141,25 @@ def test_unreadable_files_are_refused_by_line(tmp_path: Path, name: str, content
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         list(read_rows(tmp_path / name))
+
+
+MESSAGES = [{"role": "user", "content": "a"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        ({"prompt": MESSAGES, "answer": "1"}, None),
+        ({"conversations": [{"from": "human", "value": "a"}]}, None),
+        ({"prompt": "a", "tools": TOOLS}, None),
+        ({"prompt": "a", "answer": ["1", "2"]}, None),
+        ({"version": 1, "data": [{"type": "algebra", "prompt": "a"}]}, [{"type": "algebra", "prompt": "a"}]),
+    ],
+)
+def test_an_object_of_json_is_a_row_or_has_one_list_of_rows(tmp_path: Path, content: Any, rows: Any) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(content, indent=1))
+    assert [dict(row.fields) for row in read_rows(tmp_path / "rows.json")] == (rows or [content])
 
 
 def test_paths_without_data_files_are_refused(tmp_path: Path) -> None:

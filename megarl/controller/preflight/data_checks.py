@@ -10,8 +10,15 @@ from megarl.config.data import Source
 from megarl.config.preference import PreferenceConfig, RmConfig
 from megarl.config.reward import JudgeRewardConfig, MathRewardConfig, NumericRewardConfig
 from megarl.config.run import RunConfig, StageConfig, SupervisedStageConfig
-from megarl.controller.preflight.data_report import FileReport, find_answer_terms, find_shared_prompts, start_report
+from megarl.controller.preflight.data_report import (
+    FileReport,
+    find_answer_terms,
+    find_shared_prompts,
+    measure_sample,
+    start_report,
+)
 from megarl.controller.preflight.model_checks import find_token_limit
+from megarl.data.account import SAMPLE_ROWS
 from megarl.data.rows import Row, read_rows
 from megarl.errors import ConfigError, DataError
 
@@ -85,8 +92,13 @@ def find_data_problems(
             if path is None:
                 continue
             try:
-                report = None if reports is None else start_report(config, source, name, tokenizer)
+                sample_rows = 0 if tokenizer is None or limit is None else SAMPLE_ROWS
+                report = None
+                if reports is not None:
+                    report = start_report(config, source, name, tokenizer, sample_rows=sample_rows)
                 _read_data(config, source, path, tokenizer, limit, report)
+                if report is not None and tokenizer is not None and limit is not None:
+                    measure_sample(report, tokenizer, limit)
             except (DataError, ConfigError) as e:
                 # Problems of the whole section start with their own key.
                 problems.append(str(e) if str(e).startswith("data.") else f"{source.key}.{name}: {e}")
@@ -111,8 +123,8 @@ def _read_data(
     Raises:
         DataError: the file or a row cannot be used.
     """
-    from megarl.data.demonstrations import load_demonstrations
-    from megarl.data.preference_pairs import load_preferences
+    from megarl.data.demonstrations import tokenize_demonstrations
+    from megarl.data.preference_pairs import tokenize_preferences
     from megarl.data.prompts import tokenize_prompts
 
     def count(row: Row) -> bool:
@@ -131,11 +143,11 @@ def _read_data(
         kept = _require_answers(config, source, prompts)
     elif isinstance(config, PreferenceConfig):
         safety = isinstance(config, RmConfig) and config.rm.kind == "cost"
-        pairs = load_preferences(config.data, tokenizer, path=path, max_tokens=token_limit, safety=safety, rows=rows)
-        kept = len(pairs)
+        pairs = tokenize_preferences(config.data, tokenizer, rows, max_tokens=token_limit, path=path, safety=safety)
+        kept = sum(1 for _ in pairs)
     else:
-        samples = load_demonstrations(config.data, tokenizer, path=path, max_tokens=token_limit, rows=rows)
-        kept = len({sample.prompt_id for sample in samples})
+        samples = tokenize_demonstrations(config.data, tokenizer, rows, max_tokens=token_limit, path=path)
+        kept = sum(1 for _ in samples)
     if report is not None and kept is not None:
         report.num_overlong = report.account.num_usable - kept
 

@@ -313,18 +313,27 @@ def _add_texts(report: FileReport, tokenizer: PreTrainedTokenizerBase | None, hf
         reader = PlainReader(report.config, report.source)
         report.shown = {row.where: reader.show(row) for row in account.first}
         return
+    measure_sample(report, tokenizer, find_token_limit(report.config, hf_config, report.source))
     tokens = TokenReader(report.config, report.source, tokenizer)
-    lengths = list[int]()
-    for row in account.sample:
+    for row in account.first:
+        try:
+            report.shown[row.where] = tokens.show(tokens.tokenize(row))
+        except DataError:
+            continue  # counted above, or named by the error of the run
+
+
+def measure_sample(report: FileReport, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
+    """Measure the lengths in tokens of the sample of a file's rows; count those that cannot be tokenized by reason.
+
+    Args:
+        limit: the most tokens that a row may have.
+    """
+    tokens, lengths = TokenReader(report.config, report.source, tokenizer), list[int]()
+    for row in report.account.sample:
         try:
             lengths.append(max(len(each.ids) for each in tokens.tokenize(row).values()))
         except DataError as e:
             reason = str(e).removeprefix(f"{row.where}: ")
             report.refused_in_sample.setdefault(reason, LeftOut(count=0, example=row.where)).count += 1
     if lengths:
-        report.lengths = measure_lengths(lengths, find_token_limit(report.config, hf_config, report.source))
-    for row in account.first:
-        try:
-            report.shown[row.where] = tokens.show(tokens.tokenize(row))
-        except DataError:
-            continue  # counted above, or named by the error of the run
+        report.lengths = measure_lengths(lengths, limit)

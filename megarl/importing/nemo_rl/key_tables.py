@@ -1,4 +1,4 @@
-"""NeMo-RL's keys of GRPO, PPO, SFT and DPO, and what they are in megarl."""
+"""NeMo-RL's keys of GRPO, PPO, SFT, DPO and reward models, and what they are in megarl."""
 
 from __future__ import annotations
 
@@ -169,6 +169,22 @@ DPO_DEFAULTS: Mapping[str, object] = {
     "policy.train_micro_batch_size": 2,
 }
 """Of examples/configs/dpo.yaml."""
+
+RM_DEFAULTS: Mapping[str, object] = {
+    **SUPERVISED_DEFAULTS,
+    "checkpointing.checkpoint_dir": "results/rm",
+    "checkpointing.save_period": 16,
+    "data.train.dataset_name": "HelpSteer3",
+    "policy.max_total_sequence_length": 8192,
+    "policy.model_name": "meta-llama/Llama-3.2-1B-Instruct",
+    "policy.optimizer.kwargs.lr": 2e-6,
+    "policy.train_global_batch_size": 128,
+    "policy.train_micro_batch_size": 1,
+    "rm.max_num_steps": -1,
+    "rm.seed": 42,
+    "rm.val_period": 16,
+}
+"""Of examples/configs/rm.yaml."""
 
 
 def _batches(section: str) -> Sequence[Row]:
@@ -692,6 +708,14 @@ SFT: Sequence[Row] = (
     _training_rows("response"),
 )
 
+PAIRS = mapped(
+    ("data.train.data_path", "data.train.dataset_name", "data.train.*_key", "data.train"),
+    ("data.path", "data.fields.prompt", "data.fields.chosen", "data.fields.rejected"),
+    lambda s: run.convert_data(s, {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}),
+    "files; there are no named data sets",
+    always=True,
+)
+
 DPO: Sequence[Row] = (
     mapped("dpo.max_num_steps", "trainer.steps", lambda s: run.convert_steps(s, "dpo"), always=True),
     whole("policy.train_global_batch_size", "trainer.batch_size", "pairs", always=True),
@@ -711,13 +735,22 @@ DPO: Sequence[Row] = (
     whole("dpo.seed", "seed"),
     whole("dpo.val_period", "trainer.eval_every", always=True),
     no_effect("dpo.*", "a run evaluates before the first step and after the last"),
-    mapped(
-        ("data.train.data_path", "data.train.dataset_name", "data.train.*_key", "data.train"),
-        ("data.path", "data.fields.prompt", "data.fields.chosen", "data.fields.rejected"),
-        lambda s: run.convert_data(s, {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}),
-        "files; there are no named data sets",
-        always=True,
+    PAIRS,
+)
+
+RM: Sequence[Row] = (
+    mapped("rm.max_num_steps", "trainer.steps", lambda s: run.convert_steps(s, "rm"), always=True),
+    whole("policy.train_global_batch_size", "trainer.batch_size", "pairs", always=True),
+    whole("rm.seed", "seed"),
+    whole("rm.val_period", "trainer.eval_every", always=True),
+    no_effect("rm.*", "a run evaluates before the first step and after the last"),
+    refused(
+        "policy.reward_model_cfg.reward_model_type",
+        "megarl rm has the loss of Bradley and Terry",
+        off=("bradley_terry", None),
     ),
+    no_effect("policy.reward_model_cfg.*", "megarl rm always gives the model a head for scores"),
+    PAIRS,
 )
 
 SUPERVISED_ENGINES: Sequence[Row] = (
@@ -816,11 +849,18 @@ TABLES: Mapping[str, PeerTable] = {
         defaults=DPO_DEFAULTS,
         differences=COMMON,
     ),
+    "rm": replace(
+        GRPO_TABLE,
+        command="rm",
+        topics={"Reward models": RM, "Placement": SUPERVISED_ENGINES, "Model": POLICY},
+        defaults=RM_DEFAULTS,
+        differences=COMMON,
+    ),
 }
 """Section of the algorithm -> its table."""
 
 NEMO_RL = replace(
     GRPO_TABLE,
-    topics={**GRPO_TABLE.topics, "Supervised fine-tuning": SFT, "Preference pairs": DPO},
+    topics={**GRPO_TABLE.topics, "Supervised fine-tuning": SFT, "Preference pairs": DPO, "Reward models": RM},
 )
 """The keys of all algorithms, for the documentation."""

@@ -277,7 +277,7 @@ def updates_per_step(s: Settings) -> int:
 
 def updates_of_schedule(s: Settings) -> int:
     """Return the optimizer steps in which NeMo-RL's learning-rate schedule advances once."""
-    supervised = any(key.startswith(("sft.", "dpo.")) for key in s.given)
+    supervised = any(key.startswith(("sft.", "dpo.", "rm.")) for key in s.given)
     return 1 if supervised else updates_per_step(s)
 
 
@@ -297,7 +297,7 @@ def convert_batch(s: Settings) -> Mapping[str, object]:
 def convert_steps(s: Settings, section: str) -> Mapping[str, object]:
     """Return the number of steps, unless only epochs limit it."""
     steps = s.whole(f"{section}.max_num_steps")
-    if steps is None or steps >= 100_000:
+    if steps is None or steps < 1 or steps >= 100_000:
         raise NotConvertible("megarl counts steps, not epochs: set trainer.steps to epochs * rows / prompts of a step")
     return {"trainer.steps": steps}
 

@@ -12,7 +12,7 @@ from megarl.importing.nemo_rl.key_tables import TABLES
 from megarl.importing.peer_settings import Setting
 from megarl.importing.shell_script import Word, find_launch_command
 from megarl.importing.tables import PeerTable
-from megarl.importing.verl.hydra_values import parse_value, resolve
+from megarl.importing.verl.hydra_values import parse_value, resolve_all
 
 ENTRY = re.compile(r"(^|/)run_(\w+)\.py$")
 OVERRIDE = re.compile(r"(\+\+|\+)?([\w.-]+)=(.*)", re.DOTALL)
@@ -22,6 +22,7 @@ EXAMPLES: Mapping[str, str] = {
     "ppo": "ppo_math_1B.yaml",
     "sft": "sft.yaml",
     "dpo": "dpo.yaml",
+    "rm": "rm.yaml",
 }
 """Section of an algorithm -> NeMo-RL's own file of defaults, whose values the tables have."""
 
@@ -57,13 +58,15 @@ def table_of(given: Mapping[str, Setting]) -> PeerTable:
         ConfigError: it has no table, or none is configured.
     """
     sections = {key.partition(".")[0] for key in given}
-    found = [name for name in ("ppo", "dpo", "sft", "grpo") if name in sections]
-    if not found:
-        known = {"rm", "distillation", "eval"} & sections
+    found = [name for name in ("ppo", "dpo", "rm", "sft", "grpo") if name in sections]
+    if not found and "distillation" in sections:
         raise ConfigError(
-            f"the configuration has {'the section ' + sorted(known)[0] if known else 'no section of an algorithm'}; "
-            f"megarl import reads runs with one of {', '.join(EXAMPLES)}"
+            "the configuration has the section distillation, whose loss is over the teacher's top-k tokens; megarl "
+            "distills on sampled tokens: write the configuration of algorithm.type: distillation by hand"
         )
+    if not found:
+        known = "the section eval" if "eval" in sections else "no section of an algorithm"
+        raise ConfigError(f"the configuration has {known}; megarl import reads runs with one of {', '.join(EXAMPLES)}")
     return TABLES[found[0]]
 
 
@@ -141,7 +144,7 @@ def _read_yaml(text: str, path: Path, notes: list[str], depth: int = 0) -> dict[
 
 def _section(leaves: Sequence[tuple[str, object, int]]) -> str:
     names = {key.partition(".")[0] for key, _, _ in leaves}
-    return next((name for name in ("ppo", "dpo", "sft") if name in names), "grpo")
+    return next((name for name in ("ppo", "dpo", "rm", "sft") if name in names), "grpo")
 
 
 def _put(given: dict[str, Setting], setting: Setting) -> None:
@@ -186,25 +189,5 @@ def _put_value(given: dict[str, Setting], key: str, value: object, origin: str, 
 
 
 def _finish(given: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Resolve interpolations, and leave out what is as in NeMo-RL's own file of defaults."""
-    defaults = table_of(given).defaults
-
-    def look_up(key: str) -> object:
-        return given[key].value if key in given else defaults.get(key)
-
-    resolved = {}
-    for key, setting in given.items():
-        value, unknown = setting.value, setting.unknown
-        if not unknown:
-            try:
-                value = resolve(value, look_up, key.rpartition(".")[0])
-            except LookupError as e:
-                value, unknown = (None, ()) if _is_null(str(e.args[0]), given) else (value, (str(e.args[0]),))
-        resolved[key] = Setting(key=key, value=value, origin=setting.origin, unknown=unknown)
-    return resolved
-
-
-def _is_null(interpolation: str, given: Mapping[str, Setting]) -> bool:
-    """Whether an interpolation refers to a key whose value is null."""
-    setting = given.get(interpolation.removeprefix("${").removesuffix("}"))
-    return setting is not None and setting.value is None
+    """Resolve interpolations, also of keys that are as in NeMo-RL's own file of defaults."""
+    return resolve_all(given, table_of(given).defaults)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from megarl.importing.peer_settings import Setting
 
 INTEGER = re.compile(r"[+-]?\d[\d_]*")
 FLOAT = re.compile(r"[+-]?(\d[\d_]*\.\d*|\.\d+|\d[\d_]*)([eE][+-]?\d+)?|[+-]?(inf|nan)", re.IGNORECASE)
@@ -165,3 +168,31 @@ def _resolve_one(body: str, look_up: Callable[[str], object], prefix: str) -> ob
     if function == "oc.env" and comma:
         return parse_value(default.strip())
     raise LookupError(f"${{{body}}}")
+
+
+def resolve_all(given: Mapping[str, Setting], defaults: Mapping[str, object]) -> dict[str, Setting]:
+    """Return the settings with interpolations replaced; one that cannot be known is noted in `unknown`.
+
+    An interpolation that is a whole value and names a key whose value is null is null.
+
+    Args:
+        defaults: values of keys that are not given.
+    """
+
+    def look_up(key: str) -> object:
+        return given[key].value if key in given else defaults.get(key)
+
+    resolved = {}
+    for key, setting in given.items():
+        resolved[key] = setting
+        if setting.unknown:
+            continue
+        try:
+            resolved[key] = replace(setting, value=resolve(setting.value, look_up, key.rpartition(".")[0]))
+        except LookupError as e:
+            named = given.get(str(e.args[0]).removeprefix("${").removesuffix("}"))
+            if named is not None and named.value is None:
+                resolved[key] = replace(setting, value=None)
+            else:
+                resolved[key] = replace(setting, unknown=(str(e.args[0]),))
+    return resolved

@@ -10,7 +10,7 @@ from megarl.config.load import find_leaves
 from megarl.errors import ConfigError
 from megarl.importing.peer_settings import Setting
 from megarl.importing.shell_script import Word, find_launch_command
-from megarl.importing.verl.hydra_values import parse_value, resolve
+from megarl.importing.verl.hydra_values import parse_value, resolve_all
 from megarl.importing.verl.run_layout import ENTRY_KEY
 from megarl.importing.verl.table import DEFAULTS
 
@@ -37,7 +37,7 @@ def read_run(text: str, path: Path, variables: Mapping[str, str]) -> tuple[dict[
         given = _read_arguments(command.arguments, path, notes)
         entry = command.words[command.entry]
         given[ENTRY_KEY] = Setting(key=ENTRY_KEY, value=entry.text, origin=f"{path.name}:{entry.line}")
-    return _resolve_all(given), notes
+    return resolve_all(given, DEFAULTS), notes
 
 
 def _read_arguments(words: Sequence[Word], path: Path, notes: list[str]) -> dict[str, Setting]:
@@ -117,19 +117,3 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
             yield from _leaves(f"{key}.{name}", item)
     else:
         yield key, value
-
-
-def _resolve_all(given: Mapping[str, Setting]) -> dict[str, Setting]:
-    def look_up(key: str) -> object:
-        return given[key].value if key in given else DEFAULTS.get(key)
-
-    resolved = {}
-    for key, setting in given.items():
-        value, unknown = setting.value, setting.unknown
-        if not unknown:
-            try:
-                value = resolve(value, look_up, key.rpartition(".")[0])
-            except LookupError as e:
-                unknown = (str(e.args[0]),)
-        resolved[key] = Setting(key=key, value=value, origin=setting.origin, unknown=unknown)
-    return resolved

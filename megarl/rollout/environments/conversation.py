@@ -469,9 +469,9 @@ def _added_specials(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 def with_text(message: Message) -> Message:
-    """Return the message with parts of text joined; a message of the assistant without content gets an empty text."""
-    content = message.get("content")
-    text = "" if content is None and message["role"] == "assistant" else join_text(content)
+    """Return the message with parts of text joined, null as an empty text; the assistant's may lack content."""
+    has_content = "content" in message or message["role"] == "assistant"
+    text = join_text(message.get("content")) if has_content else None
     return message if text is None else {**message, "content": text}
 
 

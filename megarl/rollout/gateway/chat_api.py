@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.data import describe_bad_template_kwargs
 from megarl.rollout.environments.environment import Message
 from megarl.rollout.gateway.chat_messages import make_message
 from megarl.rollout.gateway.turn_request import (
@@ -24,6 +23,8 @@ from megarl.rollout.gateway.turn_request import (
     read_single,
     read_stop,
     read_string,
+    read_template_kwargs,
+    read_text,
     require_list,
     shown,
 )
@@ -70,7 +71,7 @@ def read_chat_request(body: Mapping[str, Any], known: PrefixMemory[Any, Message]
         tools=() if body.get("tool_choice") == "none" else read_functions(read_list(body, "tools")),
         max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
         stop=read_stop(body),
-        template_kwargs=_read_template_kwargs(body),
+        template_kwargs=read_template_kwargs(body),
         model=read_string(body, "model", "policy"),
         is_streamed=read_flag(body, "stream"),
         has_usage=read_flag(options, "include_usage"),
@@ -138,26 +139,6 @@ def count_tokens(turn: Turn) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": reply, "total_tokens": prompt + reply}
 
 
-def read_text(content: Any, *, param: str = "messages") -> str:
-    """Return the text of a message's content, which may be text, a list of parts, or null.
-
-    Raises:
-        RefusedRequestError: a part is no text.
-    """
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise RefusedRequestError(f"content needs to be a text or a list of parts, got {shown(content)}", param=param)
-    texts = []
-    for part in content:
-        text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else part
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RefusedRequestError(f"content needs parts of text, got one of type {shown(kind)}", param=param)
-        texts.append(text)
-    return "\n".join(texts)
-
-
 def read_arguments(arguments: Any, *, param: str = "messages") -> str:
     """Return the arguments of a call as JSON text; some clients send them as an object.
 
@@ -169,19 +150,6 @@ def read_arguments(arguments: Any, *, param: str = "messages") -> str:
     if arguments is not None and not isinstance(arguments, str):
         raise RefusedRequestError(f"arguments of a call need to be a text, got {shown(arguments)}", param=param)
     return arguments or "{}"
-
-
-def _read_template_kwargs(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the variables of the chat template that a request sets.
-
-    Raises:
-        RefusedRequestError: they are no object, or one of them is set by megarl.
-    """
-    values = read_object(body, "chat_template_kwargs")
-    problem = describe_bad_template_kwargs(values)
-    if problem is not None:
-        raise RefusedRequestError(f"chat_template_kwargs: {problem}", param="chat_template_kwargs")
-    return values
 
 
 def _read_message(message: Any) -> Message:

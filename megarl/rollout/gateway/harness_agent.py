@@ -151,6 +151,7 @@ class HarnessAgent:
         described: dict[str, Any] = {
             "prompt_id": task.prompt.prompt_id,
             "messages": list(task.messages),
+            "tools": list(task.tools),
             "seed": task.seed,
             "row": row,
         }

@@ -23,6 +23,8 @@ from megarl.rollout.gateway.turn_request import (
     read_object,
     read_stop,
     read_string,
+    read_template_kwargs,
+    read_text,
     require_list,
     shown,
 )
@@ -31,6 +33,7 @@ from megarl.rollout.gateway.turns import PrefixMemory, Turn, call_id
 APPLIED: Applied = {
     **dict.fromkeys(("messages", "model", "system", "max_tokens", "stop_sequences", "stream", "tools"), always),
     "tool_choice": always,  # its parts are looked at
+    "chat_template_kwargs": always,
     "thinking": is_one_of({"type": "disabled"}),
 }
 """Fields of requests that apply; all others are named as overruled."""
@@ -54,7 +57,7 @@ def read_messages_request(
     known = known or PrefixMemory()
     messages = [message for found in known.values(sent, _read_message) for message in found]
     if body.get("system") is not None:
-        messages = [make_message("system", _read_text(body["system"], "system")), *messages]
+        messages = [make_message("system", read_text(body["system"], param="system")), *messages]
     if not messages:
         raise RefusedRequestError("messages need text, got thoughts alone", param="messages")
     overruled = find_overruled(body, APPLIED)
@@ -67,6 +70,7 @@ def read_messages_request(
         tools=() if choice.get("type") == "none" else tools,
         max_tokens=read_limit(body, "max_tokens"),
         stop=read_stop(body, "stop_sequences"),
+        template_kwargs=read_template_kwargs(body),
         model=read_string(body, "model", "policy"),
         is_streamed=read_flag(body, "stream"),
         overruled=tuple(overruled),
@@ -165,26 +169,15 @@ def _read_tool(tool: Any) -> Message:
     return make_function(function)
 
 
-def _read_text(content: Any, param: str) -> str:
-    """Return the text of a content, which may be text or a list of blocks of text."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(_block_text(block, param) for block in _read_blocks(content, param))
-
-
-def _read_blocks(content: Any, param: str) -> list[Mapping[str, Any]]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
+def _read_blocks(content: Any) -> list[Mapping[str, Any]]:
+    """Return the blocks of a message's content; a text and null are one block of text."""
+    if content is None or isinstance(content, str):
+        return [{"type": "text", "text": content or ""}]
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
-        raise RefusedRequestError(f"content needs to be a text or a list of blocks, got {shown(content)}", param=param)
+        raise RefusedRequestError(
+            f"content needs to be a text or a list of blocks, got {shown(content)}", param="messages"
+        )
     return content
-
-
-def _block_text(block: Mapping[str, Any], param: str) -> str:
-    if block.get("type") != "text" or not isinstance(block.get("text"), str):
-        kind = shown(block.get("type"))
-        raise RefusedRequestError(f"content needs blocks of text, got one of type {kind}", param=param)
-    return str(block["text"])
 
 
 def _read_message(before: object, message: Any) -> tuple[Message, ...]:
@@ -195,7 +188,7 @@ def _read_message(before: object, message: Any) -> tuple[Message, ...]:
     calls: list[tuple[str, str, str]] = []
     results: list[Message] = []
     has_thoughts = False
-    for block in _read_blocks(message.get("content"), "messages"):
+    for block in _read_blocks(message.get("content")):
         kind = block.get("type")
         if role == "assistant" and kind == "tool_use":
             given = block.get("input")
@@ -206,11 +199,9 @@ def _read_message(before: object, message: Any) -> tuple[Message, ...]:
             has_thoughts = True  # they are in the tokens of the turn
         elif role == "user" and kind == "tool_result":
             key = read_string(block, "tool_use_id", param="messages")
-            content = block.get("content")
-            text = "" if content is None else _read_text(content, "messages")
-            results.append(make_message("tool", text, tool_call_id=key))
+            results.append(make_message("tool", read_text(block.get("content")), tool_call_id=key))
         else:
-            texts.append(_block_text(block, "messages"))
+            texts.append(read_text([block]))
     if not texts and (results or (has_thoughts and not calls)):
         return tuple(results)
-    return (*results, make_message(role, "\n".join(texts), calls=calls))
+    return (*results, make_message(role, "".join(texts), calls=calls))

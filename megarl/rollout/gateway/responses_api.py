@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.rollout.environments.environment import Message
-from megarl.rollout.gateway.chat_api import count_tokens, read_arguments, read_text, split_text
+from megarl.rollout.gateway.chat_api import count_tokens, read_arguments, split_text
 from megarl.rollout.gateway.chat_messages import make_message
 from megarl.rollout.gateway.turn_request import (
     Applied,
@@ -23,6 +23,8 @@ from megarl.rollout.gateway.turn_request import (
     read_object,
     read_single,
     read_string,
+    read_template_kwargs,
+    read_text,
     require_list,
     shown,
 )
@@ -33,7 +35,7 @@ UNSUPPORTED = ("previous_response_id", "conversation", "prompt", "background")
 
 APPLIED: Applied = {
     **dict.fromkeys(("input", "instructions", "model", "tools", "max_output_tokens", "stream", "n", "best_of"), always),
-    **dict.fromkeys(("metadata", "text", "reasoning", "stream_options"), always),
+    **dict.fromkeys(("metadata", "text", "reasoning", "stream_options", "chat_template_kwargs"), always),
     **dict.fromkeys(UNSUPPORTED, is_one_of(False, "")),
     "tool_choice": is_one_of("auto", "none"),
     "parallel_tool_calls": is_one_of(True),
@@ -91,6 +93,7 @@ def read_responses_request(body: Mapping[str, Any], known: PrefixMemory[Any, _Re
         messages=tuple(messages),
         tools=() if body.get("tool_choice") == "none" else read_functions(read_list(body, "tools")),
         max_tokens=read_limit(body, "max_output_tokens"),
+        template_kwargs=read_template_kwargs(body),
         model=read_string(body, "model", "policy"),
         is_streamed=read_flag(body, "stream"),
         overruled=tuple(overruled),

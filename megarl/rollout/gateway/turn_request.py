@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.config.data import describe_bad_template_kwargs
+from megarl.data.conversations import join_text
 from megarl.rollout.environments.environment import Message
 
 MAX_SHOWN = 200
@@ -140,6 +142,38 @@ def read_string(body: Mapping[str, Any], name: str, default: str = "", *, param:
     if value is not None and not isinstance(value, str):
         raise RefusedRequestError(f"{name} needs to be a text, got {shown(value)}", param=param or name)
     return default if value is None else value
+
+
+def read_text(content: Any, *, param: str = "messages") -> str:
+    """Return the text of a message's content, as `join_text`.
+
+    Args:
+        param: field of the request that the message belongs to.
+
+    Raises:
+        RefusedRequestError: it is neither a text, parts of text, nor null.
+    """
+    text = join_text(content)
+    if text is not None:
+        return text
+    if not isinstance(content, list):
+        raise RefusedRequestError(f"content needs to be a text or a list of parts, got {shown(content)}", param=param)
+    part = next(part for part in content if join_text([part]) is None)
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise RefusedRequestError(f"content needs parts of text, got one of type {shown(kind)}", param=param)
+
+
+def read_template_kwargs(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the variables of the chat template that a request sets in `chat_template_kwargs`.
+
+    Raises:
+        RefusedRequestError: they are no object, or one of them is set by megarl.
+    """
+    values = read_object(body, "chat_template_kwargs")
+    problem = describe_bad_template_kwargs(values)
+    if problem is not None:
+        raise RefusedRequestError(f"chat_template_kwargs: {problem}", param="chat_template_kwargs")
+    return values
 
 
 def read_limit(body: Mapping[str, Any], *names: str) -> int | None:

@@ -114,6 +114,18 @@ EXPECTED: Mapping[str, Mapping[str, object]] = {
         "data.fields.rejected": "bad",
         "trainer.batch_size": 32,
     },
+    "rm.yaml": {
+        "data.fields.chosen": "better",
+        "data.fields.prompt": "question",
+        "checkpoint.every": 20,
+        "seed": 7,
+        "trainer.batch_size": 64,
+        "trainer.eval_every": 20,
+        "trainer.max_tokens_per_micro_batch": 8192,
+        "trainer.optimizer.lr": 2e-6,
+        "trainer.steps": 300,
+        "placement.slots_per_node": 8,
+    },
     "reinforce_script.sh": {
         "algorithm.type": "reinforce_pp_baseline",
         "algorithm.num_mini_batches": 4,
@@ -143,7 +155,7 @@ REPORTED: Mapping[str, tuple[str, ...]] = {
 REFUSED: Mapping[str, str] = {
     "refused_lora.yaml": r"refused_lora.yaml:2: policy.dtensor_cfg.lora_cfg.enabled=true is refused: .* no LoRA",
     "refused_gdpo.yaml": r"refused_gdpo.yaml:2: grpo.adv_estimator.name=gdpo is refused: megarl has no estimator gdpo",
-    "refused_rm.yaml": r"has the section rm; megarl import reads runs with one of grpo, ppo, sft, dpo",
+    "refused_distillation.yaml": r"the section distillation, .* algorithm.type: distillation by hand",
 }
 
 
@@ -169,8 +181,11 @@ def test_files_become_configurations_that_are_accepted(name: str) -> None:
         assert part in account
 
 
+COMMANDS = {"sft.yaml": "sft", "dpo.yaml": "dpo", "rm.yaml": "rm", "ppo.yaml": "train"}
+
+
 def test_the_command_is_that_of_the_algorithm() -> None:
-    assert [imported(name).command for name in ("sft.yaml", "dpo.yaml", "ppo.yaml")] == ["sft", "dpo", "train"]
+    assert [imported(name).command for name in COMMANDS] == [*COMMANDS.values()]
 
 
 @pytest.mark.parametrize("name", REFUSED)

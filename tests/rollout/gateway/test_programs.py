@@ -72,6 +72,7 @@ def test_a_command_gets_its_task_and_may_return_a_reward(tokenizer: Any, tmp_pat
     assert task == {
         "prompt_id": "d.jsonl:1",
         "messages": [{"role": "user", "content": "is it?"}],
+        "tools": [],
         "row": {"prompt": "is it?"},  # not the answer
         "kwargs": {"depth": 2},
         "variables": [],

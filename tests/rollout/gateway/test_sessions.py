@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from megarl.batch.trajectory import Trajectory
+from megarl.data.conversations import read_messages
 from megarl.rollout.environments.environment import Task
 from megarl.rollout.gateway.reply_parser import ParsedReply, PlainTextParser, SglangParser, ToolCall
 from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer
@@ -293,18 +294,62 @@ def test_tool_definitions_are_part_of_the_prompt() -> None:
     assert second.startswith("<|user|>")
 
 
-def test_variables_of_requests_replace_those_of_the_run() -> None:
+async def ask_with_tools_of_the_row(task: Task, base_url: str, api_key: str) -> float:
+    answers.clear()
+    body = {"messages": list(task.messages), "tools": list(task.tools)}
+    async with httpx.AsyncClient(verify=False, timeout=None) as client:
+        answers.append(await client.post(f"{base_url}/chat/completions", json=body))
+    return 1.0
+
+
+def test_a_program_gets_the_tools_of_the_row() -> None:
+    tokenizer = chat_tokenizer("{% if tools %}<|tools|>\n{{ tools | tojson }}<eos>\n{% endif %}" + APPEND)
+    agent = make_agent(tokenizer, ask_with_tools_of_the_row, parser=PlainTextParser())
+    engine = SeededEngine(tokenizer, reply=lambda prompt: "yes")
+    prompts = [make_prompt(tokenizer, tools=json.dumps([TOOL])), make_prompt(tokenizer, 2)]
+    groups = run_groups(engine, agent, prompts, max_new_tokens=1000)
+    (first,), (second,) = (texts(tokenizer, trajectories) for _, trajectories in groups)
+    assert first.startswith("<|tools|>\n[" + json.dumps(TOOL))
+    assert second.startswith("<|user|>")
+
+
+def request(path: str, content: Any, **options: Any) -> dict[str, Any]:
+    """Return a request of the API `path` with one message of the user."""
+    name = "input" if path == "responses" else "messages"
+    return {name: [{"role": "user", "content": content}], **options}
+
+
+PATHS = ("chat/completions", "responses", "messages")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_variables_of_requests_replace_those_of_the_run(path: str) -> None:
     tokenizer = chat_tokenizer("{{ effort | default('none') }}/{{ style | default('none') }}\n" + APPEND)
-    bodies = [chat("is it?"), chat("is it?", chat_template_kwargs={"effort": "high"})]
+    bodies = [request(path, "is it?"), request(path, "is it?", chat_template_kwargs={"effort": "high"})]
     data = {"chat_template_kwargs": {"effort": "low", "style": "brief"}}
-    _, _, trajectories = send(tokenizer, *bodies, parser=PlainTextParser(), data=data)
+    _, _, trajectories = send(tokenizer, *bodies, path=path, parser=PlainTextParser(), data=data)
     assert [text.partition("\n")[0] for text in texts(tokenizer, trajectories)] == ["low/brief", "high/brief"]
     assert "x-overruled-options" not in answers[1].headers
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_contents_are_read_as_those_of_data_files(path: str) -> None:
+    part = {"type": "input_text" if path == "responses" else "text"}
+    contents: list[Any] = [None, "", [], [{**part, "text": "is "}, {**part, "text": "it?"}]]
+    bodies = [request(path, content) for content in contents]
+    tokenizer = chat_tokenizer(APPEND)
+    engine, _, _ = send(tokenizer, *bodies, path=path, parser=PlainTextParser())
+    assert [answer.status_code for answer in answers] == [200] * 4
+    prompts = [tokenizer.decode(sent.token_ids) for sent, _ in engine.log]
+    found = [text.removeprefix("<|user|>\n").partition("<eos>")[0] for text in prompts]
+    read = [read_messages([{"role": "user", "content": content}])[0]["content"] for content in contents]
+    assert (found, read) == (["", "is it?"], ["", "", "", "is it?"])  # equal requests get the same reply
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", ["messages", "tools", "tokenize", "strftime_now"])
-def test_variables_that_requests_must_not_set_are_refused(tokenizer: Any, name: str) -> None:
-    send(tokenizer, chat("is it?", chat_template_kwargs={name: True}), chat("is it?"))
+def test_variables_that_requests_must_not_set_are_refused(tokenizer: Any, name: str, path: str) -> None:
+    send(tokenizer, request(path, "is it?", chat_template_kwargs={name: True}), request(path, "is it?"), path=path)
     assert [answer.status_code for answer in answers] == [400, 200]
     assert name in answers[0].json()["error"]["message"]
 
