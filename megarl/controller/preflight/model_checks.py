@@ -90,9 +90,9 @@ def _find_replay_problems(config: StageConfig, experts: MixtureOfExperts) -> Ite
         yield f"{key}: R3 needs rollout.engine.type: sglang, got {config.rollout.engine.type}"
     elif replay == "R3" and config.rollout.engine.attn_dp_size > 1:
         yield (
-            f"{key}: R3 needs engines without data-parallel attention, in which SGLang returns the routes of other tokens "
-            "for prompts computed in a CUDA graph: remove attn_dp_size and dp_size from rollout.engine.extra_args, got "
-            f"{config.rollout.engine.attn_dp_size} groups"
+            f"{key}: R3 needs engines without data-parallel attention, in which SGLang returns the routes of other "
+            "tokens for prompts computed in a CUDA graph: remove attn_dp_size and dp_size from "
+            f"rollout.engine.extra_args, got {config.rollout.engine.attn_dp_size} groups"
         )
     if experts.routing.top_k < 2:
         yield f"{key}: needs at least 2 experts per token, got {experts.routing.top_k}"
