@@ -13,7 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from benchmarks.mismatch.families import FAMILIES, run_family
+from benchmarks.mismatch.families import FAMILIES, REPLAYED, run_family
 from benchmarks.mismatch.measure import MismatchReport
 from benchmarks.mismatch.prepare import prepare_folder, run_recipe
 from benchmarks.mismatch.recipes import RECIPES
@@ -56,7 +56,7 @@ def _run(args: argparse.Namespace, folder: Path) -> tuple[list[MismatchReport], 
         ],
         [
             _measure_once(folder, name, partial(run_family, name, dtype=args.dtype, folder=folder))
-            for name in FAMILIES
+            for name in (*FAMILIES, *REPLAYED)
             if chosen(name)
         ],
     )

@@ -91,7 +91,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Content of config.json by family."""
 
+REPLAYED = {f"{name} R3": name for name, config in FAMILIES.items() if "num_experts_per_tok" in config}
+"""Name of a run with `trainer.moe.router_replay: R3` -> its family, of those with experts."""
+
 DIFFERENCES = {"gemma2": "no soft cap in attention, which the CPU engine lacks"}
+DIFFERENCES |= dict.fromkeys(REPLAYED, "the engine's experts are replayed")
 
 SHARPNESS = {"gemma2": 0.4}
 """Factor of the final norm's weight, and with it of the logits, by family; default: 3."""
@@ -107,15 +111,20 @@ OVERRIDES = {
 
 
 def run_family(name: str, *, dtype: str, folder: Path) -> MismatchReport:
-    """Write a random model of the family, train it, and compare both dtypes in transformers."""
-    run_dir = folder / "families" / name
-    model = build(FAMILIES[name])
+    """Write a random model of the family, train it, and compare both dtypes in transformers.
+
+    Args:
+        name: a key of `FAMILIES` or of `REPLAYED`.
+    """
+    run_dir = folder / "families" / name.replace(" ", "-")
+    model = build(FAMILIES[REPLAYED.get(name, name)])
     model.save_pretrained(run_dir / "model")
     rows = map(json.loads, (folder / "runs/demo/data/train.jsonl").read_text().splitlines())
     tokenizer = train_tokenizer([row["prompt"] for row in rows], vocab_size=VOCABULARY, context_length=512)
     tokenizer.save_pretrained(run_dir / "model")
     (run_dir / "train.yaml").write_text("{}\n")
     paths = {"run_dir": run_dir / "run", "model.path": run_dir / "model", "model.dtype": dtype}
+    paths |= {"trainer.moe.router_replay": "R3"} if name in REPLAYED else {}
     stopped_by = run_megarl("train", str(run_dir / "train.yaml"), OVERRIDES | paths, folder=folder)
     report = make_report(
         run_dir / "run", name=name, dtype=dtype, stopped_by=stopped_by, difference=DIFFERENCES.get(name, "")

@@ -157,6 +157,7 @@ class ConvertWorker:
         import torch.distributed as dist
 
         from megarl.megatron.checkpoint import model_state
+        from megarl.megatron.families.load_architecture import STACKED_EXPERTS
         from megarl.megatron.hf_weights.export import describe_weights, save_passed
 
         model_state.save_model(self._model, Path(root) / RELEASE)
@@ -168,7 +169,10 @@ class ConvertWorker:
             copy_companions(source, companions)
             save_passed(self._model, source, companions)
             config = read_model_config(source)
-            describe_weights(config, self._model.architecture)
+            model = self._model.architecture
+            describe_weights(config, model)
+            if model.experts is not None and model.experts.is_stacked and not model.experts.biases:
+                config[STACKED_EXPERTS] = True
             (companions / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             (Path(root) / TRACKER).write_text(RELEASE)
         except OSError as e:

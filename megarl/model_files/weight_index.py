@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -27,17 +27,23 @@ EMBEDDING_TENSOR, HEAD_TENSOR = "model.embed_tokens.weight", "lm_head.weight"
 _PAIRED = re.compile(r".*\.experts\.gate_up_proj(_bias)?")
 
 
-def paired_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def paired_shape(name: str, shape: tuple[int, ...], names: Container[str]) -> tuple[int, ...]:
     """Return the shape in which layouts see a stored tensor: [.., n, 2] for [.., 2 n] with gate and up in turn.
 
-    gpt-oss stores the first projections of experts so. A range of pairs is a box, the gates alone are none.
+    gpt-oss stores the first projections of experts so, and their biases. A range of pairs is a box, the gates alone are
+    none. Other models have no biases, and all gates above all ups.
+
+    Args:
+        names: all tensors of the model.
     """
-    return (*shape[:-1], shape[-1] // 2, 2) if _PAIRED.fullmatch(name) else shape
+    is_paired = _PAIRED.fullmatch(name) and (name.endswith("_bias") or f"{name}_bias" in names)
+    return (*shape[:-1], shape[-1] // 2, 2) if is_paired else shape
 
 
 def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape in files of a tensor that megarl sees as `shape`, the inverse of `paired_shape`."""
-    return (*shape[:-2], 2 * shape[-2]) if _PAIRED.fullmatch(name) else shape
+    is_paired = _PAIRED.fullmatch(name) and len(shape) == (3 if name.endswith("_bias") else 4)
+    return (*shape[:-2], 2 * shape[-2]) if is_paired else shape
 
 
 def merge_pairs(box: Box) -> Box:

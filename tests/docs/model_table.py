@@ -83,7 +83,7 @@ def compared(architecture: str) -> str:
     served += ["layout"] if _is_traced(architecture, kinds) else []
     if architecture in TEXT_PARTS:
         return "language model, and export with the vision tower | " + (
-            "layout" if architecture == "Qwen3_5ForConditionalGeneration" else "-"
+            "layout" if architecture.startswith("Qwen3_5") else "-"
         )
     trainer = f"one rank; {len(layouts)} layouts with one rank" if tested else "tensors"
     return f"{trainer} | {', '.join(served) or '-'}"

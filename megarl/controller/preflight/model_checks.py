@@ -22,9 +22,9 @@ from megarl.megatron.families.architecture import Head, ModelArchitecture, load_
 from megarl.megatron.families.attention import GatedDeltaNet, GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.feed_forward import MixtureOfExperts
 from megarl.megatron.families.load_architecture import (
-    drop_missing_mtp_layers,
     find_folder_notices,
     find_weight_problems,
+    fit_to_weights,
     load_architecture,
     load_architecture_from_folder,
     model_head,
@@ -90,7 +90,8 @@ def _find_replay_problems(config: StageConfig, experts: MixtureOfExperts) -> Ite
         yield f"{key}: R3 needs rollout.engine.type: sglang, got {config.rollout.engine.type}"
     elif replay == "R3" and config.rollout.engine.attn_dp_size > 1:
         yield (
-            f"{key}: R3 has not been tried with data-parallel attention: remove attn_dp_size and dp_size from "
+            f"{key}: R3 needs engines without data-parallel attention, in which SGLang returns the routes of other "
+            "tokens for prompts computed in a CUDA graph: remove attn_dp_size and dp_size from "
             f"rollout.engine.extra_args, got {config.rollout.engine.attn_dp_size} groups"
         )
     if experts.routing.top_k < 2:
@@ -330,7 +331,7 @@ def find_model_problems(
     except ConfigError as e:
         yield f"model.path: {e}"
         return
-    model = drop_missing_mtp_layers(model, folder)
+    model = fit_to_weights(model, folder)
     yield from (f"model.path: {problem}" for problem in find_weight_problems(folder, model))
     try:
         read_stop_token_ids(folder)
@@ -343,7 +344,7 @@ def find_model_problems(
     if isinstance(config, RunConfig):
         yield from _find_engine_size_problems(model, config.rollout, device)
         yield from _find_gather_problems(config, model, hf_config)
-        if device is not None:
+        if device is not None and not config.rollout.engine.is_custom:  # the problems are SGLang's
             yield from find_engine_problems(hf_config, device, origin=str(folder / "config.json"))
 
 

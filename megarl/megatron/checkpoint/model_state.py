@@ -141,6 +141,8 @@ def shard_tensor(model: MegatronModel, name: str, mapping: ParameterMap, tensor:
     """
     groups, is_expert = model.groups, mapping.expert is not None
     tp, replicas = (groups.expt_tp, groups.expt_dp) if is_expert else (groups.tp, groups.dp_cp)
+    if mapping.stack_size:
+        mapping, tensor = mapping.of_expert, tensor[0]
     experts = [(0, mapping.expert, model.architecture.num_experts)] if is_expert else []
     parts = tensor.chunk(len(mapping.parts))
     for number, part in enumerate(parts):

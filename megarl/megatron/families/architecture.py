@@ -30,7 +30,7 @@ from megarl.config.section import load_object
 from megarl.errors import ConfigError
 from megarl.megatron.families.attention import Attention, LatentAttention
 from megarl.megatron.families.feed_forward import FeedForward, LayerPart, MixtureOfExperts, ShardingUnit
-from megarl.megatron.families.parameter_map import ParameterMap, RowRange, replicated, split_rows
+from megarl.megatron.families.parameter_map import ParameterMap, replicated, split_rows
 from megarl.model_files.json_object import JsonMapping
 from megarl.model_files.weight_index import EMBEDDING_TENSOR, HEAD_TENSOR
 from megarl.reshard.layout.model_tensors import ModelTensors, TensorSpec
@@ -312,12 +312,12 @@ class ModelArchitecture:
 
 def hf_tensors_of(maps: Iterable[ParameterMap], dtype: str) -> ModelTensors:
     """Return the spec of every Hugging Face tensor that the parameter maps refer to."""
-    rows_of: dict[str, tuple[RowRange, str]] = {}
+    specs: dict[str, TensorSpec] = {}
     for mapping in maps:
         for part in mapping.parts:
             for rows in part:
-                rows_of[rows.tensor] = (rows, mapping.dtype or dtype)
-    return ModelTensors({name: TensorSpec(rows.shape, of) for name, (rows, of) in rows_of.items()})
+                specs[rows.tensor] = TensorSpec(mapping.tensor_shape(rows), mapping.dtype or dtype)
+    return ModelTensors(specs)
 
 
 class FamilyReader(Protocol):
@@ -397,7 +397,7 @@ def _num_layer_parameters(layer: Layer) -> int:
         for name in part.parameter_names():
             mapping = part.map_parameter("", name)
             assert mapping is not None, name
-            is_matrix = mapping.stacked or len(mapping.parts[0][0].shape) == 2
+            is_matrix = mapping.stack_size or len(mapping.parts[0][0].shape) == 2
             rows = [rows for group in mapping.parts for rows in group if is_matrix and not name.endswith("bias")]
             elements = sum((r.stop - r.start) * prod(r.shape[1:]) for r in rows)
             if mapping.expert is None:

@@ -17,10 +17,11 @@ from typing import Literal, Protocol
 
 from megarl.megatron.families.parameter_map import (
     ParameterMap,
+    RowRange,
     replicated,
     split_columns,
     split_rows,
-    stacked_row,
+    stacked,
 )
 
 
@@ -161,13 +162,11 @@ class MixtureOfExperts:
     expert_bias: bool = False
     """The router selects experts with a float32 bias per expert (megatron-core's buffer `expert_bias`)."""
     biases: bool = False
-    """Router and experts have biases, and each Hugging Face tensor stacks all experts: their matrices are transposed,
-    columns of gate and up alternate (gpt-oss). Where they do, the tensor's last dimension is seen as [width, 2]."""
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether each Hugging Face tensor of the routed experts has all of them."""
-        return self.biases
+    """Router and experts have biases; the experts are stacked, with transposed matrices in which columns of gate and up
+    alternate (gpt-oss). Where they do, the tensor's last dimension is seen as [width, 2]."""
+    is_stacked: bool = False
+    """Each Hugging Face tensor of the routed experts has all of them (Qwen3.5). Without `biases`, one has all rows of
+    gate above those of up, [experts, 2 * width, hidden], the other is [experts, hidden, width]."""
 
     def parameter_names(self) -> list[str]:
         """Return the megatron-core names of the parameters."""
@@ -191,8 +190,12 @@ class MixtureOfExperts:
         if expert:
             number, linear = int(expert[1] or expert[5]), expert["local"] or expert["grouped"]
             if self.biases:
-                return self._map_stacked(prefix, number, linear + (expert["kind"] or "weight"))
-            return self._map_expert(prefix, number, linear)
+                return self._map_transposed(prefix, number, linear + (expert["kind"] or "weight"))
+            return (
+                self._map_stacked(prefix, number, linear)
+                if self.is_stacked
+                else self._map_expert(prefix, number, linear)
+            )
         hidden, shared = self.hidden_size, f"{prefix}{self.hf_names.shared}."
         match name:
             case "pre_mlp_layernorm.weight":
@@ -216,8 +219,9 @@ class MixtureOfExperts:
 
     def sharding_units(self, prefix: str) -> list[ShardingUnit]:
         """Return the units that parallel ranks must divide evenly."""
-        width = "experts.gate_up_proj has pairs of columns"
-        width = width if self.biases else f"experts.0.{self.hf_names.gate}.weight has rows"
+        width = f"experts.0.{self.hf_names.gate}.weight has rows"
+        if self.is_stacked:
+            width = f"experts.gate_up_proj has pairs of {'columns' if self.biases else 'rows'}"
         units = [
             ShardingUnit(f"{prefix}{self.hf_names.block} has experts", self.num_experts, "ep"),
             ShardingUnit(f"{prefix}{self.hf_names.block}.{width}", self.ffn_size, "etp"),
@@ -228,18 +232,26 @@ class MixtureOfExperts:
             )
         return units
 
-    def _map_stacked(self, prefix: str, expert: int, parameter: str) -> ParameterMap | None:
+    def _map_transposed(self, prefix: str, expert: int, parameter: str) -> ParameterMap:
         """Return the map of parameter `1weight` (gate and up), `2weight` (down), or a bias of these."""
-        number, hidden, ffn = self.num_experts, self.hidden_size, self.ffn_size
-        tensor = f"{prefix}{self.hf_names.block}.experts."
-        match parameter:
-            case "1weight":
-                return stacked_row(f"{tensor}gate_up_proj", number, hidden, ffn, 2, expert=expert, shard_dim=2)
-            case "1bias":
-                return stacked_row(f"{tensor}gate_up_proj_bias", number, ffn, 2, expert=expert, shard_dim=1)
-            case "2weight":
-                return stacked_row(f"{tensor}down_proj", number, ffn, hidden, expert=expert, shard_dim=1)
-        return stacked_row(f"{tensor}down_proj_bias", number, hidden, expert=expert, shard_dim=None)
+        hidden, ffn = self.hidden_size, self.ffn_size
+        name, shape, shard_dim = {
+            "1weight": ("gate_up_proj", (hidden, ffn, 2), 1),
+            "1bias": ("gate_up_proj_bias", (ffn, 2), 0),
+            "2weight": ("down_proj", (ffn, hidden), 0),
+            "2bias": ("down_proj_bias", (hidden,), None),
+        }[parameter]
+        rows = RowRange.all(f"{prefix}{self.hf_names.block}.experts.{name}", shape)
+        return stacked(ParameterMap(((rows,),), shard_dim, expert), self.num_experts, transposed=True)
+
+    def _map_stacked(self, prefix: str, expert: int, linear: str) -> ParameterMap:
+        stack = f"{prefix}{self.hf_names.block}.experts."
+        hidden, ffn = self.hidden_size, self.ffn_size
+        if linear == "2":
+            return stacked(split_columns(f"{stack}down_proj", hidden, ffn, expert), self.num_experts)
+        shape = (2 * ffn, hidden)
+        gate, up = (RowRange(f"{stack}gate_up_proj", shape, start, start + ffn) for start in (0, ffn))
+        return stacked(ParameterMap(((gate,), (up,)), 0, expert), self.num_experts)
 
     def _map_expert(self, prefix: str, expert: int, linear: str) -> ParameterMap:
         hf_prefix = f"{prefix}{self.hf_names.block}.experts.{expert}."

@@ -19,6 +19,7 @@ class _Config(HfConfig):
     partial_rotary: ClassVar[bool] = True
 
     partial_rotary_factor: float | None = 0.5
+    num_key_value_heads: PositiveInt | None = 8
     attention_bias: bool = False  # type: ignore[assignment]
     use_qk_norm: bool = False
     n_routed_experts: PositiveInt = 128

@@ -65,6 +65,7 @@ def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
         routing=Routing(top_k=c.num_experts_per_tok),
         hf_names=HfExpertNames(router="router"),
         biases=True,
+        is_stacked=True,
     )
     sliding, full = _KINDS
     kinds = c.layer_types or alternating_layers(c.num_hidden_layers, 2, full, sliding)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,10 +27,12 @@ from megarl.megatron.families.architecture import (
     VALUE_SUFFIX,
     FamilyReader,
     Head,
+    Layer,
     ModelArchitecture,
     hf_tensors_of,
     load_family,
 )
+from megarl.megatron.families.feed_forward import MixtureOfExperts
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.model_files.model_config import (
     UNTRAINED_TENSORS,
@@ -120,6 +122,10 @@ def read_config(path: str) -> tuple[JsonObject, Path]:
     return read_model_config(path), config_file(path)
 
 
+STACKED_EXPERTS = "stacked_experts"
+"""Key of a config.json without weights, as a Megatron checkpoint has it: whether an export is to stack the experts."""
+
+
 def load_architecture(
     config: JsonMapping, *, origin: str, head: Head | None = "lm", family: str | None = None
 ) -> ModelArchitecture:
@@ -152,6 +158,8 @@ def load_architecture(
     else:
         raise ConfigError(_describe_unknown(architecture, config, origin=origin))
     model = _with_untrained(model)
+    if config.get(STACKED_EXPERTS):
+        model = stack_experts(model)
     if is_value:
         _require_value_head(config, architecture, head, origin=origin)
     return model.with_value_head(from_lm=not is_value) if is_value or head == "value" else model
@@ -236,19 +244,45 @@ def _require_value_head(config: JsonMapping, architecture: str, head: Head | Non
         raise ConfigError(f"{origin}: {architecture} needs 1 label to be a value model, got {num_labels} (id2label)")
 
 
-def drop_missing_mtp_layers(model: ModelArchitecture, folder: Path) -> ModelArchitecture:
-    """Return `model` without MTP layers if `folder` holds weights, and none of its MTP layers.
+def fit_to_weights(model: ModelArchitecture, folder: Path) -> ModelArchitecture:
+    """Return `model` as the tensors in `folder` have it, which config.json does not tell; unchanged if it has none.
 
-    transformers' save_pretrained drops the MTP layers of a model, but not their number in config.json.
+    Without MTP layers, if the folder has none of them: transformers' save_pretrained drops them, but not their number
+    in config.json. With stacked experts in the layers for which it has such tensors.
     """
-    if model.num_mtp_layers == 0:
+    if model.num_mtp_layers == 0 and model.experts is None:
         return model
     try:
         stored = read_headers(folder)
     except DataError:
         return model  # a folder without weights; damaged ones are reported by those who read them
     mtp_tensors = hf_tensors_of(model.mtp_parameter_maps().values(), "float32")
-    return model if mtp_tensors.keys() & stored.keys() else replace(model, mtp_layers=())
+    if not mtp_tensors.keys() & stored.keys():
+        model = replace(model, mtp_layers=())
+    return stack_experts(model, where=stored)
+
+
+_FIRST_EXPERT = "mlp.experts.local_experts.0.linear_fc1.weight"
+
+
+def stack_experts(model: ModelArchitecture, *, where: Container[str] | None = None) -> ModelArchitecture:
+    """Return `model` with stacked experts.
+
+    Args:
+        where: names of tensors; layers whose stacks are not among them stay as they are. None: all layers.
+    """
+
+    def fit(number: int, layer: Layer) -> Layer:
+        if not isinstance(layer.mlp, MixtureOfExperts):
+            return layer
+        mlp = replace(layer.mlp, is_stacked=True)
+        mapping = mlp.map_parameter(f"model.layers.{number}.", _FIRST_EXPERT)
+        assert mapping is not None
+        is_stored = where is None or model.hf_name(mapping.parts[0][0].tensor) in where
+        return replace(layer, mlp=mlp) if is_stored else layer
+
+    layers = [fit(number, layer) for number, layer in enumerate((*model.layers, *model.mtp_layers))]
+    return replace(model, layers=tuple(layers[: model.num_layers]), mtp_layers=tuple(layers[model.num_layers :]))
 
 
 def load_architecture_and_dtype(
@@ -256,7 +290,7 @@ def load_architecture_and_dtype(
 ) -> tuple[ModelArchitecture, str]:
     """Return the architecture that a model folder or a config.json describes, and its dtype ("bfloat16" by default).
 
-    A folder with weights but without MTP layers gives a model without them (`drop_missing_mtp_layers`).
+    A folder with weights determines what config.json leaves open (`fit_to_weights`).
 
     Args:
         head: required output head; see `load_architecture`.
@@ -271,7 +305,7 @@ def load_architecture_and_dtype(
         model = load_architecture(config, origin=str(file), head=head, family=family)
     except KeyError as e:
         raise DataError(f"{file}: {e} is missing") from e
-    model = drop_missing_mtp_layers(model, Path(path))
+    model = fit_to_weights(model, Path(path))
     config = language_config(config)
     return model, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
 
@@ -323,7 +357,7 @@ def load_architecture_from_folder(
 ) -> ModelArchitecture:
     """Return the architecture that `folder`/config.json describes, with output head `head`.
 
-    A folder with weights but without MTP layers gives a model without them (`drop_missing_mtp_layers`).
+    A folder with weights determines what config.json leaves open (`fit_to_weights`).
 
     Args:
         family: import path of a family outside the package; see `load_architecture`.
@@ -332,7 +366,7 @@ def load_architecture_from_folder(
         DataError: config.json is missing or invalid (`read_hf_config`).
         ConfigError: the architecture is not supported (`load_architecture`).
     """
-    return drop_missing_mtp_layers(_load_configured(folder, head, family), folder)
+    return fit_to_weights(_load_configured(folder, head, family), folder)
 
 
 def find_folder_notices(folder: Path, *, head: Head | None = "lm", family: str | None = None) -> list[str]:
@@ -343,7 +377,7 @@ def find_folder_notices(folder: Path, *, head: Head | None = "lm", family: str |
     """
     model, notices = _load_configured(folder, head, family), []
     number = model.num_mtp_layers
-    if number != drop_missing_mtp_layers(model, folder).num_mtp_layers:
+    if number != fit_to_weights(model, folder).num_mtp_layers:
         names, ignored = ("1 MTP layer", "it") if number == 1 else (f"{number} MTP layers", "them")
         notices.append(f"{folder}: config.json names {names}, the folder has none: ignoring {ignored}")
     if model.head == "lm" and "tie_word_embeddings" in find_corrections(folder):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.reshard.layout.layout import Box, ShardPiece
 
@@ -56,7 +56,7 @@ class ParameterMap:
     parts: tuple[tuple[RowRange, ...], ...]
     """Row ranges of each part; parts are sharded separately and stacked in each rank's shard."""
     shard_dim: int | None
-    """Dimension that tensor-parallel ranks split; None: the parameter is replicated."""
+    """Dimension of the tensors that tensor-parallel ranks split; None: the parameter is replicated."""
     expert: int | None = None
     """Global number of the routed expert; None: not an expert's parameter.
 
@@ -66,9 +66,24 @@ class ParameterMap:
     """Torch dtype name, e.g. "float32", of the parameter and its tensors; None: the model's dtype."""
     frozen: bool = False
     """The parameter or buffer is loaded, synced and saved, and has no gradient."""
-    stacked: bool = False
-    """The tensor has one row for each expert, the expert's parameter transposed; shards are viewed so too
-    (`local_layout.local_view`)."""
+    stack_size: int = 0
+    """Number of experts whose parameters each tensor has, one after another; 0: the tensors are this parameter's alone.
+
+    `parts` then describe the rows of this expert's part, and shards are viewed as stacks of one
+    (`local_layout.local_view`).
+    """
+    transposed: bool = False
+    """Each expert's part of a stack is the parameter transposed (gpt-oss)."""
+
+    @property
+    def of_expert(self) -> ParameterMap:
+        """The map to the expert's part of each tensor, without the dimension of experts."""
+        shard_dim = None if self.shard_dim is None else self.shard_dim - 1
+        return replace(self, shard_dim=shard_dim, stack_size=0) if self.stack_size else self
+
+    def tensor_shape(self, rows: RowRange) -> tuple[int, ...]:
+        """Return the shape of the tensor that has `rows`."""
+        return (self.stack_size, *rows.shape) if self.stack_size else rows.shape
 
 
 def replicated(tensor: str, *shape: int, dtype: str | None = None, frozen: bool = False) -> ParameterMap:
@@ -105,17 +120,20 @@ def split_columns(tensor: str, height: int, width: int, expert: int | None = Non
     return ParameterMap(((RowRange.all(tensor, (height, width)),),), 1, expert)
 
 
-def stacked_row(tensor: str, *shape: int, expert: int, shard_dim: int | None) -> ParameterMap:
-    """Map an expert's parameter to row `expert` of a tensor of `shape`, which has the parameters of all experts.
+def stacked(mapping: ParameterMap, num_experts: int, *, transposed: bool = False) -> ParameterMap:
+    """Map an expert's parameter to its part of tensors that have the parameters of all experts.
 
     Args:
-        shard_dim: dimension of the tensor that tensor-parallel ranks split.
+        mapping: how the parameter maps to this part.
+        transposed: the part is the parameter transposed.
 
     Examples:
-        >>> local_shape(stacked_row("mlp.experts.down_proj", 4, 16, 8, expert=3, shard_dim=1), 2)
-        (1, 8, 8)
+        >>> down = stacked(split_columns("mlp.experts.down_proj", height=8, width=16, expert=3), 4)
+        >>> [piece.box for piece in shard_pieces("w", down, local_shape(down, 2), rank=1, size=2)]
+        [((3, 4), (0, 8), (8, 16))]
     """
-    return ParameterMap(((RowRange(tensor, shape, expert, expert + 1),),), shard_dim, expert, stacked=True)
+    shard_dim = None if mapping.shard_dim is None else mapping.shard_dim + 1
+    return replace(mapping, shard_dim=shard_dim, stack_size=num_experts, transposed=transposed)
 
 
 def local_shape(mapping: ParameterMap, size: int, *, rows: int | None = None) -> tuple[int, ...]:
@@ -124,6 +142,8 @@ def local_shape(mapping: ParameterMap, size: int, *, rows: int | None = None) ->
     Args:
         rows: number of rows over all ranks, if padding adds rows; None: no padding.
     """
+    if mapping.stack_size:
+        return (1, *local_shape(mapping.of_expert, size))
     first = mapping.parts[0][0]
     held = sum(r.stop - r.start for part in mapping.parts for r in part)
     shape = [rows or held, *first.shape[1:]]
@@ -139,6 +159,13 @@ def shard_pieces(
 
     For a routed expert, `rank` and `size` are those of expert tensor parallelism.
     """
+    if mapping.stack_size:
+        assert mapping.expert is not None, local
+        assert local_shape[0] == 1, (local, local_shape)
+        for piece in shard_pieces(local, mapping.of_expert, local_shape[1:], rank=rank, size=size):
+            box = ((mapping.expert, mapping.expert + 1), *piece.box)
+            yield ShardPiece(piece.tensor, box, local, ((0, 1), *piece.local_box))
+        return
     if mapping.shard_dim:
         yield _column_piece(local, mapping, local_shape, rank)
         return

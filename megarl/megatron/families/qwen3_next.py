@@ -24,6 +24,7 @@ class _Config(HfConfig):
     partial_rotary: ClassVar[bool] = True
 
     partial_rotary_factor: float | None = 0.25
+    num_key_value_heads: PositiveInt | None = 4
     head_dim: PositiveInt | None = 256
     attn_output_gate: Literal[True] = True
     full_attention_interval: PositiveInt = 4
@@ -53,6 +54,7 @@ class _Config(HfConfig):
 
 
 class _MoeConfig(_Config):
+    num_key_value_heads: PositiveInt | None = 2
     intermediate_size: PositiveInt = 1  # of layers without experts, which Qwen3.5 does not have
     num_experts: PositiveInt = Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: PositiveInt = 10

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from megarl.cluster.process.atomic_files import atomic_write
 from megarl.errors import DataError, LostLockError, MegarlError, WeightSyncError
 from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.load_architecture import STACKED_EXPERTS
 from megarl.model_files.file_plan import PlannedFile, TensorSpecs
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.model_files.model_config import copy_companions, read_model_config
@@ -529,6 +530,7 @@ def describe_weights(config: JsonObject, model: ModelArchitecture) -> None:
     key = "num_nextn_predict_layers"
     for keys in _language_keys(config):
         keys.pop(CONFIG_KEY, None)
+        keys.pop(STACKED_EXPERTS, None)
     keys = _language_keys(config)[-1]
     if (keys.get(key) or 0) != model.num_mtp_layers:
         keys[key] = model.num_mtp_layers

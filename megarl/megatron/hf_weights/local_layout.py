@@ -34,14 +34,16 @@ def local_tensors(model: ModelArchitecture, chunks: Sequence[ModelChunk]) -> dic
 def local_view(mapping: ParameterMap, tensor: Tensor) -> Tensor:
     """Return a view of a parameter, or its gradient, in the order of dimensions of its Hugging Face tensor.
 
-    It differs from the parameter for rows of stacked tensors: [out, in] becomes [1, in, out], and gate above up
-    [2 n, in] becomes [1, in, n, 2].
+    It differs from the parameter where tensors have all experts, and is then a stack of one: [out, in] becomes
+    [1, out, in]; transposed, [1, in, out], and gate above up [2 n, in] becomes [1, in, n, 2].
     """
-    if not mapping.stacked:
+    if not mapping.stack_size:
         return tensor
-    if len(mapping.parts[0][0].shape) == tensor.dim() + 2:
-        tensor = tensor.view(2, -1, *tensor.shape[1:])
-    return tensor.permute(*reversed(range(tensor.dim())))[None]
+    if mapping.transposed:
+        if len(mapping.parts[0][0].shape) == tensor.dim() + 1:
+            tensor = tensor.view(2, -1, *tensor.shape[1:])
+        tensor = tensor.permute(*reversed(range(tensor.dim())))
+    return tensor[None]
 
 
 def mtp_tensors(model: ModelArchitecture, groups: ProcessGroupCollection, dtype: torch.dtype) -> dict[str, Tensor]:

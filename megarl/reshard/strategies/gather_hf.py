@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.model_files.weight_index import paired_shape
 from megarl.reshard.layout.layout import ShardPiece, slices
 from megarl.reshard.layout.micro_dp import ModelReplica
 from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
@@ -162,7 +161,7 @@ class GatherHf:
             for gather, region in packed:
                 parts = self._positions[gather.kind].packed_parts(gather)
                 full = buffers[which].view(gather.slot)
-                _unpack(parts, gather.part_bytes, region, full.view(paired_shape(gather.slot.name, gather.slot.shape)))
+                _unpack(parts, gather.part_bytes, region, full.view(gather.shape))
             if failures:
                 continue
             if push.device.type == "cuda":

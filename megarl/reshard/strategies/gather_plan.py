@@ -21,7 +21,9 @@ class TensorGather:
     """How one tensor is assembled on all ranks of a model replica."""
 
     slot: TensorSlot
-    """Location of the tensor in the bucket."""
+    """Location of the tensor in the bucket, with the shape that it has in files."""
+    shape: tuple[int, ...]
+    """Its shape in layouts."""
     kind: int
     """Index into `SyncContext.model_replicas`: dense parameters or routed experts."""
     shard_group: int
@@ -172,7 +174,7 @@ def _plan_gather(
         min_held = min(sum(map(_count_elements, of_replica)) for of_replica in parts)
         max_held = max(max_held, min_held)
         if min_held == num_elements:
-            candidates.append(_make_gather(slot, kind, number, by_replica[0], parts[0]))
+            candidates.append(_make_gather(slot, spec.shape, kind, number, by_replica[0], parts[0]))
     if not candidates:
         raise WeightSyncError(
             f"{slot.name}: the tensor-parallel ranks of a stage hold {max_held} of {num_elements} elements"
@@ -182,6 +184,7 @@ def _plan_gather(
 
 def _make_gather(
     slot: TensorSlot,
+    shape: tuple[int, ...],
     kind: int,
     shard_group: int,
     of_ranks: Sequence[Sequence[ShardPiece]],
@@ -190,7 +193,7 @@ def _make_gather(
     is_replicated = all(_count_elements(pieces) == volume(tuple((0, n) for n in slot.shape)) for pieces in of_ranks)
     kept = tuple(map(tuple, of_ranks)) if is_replicated else parts
     part_bytes = max(map(_count_elements, kept)) * torch_dtype(slot.dtype).itemsize
-    return TensorGather(slot, kind, shard_group, kept, not is_replicated, part_bytes)
+    return TensorGather(slot, shape, kind, shard_group, kept, not is_replicated, part_bytes)
 
 
 def _drop_duplicates(tensor: str, of_ranks: Sequence[Sequence[ShardPiece]]) -> tuple[tuple[ShardPiece, ...], ...]:

@@ -405,8 +405,9 @@ def test_routes_of_engines_with_data_parallel_attention_are_not_replayed() -> No
         placement={"slots_per_node": 2},
     )
     assert list(find_megatron_problems(config, model, "cuda")) == [
-        f"{REPLAY}: R3 has not been tried with data-parallel attention: remove attn_dp_size and dp_size from "
-        "rollout.engine.extra_args, got 2 groups"
+        f"{REPLAY}: R3 needs engines without data-parallel attention, in which SGLang returns the routes of other "
+        "tokens for prompts computed in a CUDA graph: remove attn_dp_size and dp_size from rollout.engine.extra_args, "
+        "got 2 groups"
     ]
 
 

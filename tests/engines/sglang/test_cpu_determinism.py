@@ -11,7 +11,7 @@ import torch
 from megarl.engines.sglang.cpu import batched_attention as cpu_attention
 from megarl.engines.sglang.cpu.batched_attention import decode, extend, group_sequences
 from megarl.engines.sglang.cpu.determinism import seeded_hash
-from megarl.engines.sglang.cpu.shared_prefill import _can_share, _select, find_shared_prompts
+from megarl.engines.sglang.cpu.shared_prefill import _can_share, _select, find_shared_prompts, repeated_tokens
 from tests.engines.remote import requests
 
 PROMPTS = [tuple((11 * i + 3 * j) % 240 for j in range(4 + 5 * i)) for i in range(7)]
@@ -97,6 +97,9 @@ def test_distinct_prompts_are_found() -> None:
     shared = find_shared_prompts([token for prompt in SHARED for token in prompt], [len(p) for p in SHARED])
     assert shared.first_M == [0, 1, 3, 5]
     assert [SHARED[shared.first_M[prompt]] for prompt in shared.prompt_N] == SHARED
+    computed = [token for request in shared.first_M for token in SHARED[request]]
+    tokens = repeated_tokens(shared, [len(p) for p in SHARED])
+    assert [computed[token] for token in tokens] == [token for prompt in SHARED for token in prompt]
 
 
 def test_a_batch_of_the_distinct_prompts() -> None:

@@ -71,6 +71,16 @@ def test_routes_are_those_of_transformers(served):
         assert_routes(folder, full_tokens(request, generation), generation.routes)
 
 
+def test_samples_of_one_prompt_have_its_routes(served):
+    """The CPU engine computes a prompt once that several requests of a pass share."""
+    name, folder, engine = served
+    sent = requests(
+        [p for p in draw((33, 23, 40), CONFIGS[name]["vocab_size"], seed=3) for _ in range(4)], max_new_tokens=6
+    )
+    for request, generation in zip(sent, engine.call("generate_many", sent), strict=True):
+        assert_routes(folder, full_tokens(request, generation), generation.routes)
+
+
 def test_routes_of_a_cached_prefix_are_returned_or_left_out(served):
     name, folder, engine = served
     prompt = draw((60,), CONFIGS[name]["vocab_size"], seed=5)[0]

@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from megarl.engines.unsupported_options import find_build_problems, find_engine_problems
 from megarl.errors import MegarlError
 from megarl.megatron.families.architecture import ModelArchitecture, hf_tensors_of
+from megarl.megatron.families.attention import GroupedQueryAttention
 from megarl.megatron.families.load_architecture import load_architecture, load_architecture_from_folder
 from megarl.model_files.weight_index import stored_shape
 
@@ -114,6 +115,18 @@ def published_shapes(name: str) -> dict[str, tuple[int, ...]]:
         model, model.state_dict()
     )  # transformers stacks experts, which are published apart
     return {tensor: tuple(value.shape) for tensor, value in state.items() if tensor not in model.all_tied_weights_keys}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_number_of_key_value_heads_that_is_left_out_is_the_default_of_transformers(name):
+    tree = published(name)
+    tree.get("text_config", tree).pop("num_key_value_heads", None)
+    kind = tree["model_type"]
+    options = {key: value for key, value in tree.items() if key != "model_type"}
+    config = AutoConfig.for_model(CLOSEST.get(kind, kind), **options).get_text_config()
+    if config.num_attention_heads % config.num_key_value_heads == 0:
+        attentions = load_architecture(tree, origin="config.json").attentions(GroupedQueryAttention)
+        assert {attention.num_kv_heads for attention in attentions} <= {config.num_key_value_heads}
 
 
 def num_mtp_parameters(name: str, layers: int) -> int:

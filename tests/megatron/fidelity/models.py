@@ -68,6 +68,9 @@ TWO_DTYPES = "qwen3_5 in two dtypes"
 It is not among `CONFIGS`, whose folders are float32.
 """
 
+STACKED = "qwen3_5_moe stacked"
+"""The model qwen3_5_moe in a folder whose tensors have all experts of a layer, as published."""
+
 OWN_HEAD = "qwen3 with a head of its own"
 """Model whose config.json ties the head to the embedding, and whose folder stores another head."""
 
@@ -142,18 +145,23 @@ VISION: dict[str, dict[str, Any]] = {
 
 
 def save_vision_model(name: str, root: Path) -> tuple[str, str]:
-    """Save the model with a vision tower whose language model is that of `save_model`; return both folders."""
+    """Save the model with a vision tower whose language model is that of `save_model`; return both folders.
+
+    Args:
+        name: a key of `VISION`, or `STACKED`.
+    """
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    folder, text = root / f"{name}-vision", save_model(name, root)
+    folder, text = root / f"{name.replace(' ', '-')}-vision", save_model(name, root)
+    is_stacked, name = name == STACKED, "qwen3_5_moe" if name == STACKED else name
     model_type = CONFIGS[name]["model_type"].removesuffix("_text")
     tied = {"tie_word_embeddings": CONFIGS[name]["tie_word_embeddings"]}
     config = AutoConfig.for_model(model_type, text_config=CONFIGS[name], vision_config=VISION[name], **tied)
     model = AutoModelForImageTextToText.from_config(config, dtype=build(CONFIGS[name]).dtype)
     missing = model.load_state_dict(_nested(build(CONFIGS[name]).state_dict()), strict=False)
     assert not missing.unexpected_keys, missing.unexpected_keys
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=not is_stacked)
     _write_interval(name, folder / "config.json")
     saved = load_file(folder / "model.safetensors")
     assert len(saved) > len(load_file(Path(text) / "model.safetensors"))
@@ -170,6 +178,10 @@ def save_model(name: str, root: Path) -> str:
     folder = root / name.replace(" ", "-")
     if name == TWO_DTYPES:
         return _save_in_two_dtypes(folder)
+    if name == STACKED:
+        build(CONFIGS["qwen3_5_moe"]).save_pretrained(folder, save_original_format=False)
+        _write_interval("qwen3_5_moe", folder / "config.json")
+        return str(folder)
     if not (folder / "model.safetensors").exists():
         build(CONFIGS[name]).save_pretrained(folder)
         _write_interval(name, folder / "config.json")

@@ -4,7 +4,8 @@ All samples of a group have the same prompt. Without a cache of prefixes, which 
 SGLang would compute it for each of them:
 
 prefill batch --distinct prompts only--> model --> next-token logits, repeated for every request
-                                            '----> keys and values, copied to the cache rows of the other requests
+                                            |----> keys and values, copied to the cache rows of the other requests
+                                            '----> routes of the tokens, repeated for every request
 
 Results do not change where those of a request do not depend on the batch.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,12 +76,24 @@ def find_shared_prompts(token_ids: Sequence[int], lengths: Sequence[int]) -> Sha
     return SharedPrompts(first_M=first_M, prompt_N=prompt_N)
 
 
+def repeated_tokens(shared: SharedPrompts, lengths: Sequence[int]) -> list[int]:
+    """Return, for each token of a batch, its index among the tokens of the distinct prompts.
+
+    Args:
+        lengths: number of tokens of each request.
+    """
+    starts = [0, *itertools.accumulate(lengths[request] for request in shared.first_M)]
+    pairs = zip(shared.prompt_N, lengths, strict=True)
+    return [token for prompt, length in pairs for token in range(starts[prompt], starts[prompt] + length)]
+
+
 def use_shared_prefill_on_cpu() -> None:
     """Compute shared prompts of prefill batches once in this process; no-op if CUDA is available."""
     if torch.cuda.is_available():
         return
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.model_executor.runner.eager_runner import EagerRunner
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
     prefill = EagerRunner._execute_extend
 
@@ -92,6 +106,11 @@ def use_shared_prefill_on_cpu() -> None:
         if len(shared.first_M) == len(lengths):
             return prefill(runner, batch, pp_proxy_tensors)
         output = prefill(runner, _select(batch, shared.first_M), None)
+        recorded = get_global_experts_capturer()
+        if recorded is not None:
+            routes = recorded.device_cache.buffer
+            tokens = torch.tensor(repeated_tokens(shared, lengths))
+            routes[: len(tokens)] = routes[tokens]
         rows_N = batch.out_cache_loc.split(lengths)
         copies = [
             (rows, rows_N[shared.first_M[prompt]])

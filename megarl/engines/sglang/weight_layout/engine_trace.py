@@ -122,7 +122,7 @@ def trace_live(
     _reject_replaced_parameters(model, targets)
     parameters = {name for name, _ in model.named_parameters()}
     filled = parameters if must_cover is None else parameters.intersection(must_cover)
-    seen = {name: replace(spec, shape=paired_shape(name, spec.shape)) for name, spec in tensors.items()}
+    seen = {name: replace(spec, shape=paired_shape(name, spec.shape, tensors)) for name, spec in tensors.items()}
     return _read(model, seen, targets, recorder, filled)
 
 
@@ -378,7 +378,7 @@ def trace_deduplicated(
 
     traced = trace.layout.tensors
     specs = {
-        name: TensorSpec(paired_shape(name, spec.shape), traced[representative(name)].dtype)
+        name: TensorSpec(paired_shape(name, spec.shape, tensors), traced[representative(name)].dtype)
         for name, spec in tensors.items()
     }
     return EngineTrace(

@@ -52,7 +52,7 @@ def compare(folder, device, tp, options):
             box = fold(parameter, len(piece.local_box))[slices(piece.local_box)]
             assert (box == UNTOUCHED).all(), piece
             value = values[piece.tensor]
-            box.copy_(value.view(paired_shape(piece.tensor, tuple(value.shape)))[slices(piece.box)])
+            box.copy_(value.view(paired_shape(piece.tensor, tuple(value.shape), values))[slices(piece.box)])
         for pad in trace.padding:
             box = fold(expected[pad.local], len(pad.local_box))[slices(pad.local_box)]
             assert (box == UNTOUCHED).all(), pad
