@@ -17,7 +17,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -50,7 +50,7 @@ from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.runtime import platform
 from megarl.reshard.analysis.forecast import time_sync
-from megarl.reshard.analysis.scenario import Scenario
+from megarl.reshard.analysis.scenario import Scenario, even_nodes
 from megarl.reshard.analysis.sync_report import SyncReport
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import LinkRates
@@ -122,6 +122,7 @@ def _start_ranks(args: argparse.Namespace) -> int:
             raise ConfigError(f"--machines needs to be at least 1, got {args.nodes}")
         if args.nodes > ranks:
             raise ConfigError(f"--machines needs at most one machine for each of {ranks} ranks, got {args.nodes}")
+        even_nodes(ranks, args.nodes)
     except MegarlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -157,50 +158,55 @@ def _run_slowed(args: argparse.Namespace) -> list[TwinReport]:
     _require_valid(args)
     rates = _rates(args)
     assert rates is not None
-    reports = []
+    reports: list[TwinReport] = []
     for train, gen in zip(args.train, args.gen, strict=True):
         _, scenario = _read(args, train, gen)
         _require_world(scenario)
-        for name in [name for name in BOXES if name not in args.skip and {name, "all"} & set(args.strategies)]:
-            with shared_links(scenario.topology, rates) as links:
-                try:
-                    contender = MegarlContender(name, scenario, args.hand_over, args.transport, links=links)
-                except ConfigError as error:
-                    if args.strategies != ["all"]:
-                        raise
-                    _report_left_out(name, scenario, error, args)
-                    continue
-                syncs = args.repeats or 1
-                report = measure(contender, scenario, syncs)
-                contender.close()
-                busiest = max(float(links.seconds(kind).max()) for kind in ("nvlink", "nic"))
-            arrangement = contender.arrangement
-            assert report.sync_seconds_p50 is not None
-            assert report.cpu_seconds_p50 is not None
-            measured = Measured(
-                seconds=report.sync_seconds_p50,
-                cpu_seconds=report.cpu_seconds_p50,
-                busiest_link_seconds=busiest / (WARM_UP_SYNCS + syncs),
-                mismatched_bytes=report.mismatched_bytes or 0,
-            )
-            reports.append(
-                make_report(
-                    measured,
-                    time_sync(arrangement, scenario, rates),
-                    seconds_bound(scenario.sources, arrangement.needs, scenario.topology, rates),
-                    rates,
-                    strategy=name,
-                    model=args.model,
-                    train=train,
-                    gen=gen,
-                    topology=scenario.topology,
-                )
-            )
+        for name in BOXES:
+            if name in args.skip or not {name, "all"} & set(args.strategies):
+                continue
+            try:
+                reports.append(_measure_slowed(name, scenario, rates, args))
+            except ConfigError as error:
+                if args.strategies != ["all"]:
+                    raise
+                _report_left_out(name, scenario, error, args)
+                continue
+            reports[-1] = replace(reports[-1], train=train, gen=gen)
             if dist.get_rank() == 0 and args.json:
                 print(json.dumps(asdict(reports[-1])), flush=True)
     if dist.get_rank() == 0 and not args.json:
         print_rows(twin.COLUMNS, twin.rows(reports), twin.NUM_TEXT_COLUMNS)
     return reports
+
+
+def _measure_slowed(name: str, scenario: Scenario, rates: LinkRates, args: argparse.Namespace) -> TwinReport:
+    """Measure a strategy over links of these rates; raises ConfigError if it does not support the sizes."""
+    syncs = args.repeats or 1
+    with shared_links(scenario.topology, rates) as links:
+        contender = MegarlContender(name, scenario, args.hand_over, args.transport, links=links)
+        report = measure(contender, scenario, syncs)
+        contender.close()
+        busiest = max(float(links.seconds("nvlink").max()), float(links.seconds("nic").max()))
+    assert report.sync_seconds_p50 is not None
+    assert report.cpu_seconds_p50 is not None
+    measured = Measured(
+        seconds=report.sync_seconds_p50,
+        cpu_seconds=report.cpu_seconds_p50,
+        busiest_link_seconds=busiest / (WARM_UP_SYNCS + syncs),
+        mismatched_bytes=report.mismatched_bytes or 0,
+    )
+    return make_report(
+        measured,
+        time_sync(contender.arrangement, scenario, rates),
+        seconds_bound(scenario.sources, contender.arrangement.needs, scenario.topology, rates),
+        rates,
+        strategy=name,
+        model=args.model,
+        train=scenario.train,
+        gen=scenario.gen,
+        topology=scenario.topology,
+    )
 
 
 def _run(args: argparse.Namespace) -> list[SyncReport]:
