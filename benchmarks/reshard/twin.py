@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from benchmarks.reshard.contender import SLOWED_TIMEOUT_SECONDS
 from benchmarks.reshard.content import Shard
@@ -208,7 +209,7 @@ class Twin:
             shard.fill(0)
         for shard in self._served.values():
             shard.fill_nan()
-        self._store, self._barrier = dist.HashStore(), threading.Barrier(len(sources), timeout=SLOWED_TIMEOUT_SECONDS)
+        self._store, self._barrier = HashStore(), threading.Barrier(len(sources), timeout=SLOWED_TIMEOUT_SECONDS)
 
     def run(self) -> Measured:
         """Run the sync, and compare every byte."""
