@@ -11,8 +11,9 @@ is sent: the plans of all ranks are simulated at the rates of the hardware's lin
     groups, p2p_calls      the most that one rank posts
     ranks_planned          ranks whose plans were made and simulated; all of `ranks`
     experts_merged         so many consecutive experts are planned as one of their joint size, which makes planning
-                           that much faster. Bytes change by the routers' rows only, under 1 %; p2p_calls are fewer,
-                           since boxes of at least 256 KiB are messages of their own
+                           that much faster; only where engines split experts, into boxes far below a bucket. Bytes
+                           change by the routers' rows only, under 1 %; p2p_calls are fewer, since boxes of at least
+                           256 KiB are messages of their own
 
 Planned and published seconds are not the same quantity: see `assumptions` in each row.
 """
@@ -384,7 +385,6 @@ ROWS = (
         seconds=(7.2273, 7.2273),
         broadcast_seconds=53.2791,
         split=PipelineSplit(last=5),
-        experts_merged=12,
         assumptions=(
             "megarl's bytes are those of bfloat16; Miles sends FP8, about half of them",
             "published: 0.884 s of it requantize in the engine",
