@@ -1,6 +1,11 @@
 """Compares weight-sync strategies on real ranks.
 
 torchrun --nproc-per-node 8 -m benchmarks.reshard --model synthetic:64 --train tp=4,dp=2 --gen tp=2 --json
+
+With rates of links, the strategies that send boxes run over links slowed to them (`slowed_links`), and one object with
+measured and planned times is printed for each (`twin`). Without torchrun, the ranks are started here:
+
+python -m benchmarks.reshard --transport nccl-order --network-mb-per-second 1 --nvlink-mb-per-second 8 --machines 2
 """
 
 from __future__ import annotations
@@ -8,10 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -20,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from benchmarks.reshard import twin
 from benchmarks.reshard.contender import (
     EXACT_CONSECUTIVE,
     GATHER_SERIAL,
@@ -31,16 +38,23 @@ from benchmarks.reshard.contender import (
 from benchmarks.reshard.measure import WARM_UP_SYNCS, measure
 from benchmarks.reshard.megatron_limits import megatron_grids, require_megatron_core_support
 from benchmarks.reshard.show import MEGATRON_CORE, NCCL_M2N, LeftOut, plot, print_table
+from benchmarks.reshard.slowed_links import shared_links
 from benchmarks.reshard.synthetic import engine_layouts, synthetic_model
-from megarl.cli.tools.reshard_explain import make_scenario, model_name
+from benchmarks.reshard.twin import Measured, TwinReport, make_report, slowed_rates
+from benchmarks.text_table import print_rows
+from megarl.cli.tools.reshard_explain import TRAIN_AXES, make_scenario, model_name, parse_sizes
 from megarl.cluster.placement.network import use_network_to_master
+from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError, MegarlError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.runtime import platform
-from megarl.reshard.analysis.scenario import Scenario
+from megarl.reshard.analysis.forecast import time_sync
+from megarl.reshard.analysis.scenario import Scenario, even_nodes
 from megarl.reshard.analysis.sync_report import SyncReport
 from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.topology import LinkRates
+from megarl.reshard.planning.lower_bounds import seconds_bound
 
 CONTENDERS = (
     "ds_chat",
@@ -65,9 +79,19 @@ MIN_SYNCS = 3
 """With three syncs, an error that appears only after the first sync has two chances to appear."""
 
 
+REPEATS, BUCKET_MB = 5, 32
+SLOWED_BUCKET_MB = 1.5
+"""In the ratio to `MODEL` that 256 MiB have to a model of 8 billion parameters."""
+
+MODEL, TRAIN, GEN = "synthetic:48", "pp=2,tp=2,dp=2", "tp=2"
+"""What is measured unless the command says otherwise."""
+
+
 def main() -> int:
     """Measure each strategy and print a report on rank 0; return the exit code."""
     args = _parser().parse_args()
+    if "RANK" not in os.environ:
+        return _start_ranks(args)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
     if platform.is_cuda():
@@ -75,8 +99,9 @@ def main() -> int:
     store, rank, size = next(rendezvous("env://"))
     use_network_to_master(store, rank, size)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=size)
+    reports: Sequence[SyncReport] | Sequence[TwinReport]
     try:
-        reports = _run(args)
+        reports = _run(args) if _rates(args) is None else _run_slowed(args)
     except MegarlError as error:
         if dist.get_rank() == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -86,11 +111,106 @@ def main() -> int:
     return 1 if any(report.mismatched_bytes for report in reports) else 0
 
 
-def _run(args: argparse.Namespace) -> list[SyncReport]:
+def _start_ranks(args: argparse.Namespace) -> int:
+    """Run this command with torchrun, on as many ranks as the trainer has."""
+    try:
+        _require_valid(args)
+        sizes = parse_sizes("--train", args.train[0], TRAIN_AXES)
+        sizes.pop("vpp", None)
+        ranks = RankGrid(**sizes).size
+        if args.nodes < 1:
+            raise ConfigError(f"--machines needs to be at least 1, got {args.nodes}")
+        if args.nodes > ranks:
+            raise ConfigError(f"--machines needs at most one machine for each of {ranks} ranks, got {args.nodes}")
+        even_nodes(ranks, args.nodes)
+    except MegarlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    start = [torchrun, "--standalone", "--nproc-per-node", str(ranks), "-m", "benchmarks.reshard", *sys.argv[1:]]
+    return subprocess.run(start, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
+
+
+def _rates(args: argparse.Namespace) -> LinkRates | None:
+    """Return the rates of links; None: they are as fast as they can be."""
+    network, nvlink = args.network_mb_per_second, args.nvlink_mb_per_second
+    if network is None and nvlink is None:
+        return None
+    if network is None or nvlink is None:
+        raise ConfigError("--network-mb-per-second and --nvlink-mb-per-second need each other")
+    return slowed_rates(network, nvlink)
+
+
+def _require_valid(args: argparse.Namespace) -> None:
+    if _rates(args) is not None:
+        if args.transport != "nccl-order" or args.delta is not None:
+            raise ConfigError("--network-mb-per-second needs --transport nccl-order, without --delta")
+        if left_out := sorted(set(args.strategies) - {"all", *BOXES}):
+            raise ConfigError(f"--network-mb-per-second needs strategies of {', '.join(BOXES)}, got {left_out[0]}")
     if len(args.train) != len(args.gen):
         raise ConfigError(f"--gen needs as many layouts as --train, got {len(args.gen)} and {len(args.train)}")
     if args.plot and len(args.train) > 1:
         raise ConfigError(f"--plot needs one layout, got {len(args.train)}")
+
+
+def _run_slowed(args: argparse.Namespace) -> list[TwinReport]:
+    """Measure the strategies that send boxes over links of given rates, and print their reports on rank 0."""
+    _require_valid(args)
+    rates = _rates(args)
+    assert rates is not None
+    reports: list[TwinReport] = []
+    for train, gen in zip(args.train, args.gen, strict=True):
+        _, scenario = _read(args, train, gen)
+        _require_world(scenario)
+        for name in BOXES:
+            if name in args.skip or not {name, "all"} & set(args.strategies):
+                continue
+            try:
+                reports.append(_measure_slowed(name, scenario, rates, args))
+            except ConfigError as error:
+                if args.strategies != ["all"]:
+                    raise
+                _report_left_out(name, scenario, error, args)
+                continue
+            reports[-1] = replace(reports[-1], train=train, gen=gen)
+            if dist.get_rank() == 0 and args.json:
+                print(json.dumps(asdict(reports[-1])), flush=True)
+    if dist.get_rank() == 0 and not args.json:
+        print_rows(twin.COLUMNS, twin.rows(reports), twin.NUM_TEXT_COLUMNS)
+    return reports
+
+
+def _measure_slowed(name: str, scenario: Scenario, rates: LinkRates, args: argparse.Namespace) -> TwinReport:
+    """Measure a strategy over links of these rates; raises ConfigError if it does not support the sizes."""
+    syncs = args.repeats or 1
+    with shared_links(scenario.topology, rates) as links:
+        contender = MegarlContender(name, scenario, args.hand_over, args.transport, links=links)
+        report = measure(contender, scenario, syncs)
+        contender.close()
+        busiest = max(float(links.seconds("nvlink").max()), float(links.seconds("nic").max()))
+    assert report.sync_seconds_p50 is not None
+    assert report.cpu_seconds_p50 is not None
+    measured = Measured(
+        seconds=report.sync_seconds_p50,
+        cpu_seconds=report.cpu_seconds_p50,
+        busiest_link_seconds=busiest / (WARM_UP_SYNCS + syncs),
+        mismatched_bytes=report.mismatched_bytes or 0,
+    )
+    return make_report(
+        measured,
+        time_sync(contender.arrangement, scenario, rates),
+        seconds_bound(scenario.sources, contender.arrangement.needs, scenario.topology, rates),
+        rates,
+        strategy=name,
+        model=args.model,
+        train=scenario.train,
+        gen=scenario.gen,
+        topology=scenario.topology,
+    )
+
+
+def _run(args: argparse.Namespace) -> list[SyncReport]:
+    _require_valid(args)
     requested = CONTENDERS if args.strategies == ["all"] else args.strategies
     names = [name for name in CONTENDERS if name in requested and name not in args.skip]
     if args.transport != "default":
@@ -108,8 +228,7 @@ def _run(args: argparse.Namespace) -> list[SyncReport]:
 def _run_layout(
     args: argparse.Namespace, names: Sequence[str], model: ModelArchitecture, scenario: Scenario
 ) -> list[SyncReport]:
-    if scenario.grid.size != dist.get_world_size():
-        raise ConfigError(f"--train takes {scenario.grid.size} ranks, torchrun started {dist.get_world_size()}")
+    _require_world(scenario)
     reports = []
     for name in names:
         try:
@@ -117,13 +236,9 @@ def _run_layout(
         except ConfigError as error:
             if args.strategies != ["all"]:
                 raise
-            if dist.get_rank() == 0:
-                print(f"{scenario.train} -> {scenario.gen}: {name} left out: {error}", file=sys.stderr)
-            if dist.get_rank() == 0 and args.json:
-                left_out = LeftOut(strategy=name, train=scenario.train, gen=scenario.gen, left_out=str(error))
-                print(json.dumps(asdict(left_out)), flush=True)
+            _report_left_out(name, scenario, error, args)
             continue
-        report = measure(contender, scenario, max(args.repeats, MIN_SYNCS))
+        report = measure(contender, scenario, max(args.repeats or REPEATS, MIN_SYNCS))
         contender.close()
         if dist.get_rank() == 0 and args.json:
             print(json.dumps(asdict(report)), flush=True)
@@ -131,6 +246,19 @@ def _run_layout(
     if dist.get_rank() == 0 and args.plot:
         plot(reports, args.plot)
     return reports
+
+
+def _require_world(scenario: Scenario) -> None:
+    if scenario.grid.size != dist.get_world_size():
+        raise ConfigError(f"--train takes {scenario.grid.size} ranks, torchrun started {dist.get_world_size()}")
+
+
+def _report_left_out(name: str, scenario: Scenario, error: ConfigError, args: argparse.Namespace) -> None:
+    if dist.get_rank() == 0:
+        print(f"{scenario.train} -> {scenario.gen}: {name} left out: {error}", file=sys.stderr)
+        if args.json:
+            left_out = LeftOut(strategy=name, train=scenario.train, gen=scenario.gen, left_out=str(error))
+            print(json.dumps(asdict(left_out)), flush=True)
 
 
 def _contender(name: str, model: ModelArchitecture, scenario: Scenario, args: argparse.Namespace) -> Contender:
@@ -144,13 +272,18 @@ def _contender(name: str, model: ModelArchitecture, scenario: Scenario, args: ar
 
 
 def _read(args: argparse.Namespace, train: str, gen: str) -> tuple[ModelArchitecture, Scenario]:
-    make = partial(make_scenario, train=train, gen=gen, nodes=args.nodes, bucket_bytes=int(args.bucket_mb * 2**20))
+    make = partial(make_scenario, train=train, gen=gen, nodes=args.nodes, bucket_bytes=int(_bucket_mb(args) * 2**20))
     kind, _, size = args.model.partition(":")
     if kind in ("synthetic", "synthetic-moe"):
         synthetic = synthetic_model(float(size), is_moe=kind == "synthetic-moe")
         return synthetic, make(args.model, synthetic, "bfloat16", engine=partial(engine_layouts, synthetic))
     model, dtype = load_architecture_and_dtype(args.model)
     return model, make(model_name(args.model), model, dtype, engine=partial(_traced, args.model))
+
+
+def _bucket_mb(args: argparse.Namespace) -> float:
+    default = BUCKET_MB if args.network_mb_per_second is None else SLOWED_BUCKET_MB
+    return float(args.bucket_mb or default)
 
 
 def _traced(model: str, tp: int, dtype: str, *, ep: int = 1, dp: int = 1) -> Sequence[WeightLayout]:
@@ -167,19 +300,36 @@ def _traced(model: str, tp: int, dtype: str, *, ep: int = 1, dp: int = 1) -> Seq
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.reshard", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--model", required=True, help="a model folder, a config.json, synthetic:MB or synthetic-moe:MB"
+        "--model", default=MODEL, help=f"a model folder, a config.json, synthetic:MB or synthetic-moe:MB ({MODEL})"
     )
-    parser.add_argument("--train", required=True, nargs="+", metavar="pp=1,tp=4,dp=2", help="one or more layouts")
-    parser.add_argument("--gen", required=True, nargs="+", metavar="pp=1,tp=2", help="one for each of --train")
+    parser.add_argument("--train", default=[TRAIN], nargs="+", metavar=TRAIN, help="one or more layouts")
+    parser.add_argument("--gen", default=[GEN], nargs="+", metavar=GEN, help="one for each of --train")
     parser.add_argument("--strategies", nargs="+", default=["all"], choices=["all", *CONTENDERS])
     parser.add_argument("--skip", nargs="+", default=[], choices=CONTENDERS, help="strategies to leave out")
     parser.add_argument(
-        "--repeats", type=int, default=5, help=f"timed syncs after {WARM_UP_SYNCS} to warm up, at least {MIN_SYNCS}"
+        "--repeats",
+        type=int,
+        help=f"timed syncs after {WARM_UP_SYNCS} to warm up, at least {MIN_SYNCS} ({REPEATS}); with rates of links 1",
     )
     parser.add_argument(
-        "--nodes", type=int, default=1, help="nodes to assume when counting traffic; ranks are spread evenly"
+        "--nodes",
+        "--machines",
+        type=int,
+        default=1,
+        help="machines to assume for traffic and rates of links; ranks are spread evenly",
     )
-    parser.add_argument("--bucket-mb", type=float, default=32, help="2**20 bytes")
+    parser.add_argument(
+        "--bucket-mb", type=float, help=f"2**20 bytes ({BUCKET_MB}); with rates of links {SLOWED_BUCKET_MB}"
+    )
+    parser.add_argument(
+        "--network-mb-per-second",
+        type=float,
+        metavar="RATE",
+        help="rate of each rank's NIC, 10**6 bytes: messages take as long as over such links",
+    )
+    parser.add_argument(
+        "--nvlink-mb-per-second", type=float, metavar="RATE", help="between a rank and those of its machine, likewise"
+    )
     parser.add_argument(
         "--hand-over",
         choices=get_args(HandOver),

@@ -14,11 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Literal, Protocol
 
 import torch.distributed as dist
 
 from benchmarks.reshard.content import PrivateBuffer, Shard
+from benchmarks.reshard.slowed_links import SlowedLinks, SlowedTransport
 from megarl.reshard.analysis.forecast import forecast
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, build_strategy, sync_context
 from megarl.reshard.analysis.sync_report import time_planning
@@ -45,6 +47,10 @@ ONE_TENSOR_BYTES = 1
 
 TIMEOUT_SECONDS = 60.0
 """Timeout of a sync in NCCL's order, in which a plan may deadlock."""
+
+
+SLOWED_TIMEOUT_SECONDS = 3600.0
+"""Timeout of a sync over slowed links."""
 
 
 class Contender(Protocol):
@@ -89,10 +95,12 @@ class MegarlContender:
         hand_over: HandOver,
         transport: TransportName,
         trained_layers: int | None = None,
+        links: SlowedLinks | None = None,
     ) -> None:
         """Plan and create the strategy; raises ConfigError if it does not support these sizes.
 
         Args:
+            links: of given rates, over which messages move in NCCL's order; None: as fast as possible.
             trained_layers: send only what has changed, of a model of which only so many last layers are trained.
         """
         self.trained_layers = trained_layers
@@ -104,16 +112,21 @@ class MegarlContender:
         self.arrangement = _arrange(name, scenario)
         self.plan_seconds = time_planning(self.arrangement, scenario, rank)
         self._plan = forecast(self.arrangement, scenario)
-        self._strategy = self._build(scenario, transport)
+        self._strategy = self._build(scenario, transport, links)
         frozen = () if trained_layers is None else frozen_tensors(scenario.sources[rank].tensors, trained_layers)
         self._held = Shard(scenario.sources[rank], frozen=frozen)
         need = self.arrangement.needs.get(rank)
         self._served = Shard(need, frozen=frozen) if need is not None else None
 
-    def _build(self, scenario: Scenario, transport: TransportName) -> Strategy:
+    def _build(self, scenario: Scenario, transport: TransportName, links: SlowedLinks | None) -> Strategy:
         if self.arrangement.strategy == "gather_hf" and self.hand_over == "direct":
             context = sync_context(self.arrangement, scenario, self._rank)
             return GatherHf(context, scenario.bucket_bytes, make_buffer=PrivateBuffer)
+        if links is not None:
+            slowed = partial(SlowedTransport, links)
+            return build_strategy(
+                self.arrangement, scenario, self._rank, timeout_seconds=SLOWED_TIMEOUT_SECONDS, backend=slowed
+            )
         timeout, backend = (TIMEOUT_SECONDS, NCCL_ORDER) if transport == "nccl-order" else (None, None)
         return build_strategy(self.arrangement, scenario, self._rank, timeout_seconds=timeout, backend=backend)
 

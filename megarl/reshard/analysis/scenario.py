@@ -22,6 +22,7 @@ from megarl.reshard.strategies.box_strategy import BoxStrategy, plan_boxes
 from megarl.reshard.strategies.full_gather import FullGather, plan_full_gather
 from megarl.reshard.strategies.gather_hf import GatherHf
 from megarl.reshard.strategies.gather_plan import plan_replica
+from megarl.reshard.transfer.process_groups import TransportMaker
 
 STRATEGIES = ("ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact")
 """Names of all strategies, in the order in which reports list them."""
@@ -162,7 +163,7 @@ def build_strategy(
     rank: int,
     *,
     timeout_seconds: float | None = None,
-    backend: str | None = None,
+    backend: str | TransportMaker | None = None,
 ) -> Strategy:
     """Create the strategy on one rank; collective over all ranks.
 

@@ -25,6 +25,7 @@ from megarl.reshard.transfer.delta_sync import DeltaSync
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec
 from megarl.reshard.transfer.process_groups import (
+    TransportMaker,
     destroy_group,
     make_group,
     make_sync_group,
@@ -43,7 +44,7 @@ class BoxStrategy:
         context: SyncContext,
         bucket_bytes: int,
         timeout_seconds: float | None = None,
-        backend: str | None = None,
+        backend: str | TransportMaker | None = None,
         heartbeat: HeartbeatSpec | None = None,
     ) -> None:
         """Plan, then create and connect process groups; collective over all ranks.

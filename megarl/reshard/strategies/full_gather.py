@@ -24,6 +24,7 @@ from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
 from megarl.reshard.transfer.bucket import torch_dtype
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.process_groups import (
+    TransportMaker,
     destroy_group,
     make_group,
     make_sync_group,
@@ -92,7 +93,7 @@ class FullGather:
         bucket_bytes: int,
         method: Literal["ds_chat", "hybridflow_v"],
         timeout_seconds: float | None = None,
-        backend: str | None = None,
+        backend: str | TransportMaker | None = None,
     ) -> None:
         """Plan and create process groups; collective over all ranks. The last two are as for `BoxStrategy`."""
         self._rank = context.rank

@@ -79,6 +79,18 @@ class StreamWork:
                 raise RuntimeError(f"the group of messages failed: {self.error}")
         return True
 
+    def wait_until_ended(self, timeout: timedelta | None = None) -> bool:
+        """Return whether the work has ended within `timeout` from now on, which `ProcessGroupNCCL` does not offer.
+
+        Raises:
+            RuntimeError: the work has failed or was aborted.
+        """
+        with self._changed:
+            has_ended = self._changed.wait_for(self.is_completed, None if timeout is None else timeout.total_seconds())
+            if self.error:
+                raise RuntimeError(f"the group of messages failed: {self.error}")
+        return has_ended
+
     def fail(self, error: str) -> None:
         """Mark the work as failed; the caller holds the lock of `changed`."""
         self.error = error
@@ -106,7 +118,7 @@ class StreamCommunicator:
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> StreamWork:
         """Post a group of point-to-point messages; peers are numbered as in the process group."""
-        return self._post(lambda: self._run(sends, receives, _DATA))
+        return self._post(lambda: self._exchange(sends, receives))
 
     def connect(self) -> StreamWork:
         """Post the connecting of all ranks, an operation without data in which every rank takes part."""
@@ -166,6 +178,10 @@ class StreamCommunicator:
             receives = [(torch.zeros(1, dtype=torch.uint8), rank) for rank in others]
             self._is_connected = self._run(sends, receives, _CONNECT)
         return self._is_connected
+
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> bool:
+        """Exchange the messages of one group; return False if a peer was lost. Subclasses may make it take longer."""
+        return self._run(sends, receives, _DATA)
 
     def _run(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> bool:
         """Exchange the messages; return False if a peer was lost.
@@ -286,10 +302,11 @@ class NcclOrderTransport(Transport):
     def _communicator(self, group: Any) -> StreamCommunicator:
         communicator = self._communicators.get(group)
         if communicator is None:
-            communicator = self._communicators[group] = StreamCommunicator(
-                group, is_connected=self._is_connected, watchdog_seconds=self._watchdog_seconds
-            )
+            communicator = self._communicators[group] = self._make_communicator(group)
         return communicator
+
+    def _make_communicator(self, group: Any) -> StreamCommunicator:
+        return StreamCommunicator(group, is_connected=self._is_connected, watchdog_seconds=self._watchdog_seconds)
 
 
 def _begin(

@@ -76,6 +76,9 @@ def exchange_layouts(
 NCCL_ORDER = "nccl-order"
 """Backend of `Transport`s that is not torch's: gloo with NCCL's rules, see `megarl.reshard.transfer.nccl_order`."""
 
+type TransportMaker = Callable[[dist.ProcessGroup, float], Transport]
+"""Function that makes the transport of a sync from its group and timeout in seconds, without connecting the ranks."""
+
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 _ALL_HERE, _YES = "all here", "yes"
@@ -142,21 +145,24 @@ def make_sync_group(timeout_seconds: float) -> dist.ProcessGroup:
 def make_sync_transport(
     group: dist.ProcessGroup,
     timeout_seconds: float,
-    backend: str | None = None,
+    backend: str | TransportMaker | None = None,
     heartbeat: HeartbeatSpec | None = None,
 ) -> Transport:
     """Connect the ranks of a `make_sync_group`; collective over all ranks.
 
     Args:
         timeout_seconds: timeout of connecting, and of a sync.
-        backend: `NCCL_ORDER`, or None: the backend of the group.
+        backend: `NCCL_ORDER`, or a function that makes the transport, or None: the backend of the group.
         heartbeat: where the ranks leave their heartbeats; None: they give none, and no sync is aborted on all ranks.
 
     Raises:
         WeightSyncError: another rank did not connect in time.
     """
-    if backend == NCCL_ORDER:
-        transport: Transport = NcclOrderTransport(group, timeout_seconds=timeout_seconds)
+    transport: Transport
+    if callable(backend):
+        transport = backend(group, timeout_seconds)
+    elif backend == NCCL_ORDER:
+        transport = NcclOrderTransport(group, timeout_seconds=timeout_seconds)
     else:
         transport = Transport(group, timeout_seconds=timeout_seconds, is_exclusive=True)
     transport.connect()
