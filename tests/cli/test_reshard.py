@@ -260,7 +260,7 @@ LATENT |= {key: CONFIG[key] for key in ("num_attention_heads", "hidden_size")}
 )
 def test_a_missing_key_is_reported_before_sglang_starts(key, problem, refusal, command, model, monkeypatch):
     monkeypatch.setattr(offline_trace.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(offline_trace, "_run_child", None)
+    monkeypatch.setattr(offline_trace, "trace_in_child", None)
     file = Path(model) / "config.json"
     file.write_text(json.dumps({k: v for k, v in (CONFIG | LATENT).items() if k != key}))
     assert f"error: {file}: {problem}" in refusal(*command("tp=2", "tp=2"))

@@ -360,7 +360,7 @@ def save(model: MegatronModel, source: str, folder: str, *, require_lock: Callab
         _on_all_ranks(target, lambda: _write(context, model, writer, passed, Path(source)))
         if is_publisher:
             _set_dtype(config, model.layout.tensors)
-            _set_head(config, model.architecture)
+            set_head(config, model.architecture)
             describe_weights(config, model.architecture)
         _on_all_ranks(
             target, lambda: _publish(plan.files, config, Path(source), target, require_lock) if is_publisher else None
@@ -514,7 +514,7 @@ def _set_dtype(config: JsonObject, tensors: Mapping[str, TensorSpec]) -> None:
         keys[name] = dtype
 
 
-def _set_head(config: JsonObject, model: ModelArchitecture) -> None:
+def set_head(config: JsonObject, model: ModelArchitecture) -> None:
     """Describe a value model as transformers does; the config may be that of the initial language model."""
     if model.head == "lm":
         return
