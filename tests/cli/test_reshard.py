@@ -11,7 +11,7 @@ import pytest
 from benchmarks.reshard.synthetic import engine_layouts
 from megarl.engines.sglang.weight_layout import offline_trace
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
-from megarl.model_files.block_fp8 import is_quantized, scale_shape
+from megarl.model_files.quantization import is_quantized, scale_shape
 from megarl.reshard.analysis import forecast
 from megarl.reshard.analysis.nccl_progress import Stall
 from megarl.reshard.layout.layout import WeightLayout

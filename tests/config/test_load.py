@@ -18,7 +18,7 @@ from megarl.config import STAGES, RunConfig, SftConfig, command_of, dump_config,
 from megarl.config.load import FIXED_KEYS, make_config, parse_yaml, read_tree
 from megarl.config.reward import NumericRewardConfig
 from megarl.errors import ConfigError
-from megarl.reward.services import client, http_term
+from megarl.reward import services
 from megarl.run.supervision import restart_budget
 from megarl.run.sync import sync_update
 from tests.config.runs import REQUIRED, make_run
@@ -115,9 +115,9 @@ CONSTANTS = {
     "recovery.backoff_seconds": restart_budget.BACKOFF_SECONDS,
     "recovery.max_backoff_seconds": restart_budget.MAX_BACKOFF_SECONDS,
     "recovery.restart_window_seconds": restart_budget.RESTART_WINDOW_SECONDS,
-    "reward.terms.*.backoff_seconds": client.BACKOFF_SECONDS,
-    "reward.terms.*.batch_wait_seconds": http_term.BATCH_WAIT_SECONDS,
-    "reward.terms.*.breaker": {"failures": client.MAX_FAILURES, "cooldown_seconds": client.COOLDOWN_SECONDS},
+    "reward.terms.*.backoff_seconds": services.BACKOFF_SECONDS,
+    "reward.terms.*.batch_wait_seconds": services.BATCH_WAIT_SECONDS,
+    "reward.terms.*.breaker": {"failures": services.MAX_FAILURES, "cooldown_seconds": services.COOLDOWN_SECONDS},
     "weight_sync.verify.sample": sync_update.NUM_VERIFIED_BOXES,
 }
 FIXED = "algorithm: {type: vapo}\nreward: {terms: {x: {type: http, url: 'http://a'}}}\nweight_sync: {verify: {}}\n"

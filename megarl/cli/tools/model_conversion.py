@@ -33,9 +33,9 @@ from megarl.megatron.families.load_architecture import (
 )
 from megarl.megatron.families.trainer_layouts import parallel_problems
 from megarl.megatron.requests import ModelSpec
-from megarl.model_files.block_fp8 import VALUES_DTYPE
 from megarl.model_files.header import itemsize
 from megarl.model_files.hub import local_model
+from megarl.model_files.quantization import VALUES_DTYPE
 from megarl.model_files.weight_index import read_headers
 from megarl.run.remote.trainer_group import make_rank_processes
 

@@ -58,8 +58,8 @@ from types import MappingProxyType
 import numpy as np
 from torch import Tensor
 
-from megarl.model_files.block_fp8 import BLOCK, VALUES_DTYPE, scale_shape, scales_of
 from megarl.model_files.file_plan import assign_files, plan_files, relative_slices, split_box
+from megarl.model_files.quantization import BLOCK, VALUES_DTYPE, scale_shape, scales_of
 from megarl.reshard.layout.layout import Box, ShardPiece, extent, intersect, slices, volume
 from megarl.reshard.layout.model_tensors import ModelTensors
 from megarl.reshard.layout.quantized_layout import QuantizedPiece, find_quantized_pieces, quantize_layout
