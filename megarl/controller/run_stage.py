@@ -143,7 +143,7 @@ def begin_run(config: StageConfig, name: str, resume: str | None, closing: ExitS
 def run_on_cluster[C: StageConfig](
     config: C, method: Callable[..., object], arguments: tuple[object, ...], startup: Startup, *, detach: bool
 ) -> Any:
-    """Return the result of the controller's `method`, which runs on a Ray cluster; its own where none is given."""
+    """Call the controller's `method` on the Ray cluster and return its result; with `detach`, leave it running."""
     # installed twice: connecting to a cluster replaces the first handler by Ray's own
     with sigterm_as_interrupt(), _cluster(config, startup), sigterm_as_interrupt():
         with startup.phase("node checks"):

@@ -133,6 +133,7 @@ class TransferRank:
         release_indexes()
         self._fingerprint = transfer_spec.fingerprint()
         self.transport: Transport | None = None
+        """The connection with the other ranks; None before `connect`."""
         self._delta: DeltaSync | None = None
         """Made for the first sync that may leave boxes out."""
 

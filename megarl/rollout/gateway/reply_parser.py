@@ -113,6 +113,7 @@ class SglangParser:
         """Use the parsers of these names, as SGLang's options `--tool-call-parser` and `--reasoning-parser` do."""
         self._names = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
         self.child: subprocess.Popen[bytes] | None = None
+        """The process that parses; None before the first reply, and after it was stopped or lost."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reply-parser")
         """Reads the child's answer also if the caller is cancelled, so that the next one belongs to the next line."""
         self.num_failed = 0

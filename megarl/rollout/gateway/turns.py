@@ -87,6 +87,7 @@ class JsonMemory:
         self._head = self._known = ""
         """The last text up to the beginning of the list, and up to the end of its last element."""
         self.elements: list[Any] = []
+        """The elements of the list of the last text."""
 
     def parse(self, text: str) -> Any:
         """Return the value of a JSON text.

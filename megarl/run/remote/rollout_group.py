@@ -58,10 +58,13 @@ class RolloutGroup:
         max_per_object: largest number of groups that return as one object; None: `groups_per_object`.
         """
         self.max_per_object = max_per_object or groups_per_object(config)
+        """Largest number of groups that return as one object."""
         if workers is None:
             assert engines is not None, "workers without engines are those of a replay"
             workers = RolloutWorkers(config, engines, engines.supervisor.restart_budget)
-        self._engines, self.workers = engines, workers
+        self._engines = engines
+        self.workers = workers
+        """The workers' processes."""
         self._records: dict[ray.ObjectRef, _PendingRecord] = {}
         """Unfinished calls that write rollouts, by Ray reference."""
 
