@@ -94,7 +94,7 @@ def _measure(config: str, sizes: dict[str, int], folder: Path, repeats: int) -> 
     from megarl.megatron.checkpoint.optimizer_state import collect_optimizer_shards
 
     trainer = _trainer(config, sizes)
-    shards = collect_optimizer_shards(trainer._optimizer).values()
+    shards = collect_optimizer_shards(trainer.optimizer).values()
     for tensor in (
         *trainer.model.tensors().values(),
         *(values for shard in shards for values in shard.tensors.values()),

@@ -25,8 +25,15 @@ from megarl.cluster.placement.pool import Slot
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.workers.dispatch import Dispatch
 from megarl.cluster.workers.failures import wait_all
-from megarl.cluster.workers.group import RemoteCall, WorkerGroup, WorkerProcesses, ranks_by_relay
-from megarl.cluster.workers.rank_calls import CallRelay, RankCall, Relay
+from megarl.cluster.workers.group import (
+    CallRelay,
+    RankCall,
+    Relay,
+    RemoteCall,
+    WorkerGroup,
+    WorkerProcesses,
+    ranks_by_relay,
+)
 from megarl.cluster.workers.stragglers import CallLog
 from megarl.cluster.workers.worker_host import AsyncWorkerHost, WorkerHost
 from megarl.config import RunConfig

@@ -61,7 +61,7 @@ def host_cpu_seconds(tp: int) -> float:
 
 async def _receive(session: WeightSession, tp: int) -> float:
     session._is_open = True
-    session._commands.calls = _Calls()  # type: ignore[assignment]
+    session.commands.calls = _Calls()  # type: ignore[assignment]
     began = time.process_time()
     await session.receive()
     return time.process_time() - began

@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import megarl
-from megarl.cli.tools.config_reference import make_reference
+from megarl.cli.schema import make_reference
 from megarl.config import STAGES
 
 GUIDES = {

@@ -25,9 +25,9 @@ async def run(task: environments.Task, base_url: str, api_key: str, *, command: 
         RuntimeError: the program failed, or its process ended.
     """
     async with _starting:
-        program = _programs.get(tuple(command))
+        program = programs.get(tuple(command))
         if program is None or program.has_ended:
-            program = _programs[tuple(command)] = await Program.start(command)
+            program = programs[tuple(command)] = await Program.start(command)
     request = {"messages": list(task.messages), "seed": task.seed}
     await program.solve({"task": request, "base_url": base_url, "api_key": api_key})
 
@@ -37,7 +37,7 @@ class Program:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         """Read the answers of the process from now on."""
-        self._process = process
+        self.process = process
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._numbers = itertools.count()
         self._reader = asyncio.create_task(self._read())
@@ -76,14 +76,14 @@ class Program:
             del self._waiting[number]
 
     async def _send(self, line: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         with contextlib.suppress(ConnectionError):  # the process has ended: `_read` says so to all that wait
-            self._process.stdin.write(json.dumps(line).encode() + b"\n")
-            await self._process.stdin.drain()
+            self.process.stdin.write(json.dumps(line).encode() + b"\n")
+            await self.process.stdin.drain()
 
     async def _read(self) -> None:
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
             answer = json.loads(line)
             waiting = self._waiting.get(answer["id"])
             if waiting is None or waiting.done():
@@ -92,12 +92,13 @@ class Program:
                 waiting.set_result(None)
             else:
                 waiting.set_exception(RuntimeError(answer["error"]))
-        code = await self._process.wait()
+        code = await self.process.wait()
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(RuntimeError(f"the program ended with exit code {code}"))
 
 
-_programs: dict[tuple[str, ...], Program] = {}
+programs: dict[tuple[str, ...], Program] = {}
+"""The programs that were started, by command."""
 
 _starting = asyncio.Lock()

@@ -32,7 +32,8 @@ COLUMN_MULTIPLE = 256
 KEPT_FRACTION = 0.5
 """Part of the free memory that logits may take between the forward and the backward pass."""
 
-_dummy_gradients: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+dummy_gradients: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+"""The tensors that stand for weight gradients, by shape, dtype and device; `clear_dummy_gradients` frees them."""
 
 
 def linear_logprob_entropy(
@@ -104,7 +105,7 @@ class _LinearLogprobEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         parts, kept = [], []
         for columns in _chunks(hidden, shard):
-            logits = _product(hidden, weight[columns].t())
+            logits = chunk_product(hidden, weight[columns].t())
             parts.append(statistics_of(logits, targets, shard.part(columns)))
             if keeps_logits:
                 kept.append(logits)
@@ -131,7 +132,7 @@ class _LinearLogprobEntropy(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=_product_dtype(hidden)) if needs_hidden else None
         weight_sum = _gradient_sum(weight) if needs_weight else None
         for number, columns in enumerate(_chunks(hidden, ctx.shard)):
-            logits = kept[number] if kept else _product(hidden, weight[columns].t())
+            logits = kept[number] if kept else chunk_product(hidden, weight[columns].t())
             grad_logits = torch.empty_like(logits, dtype=hidden.dtype)
             write_gradient(grad_logits, logits, targets, ctx.shard.part(columns), outputs)
             del logits
@@ -154,7 +155,7 @@ def free_bytes(device: torch.device) -> int:
 
 def clear_dummy_gradients() -> None:
     """Free the dummy gradients; the next backward pass allocates its own again."""
-    _dummy_gradients.clear()
+    dummy_gradients.clear()
 
 
 def chunk_columns(num_tokens: int, num_columns: int, bytes_per_logit: int) -> int:
@@ -194,16 +195,16 @@ def _gradient_to_return(weight: Tensor, weight_sum: Tensor) -> Tensor | None:
         return None
     # megatron-core starts reducing gradients when autograd has stored one, and ignores its content as the flag is set
     key = (weight.shape, weight.dtype, weight.device)
-    if key not in _dummy_gradients:
-        _dummy_gradients[key] = torch.empty_like(weight)
-    return _dummy_gradients[key].detach()  # a tensor of its own, which autograd stores without a copy
+    if key not in dummy_gradients:
+        dummy_gradients[key] = torch.empty_like(weight)
+    return dummy_gradients[key].detach()  # a tensor of its own, which autograd stores without a copy
 
 
 def _product_dtype(matrix: Tensor) -> torch.dtype:
     return torch.promote_types(matrix.dtype, torch.float32)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def chunk_product(a: Tensor, b: Tensor) -> Tensor:
     """Return the matrix product, accumulated and returned in float32, or in float64."""
     dtype = _product_dtype(a)
     if a.is_cuda and a.dtype != dtype:
@@ -216,4 +217,4 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.is_cuda and a.dtype != total.dtype == _product_dtype(a):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total.add_(_product(a, b))
+        total.add_(chunk_product(a, b))

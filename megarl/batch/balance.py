@@ -379,7 +379,7 @@ def _balance(
     for _ in range(2 * len(held)):
         top = max(range(len(loads)), key=loads.__getitem__)
         low = min(range(len(loads)), key=loads.__getitem__)
-        swap = None if loads[top] <= bound else _find_swap(held[top], held[low], loads[top] - loads[low], max_tokens)
+        swap = None if loads[top] <= bound else find_swap(held[top], held[low], loads[top] - loads[low], max_tokens)
         if swap is None:
             break
         given, taken = swap
@@ -398,7 +398,7 @@ _Sequence = tuple[float, int, int]
 """Cost, length and index of a sequence."""
 
 
-def _find_swap(
+def find_swap(
     mine: Sequence[_Sequence], theirs: Sequence[_Sequence], gap: float, max_tokens: int
 ) -> tuple[_Sequence, _Sequence | None] | None:
     """Return the sequence to give and the one (or none) to take that best equalize both loads; None if none helps."""

@@ -158,7 +158,7 @@ class RunLock:
         """
         assert self._mine is None, self._path
         with _reporting_lock_errors(self._run_dir):
-            self._require_free(time.time())
+            self.require_free(time.time())
             self._run_dir.mkdir(parents=True, exist_ok=True)
             holder = LockHolder.this_process()
             content = json.dumps(asdict(holder)).encode()
@@ -206,15 +206,15 @@ class RunLock:
             pass
         else:
             return True
-        dead = self._require_free(now)
+        dead = self.require_free(now)
         with _exclusive(self._path) as exists:
             if not exists or dead is None or _read_if_exists(self._path) != dead:
                 return False
-            self._require_free(now)  # the holder may have touched the lock in the meantime
+            self.require_free(now)  # the holder may have touched the lock in the meantime
             draft.replace(self._path)
         return True
 
-    def _require_free(self, now: float) -> bytes | None:
+    def require_free(self, now: float) -> bytes | None:
         """Return the content of a dead holder's lock file, None if there is no lock; raise if the holder is alive."""
         content = _read_if_exists(self._path)
         if content is None:

@@ -184,7 +184,7 @@ def _describe_machine(gpus: list[str]) -> dict[str, str]:
         "shared memory": "none" if shared is None else f"{shared / GIB:.1f} GiB free",
         "disk": f"{disk.free / GIB:.1f} GiB free in {Path.cwd()}",
         "GPUs": ", ".join(gpus) or "none",
-        "C compiler": _find_compiler() or "none",
+        "C compiler": find_compiler() or "none",
         "Ray cluster": os.environ.get("RAY_ADDRESS") or "RAY_ADDRESS is not set: a run starts its own",
     }
 
@@ -248,7 +248,7 @@ def _find_missing(packages: dict[str, str | None], gpus: list[str]) -> tuple[str
     absent = [name for name in REQUIRED if packages[name] is None]
     if absent:
         problems.append(f"packages {', '.join(absent)}: run `make setup` in a clone of megarl")
-    if _find_compiler() is None:
+    if find_compiler() is None:
         problems.append("a C compiler: install gcc or clang, or name one in CC")
     total = psutil.virtual_memory().total
     if total < MIN_MEMORY:
@@ -273,7 +273,8 @@ def _find_missing_attention(gpus: list[str]) -> list[str]:
     return [problem for problem in problems if problem is not None]
 
 
-def _find_compiler() -> str | None:
+def find_compiler() -> str | None:
+    """Return the path of the C compiler that `CC` names, else of one on `PATH`; None if there is none."""
     named = os.environ.get("CC")
     return next((path for name in (named, "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
 

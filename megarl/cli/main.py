@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     name = next((word for word in argv if not word.startswith("-")), None)
-    command = _import_command(name) if name in SUMMARIES else None
+    command = import_command(name) if name in SUMMARIES else None
     parser = _parser(name, command)
     args = parser.parse_args(argv)
     if command is None:
@@ -102,7 +102,8 @@ def _parser(name: str | None, command: Command | None) -> argparse.ArgumentParse
     return parser
 
 
-def _import_command(name: str) -> Command:
+def import_command(name: str) -> Command:
+    """Import the module of one of the commands in `SUMMARIES`, and no other."""
     if name in STAGES_WITHOUT_ENGINES:
         from megarl.cli import train
 

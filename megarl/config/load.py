@@ -126,7 +126,7 @@ def read_tree(path: str | Path) -> dict[str, object]:
         raise ConfigError(f"{path}: cannot read the configuration: {e.strerror}") from e
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path}: not valid UTF-8 at byte {e.start}") from e
-    tree = _parse(text, str(path))
+    tree = parse_yaml(text, str(path))
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -182,7 +182,15 @@ def format_value(value: object) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def _parse(text: str, origin: str) -> object:
+def parse_yaml(text: str, origin: str) -> object:
+    """Return the value of a YAML document.
+
+    Args:
+        origin: the file or option that the text is from, for messages.
+
+    Raises:
+        ConfigError: the text is not valid YAML; names the line.
+    """
     try:
         tree = yaml.load(text, Loader=_Loader)  # noqa: S506 -- a SafeLoader
         json.dumps(tree, default=str, skipkeys=True)  # raises ValueError if an alias makes a value contain itself
@@ -200,7 +208,7 @@ def find_leaves(text: str, origin: str) -> Iterator[tuple[str, object, int]]:
     Raises:
         ConfigError: the text is not valid YAML, or not a mapping.
     """
-    tree = _parse(text, origin)
+    tree = parse_yaml(text, origin)
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"{origin}: needs a mapping at the top level, got {type(tree).__name__}")
     node = yaml.compose(text, Loader=_Loader)
@@ -233,7 +241,7 @@ def _apply_override(tree: dict[str, object], override: str) -> None:
                 f"--set {override}: {'.'.join(parents[: depth + 1])} is of type {type(below).__name__}, not a section"
             )
         node = below
-    node[leaf] = _parse(value, f"--set {override}")
+    node[leaf] = parse_yaml(value, f"--set {override}")
 
 
 def _set_default_slots(tree: dict[str, object], slots: tuple[int, int]) -> None:

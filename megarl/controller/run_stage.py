@@ -115,7 +115,7 @@ def run_stage[C: StageConfig](
             else:
                 prepare_folder(config, method.__name__, ())
         arguments = (config, *extra_arguments) if checkpoint is None else (config, checkpoint)
-        return _run_on_cluster(config, method, arguments, startup, detach=detach)
+        return run_on_cluster(config, method, arguments, startup, detach=detach)
 
 
 def begin_run(config: StageConfig, name: str, resume: str | None, closing: ExitStack) -> Path | None:
@@ -140,9 +140,10 @@ def begin_run(config: StageConfig, name: str, resume: str | None, closing: ExitS
     return plan.checkpoint
 
 
-def _run_on_cluster[C: StageConfig](
+def run_on_cluster[C: StageConfig](
     config: C, method: Callable[..., object], arguments: tuple[object, ...], startup: Startup, *, detach: bool
 ) -> Any:
+    """Call the controller's `method` on the Ray cluster and return its result; with `detach`, leave it running."""
     # installed twice: connecting to a cluster replaces the first handler by Ray's own
     with sigterm_as_interrupt(), _cluster(config, startup), sigterm_as_interrupt():
         with startup.phase("node checks"):
@@ -150,9 +151,9 @@ def _run_on_cluster[C: StageConfig](
         if detach:
             options = detached_options(config)
             return detach_run(
-                config, _start_controller(config, startup, counts_restarts=True, autostart=arguments, **options)
+                config, start_controller(config, startup, counts_restarts=True, autostart=arguments, **options)
             )
-        actor = _start_controller(config, startup, counts_restarts=method is Controller.train)
+        actor = start_controller(config, startup, counts_restarts=method is Controller.train)
         result = getattr(actor, method.__name__).remote(*arguments)
 
         def has_ended() -> bool:
@@ -174,7 +175,7 @@ def _run_on_cluster[C: StageConfig](
                 raise
 
 
-def _start_controller(
+def start_controller(
     config: StageConfig,
     startup: Startup,
     *,

@@ -130,7 +130,7 @@ class CustomEngineHost:
         engine, error = outcome_of(partial(check_engine(config), spec, **config.kwargs))
         if error is not None:
             raise ConfigError(f"{KEY}: creating {config.type} raised {describe_error(error)}") from error
-        self._engine: Engine = engine
+        self.engine: Engine = engine
         self._policy_version = spec.policy_version
         self._running: dict[str, asyncio.Task[CallOutcome]] = {}
         """By request id."""
@@ -148,7 +148,7 @@ class CustomEngineHost:
 
     async def start(self) -> None:
         """Start the engine; raises WorkerError if it fails."""
-        _, error = await await_outcome(self._engine.start)
+        _, error = await await_outcome(self.engine.start)
         if error is not None:
             raise WorkerError(f"{self._name}.start raised {describe_error(error)}") from error
 
@@ -177,7 +177,7 @@ class CustomEngineHost:
             raise WeightSyncError(f"{self._name} needs a complete update before it can generate: {self._closed_reason}")
         version = self._policy_version
         await self.abort(request.request_id)  # a request of that id whose answer was lost
-        task = asyncio.ensure_future(await_outcome(partial(self._engine.generate, request)))
+        task = asyncio.ensure_future(await_outcome(partial(self.engine.generate, request)))
         self._running[request.request_id] = task
         try:
             await asyncio.wait([task])
@@ -247,7 +247,7 @@ class CustomEngineHost:
 
         self.check_open()
         self._is_mixed = True
-        _, error = await asyncio.to_thread(outcome_of, partial(self._engine.load_weights, open_bucket(bucket)))
+        _, error = await asyncio.to_thread(outcome_of, partial(self.engine.load_weights, open_bucket(bucket)))
         if error is not None:
             problem = f"{self._name}.load_weights raised {describe_error(error)}"
             await self.close(problem)
@@ -312,7 +312,7 @@ class CustomEngineHost:
         """Stop the engine; requests in flight are lost."""
         if not self._ended.done():
             self._ended.set_result(LostEngineError(f"{self._name} was shut down"))
-            await await_outcome(self._engine.shutdown)
+            await await_outcome(self.engine.shutdown)
 
 
 def _find_problem(generation: object, request: GenerationRequest) -> str:

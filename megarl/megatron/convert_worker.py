@@ -71,15 +71,15 @@ class ScoreWorker:
         platform.prepare()
         from megarl.megatron.modeling.megatron_model import MegatronModel
 
-        self._model: MegatronModel = MegatronModel(spec)
+        self.model: MegatronModel = MegatronModel(spec)
 
     def score(self, request: ScoreRequest) -> Scores:
         """Return the scores of this replica's sequences on its output rank (`RankGrid.output_rank`), else {}."""
         sequences = request.sequences.fetch()
         batches = [[_as_trajectory(sequences[i]) for i in indices] for indices in request.micro_batches]
-        scored = self._model.score(batches)
-        groups = self._model.groups
-        if not (self._model.is_last_stage and groups.tp.rank() == groups.cp.rank() == 0):
+        scored = self.model.score(batches)
+        groups = self.model.groups
+        if not (self.model.is_last_stage and groups.tp.rank() == groups.cp.rank() == 0):
             return {}
         return {
             index: SequenceScores(logprobs=logprobs.numpy(), entropy=entropy.numpy())
@@ -126,31 +126,31 @@ class ConvertWorker:
         platform.prepare()
         from megarl.megatron.modeling.megatron_model import MegatronModel
 
-        self._model: MegatronModel = MegatronModel(replace(spec, weights="none"))
+        self.model: MegatronModel = MegatronModel(replace(spec, weights="none"))
 
     def read_hf(self, folder: str) -> None:
         """Load the parameters from the safetensors files in `folder`."""
         from megarl.megatron.hf_weights import local_layout
 
-        local_layout.read_weights(folder, self._model.layout, self._model.tensors())
+        local_layout.read_weights(folder, self.model.layout, self.model.tensors())
 
     def read_checkpoint(self, folder: str) -> None:
         """Load the parameters from the distributed checkpoint in `folder`."""
         from megarl.megatron.checkpoint import model_state
 
-        model_state.load_model(self._model, folder)
+        model_state.load_model(self.model, folder)
 
     def read_trusted_checkpoint(self, folder: str) -> None:
         """Load the parameters from the distributed checkpoint in `folder`, whose index may execute code."""
         from megarl.megatron.checkpoint import model_state
 
-        model_state.load_model(self._model, folder, trust=True)
+        model_state.load_model(self.model, folder, trust=True)
 
     def write_hf(self, folder: str) -> None:
         """Export the model in Hugging Face format to `folder`, with the source model's tokenizer files."""
         from megarl.megatron.hf_weights import export
 
-        export.save(self._model, self._model.spec.model_path, folder)
+        export.save(self.model, self.model.spec.model_path, folder)
 
     def write_checkpoint(self, root: str) -> None:
         """Write a Megatron checkpoint to `root`, laid out as described in `checkpoint_files`."""
@@ -160,16 +160,16 @@ class ConvertWorker:
         from megarl.megatron.families.load_architecture import STACKED_EXPERTS
         from megarl.megatron.hf_weights.export import describe_weights, save_passed
 
-        model_state.save_model(self._model, Path(root) / RELEASE)
+        model_state.save_model(self.model, Path(root) / RELEASE)
         if dist.get_rank() != 0:
             return
         try:
-            source, companions = Path(self._model.spec.model_path), Path(root) / COMPANIONS
+            source, companions = Path(self.model.spec.model_path), Path(root) / COMPANIONS
             companions.mkdir()
             copy_companions(source, companions)
-            save_passed(self._model, source, companions)
+            save_passed(self.model, source, companions)
             config = read_model_config(source)
-            model = self._model.architecture
+            model = self.model.architecture
             describe_weights(config, model)
             if model.experts is not None and model.experts.is_stacked and not model.experts.biases:
                 config[STACKED_EXPERTS] = True

@@ -64,7 +64,8 @@ class ForwardWorker(ABC):
     Per-token results are float32 [num_tokens]: entry i belongs to token i given the tokens before it; entry 0 is 0.
     """
 
-    _model: MegatronModel
+    model: MegatronModel
+    """This rank's shards of the model."""
     _routes: Mapping[SampleKey, Routes]
     """Of the last request that records them, until they are taken."""
 
@@ -75,7 +76,7 @@ class ForwardWorker(ABC):
         Waits for other pipeline stages and for gradients of other replicas are excluded. Collectives within a layer are
         included, so a slow GPU shows on all ranks of its tensor-, context- and expert-parallel groups.
         """
-        timer = self._model.forward_timer
+        timer = self.model.forward_timer
         return None if timer is None else timer.seconds()
 
     @abstractmethod
@@ -119,13 +120,13 @@ class ForwardWorker(ABC):
         payloads = dict(zip(by_index, fetch_all(by_index.values()), strict=True))
         refs = [[request.samples[i] for i in indices] for indices in request.micro_batches]
         micro_batches = [[payloads[r.payload][r.index] for r in batch] for batch in refs]
-        packs = [self._model.pack(of, routes=self._model.given_routes(of)) for of in micro_batches]
-        outputs = self._model.forward_packs(packs, micro_batches, compute)
+        packs = [self.model.pack(of, routes=self.model.given_routes(of)) for of in micro_batches]
+        outputs = self.model.forward_packs(packs, micro_batches, compute)
         if request.records_routes:
-            routes = self._model.gather_routes(packs, micro_batches)
+            routes = self.model.gather_routes(packs, micro_batches)
             self._routes = dict(zip((ref.key for ref in chain(*refs)), chain(*routes), strict=True))
-        groups = self._model.groups
-        if self._model.is_last_stage and groups.tp.rank() == groups.cp.rank() == 0:
+        groups = self.model.groups
+        if self.model.is_last_stage and groups.tp.rank() == groups.cp.rank() == 0:
             for batch, batch_outputs in zip(refs, outputs, strict=True):
                 yield from zip((ref.key for ref in batch), batch_outputs, strict=True)
         self._offload_if_idle()
@@ -142,15 +143,15 @@ class FrozenWorker(ForwardWorker):
             from megarl.megatron.modeling.megatron_model import MegatronModel
             from megarl.megatron.runtime.offload import FrozenMemory
 
-        self._model = MegatronModel(spec)
-        self._memory = FrozenMemory(self._model)
+        self.model = MegatronModel(spec)
+        self._memory = FrozenMemory(self.model)
         self._offload_if_idle()
 
     def _ensure_onloaded(self) -> None:
         self._memory.onload()
 
     def _offload_if_idle(self) -> None:
-        if self._model.spec.offload_when_idle:
+        if self.model.spec.offload_when_idle:
             self._memory.offload()
 
 
@@ -165,11 +166,12 @@ class TrainerWorker(ForwardWorker):
             from megarl.megatron.training.metric_sums import Throughput
             from megarl.megatron.training.trainer import MegatronTrainer
 
-        self._spec = spec
-        self._trainer: MegatronTrainer = MegatronTrainer(spec)
-        self._model = self._trainer.model
+        self.spec = spec
+        self.trainer: MegatronTrainer = MegatronTrainer(spec)
+        """Gradients, optimizer and checkpoints of `model`, and the training step."""
+        self.model = self.trainer.model
         self._weight_sync_worker: WeightSyncWorker | None = None
-        self._throughput = Throughput.on_this_gpu(self._model) if platform.is_cuda() else None
+        self._throughput = Throughput.on_this_gpu(self.model) if platform.is_cuda() else None
         self._offload_if_idle()
 
     def train_step(self, request: TrainRequest) -> TrainStats:
@@ -178,19 +180,19 @@ class TrainerWorker(ForwardWorker):
 
         with traced(request.profile):
             began = time.perf_counter()
-            stats = self._trainer.train_step(request)
+            stats = self.trainer.train_step(request)
             seconds = time.perf_counter() - began
         if self._throughput is not None:
             stats.metrics.update(self._throughput.metrics(request, seconds))
         self._offload_if_idle()
-        return replace(stats, is_save_written=self._trainer.checkpoint.is_written)
+        return replace(stats, is_save_written=self.trainer.checkpoint.is_written)
 
     def offload(self, kinds: OffloadConfig) -> OffloadStats:
         """Offload the kinds of state enabled in `kinds`. Returns the bytes that this rank freed.
 
         The other methods bring back what they need.
         """
-        return self._trainer.memory.offload(kinds)
+        return self.trainer.memory.offload(kinds)
 
     def prepare_sync(self, setup: Payload[SyncSetup]) -> PreparedSync:
         """Plan the weight sync, in place of an earlier plan; return this rank's part of what engines prepare from."""
@@ -198,7 +200,7 @@ class TrainerWorker(ForwardWorker):
 
         if self._weight_sync_worker is not None:
             self._weight_sync_worker.close()
-        self._weight_sync_worker = WeightSyncWorker(self._trainer.model, setup.fetch())
+        self._weight_sync_worker = WeightSyncWorker(self.trainer.model, setup.fetch())
         return self._weight_sync_worker.prepared
 
     def connect_engines(self, transfer_group: TransferGroup) -> None:
@@ -230,8 +232,8 @@ class TrainerWorker(ForwardWorker):
         from megarl.megatron.hf_weights import export
 
         self._ensure_onloaded()
-        model_path, claim = self._spec.model.model_path, self._spec.claim
-        export.save(self._trainer.model, model_path, folder, require_lock=partial(require_claim, claim))
+        model_path, claim = self.spec.model.model_path, self.spec.claim
+        export.save(self.trainer.model, model_path, folder, require_lock=partial(require_claim, claim))
         self._offload_if_idle()
 
     def begin_save(self, request: SaveRequest) -> SaveStats:
@@ -239,17 +241,17 @@ class TrainerWorker(ForwardWorker):
 
         Write errors are raised by `finish_save`, which must be called before the next save.
         """
-        stats = self._trainer.checkpoint.begin_save(request)
+        stats = self.trainer.checkpoint.begin_save(request)
         self._offload_if_idle()
         return stats
 
     def is_save_written(self, _: None) -> bool:
         """True once this rank has written its files, so that `finish_save` need not wait for it. Does not block."""
-        return self._trainer.checkpoint.is_written
+        return self.trainer.checkpoint.is_written
 
     def wait_save_written(self, _: None) -> None:
         """Block until this rank has written its files, or has failed to. No collective, which could time out."""
-        self._trainer.checkpoint.wait_written()
+        self.trainer.checkpoint.wait_written()
 
     def finish_save(self, _: None) -> SavedShard:
         """Wait until all ranks have written their files. Returns this rank's files.
@@ -257,7 +259,7 @@ class TrainerWorker(ForwardWorker):
         Raises:
             DataError: a rank failed to write; names the rank, the file and the reason. A new save may be started.
         """
-        return self._trainer.checkpoint.finish_save()
+        return self.trainer.checkpoint.finish_save()
 
     def load_training(self, folder: str) -> LoadReport:
         """Load the training state in `folder`. Returns what this rank read.
@@ -266,16 +268,16 @@ class TrainerWorker(ForwardWorker):
             DataError: the state does not fit this model (nothing was changed), or a file is damaged (part of the state
                 may have been loaded).
         """
-        report = self._trainer.checkpoint.load(Path(folder))
+        report = self.trainer.checkpoint.load(Path(folder))
         self._offload_if_idle()
         return report
 
     def _ensure_onloaded(self) -> None:
-        self._trainer.memory.onload_weights()
+        self.trainer.memory.onload_weights()
 
     def _offload_if_idle(self) -> None:
-        if self._model.spec.offload_when_idle:
-            self._trainer.memory.offload(OffloadConfig(optimizer=True, gradients=True, weights=True))
+        if self.model.spec.offload_when_idle:
+            self.trainer.memory.offload(OffloadConfig(optimizer=True, gradients=True, weights=True))
 
 
 def _logprobs(output: ModelOutput) -> Tensor:

@@ -1,7 +1,7 @@
 """Read boxes of a model folder's tensors directly into other tensors.
 
 Files are read, not memory-mapped: mapped pages would count as memory of the process. Weights in FP8 are multiplied by
-the scales of their blocks (`block_fp8`), and weights of 4 bits decoded (`packed_weights`): chunk by chunk, on the
+the scales of their blocks (`quantization`), and weights of 4 bits decoded (`packed_weights`): chunk by chunk, on the
 device that they are read to.
 """
 
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from megarl.errors import DataError
-from megarl.model_files.block_fp8 import BLOCK, find_scale_problems, scale_name
 from megarl.model_files.file_plan import Box, contiguous_runs, extent, relative_slices, split_box
 from megarl.model_files.header import StoredTensor
 from megarl.model_files.packed_weights import CODES, GROUP, GROUP_BYTES, PackedFormat, PackedTensor
+from megarl.model_files.quantization import BLOCK, find_scale_problems, scale_name
 from megarl.model_files.weight_index import read_headers
 from megarl_kernels import fp8_block_dequantize
 

@@ -26,10 +26,10 @@ class SafetensorsWriter:
 
     def __init__(self, folder: Path, files: Iterable[PlannedFile]) -> None:
         """Prepare to write `files` into the existing `folder`; no other process may write them."""
-        self._folder, self._files = folder, {file.name: file for file in files}
-        self._file_of = {name: file for file in self._files.values() for name in file.tensors}
+        self._folder, self.files = folder, {file.name: file for file in files}
+        self._file_of = {name: file for file in self.files.values() for name in file.tensors}
         self._handles: dict[str, int] = {}
-        self._written = dict.fromkeys(self._files, 0)
+        self._written = dict.fromkeys(self.files, 0)
 
     def full_box(self, name: str) -> Box:
         """Return the box that covers all of tensor `name`."""
@@ -75,7 +75,7 @@ class SafetensorsWriter:
         Raises:
             DataError: a file is incomplete.
         """
-        for file in self._files.values():
+        for file in self.files.values():
             if self._written[file.name] != file.data_bytes:
                 raise DataError(
                     f"{self._folder / file.name} needs {file.data_bytes} bytes of tensors, got "
@@ -87,7 +87,7 @@ class SafetensorsWriter:
     def discard(self) -> None:
         """Close and delete the files written so far."""
         self._close()
-        for file in self._files.values():
+        for file in self.files.values():
             (self._folder / file.partial_name).unlink(missing_ok=True)
 
     def _open(self, file: PlannedFile) -> int:

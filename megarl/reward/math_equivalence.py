@@ -132,7 +132,8 @@ class EquivalenceChecker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
+        self.child: subprocess.Popen[bytes] | None = None
+        """The process of sympy; None before the first request, and after it was stopped or lost."""
 
     def compare(
         self,
@@ -173,21 +174,21 @@ class EquivalenceChecker:
             self._stop()
 
     def _ensure_started(self) -> subprocess.Popen[bytes]:
-        if self._child is None:
+        if self.child is None:
             # -P: the modules in the script's folder must not shadow those of the library
-            self._child = subprocess.Popen(  # noqa: S603 -- this interpreter and a script of this package
+            self.child = subprocess.Popen(  # noqa: S603 -- this interpreter and a script of this package
                 [sys.executable, "-P", str(CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
             )
-            if _read_line(self._child, START_TIMEOUT_SECONDS) != b"ready\n":
+            if _read_line(self.child, START_TIMEOUT_SECONDS) != b"ready\n":
                 self._stop()
                 raise RewardError(
                     "the reward math needs sympy and latex2sympy2_extended, but their process did not start (see above)"
                 )
-        return self._child
+        return self.child
 
     def _stop(self) -> int | None:
         """Kill the child process if it lives; return its exit code."""
-        child, self._child = self._child, None
+        child, self.child = self.child, None
         if child is None:
             return None
         child.kill()
@@ -202,9 +203,9 @@ class CheckerPool:
     """Some `EquivalenceChecker`s that work at the same time, each of which starts when the others are busy."""
 
     def __init__(self, size: int = MAX_CHECKERS) -> None:
-        self._checkers = [EquivalenceChecker() for _ in range(size)]
+        self.checkers = [EquivalenceChecker() for _ in range(size)]
         self._free: queue.LifoQueue[EquivalenceChecker] = queue.LifoQueue()  # last in, first out: prefers started ones
-        for checker in self._checkers:
+        for checker in self.checkers:
             self._free.put(checker)
 
     def compare(self, prediction: str, reference: str, cpu_seconds: float, timeout_seconds: float) -> str:
@@ -217,7 +218,7 @@ class CheckerPool:
 
     def close(self) -> None:
         """Stop all child processes; a later request starts others."""
-        for checker in self._checkers:
+        for checker in self.checkers:
             checker.close()
 
 

@@ -140,10 +140,10 @@ def _make_term(name: str, config: AnyRuleConfig) -> Term:
 
             return CodeTerm(name, config)
         case HttpRewardConfig():
-            from megarl.reward.services.http_term import HttpTerm  # imports httpx
+            from megarl.reward.services import HttpTerm  # imports httpx
 
             return HttpTerm(name, config)
         case JudgeRewardConfig():
-            from megarl.reward.services.judge_term import JudgeTerm
+            from megarl.reward.services import JudgeTerm
 
             return JudgeTerm(name, config)

@@ -388,10 +388,10 @@ class FormatTerm(CompletionTerm):
     async def _score(self, completion: Completion, prompt: Prompt) -> TermValue | TermError:
         seconds = self._timeout_seconds
         try:
-            return TermValue(self._search(completion.text, timeout=min(seconds, FAST_SEARCH_SECONDS)))
+            return TermValue(self.search(completion.text, timeout=min(seconds, FAST_SEARCH_SECONDS)))
         except TimeoutError:
             pass
-        search = partial(self._search, completion.text, timeout=seconds, concurrent=True)
+        search = partial(self.search, completion.text, timeout=seconds, concurrent=True)
         try:
             return TermValue(await self._threads.call(search, seconds))
         except TimeoutError:
@@ -399,7 +399,7 @@ class FormatTerm(CompletionTerm):
                 f"{self._label} took longer than timeout_seconds = {seconds:g} {quote(completion, prompt)}"
             )
 
-    def _search(self, text: str, *, timeout: float, concurrent: bool = False) -> float:
+    def search(self, text: str, *, timeout: float, concurrent: bool = False) -> float:
         """Return 1.0 if the pattern is found, else 0.0. `timeout` is in seconds of CPU time.
 
         Args:

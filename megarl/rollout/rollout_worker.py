@@ -246,7 +246,8 @@ class RolloutWorker:
         assert engines, "a worker needs an engine"
         self._spec = spec
         self._clock = RequestClock()
-        self._pool = EnginePool(engines, self._clock, no_progress_seconds=spec.no_progress_seconds)
+        self.pool = EnginePool(engines, self._clock, no_progress_seconds=spec.no_progress_seconds)
+        """The engines, with the load that this worker puts on each."""
         self._scorer = scorer
         self._tokenizer = tokenizer
 
@@ -258,9 +259,9 @@ class RolloutWorker:
         """
         for index, change in changes.items():
             if isinstance(change, LostEngineError):
-                self._pool.mark_lost(index, change)
+                self.pool.mark_lost(index, change)
             else:
-                self._pool.replace(index, change)
+                self.pool.replace(index, change)
 
     async def pause_clock(self) -> None:
         """Stop the time limits: the engines are paused for new weights."""
@@ -281,7 +282,7 @@ class RolloutWorker:
             RewardError: a reward could not be computed.
         """
         start = time.perf_counter()
-        lease = EngineLease(self._pool, job.num_episodes, job.engine, group_id=job.group_id, priority=job.priority)
+        lease = EngineLease(self.pool, job.num_episodes, job.engine, group_id=job.group_id, priority=job.priority)
         retried = Counter[str]()
         try:
             await lease.engine()  # leased before the first request, so that the next group sees the load
@@ -323,7 +324,7 @@ class RolloutWorker:
 
     async def shutdown(self) -> None:
         """Close the rewards. The worker must not be used afterwards, and its groups must be cancelled."""
-        await self._pool.finish_aborts()
+        await self.pool.finish_aborts()
         await self._scorer.close()
 
     async def _run_episode(

@@ -115,9 +115,10 @@ class RLRun(StageRun):
         self._startup, self._restart_budget, self._replay_until = startup, parts.restart_budget, parts.replay_until
         clocks = None if config.schedule.type == "sync" else parts.rollout
         memory = StepMemory(parts.trainer, parts.engines, self.phase, clocks)
-        self._sync = parts.sync
-        self._sync.begin_run(memory, self.phase, self.totals, dedicated=parts.models.dedicated, monitor=parts.monitor)
-        self._sampler = GroupSampler(config, self, parts, self._sync, startup)
+        self.sync = parts.sync
+        """Pushes the policy's weights to the engines, and lets trainer and engines take turns on shared devices."""
+        self.sync.begin_run(memory, self.phase, self.totals, dedicated=parts.models.dedicated, monitor=parts.monitor)
+        self._sampler = GroupSampler(config, self, parts, self.sync, startup)
         self._limits = StepLimits(config.limits, parts.dtype)
         self._limits.skips_in_a_row = self._resumed.skips_in_a_row
         self._limits.mismatch.restore(self._resumed.mismatch)
@@ -138,7 +139,7 @@ class RLRun(StageRun):
     def begin(self) -> None:
         """Push the initial weights to the engines; evaluate once if the run starts from step 0."""
         with self._startup.phase("first weight sync"):
-            self._sync.push(self._resumed.policy_version)
+            self.sync.push(self._resumed.policy_version)
         self._sampler.begin_sampling()
         if self.step == 0 and not self.should_stop():
             self._sampler.evaluate()
@@ -146,8 +147,8 @@ class RLRun(StageRun):
     def steps(self) -> Iterator[list[Prompt]]:
         """Yield the prompts of each step, and advance `step` (counts from 1). Stops early on `should_stop`."""
         for step in range(self.step + 1, self.config.trainer.steps + 1):
-            if self._checkpoints is not None:
-                self._checkpoints.poll()
+            if self.checkpoints is not None:
+                self.checkpoints.poll()
             if self.should_stop():
                 return
             self.step = step
@@ -175,7 +176,7 @@ class RLRun(StageRun):
                 f"schedule.type: needs sync, because {self.config.algorithm.type} lets engines serve the model "
                 f"{model!r}, got {self.config.schedule.type}, which samples ahead with the policy"
             )
-        self._sync.serve(None if model == POLICY else model)
+        self.sync.serve(None if model == POLICY else model)
 
     def sample(self, prompts: Sequence[Prompt], *, attempt: int = 0, greedy: bool = False) -> RolloutBatch:
         """Generate and score completions: `group_size` per prompt, or one with temperature 0 if `greedy`.
@@ -208,7 +209,7 @@ class RLRun(StageRun):
         """Add the column `old_logprobs`: token log-probs of the policy before the first update of the step."""
         if not batch.groups:
             return
-        self._sync.begin_scoring()
+        self.sync.begin_scoring()
         with self.phase("logprobs"):
             request = batch.forward_request(self.config)
             request = replace(request, records_routes=self.config.trainer.moe.router_replay == "R2")
@@ -224,7 +225,7 @@ class RLRun(StageRun):
         if algorithm.kl_reward is not None:
             self.add_logprobs(batch)
         if algorithm.uses_reference:
-            self._sync.begin_scoring("reference")
+            self.sync.begin_scoring("reference")
             with self.phase("reference"):
                 reference = self.models.frozen["reference"]
                 batch.columns["ref_logprobs"] = reference.logprobs(batch.forward_request(self.config))
@@ -235,7 +236,7 @@ class RLRun(StageRun):
         """Add a column of token log-probs from an auxiliary language model; `phase` defaults to the model's name."""
         if not batch.groups:
             return
-        self._sync.begin_scoring(model)
+        self.sync.begin_scoring(model)
         with self.phase(phase or model):
             worker = self.models.trained.get(model) or self.models.frozen[model]
             batch.columns[column] = worker.logprobs(batch.forward_request(self.config))
@@ -244,7 +245,7 @@ class RLRun(StageRun):
         """Add a column of token values from a critic: V of the state before each token."""
         if not batch.groups:
             return
-        self._sync.begin_scoring(critic)
+        self.sync.begin_scoring(critic)
         with self.phase("values"):
             batch.columns[column] = self.models.trained[critic].values(batch.forward_request(self.config))
 
@@ -355,7 +356,7 @@ class RLRun(StageRun):
             return None
         if before is not None:
             request = replace(request, guard=before.apply_guard(request.guard))
-        self._sync.begin_training()
+        self.sync.begin_training()
         with self.phase("train"), self._with_step_in_limit_errors():
             stats = self.trainer.train_step(self.with_profile(request, self.step))
         record = record.trained(stats, request.guard)
@@ -405,7 +406,7 @@ class RLRun(StageRun):
         """
         if not batch.groups:
             return
-        self._sync.begin_update(critic)
+        self.sync.begin_update(critic)
         names = {"values": values, "returns": returns}
         request = batch.train_request(self.config, ValueLoss(clip=config.clip), names)
         self._pending_critics[critic] = self.models.trained[critic].begin_train_step(
@@ -419,7 +420,7 @@ class RLRun(StageRun):
         if not batch.groups:
             return
         request = self.with_update_guard(batch.train_request(self.config, loss), model)
-        self._sync.begin_update(model)
+        self.sync.begin_update(model)
         with self.phase(f"train_{model}"), self._with_step_in_limit_errors():
             stats = self.models.trained[model].train_step(request)
         self.add_metrics({f"{model}/{name}": value for name, value in stats.metrics.items()})
@@ -443,9 +444,9 @@ class RLRun(StageRun):
         """
         if stats is not None:
             self._adapt_kl(len(batch.keys))
-        if self._checkpoints is not None and (self._checkpoints.is_due(self.step) or self._is_last()):
+        if self.checkpoints is not None and (self.checkpoints.is_due(self.step) or self._is_last()):
             self.finish_critics()
-            self.add_metrics(self.begin_save(self._checkpoints))
+            self.add_metrics(self.begin_save(self.checkpoints))
         self._push(trained=stats is not None)
         self._sampler.begin_sampling()
         self.finish_critics()
@@ -456,8 +457,8 @@ class RLRun(StageRun):
         self._log_step(batch_metrics(batch) | term_metrics(batch, self._sampler.weights.current), stats)
         if due:
             self._sampler.evaluate()
-        if self._checkpoints is not None:
-            self._checkpoints.add_state(self.state)
+        if self.checkpoints is not None:
+            self.checkpoints.add_state(self.state)
         checkpoint = self.config.checkpoint
         if checkpoint.every == 0 and checkpoint.keep_journal == "needed":  # only groups in flight can be used again
             remove_journal(self.config, self.state())
@@ -469,9 +470,9 @@ class RLRun(StageRun):
         scheduled = self._sampler.scheduled
         if scheduled is None:
             if trained:
-                self._sync.push(self.step)
+                self.sync.push(self.step)
             else:
-                self._sync.serve(None)
+                self.sync.serve(None)
             return
         drained = True
         try:
@@ -483,8 +484,8 @@ class RLRun(StageRun):
         try:
             if trained:
                 self.rollout.pause_clocks()
-                self._sync.push(self.step)
-            scheduled.finish_push(self._sync.policy_version, drained=drained)
+                self.sync.push(self.step)
+            scheduled.finish_push(self.sync.policy_version, drained=drained)
             self._sampler.begin_sampling()
         finally:
             self.rollout.resume_clocks()  # the workers outlive a recovery from a push that failed
@@ -502,7 +503,7 @@ class RLRun(StageRun):
             train_metrics["drift/ess"] = train_metrics[RATIO_MEAN] ** 2 / train_metrics[RATIO_SQUARE_MEAN]
         tokens = 0 if stats is None else stats.num_tokens
         self.totals.add_step(tokens=tokens, seconds=seconds, mismatch=train_metrics.get(LOGPROB_MISMATCH, 0.0))
-        sync_metrics = {} if stats is None else self._sync.metrics
+        sync_metrics = {} if stats is None else self.sync.metrics
         metrics = {
             **metrics,
             **train_metrics,
@@ -563,7 +564,7 @@ class RLRun(StageRun):
 
     @override
     def begin_save(self, checkpoints: Checkpointer) -> dict[str, float]:
-        self._sync.begin_update()  # a save needs all state of the trainer, which it brings to the device itself
+        self.sync.begin_update()  # a save needs all state of the trainer, which it brings to the device itself
         return super().begin_save(checkpoints)
 
     @override
@@ -571,7 +572,7 @@ class RLRun(StageRun):
         self._updates.begin_file()
         return replace(
             super().state(),
-            policy_version=self._sync.policy_version,
+            policy_version=self.sync.policy_version,
             **self._sampler.schedule_state(),
             algorithm_state={name: asdict(state) for name, state in self._algorithm_state.items()},
             skips_in_a_row=self._limits.skips_in_a_row,
@@ -595,8 +596,8 @@ class RLRun(StageRun):
         """Discard the unfinished checkpoint and close the metrics; the run will resume from its last checkpoint."""
         if self._sampler.scheduled is not None:
             self._sampler.scheduled.close()
-        if self._checkpoints is not None:
-            self._checkpoints.discard()
+        if self.checkpoints is not None:
+            self.checkpoints.discard()
         self.close()
 
     def finish(self) -> RunSummary:

@@ -50,7 +50,9 @@ class StageRun:
         self.timer, self.monitor = timer, monitor
         self._events, self._stage_config = events, config
         self._should_stop = False
-        self._checkpoints, self._resumed = checkpoints, resumed or RunState()
+        self.checkpoints = checkpoints
+        """Saves the run; None: no checkpoints."""
+        self._resumed = resumed or RunState()
         self.step = self._resumed.step
         self.rows = PromptSampler(order)
         if SAMPLER_NAME in self._resumed.samplers:
@@ -95,13 +97,13 @@ class StageRun:
 
     def save(self) -> None:
         """Save and complete a checkpoint of the last step, if checkpoints are enabled; a failure is only reported."""
-        if self._checkpoints is None or self.step == self._resumed.step:
+        if self.checkpoints is None or self.step == self._resumed.step:
             return
-        if self._checkpoints.last_step != self.step:
-            self.begin_save(self._checkpoints)
-            self._checkpoints.add_state(self.state)
+        if self.checkpoints.last_step != self.step:
+            self.begin_save(self.checkpoints)
+            self.checkpoints.add_state(self.state)
         with self.phase("checkpoint"):
-            self._checkpoints.finish()
+            self.checkpoints.finish()
 
     def begin_save(self, checkpoints: Checkpointer) -> dict[str, float]:
         """Start saving the models as of this step; return the checkpoint metrics."""

@@ -84,8 +84,8 @@ class SupervisedRun(StageRun, ABC):
         self._finished_at = time.perf_counter()
         in_flight: deque[WorkerFuture[TrainStats]] = deque()
         for step in range(self.step + 1, self._stage_config.trainer.steps + 1):
-            if self._checkpoints is not None:
-                self._checkpoints.poll()
+            if self.checkpoints is not None:
+                self.checkpoints.poll()
             if self.should_stop():
                 break
             rows = self.rows.take(self._batch_size)
@@ -106,8 +106,8 @@ class SupervisedRun(StageRun, ABC):
         """Evaluate if due and complete a checkpoint that has begun; called when no step is in flight."""
         if self._is_eval_due(self.step):
             self.evaluate()
-        if self._checkpoints is not None:
-            self._checkpoints.add_state(self.state)
+        if self.checkpoints is not None:
+            self.checkpoints.add_state(self.state)
         self._finished_at = time.perf_counter()
 
     def _finish_step(self, pending: WorkerFuture[TrainStats]) -> None:
@@ -119,8 +119,8 @@ class SupervisedRun(StageRun, ABC):
         self.totals.add_step(tokens=stats.num_tokens, seconds=seconds)
         rate = stats.num_tokens / seconds
         metrics = {**stats.metrics, "time/step_seconds": seconds, "tokens_per_second": rate}
-        if self._checkpoints is not None and self._is_save_due(self.step):
-            metrics |= self.begin_save(self._checkpoints)
+        if self.checkpoints is not None and self._is_save_due(self.step):
+            metrics |= self.begin_save(self.checkpoints)
         line = StepSummary(step=self.step, seconds=seconds, loss=stats.metrics["loss"], tokens_per_second=rate)
         self.log(metrics, line if self._is_step_shown() else None)
 
@@ -129,7 +129,7 @@ class SupervisedRun(StageRun, ABC):
         return step == self._stage_config.trainer.steps or (every > 0 and step % every == 0)
 
     def _is_save_due(self, step: int) -> bool:
-        return self._checkpoints is not None and self._checkpoints.is_due(step)
+        return self.checkpoints is not None and self.checkpoints.is_due(step)
 
     def _is_step_shown(self) -> bool:
         every = max(1, self._stage_config.trainer.steps // 20)

@@ -12,8 +12,8 @@ from megarl.batch.balance import (
     MAX_IMBALANCE,
     QWEN2_5_7B,
     SequenceCost,
-    _find_swap,
     fill_to_targets,
+    find_swap,
     plan_micro_batches,
     plan_whole_groups,
 )
@@ -286,5 +286,5 @@ def test_swaps_are_those_of_a_search_through_all_of_them():
         max_tokens = sum(n for _, n, _ in theirs) + int(rng.integers(-3, 20))
         gap = float(rng.integers(1, 20)) / 2
         found.append(search_swap(mine, theirs, gap, max_tokens))
-        assert _find_swap(mine, theirs, gap, max_tokens) == found[-1]
+        assert find_swap(mine, theirs, gap, max_tokens) == found[-1]
     assert {None, True, False} == {swap if swap is None else swap[1] is None for swap in found}

@@ -103,7 +103,7 @@ def test_one_of_many_processes_acquires_the_lock(tmp_path, monkeypatch, free, tr
 
     Processes that take over wait a moment between the check and the takeover.
     """
-    check = RunLock._require_free
+    check = RunLock.require_free
 
     def check_and_wait(lock, now):
         dead = check(lock, now)
@@ -111,7 +111,7 @@ def test_one_of_many_processes_acquires_the_lock(tmp_path, monkeypatch, free, tr
         return dead
 
     if not free:
-        monkeypatch.setattr(RunLock, "_require_free", check_and_wait)
+        monkeypatch.setattr(RunLock, "require_free", check_and_wait)
     for trial in range(trials):
         run_dir = tmp_path / (str(trial) if free else "all")
         assert count_winners(run_dir) == 1, trial

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cli.tools.data_account import _mark_trained
+from megarl.cli.tools.data_account import mark_trained
 from megarl.data.account import Segment
 from megarl.data.tokenizer import load_tokenizer
 from tests.cli.tiny_run import ROWS, write_config, write_rows, write_tiny_run
@@ -123,8 +123,8 @@ def test_marks_what_is_trained_on(output, reports, folder, tree, tmp_path):
 
 def test_colours_take_the_place_of_marks():
     segments = [Segment("a\x1b[2J", False), Segment("b\n", True)]
-    assert _mark_trained(segments, is_coloured=False).plain == "a\\x1b[2J⟦b\n⟧"
-    coloured = _mark_trained(segments, is_coloured=True)
+    assert mark_trained(segments, is_coloured=False).plain == "a\\x1b[2J⟦b\n⟧"
+    coloured = mark_trained(segments, is_coloured=True)
     assert coloured.plain == "a\\x1b[2Jb\n"
     assert [(coloured.plain[span.start : span.end], span.style) for span in coloured.spans] == [("b\n", "green")]
 

@@ -19,7 +19,7 @@ def machine(monkeypatch) -> Callable[..., None]:
         named = {name.replace("_", "-"): version for name, version in packages.items()}
         monkeypatch.setattr(doctor, "find_local_tiers", lambda: {"bubblewrap": "not installed", "launcher": None})
         monkeypatch.setattr(doctor, "visible_gpu_names", lambda: list(gpus))
-        monkeypatch.setattr(doctor, "_find_compiler", lambda: "/usr/bin/cc")
+        monkeypatch.setattr(doctor, "find_compiler", lambda: "/usr/bin/cc")
         monkeypatch.setattr(doctor, "free_shared_memory", lambda: shared)
         monkeypatch.setattr(doctor, "package_version", lambda name: named[name] if name in named else real(name))
         monkeypatch.setattr(doctor, "MIN_MEMORY", 1)
@@ -60,7 +60,7 @@ def test_a_missing_package(machine, run):
 )
 def test_what_a_machine_lacks(shared, compiler, lacks, machine, monkeypatch):
     machine(shared=shared)
-    monkeypatch.setattr(doctor, "_find_compiler", lambda: compiler)
+    monkeypatch.setattr(doctor, "find_compiler", lambda: compiler)
     (problem,) = diagnose().missing
     assert problem.startswith(lacks)
 

@@ -34,7 +34,7 @@ class Raises:
 @pytest.fixture
 def outcome(monkeypatch) -> Callable[[BaseException], int]:
     def of(error: BaseException) -> int:
-        monkeypatch.setattr(main, "_import_command", lambda name: Raises(error))
+        monkeypatch.setattr(main, "import_command", lambda name: Raises(error))
         return main.main(["train"])
 
     return of
@@ -101,7 +101,7 @@ def test_usage_is_printed(words, code, printed, capsys):
 @pytest.mark.parametrize("name", sorted(main.SUMMARIES))
 def test_every_command_can_be_imported(name):
     parser = argparse.ArgumentParser()
-    command = main._import_command(name)
+    command = main.import_command(name)
     command.add_arguments(parser)
     assert callable(command.run)
 
@@ -127,7 +127,7 @@ def test_paths_may_begin_with_the_home_folder(words, name, monkeypatch, capsys):
     monkeypatch.setenv("HOME", "/h")
     command, *arguments = words
     parser = argparse.ArgumentParser()
-    main._import_command(command).add_arguments(parser)
+    main.import_command(command).add_arguments(parser)
     assert getattr(parser.parse_args(arguments), name) == Path("/h/c.yaml")
     with pytest.raises(SystemExit):
         parser.parse_args([word.replace("~", "~no-such-user") for word in arguments])
@@ -137,7 +137,7 @@ def test_paths_may_begin_with_the_home_folder(words, name, monkeypatch, capsys):
 def test_the_checkpoint_to_resume_from_may_be_in_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/h")
     parser = argparse.ArgumentParser()
-    main._import_command("train").add_arguments(parser)
+    main.import_command("train").add_arguments(parser)
     for given, want in {"~/run/checkpoints/step-3": "/h/run/checkpoints/step-3", "auto": "auto", "3": "3"}.items():
         assert parser.parse_args(["c.yaml", f"--resume={given}"]).resume == want
 
@@ -145,7 +145,7 @@ def test_the_checkpoint_to_resume_from_may_be_in_the_home_folder(monkeypatch):
 def test_models_to_explain_may_be_in_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/h")
     parser = argparse.ArgumentParser()
-    main._import_command("reshard").add_arguments(parser)
+    main.import_command("reshard").add_arguments(parser)
     words = ["explain", "--model=~/m", "--train=tp=1", "--gen=tp=1"]
     assert parser.parse_args(words).model == "/h/m"
 

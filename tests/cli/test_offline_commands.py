@@ -253,7 +253,7 @@ def test_an_output_folder_that_appears_during_conversion_is_not_overwritten(tiny
         (tmp_path / "out" / "created by another process").touch()
         yield Mock()
 
-    monkeypatch.setattr(model_conversion, "_started_group", ranks)
+    monkeypatch.setattr(model_conversion, "started_group", ranks)
     conversion = plan_import(ConvertConfig(), tiny_model, tmp_path / "out", "auto")
     with expect_error(ConfigError, "/out", "Directory"):
         conversion.run(lambda _: None)
@@ -268,7 +268,7 @@ def test_a_failed_conversion_leaves_no_files(tiny_model, tmp_path, monkeypatch):
 
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "left by an earlier attempt").touch()
-    monkeypatch.setattr(model_conversion, "_started_group", fail)
+    monkeypatch.setattr(model_conversion, "started_group", fail)
     conversion = plan_import(ConvertConfig(), tiny_model, tmp_path / "out", "auto")
     with expect_error(DataError, "failed"):
         conversion.run(lambda _: None)

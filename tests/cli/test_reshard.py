@@ -11,7 +11,7 @@ import pytest
 from benchmarks.reshard.synthetic import engine_layouts
 from megarl.engines.sglang.weight_layout import offline_trace
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
-from megarl.model_files.block_fp8 import is_quantized, scale_shape
+from megarl.model_files.quantization import is_quantized, scale_shape
 from megarl.reshard.analysis import forecast
 from megarl.reshard.analysis.nccl_progress import Stall
 from megarl.reshard.layout.layout import WeightLayout
@@ -260,7 +260,7 @@ LATENT |= {key: CONFIG[key] for key in ("num_attention_heads", "hidden_size")}
 )
 def test_a_missing_key_is_reported_before_sglang_starts(key, problem, refusal, command, model, monkeypatch):
     monkeypatch.setattr(offline_trace.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(offline_trace, "_run_child", None)
+    monkeypatch.setattr(offline_trace, "trace_in_child", None)
     file = Path(model) / "config.json"
     file.write_text(json.dumps({k: v for k, v in (CONFIG | LATENT).items() if k != key}))
     assert f"error: {file}: {problem}" in refusal(*command("tp=2", "tp=2"))

@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
-from megarl.cli.tools.config_reference import make_reference, make_schema
+from megarl.cli.schema import make_reference, make_schema
 from megarl.config import STAGES
 from megarl.config.load import read_tree
 

@@ -15,10 +15,10 @@ from pydantic import BaseModel
 
 from megarl.algorithms import ppo
 from megarl.config import STAGES, RunConfig, SftConfig, command_of, dump_config, load_config, load_resolved
-from megarl.config.load import FIXED_KEYS, _parse, make_config, read_tree
+from megarl.config.load import FIXED_KEYS, make_config, parse_yaml, read_tree
 from megarl.config.reward import NumericRewardConfig
 from megarl.errors import ConfigError
-from megarl.reward.services import client, http_term
+from megarl.reward import services
 from megarl.run.supervision import restart_budget
 from megarl.run.sync import sync_update
 from tests.config.runs import REQUIRED, make_run
@@ -115,9 +115,9 @@ CONSTANTS = {
     "recovery.backoff_seconds": restart_budget.BACKOFF_SECONDS,
     "recovery.max_backoff_seconds": restart_budget.MAX_BACKOFF_SECONDS,
     "recovery.restart_window_seconds": restart_budget.RESTART_WINDOW_SECONDS,
-    "reward.terms.*.backoff_seconds": client.BACKOFF_SECONDS,
-    "reward.terms.*.batch_wait_seconds": http_term.BATCH_WAIT_SECONDS,
-    "reward.terms.*.breaker": {"failures": client.MAX_FAILURES, "cooldown_seconds": client.COOLDOWN_SECONDS},
+    "reward.terms.*.backoff_seconds": services.BACKOFF_SECONDS,
+    "reward.terms.*.batch_wait_seconds": services.BATCH_WAIT_SECONDS,
+    "reward.terms.*.breaker": {"failures": services.MAX_FAILURES, "cooldown_seconds": services.COOLDOWN_SECONDS},
     "weight_sync.verify.sample": sync_update.NUM_VERIFIED_BOXES,
 }
 FIXED = "algorithm: {type: vapo}\nreward: {terms: {x: {type: http, url: 'http://a'}}}\nweight_sync: {verify: {}}\n"
@@ -249,7 +249,7 @@ YAML_1_2 = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+|[-+]?(\.[0-9]+|[0-9]
     )
 )
 def test_numbers_are_those_on_which_yaml_1_1_and_1_2_agree(text: str) -> None:
-    number, yaml_1_1 = _parse(text, "x"), yaml.safe_load(text)
+    number, yaml_1_1 = parse_yaml(text, "x"), yaml.safe_load(text)
     if isinstance(number, int | float):
         plain = text.replace("_", "")
         assert number == (int(plain, 0) if re.fullmatch("[-+]?(0[xb].*|[0-9]+)", plain) else float(plain))

@@ -24,7 +24,7 @@ from megarl.controller.actor import Controller
 from megarl.controller.detached import acquire_when_free
 from megarl.controller.ray_session import discarded_native_stderr
 from megarl.controller.replay import ReplayReport
-from megarl.controller.run_stage import _start_controller, begin_run, follow
+from megarl.controller.run_stage import begin_run, follow, start_controller
 from megarl.errors import ConfigError, LostLockError, MegarlError
 from megarl.run.run_events import EventLog, MessageEvent
 from megarl.tracking.startup import Startup
@@ -71,7 +71,7 @@ def test_the_controller_checks_the_lock_that_its_driver_holds(tmp_path, monkeypa
     fake = SimpleNamespace(get_runtime_context=lambda: node, remote=lambda _: hosted)
     monkeypatch.setattr(run_stage, "ray", fake)
     with RunLock(tmp_path):
-        _start_controller(sft_config(tmp_path), Startup(0.0))
+        start_controller(sft_config(tmp_path), Startup(0.0))
         monkeypatch.setattr(run_lock, "_tokens", {})  # as in another process
         actor.Controller(*created[0])
         require_lock(tmp_path)

@@ -132,7 +132,7 @@ def test_an_evaluation_has_the_date_of_the_run_in_its_folder(
 ) -> None:
     found: list[StageConfig] = []
     monkeypatch.setattr(
-        "megarl.controller.run_stage._run_on_cluster", lambda config, *args, **options: found.append(config)
+        "megarl.controller.run_stage.run_on_cluster", lambda config, *args, **options: found.append(config)
     )
     set_day(FIRST)
     run_stage(make(RunConfig, world, tmp_path / "run"), Controller.train)

@@ -28,7 +28,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from megarl.cli.main import SUMMARIES, main
-from megarl.cli.tools.config_reference import make_schema
+from megarl.cli.schema import make_schema
 from megarl.config import STAGES, make_convert_config, make_score_config
 from megarl.config.load import load_config, make_config
 from megarl.config.section import merge

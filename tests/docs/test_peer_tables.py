@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from megarl.cli.tools.config_reference import make_reference
+from megarl.cli.schema import make_reference
 from megarl.importing.nemo_rl.key_tables import TABLES
 from megarl.importing.peers import PEERS
 from megarl.importing.slime.argument_table import SLIME

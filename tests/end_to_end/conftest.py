@@ -124,7 +124,7 @@ def run_here(ranks: SharedRanks, monkeypatch: pytest.MonkeyPatch) -> RunCommand:
 
     begin = WorkerGroup.__init__
     monkeypatch.setattr(WorkerGroup, "__init__", name_role)
-    monkeypatch.setattr(run_stage, "_run_on_cluster", run_on_cluster)
+    monkeypatch.setattr(run_stage, "run_on_cluster", run_on_cluster)
     for name in ("start_cluster", "leave_cluster"):
         monkeypatch.setattr(ray_session, name, lambda *_: None)
     for reserving in (ray_session, build):

@@ -23,8 +23,8 @@ class Pausing(Grpo):
 
         def wait(step: int) -> None:
             while pause_file(run.config.run_dir, step).exists():
-                assert run._checkpoints is not None
-                run._checkpoints.poll()  # completes one that is being written
+                assert run.checkpoints is not None
+                run.checkpoints.poll()  # completes one that is being written
                 pause(0.05)
 
         def steps() -> Iterator[list[Prompt]]:

@@ -19,7 +19,7 @@ class ScaledAfterPush(Grpo):
     Config = GrpoConfig
 
     def train(self, run: rl.RLRun, config: GrpoConfig) -> None:
-        push = run._sync.push
+        push = run.sync.push
 
         def push_and_scale(policy_version: int) -> PushReport | None:
             report = push(policy_version)
@@ -27,7 +27,7 @@ class ScaledAfterPush(Grpo):
                 _scale(run, policy_version)
             return report
 
-        run._sync.push = push_and_scale  # type: ignore[method-assign]
+        run.sync.push = push_and_scale  # type: ignore[method-assign]
         super().train(run, config)
 
 

@@ -106,7 +106,7 @@ def happening_during(run: StartedRun, disturb: Callable[[], None], replica=0, *,
     scheduler, handle = run.scheduler(replica), run.components.engines.engines[replica].handle
 
     def num_requests() -> int:
-        count: int = ray.get(handle.__ray_call__.remote(lambda host: host._worker._batches.num_unfinished))
+        count: int = ray.get(handle.__ray_call__.remote(lambda host: host.worker.batches.num_unfinished))
         return count
 
     def act() -> None:
@@ -172,7 +172,7 @@ def test_killed_scheduler_is_restarted_without_changing_results(shared_run, tmp_
 def test_lost_rollout_worker_is_replaced_without_changing_results(how, ranks, world, tmp_path):
     with started_run(world, tmp_path / "run", ranks, recovery={"engine_stall_seconds": 4.0}) as one:
         undisturbed = one.collect("undisturbed")
-        (worker,) = one.components.rollout._workers
+        (worker,) = one.components.rollout.workers
         pid: int = ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))
         with happening_during(one, lambda: os.kill(pid, how)):
             disturbed = one.collect("disturbed")

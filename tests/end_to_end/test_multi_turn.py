@@ -141,8 +141,8 @@ def import_in_workers(components: Components, folders: list[str], patch: pytest.
         ray.get(actor.run.remote(extend_path))
         return actor
 
-    launch_worker = RolloutWorkers._launch
-    patch.setattr(RolloutWorkers, "_launch", launch)
+    launch_worker = RolloutWorkers.launch
+    patch.setattr(RolloutWorkers, "launch", launch)
     components.processes.begin_run(extend_path).result()
     for folder in folders:
         patch.syspath_prepend(folder)

@@ -66,9 +66,9 @@ def run_with(work: Callable[[CustomEngineHost, Any], Awaitable[None]], **kwargs:
     async def main() -> None:
         host = CustomEngineHost(EngineSpec(model_path="m"), EngineConfig(type=NAME, kwargs=kwargs))
         await host.start()
-        await work(host, host._engine)
+        await work(host, host.engine)
         await host.shutdown()
-        assert host._engine.is_shut_down  # type: ignore[attr-defined]
+        assert host.engine.is_shut_down  # type: ignore[attr-defined]
         assert "was shut down" in str(await host.ping())
 
     asyncio.run(main())

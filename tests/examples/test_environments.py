@@ -183,7 +183,7 @@ def test_episodes_share_a_process_and_fail_alone(pool, tmp_path):
         )
         assert [results[0], results[2]] == [None, None]
         assert str(results[1]) == "ValueError: no such tool"
-        (program,) = pool._programs.values()
+        (program,) = pool.programs.values()
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -191,9 +191,9 @@ def test_episodes_share_a_process_and_fail_alone(pool, tmp_path):
         with expect_error(RuntimeError, "3"):
             await run(make_task("exit"), "", "key", command=command)
         await run(make_task("a"), "", "key", command=command)
-        (other,) = pool._programs.values()
+        (other,) = pool.programs.values()
         assert other is not program
-        other._process.stdin.close()
-        assert await other._process.wait() == 0
+        other.process.stdin.close()
+        assert await other.process.wait() == 0
 
     asyncio.run(main())

@@ -167,7 +167,7 @@ def offload_on_rank(path):
         segments = [each for each in torch.cuda.memory_snapshot() if each["device"] == torch.cuda.current_device()]
         assert all(each["allocated_size"] > 0 for each in segments)  # empty ones went back to the device
         assert torch.cuda.memory_reserved() == sum(each["total_size"] for each in segments)
-    worker._trainer.memory.onload()
+    worker.trainer.memory.onload()
     changed = sum(not torch.equal(t.cpu(), copy) for t, copy in zip(tensors, copies, strict=True))
     return before, during, allocated(), stats.device_bytes, len(storages(every)), changed
 

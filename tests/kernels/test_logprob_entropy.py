@@ -149,7 +149,7 @@ def test_one_dummy_gradient_serves_all_micro_batches():
         places.add(one.grad.data_ptr())
     assert len(places) == 1  # neither a new tensor each time, nor a copy that autograd makes of it
     clear_dummy_gradients()
-    assert not linear_logprob._dummy_gradients
+    assert not linear_logprob.dummy_gradients
 
 
 def test_a_tied_embedding_adds_its_gradient_to_that_of_the_head():
@@ -174,7 +174,7 @@ def test_a_tied_embedding_adds_its_gradient_to_that_of_the_head():
     for _ in range(2):
         loss(tied).backward()
     torch.testing.assert_close(tied.main_grad, 2 * plain.grad)
-    assert not linear_logprob._dummy_gradients
+    assert not linear_logprob.dummy_gradients
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -183,13 +183,13 @@ def test_kept_logits_change_no_bit(dtype, monkeypatch):
     """Where they fit, the backward pass computes none of them again."""
     hidden, weight, targets = random_inputs(33, 257, 16, dtype=dtype)
     tensors = [hidden.requires_grad_(), weight.requires_grad_()]
-    num_chunks, products, product = -(-257 // 7), [], linear_logprob._product
+    num_chunks, products, product = -(-257 // 7), [], linear_logprob.chunk_product
 
     def count_products(a, b):
         products.append(a.shape)
         return product(a, b)
 
-    monkeypatch.setattr(linear_logprob, "_product", count_products)
+    monkeypatch.setattr(linear_logprob, "chunk_product", count_products)
     found = []
     for free, in_backward in ((0, 3), (2 * 33 * 257 * 4 - 1, 3), (2 * 33 * 257 * 4, 2)):
         monkeypatch.setattr(linear_logprob, "free_bytes", lambda _, free=free: free)

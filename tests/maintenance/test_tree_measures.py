@@ -19,12 +19,28 @@ def long():
         return 2
 '''
 
+REACHING_TEST = """from megarl import parts
+from megarl.parts import _shared
+
+def test(part, patch):
+    assert part._size == _shared
+    part.other._grow()
+    patch.setattr(parts, "_shared", 2)
+    patch.setattr("megarl.parts._shared", 3)
+
+class Mine:
+    def __init__(self):
+        self._size = os._exit
+"""
+
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Write a tree with one place for each measure; return its files."""
     files = {f"megarl/run/m{i}.py": "" for i in range(16)}
     files |= {"megarl/a/same.py": "", "megarl/b/same.py": "", "-q/rows.jsonl": "{}", "docs/page.md": "It goes on.\n"}
+    files["megarl/parts.py"] = "_shared = 1\n\nclass Part:\n    def _grow(self):\n        self._size = 1\n"
+    files["tests/test_parts.py"] = REACHING_TEST
     files["megarl/bad.py"] = BAD_MODULE.format(lines="    x = 1\n" * 80)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -42,6 +58,10 @@ def test_each_measure_finds_its_places(tree: list[str]) -> None:
         "words to avoid": ["docs/page.md:1: goes on"],
         "functions of more than 80 lines": ["megarl/bad.py:3: long: 87 lines"],
         "unexpected names": ["-q: not among the names of the root", "-q/rows.jsonl: begins with -"],
+        "reaches into private names by tests": [
+            f"tests/test_parts.py:{place}"
+            for place in ("2: _shared", "7: _shared", "8: _shared", "5: _size", "6: _grow")
+        ],
     }
 
 

@@ -23,6 +23,7 @@ LIMITS = {
     "words to avoid": 0,
     "functions of more than 80 lines": 0,
     "unexpected names": 0,
+    "reaches into private names by tests": 58,
 }
 """Places found at most, by measure."""
 
@@ -61,6 +62,8 @@ ROOT_NAMES = frozenset(
 )
 """All that is tracked at the root."""
 
+PRODUCT = ("megarl/", "kernels/", "examples/")
+
 SOURCES = ("megarl/", "kernels/", "benchmarks/", "examples/", "launch/", "docs/", "README.md", "CONTRIBUTING.md")
 """Where words are looked for."""
 
@@ -95,7 +98,50 @@ def measure(files: list[str]) -> dict[str, list[str]]:
     for file in modules:
         for name, line, what in _measure_module(ast.parse((ROOT / file).read_text())):
             found[name].append(f"{file}:{line}: {what}")
+    found["reaches into private names by tests"] = list(_private_reaches(files))
     return found
+
+
+PRIVATE = re.compile(r"_[a-zA-Z]\w*")
+"""Names with one leading underscore."""
+
+
+def _private_reaches(files: list[str]) -> Iterator[str]:
+    """Yield where tests import, read or replace names that the product defines with a leading underscore.
+
+    A test's own `self._name`, and private names of other packages, do not count.
+    """
+    defined: set[str] = set()
+    for file in files:
+        if file.endswith(".py") and file.startswith(PRODUCT) and "/stubs/" not in file:
+            defined |= set(filter(PRIVATE.fullmatch, _defined_names(ast.parse((ROOT / file).read_text()))))
+    for file in files:
+        if file.endswith(".py") and file.startswith("tests/"):
+            for line, name in _reached_names(ast.parse((ROOT / file).read_text())):
+                if name in defined:
+                    yield f"{file}:{line}: {name}"
+
+
+def _defined_names(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def _reached_names(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and name of each attribute, imported name, and name that a string argument gives."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megarl"):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call):  # such as `monkeypatch.setattr(module, "_name", value)`
+            strings = [arg.value for arg in node.args[:2] if isinstance(arg, ast.Constant)]
+            yield from ((node.lineno, text.rpartition(".")[2]) for text in strings if isinstance(text, str))
 
 
 def _large_packages(modules: list[str]) -> Iterator[str]:

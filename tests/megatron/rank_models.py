@@ -77,7 +77,7 @@ def gather_metrics(model: Any, metrics: dict[str, float]) -> dict[str, float]:
 
 def train_step(trainer: Any, request: TrainRequest) -> dict[str, float]:
     """Take one step of a trainer, or of a trainer worker; return its complete metrics."""
-    model = trainer.model if hasattr(trainer, "model") else trainer._model
+    model = trainer.model
     return gather_metrics(model, trainer.train_step(own_part(model, request)).metrics)
 
 
@@ -110,13 +110,13 @@ def sync_weights(worker: Any) -> dict[str, torch.Tensor]:
 def record_gradients(trainer: Any) -> list[dict[str, torch.Tensor]]:
     """Return a list to which every update of the trainer appends this rank's gradients, before they are clipped."""
     recorded: list[dict[str, torch.Tensor]] = []
-    prepare = trainer._optimizer.prepare_grads
+    prepare = trainer.optimizer.prepare_grads
 
     def record_then_prepare() -> Any:
         recorded.append(collect_gradients(trainer))
         return prepare()
 
-    trainer._optimizer.prepare_grads = record_then_prepare
+    trainer.optimizer.prepare_grads = record_then_prepare
     return recorded
 
 

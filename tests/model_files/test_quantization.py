@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.model_files.block_fp8 import is_quantized
-from megarl.model_files.quantization import find_config_problem, quantized_format
+from megarl.model_files.quantization import find_config_problem, is_quantized, quantized_format
 from tests.model_files.quantized import INT4, QUANTIZATION
 
 PUBLISHED = Path(__file__).parents[1] / "megatron/families/published"

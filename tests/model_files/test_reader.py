@@ -117,7 +117,7 @@ def test_eight_bit_floats_are_read_raw_or_converted(tmp_path, dtype):
     raw, wide = torch.zeros(6, 2, dtype=dtype), torch.zeros(6, 2)
     with SafetensorsReader(tmp_path) as folder:
         folder.read("w", ((0, 6), (1, 3)), raw, require_finite=True)
-        if dtype == torch.float8_e5m2:  # weights in e4m3 have scales: test_block_fp8.py
+        if dtype == torch.float8_e5m2:  # weights in e4m3 have scales: test_quantization.py
             folder.read("w", ((0, 6), (1, 3)), wide)
             assert torch.equal(wide, stored[:, 1:3].float())
     assert torch.equal(raw.view(torch.uint8), stored[:, 1:3].contiguous().view(torch.uint8))

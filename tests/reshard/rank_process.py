@@ -192,7 +192,7 @@ class TransferMember:
 
     def limit(self, seconds):
         """Set the timeout of the next sync."""
-        self._transfer_rank._transport.timeout_seconds = seconds
+        self._transfer_rank.transport.timeout_seconds = seconds
 
     def sync(self, number, fault=None, delta=None):
         """Run one sync; return its statistics and the number of wrong elements, of a delta sync those of all boxes.

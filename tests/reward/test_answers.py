@@ -305,17 +305,17 @@ def occupied_descriptors() -> Iterator[None]:
 def test_works_with_file_descriptors_above_1023() -> None:
     checker = EquivalenceChecker()
     assert works(checker)
-    assert checker._child is not None
-    assert checker._child.stdout is not None
-    assert checker._child.stdout.fileno() > 1023
+    assert checker.child is not None
+    assert checker.child.stdout is not None
+    assert checker.child.stdout.fileno() > 1023
     checker.close()
 
 
 def test_comparison_beyond_its_cpu_time_is_undecided_and_the_child_lives_on(checker: EquivalenceChecker) -> None:
     assert works(checker)
-    child = checker._child
+    child = checker.child
     assert checker.compare(*ENDLESS, 0.3, PATIENCE) == "undecided"
-    assert checker._child is child
+    assert checker.child is child
     assert works(checker)
 
 
@@ -323,7 +323,7 @@ def test_child_without_a_reply_is_killed_and_the_next_request_succeeds(checker: 
     assert works(checker)
     with expect_error(EquivalenceError, "timeout_seconds = 0.1"):
         checker.compare(*ENDLESS, PATIENCE, 0.1)
-    assert checker._child is None, "it would reply to the next request with the result of this one"
+    assert checker.child is None, "it would reply to the next request with the result of this one"
     assert works(checker)
 
 
@@ -336,9 +336,9 @@ def test_works_from_many_threads(checker: EquivalenceChecker) -> None:
 
 def test_dead_child_is_replaced(checker: EquivalenceChecker) -> None:
     assert works(checker)
-    assert checker._child is not None
-    checker._child.kill()
-    checker._child.wait()
+    assert checker.child is not None
+    checker.child.kill()
+    checker.child.wait()
     with expect_error(EquivalenceError, "-9", "process", "sympy"):
         works(checker, "y")
     assert works(checker, "y")
@@ -366,7 +366,7 @@ def test_a_pool_starts_a_second_process_only_if_the_first_is_busy() -> None:
     pool = CheckerPool(2)
 
     def children() -> list[int]:
-        return [checker._child.pid for checker in pool._checkers if checker._child is not None]
+        return [checker.child.pid for checker in pool.checkers if checker.child is not None]
 
     try:
         for name in "xyz":

@@ -394,7 +394,7 @@ BACKTRACKING = {"type": "format", "pattern": "(a|aa)+$", "timeout_seconds": 0.1}
 
 
 def test_backtracking_pattern_does_not_block_the_event_loop(prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
-    search, ticks, ticks_of_search = FormatTerm._search, itertools.count(), queue.SimpleQueue[int]()
+    search, ticks, ticks_of_search = FormatTerm.search, itertools.count(), queue.SimpleQueue[int]()
 
     def count_ticks(term: FormatTerm, text: str, *, timeout: float, concurrent: bool = False) -> float:
         before = next(ticks)
@@ -412,7 +412,7 @@ def test_backtracking_pattern_does_not_block_the_event_loop(prompt: Prompt, monk
             next(ticks)
         return (await scoring).trajectories
 
-    monkeypatch.setattr(FormatTerm, "_search", count_ticks)
+    monkeypatch.setattr(FormatTerm, "search", count_ticks)
     hanging, good = asyncio.run(score_and_tick())
     assert hanging.reward_errors.keys() == {"shape"}
     assert "took longer than timeout_seconds = 0.1 on train.jsonl:7" in hanging.reward_errors["shape"]

@@ -113,8 +113,8 @@ async def test_a_worker_that_stops_cancels_its_groups_and_tells_the_engines() ->
             closed.append(len(engine.aborted))
 
     host: Any = AsyncWorkerHost.__new__(AsyncWorkerHost)
-    host._worker = make_worker(engine, Scorer())
-    host._batches = CallBatches(host._invoke_with_value)
+    host.worker = make_worker(engine, Scorer())
+    host.batches = CallBatches(host.invoke_with_value)
     collecting = asyncio.ensure_future(host.begin_calls("1", "rollout_group", [JOB], 1, 1))
     await asyncio.sleep(1.0)
     await host.stop()

@@ -143,7 +143,7 @@ async def test_lost_engine_requests_are_retried_with_the_same_ids_and_seeds():
     assert summary.num_retried == 3
     await w.rollout_group(job(group_id=4))
     assert len(lost.calls) == 1  # the lost engine gets no more requests
-    assert w._pool.outstanding == [0, 0]
+    assert w.pool.outstanding == [0, 0]
 
 
 @in_virtual_time
@@ -334,7 +334,7 @@ def rollout(*engines, restarts=(), num_samples=8, agent=None):
         worker = RolloutWorker(spec, engines, NoScores(), tokenizer=None)
         group = asyncio.create_task(worker.rollout_group(job))
         for engine in restarts:
-            while worker._pool.live(0) is not None:
+            while worker.pool.live(0) is not None:
                 await asyncio.sleep(TOKEN_SECONDS)
             await worker.update_engines({0: engine})
         return await group

@@ -17,7 +17,7 @@ from megarl.errors import SandboxError
 from megarl.reward.code.grading import TestCase, is_passed
 from megarl.sandbox.fork_server_client import ForkServer
 from megarl.sandbox.guest.limits import MIB
-from megarl.sandbox.guest.program import _plain
+from megarl.sandbox.guest.program import plain_value
 from megarl.sandbox.sandbox import Case, Interpreter, Outcome, Program
 from megarl.sandbox.tiers import LOCAL_TIERS, LocalSandbox, find_tier_problem
 from tests.errors import expect_error
@@ -177,9 +177,9 @@ def test_calls_return_literals(sandbox):
 def test_values_become_built_in_types():
     point = namedtuple("point", "x y")
     value = [Counter("aa"), OrderedDict(b=point(1, 2.5)), frozenset({1}), True, None, b"x", 1j]
-    assert repr(_plain(value)) == "[{'a': 2}, {'b': (1, 2.5)}, {1}, True, None, b'x', 1j]"
+    assert repr(plain_value(value)) == "[{'a': 2}, {'b': (1, 2.5)}, {1}, True, None, b'x', 1j]"
     with expect_error(TypeError, "built-in", "types"):
-        _plain(range(3))
+        plain_value(range(3))
 
 
 def test_programs_see_nothing_of_each_other(sandbox):

@@ -93,7 +93,7 @@ def train(ranks: Any, stage: str, config: StageConfig, *, resume: str | None = N
         try:
             run.train()
         except DiedError:
-            run._checkpoints._thread.shutdown()
+            run.checkpoints._thread.shutdown()
     return [event.text for event in events.since(0)[0] if isinstance(event, MessageEvent)]
 
 

@@ -100,7 +100,7 @@ def fail_to_write(config: StageConfig) -> list[str]:
     from megarl.run.run_state import RunState
 
     ranks = stages.join_world()
-    write, write_state = background_writer._write, RunState.write
+    write, write_state = background_writer.write_file, RunState.write
     require_disk_space = CheckpointStore.require_disk_space
 
     def fail_write(path: Path, *arguments: Any) -> Any:
@@ -118,7 +118,7 @@ def fail_to_write(config: StageConfig) -> list[str]:
             raise DataError("there is no room")
         require_disk_space(store, num_bytes, step=step)
 
-    background_writer._write = fail_write
+    background_writer.write_file = fail_write
     if ranks.rank == 0:
         RunState.write, CheckpointStore.require_disk_space = fail_state_write, fail_disk_space  # type: ignore[method-assign]
     return stages.train(ranks, "sft", config)

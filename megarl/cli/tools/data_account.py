@@ -137,10 +137,10 @@ def _print_report(out: Console, report: FileReport) -> None:
     for place, texts in report.shown.items():
         for name, segments in texts.items():
             out.print(Text(f"--- {name} of {place}", style="bold"), soft_wrap=True)
-            out.print(_mark_trained(segments, is_coloured=out.is_terminal), soft_wrap=True)
+            out.print(mark_trained(segments, is_coloured=out.is_terminal), soft_wrap=True)
 
 
-def _mark_trained(segments: Sequence[Segment], *, is_coloured: bool) -> Text:
+def mark_trained(segments: Sequence[Segment], *, is_coloured: bool) -> Text:
     """Return the text of a row with the parts that are trained on in green, or between marks."""
     from rich.text import Text
 

@@ -33,9 +33,9 @@ from megarl.megatron.families.load_architecture import (
 )
 from megarl.megatron.families.trainer_layouts import parallel_problems
 from megarl.megatron.requests import ModelSpec
-from megarl.model_files.block_fp8 import VALUES_DTYPE
 from megarl.model_files.header import itemsize
 from megarl.model_files.hub import local_model
+from megarl.model_files.quantization import VALUES_DTYPE
 from megarl.model_files.weight_index import read_headers
 from megarl.run.remote.trainer_group import make_rank_processes
 
@@ -79,7 +79,7 @@ class Conversion:
         started = time.perf_counter()
         with _temporary_output(self.output) as draft:
             report(f"starting {self.config.sized_placement.slots} ranks")
-            with _started_group(self) as group:
+            with started_group(self) as group:
                 report("reading")
                 group.call(self.read, str(self.weights.absolute()), dispatch=BROADCAST)
                 report("writing")
@@ -257,7 +257,7 @@ def _os_error_as_config_error(output: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _started_group(conversion: Conversion) -> Iterator[ConvertGroup]:
+def started_group(conversion: Conversion) -> Iterator[ConvertGroup]:
     """Reserve slots and start ranks with the model for the duration of the block."""
     placement = conversion.config.sized_placement
     places = RequiredPaths(

@@ -325,9 +325,9 @@ async def authenticate_head(
         raise OtherJobError("this is the head of another job")
     if not isinstance(answer, Challenge):
         raise ConnectionLostError(f"expected Challenge, got {type(answer).__name__}")
-    if not hmac.compare_digest(answer.proof.encode(), _derive_proof(world, nonce, answer.nonce).encode()):
+    if not hmac.compare_digest(answer.proof.encode(), derive_proof(world, nonce, answer.nonce).encode()):
         raise UntrustedHeadError(f"the head there does not know this node's {SECRET_VARIABLE}")
-    return _derive_keys(world, nonce, answer.nonce)
+    return derive_keys(world, nonce, answer.nonce)
 
 
 async def answer_node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, world: NodeWorld) -> SessionKeys:
@@ -346,15 +346,17 @@ async def answer_node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         writer.write(encode(Refused(reason="this is the head of another job", same_job=False)))
         raise OtherJobError("the node belongs to another job")
     nonce = make_nonce()
-    writer.write(encode(Challenge(nonce=nonce, proof=_derive_proof(world, greeting.nonce, nonce))))
-    return _derive_keys(world, greeting.nonce, nonce)
+    writer.write(encode(Challenge(nonce=nonce, proof=derive_proof(world, greeting.nonce, nonce))))
+    return derive_keys(world, greeting.nonce, nonce)
 
 
-def _derive_proof(world: NodeWorld, node_nonce: str, head_nonce: str) -> str:
+def derive_proof(world: NodeWorld, node_nonce: str, head_nonce: str) -> str:
+    """Return the digest by which the head proves that it knows the secret, as hexadecimal text."""
     return _derive(world, "proof of the head", node_nonce, head_nonce).hex()
 
 
-def _derive_keys(world: NodeWorld, node_nonce: str, head_nonce: str) -> SessionKeys:
+def derive_keys(world: NodeWorld, node_nonce: str, head_nonce: str) -> SessionKeys:
+    """Return the keys of the message tags of one connection, which depend on the secret and both nonces."""
     return SessionKeys(
         head=_derive(world, "messages of the head", node_nonce, head_nonce),
         node=_derive(world, "messages of the node", node_nonce, head_nonce),

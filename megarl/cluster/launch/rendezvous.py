@@ -206,7 +206,7 @@ async def find_head(
                 f"{''.join(f'{each}; ' for each in untrusted if each != last_error)}last error: {last_error}"
             )
         try:
-            return await _try_head(host, port, world, hello, node_timeout)
+            return await try_head(host, port, world, hello, node_timeout)
         except UntrustedHeadError as e:
             last_error = f"{host}:{port}: {e}"
             untrusted[last_error] = None
@@ -217,7 +217,7 @@ async def find_head(
     raise AssertionError(candidates)
 
 
-async def _try_head(
+async def try_head(
     host: str, port: int, world: NodeWorld, hello: Hello, node_timeout: float
 ) -> tuple[Connection, Welcome | End]:
     """Return the connection and the head's answer.

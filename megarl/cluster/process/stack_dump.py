@@ -131,7 +131,7 @@ def _describe_process(name: str, info: ProcessInfo, pid: int, deadline: float, d
 
 def _read_one_process(pid: int, dump_fd: int | None, seconds: float) -> tuple[str, str]:
     """Return the location of the main thread and the stacks of all threads."""
-    text, problem = _run_py_spy(pid, seconds)
+    text, problem = run_py_spy(pid, seconds)
     if text is not None:
         return f"in {_innermost_frame(text)}", text
     if dump_fd is None:
@@ -148,7 +148,7 @@ def _innermost_frame(text: str) -> str:
     return main.splitlines()[1].strip() if main.count("\n") > 1 else "no Python"
 
 
-def _run_py_spy(pid: int, seconds: float) -> tuple[str | None, str]:
+def run_py_spy(pid: int, seconds: float) -> tuple[str | None, str]:
     """Return py-spy's dump and an empty string, or None and the reason of the failure."""
     program = which("py-spy", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
     if program is None:

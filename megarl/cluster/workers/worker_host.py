@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 import ray
 
 from megarl.cluster.process.fast_imports import freeze_objects
+from megarl.cluster.process.ports import reserve_master_port
 from megarl.cluster.process.stack_dump import ProcessInfo, register_stack_dump
 from megarl.cluster.process.startup_trace import StartupTiming, StartupTrace
 from megarl.cluster.workers.dispatch import CallBatches
-from megarl.cluster.workers.master_port import reserve_master_port
 from megarl.cluster.workers.stragglers import CallTime, timed_call
 from megarl.errors import MegarlError
 
 
-def _read_process_info() -> ProcessInfo:
+def read_process_info() -> ProcessInfo:
+    """Return where this process runs: its node in Ray, host and pid."""
     return ProcessInfo(
         node_id=ray.get_runtime_context().get_node_id(),
         host=socket.gethostname(),
@@ -52,7 +53,7 @@ class WorkerHost:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
-        self._startup_trace, self._process_info = StartupTrace(), _read_process_info()
+        self._startup_trace, self._process_info = StartupTrace(), read_process_info()
         self._workers: dict[str, Any] = {}
 
     def rendezvous(self) -> tuple[str, int]:
@@ -113,9 +114,11 @@ class AsyncWorkerHost:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
-        self._startup_trace, self._process_info = StartupTrace(), _read_process_info()
-        self._worker: Any = None
-        self._batches = CallBatches(self._invoke_with_value)
+        self._startup_trace, self._process_info = StartupTrace(), read_process_info()
+        self.worker: Any = None
+        """None until `build` has made it."""
+        self.batches = CallBatches(self.invoke_with_value)
+        """Calls begun by `begin_calls` whose results have not been collected."""
         self._building: asyncio.Future[Any] | None = None
 
     async def preimport(self, factory: Callable[..., Any], requested_at: float) -> None:
@@ -143,7 +146,7 @@ class AsyncWorkerHost:
             if inspect.isawaitable(worker):
                 self._building = asyncio.ensure_future(worker)
                 worker = await self._building
-            self._worker = worker
+            self.worker = worker
             freeze_objects()
 
     async def startup_timing(self) -> StartupTiming:
@@ -156,7 +159,7 @@ class AsyncWorkerHost:
 
     async def invoke(self, method: str, *arguments: Any) -> Any:
         """Return `await method(*arguments)` of the worker; Ray has replaced references by values."""
-        return await getattr(self._worker, method)(*arguments)
+        return await getattr(self.worker, method)(*arguments)
 
     async def begin_calls(
         self, batch_id: str, method: str, arguments: Sequence[Any], per_object: int, num_objects: int
@@ -172,7 +175,7 @@ class AsyncWorkerHost:
             batch_id: name of these calls, unique in this process.
         """
         calls = [(method, argument) for argument in arguments]
-        finished = await self._batches.begin(batch_id, calls, per_object * num_objects)
+        finished = await self.batches.begin(batch_id, calls, per_object * num_objects)
         return self._separate_values(batch_id, finished, per_object, num_objects)
 
     async def collect_calls(self, batch_id: str, per_object: int, num_objects: int) -> tuple[Any, ...]:
@@ -185,16 +188,17 @@ class AsyncWorkerHost:
         Raises:
             Exception: a call raised an error that is not of megarl; the batch is over.
         """
-        finished = await self._batches.collect(batch_id, per_object * num_objects)
+        finished = await self.batches.collect(batch_id, per_object * num_objects)
         return self._separate_values(batch_id, finished, per_object, num_objects)
 
     async def cancel_calls(self, batch_id: str, indices: Sequence[int]) -> None:
         """Cancel these calls of a batch, whose results are not returned."""
-        self._batches.cancel(batch_id, indices)
+        self.batches.cancel(batch_id, indices)
 
-    async def _invoke_with_value(self, call: tuple[str, Any]) -> tuple[Any, Any]:
+    async def invoke_with_value(self, call: tuple[str, Any]) -> tuple[Any, Any]:
+        """Return the small result and the large value of the call `(method, argument)`."""
         method, argument = call
-        result, value = await getattr(self._worker, method)(argument)
+        result, value = await getattr(self.worker, method)(argument)
         return result, value
 
     def _separate_values(
@@ -206,16 +210,16 @@ class AsyncWorkerHost:
     ) -> tuple[Any, ...]:
         results = tuple((i, outcome if isinstance(outcome, MegarlError) else outcome[0]) for i, outcome in finished)
         values = [None if isinstance(outcome, MegarlError) else outcome[1] for _, outcome in finished]
-        join: Callable[[Sequence[Any]], Any] = getattr(self._worker, "join_values", tuple)
+        join: Callable[[Sequence[Any]], Any] = getattr(self.worker, "join_values", tuple)
         parts = [values[n * per_object : (n + 1) * per_object] for n in range(num_objects)]
         objects = [join(part) if part else () for part in parts]
-        return CollectedCalls(results, self._batches.num_ready(batch_id)), *objects
+        return CollectedCalls(results, self.batches.num_ready(batch_id)), *objects
 
     async def stop(self) -> None:
         """Cancel the calls in progress and shut the worker down, or cancel its construction if it is not built yet."""
-        if self._worker is not None:
-            await self._batches.close()
-            await self._worker.shutdown()
+        if self.worker is not None:
+            await self.batches.close()
+            await self.worker.shutdown()
         elif self._building is not None:
             self._building.cancel()
             await asyncio.wait([self._building])

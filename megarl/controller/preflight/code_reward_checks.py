@@ -106,7 +106,7 @@ def report_code_rows(config: RunConfig) -> list[CodeRowsReport]:
             )
             for row, tests, solution in _spread(solved):
                 report.num_tried += 1
-                if (failure := _find_failure(tests, solution, sandbox)) is not None:
+                if (failure := find_failure(tests, solution, sandbox)) is not None:
                     report.failures.append(f"{row.where}: {failure}")
                     if len(report.failures) == MAX_EXAMPLES:
                         break
@@ -166,7 +166,7 @@ def _spread(rows: Iterable[SolvedRow]) -> list[SolvedRow]:
     return chosen
 
 
-def _find_failure(tests: RowTests, solution: str, sandbox: Sandbox) -> str | None:
+def find_failure(tests: RowTests, solution: str, sandbox: Sandbox) -> str | None:
     """Return the first test that a row's solution does not pass, and what came out; None: it scores 1."""
     outcomes = sandbox.run(tests.make_program(solution))
     for i, (test, outcome) in enumerate(zip(tests.cases, outcomes, strict=True)):

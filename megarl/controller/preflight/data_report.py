@@ -137,11 +137,6 @@ class FileReport:
         counts = self.account.columns[column]
         return ", ".join(name for name, _ in counts.most_common()) or "-"
 
-    @property
-    def num_left_out(self) -> int:
-        """Number of rows that cannot be used."""
-        return sum(each.count for each in self.account.left_out.values())
-
     def as_json(self) -> dict[str, Any]:
         """Return the report as an object of JSON."""
         account = self.account

@@ -342,13 +342,13 @@ def find_model_problems(
     yield from find_megatron_problems(config, model, device)
     yield from find_attention_problems(config, model, gpus)
     if isinstance(config, RunConfig):
-        yield from _find_engine_size_problems(model, config.rollout, device)
-        yield from _find_gather_problems(config, model, hf_config)
+        yield from find_engine_size_problems(model, config.rollout, device)
+        yield from find_gather_problems(config, model, hf_config)
         if device is not None and not config.rollout.engine.is_custom:  # the problems are SGLang's
             yield from find_engine_problems(hf_config, device, origin=str(folder / "config.json"))
 
 
-def _find_gather_problems(config: RunConfig, model: ModelArchitecture, hf_config: JsonMapping) -> Iterator[str]:
+def find_gather_problems(config: RunConfig, model: ModelArchitecture, hf_config: JsonMapping) -> Iterator[str]:
     """Find tensors of the engines that `gather_hf` cannot assemble; `hf_config`: content of config.json."""
     if config.weight_sync.strategy != "gather_hf":
         return
@@ -434,7 +434,8 @@ def find_reference_problems(config: DpoConfig) -> Iterator[str]:
         yield f"{key}: needs the vocabulary of model.path, got {model.vocab_size} tokens, model.path has {vocab_size}"
 
 
-def _find_engine_size_problems(model: ModelArchitecture, rollout: RolloutConfig, device: str | None) -> Iterator[str]:
+def find_engine_size_problems(model: ModelArchitecture, rollout: RolloutConfig, device: str | None) -> Iterator[str]:
+    """Find sizes of the model that the parallel sizes of an engine do not divide."""
     tp, groups, ep = rollout.tp, rollout.engine.attn_dp_size, rollout.engine.ep_size
     attention = "rollout.tp" if groups == 1 else f"rollout.tp / {groups} groups of data-parallel attention"
     for what, size, units in (

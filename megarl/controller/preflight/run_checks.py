@@ -48,7 +48,7 @@ from megarl.engines.custom_engine import check_engine
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.families.load_architecture import read_hf_config
 from megarl.reward.python_function import check_reward
-from megarl.reward.services.judge_term import check_judge_pattern
+from megarl.reward.services import check_judge_pattern
 from megarl.reward.terms import compile_pattern
 from megarl.rollout.agents.agent import check_agent
 from megarl.rollout.environments.conversation import make_renderers

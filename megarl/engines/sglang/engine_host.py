@@ -65,7 +65,7 @@ class PrivateFolder:
     def __init__(self, prefix: str) -> None:
         """Create the folder among the system's temporary files, and remove those of dead processes with this prefix."""
         for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-            _remove_abandoned(folder)
+            remove_abandoned(folder)
         while True:
             self.path = tempfile.mkdtemp(prefix=prefix)
             self._lock = (Path(self.path) / LOCK_FILE).open("w")
@@ -80,7 +80,8 @@ class PrivateFolder:
         self._lock.close()
 
 
-def _remove_abandoned(folder: Path) -> None:
+def remove_abandoned(folder: Path) -> None:
+    """Remove the private folder of an engine whose process has ended; leave any other folder as it is."""
     try:
         lock = (folder / LOCK_FILE).open()
     except OSError:
@@ -231,7 +232,7 @@ class EngineHost:
         Raises:
             LostEngineError: a scheduler process has exited.
         """
-        await self.call(self._ping())
+        await self.call(self.ping_schedulers())
 
     async def describe(self, rank: int) -> str:
         """Return the TP rank, pid and OS process state of a scheduler process as text, for error messages."""
@@ -362,7 +363,8 @@ class EngineHost:
         if self._stopping:
             raise WorkerError("the engine was stopped during startup")
 
-    async def _ping(self) -> None:
+    async def ping_schedulers(self) -> None:
+        """As `ping`, without regard to an engine that has failed or ends meanwhile."""
         if self._pending_ping is None or self._pending_ping.done():
             self._pending_ping = asyncio.ensure_future(self.tokenizer_manager.get_internal_state())
             self._calls.add(self._pending_ping)

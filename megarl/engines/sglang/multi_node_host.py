@@ -139,9 +139,10 @@ class MultiNodeHost(EngineHost):
         own = super().take_replies(number)
         return await self._of_all_nodes(own, lambda node: node.ask(EngineHost.take_replies, number))
 
-    async def _ping(self) -> None:
+    async def ping_schedulers(self) -> None:
+        """As in the base class; the hosts of the other nodes must answer too."""
         await self.processor_seconds()  # returns only if the hosts of all nodes answer
-        await super()._ping()
+        await super().ping_schedulers()
 
     async def _of_all_nodes(self, own: Awaitable[list[T]], ask: Callable[[EngineNode], Awaitable[list[T]]]) -> list[T]:
         """Return the values of all TP ranks, by rank: those of this node, then what each of the other nodes answers.

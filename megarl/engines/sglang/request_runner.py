@@ -144,7 +144,8 @@ class RequestRunner:
         self._host, self._stop_token_ids, self._routes = host, list(stop_token_ids), routes
         self._in_flight: dict[str, _Attempt] = {}
         """By request id."""
-        self._num_attempts = 0
+        self.num_attempts = 0
+        """Requests that SGLang has received."""
         self._running: set[_Attempt] = set()
         """Requests that SGLang has not answered."""
         self._idle = asyncio.Event()
@@ -313,10 +314,10 @@ class RequestRunner:
         sampling = request.sampling
         # SGLang's default is one fixed seed, under which all samples of a prompt would be the same
         seed = secrets.randbelow(2**31) if sampling.seed is None else sampling.seed
-        self._num_attempts += 1
+        self.num_attempts += 1
         # SGLang rejects duplicates, and aborts all requests whose id has a given prefix: the "." keeps an id from being
         # a prefix of another
-        attempt.sglang_id = f"{request.request_id}#{self._num_attempts}."
+        attempt.sglang_id = f"{request.request_id}#{self.num_attempts}."
         work = GenerateReqInput(
             rid=attempt.sglang_id,
             input_ids=list(request.token_ids),

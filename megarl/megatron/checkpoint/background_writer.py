@@ -57,7 +57,7 @@ class HostStaging:
             fits = (buffer for buffer, size in enumerate(sizes) if size + num_bytes <= BUFFER_BYTES)
             buffer = next(fits, len(sizes))
             at = sizes[buffer] if buffer < len(sizes) else 0
-            more = _allocated_bytes(at + num_bytes) - _allocated_bytes(at)
+            more = allocated_bytes(at + num_bytes) - allocated_bytes(at)
             if limit is not None and self.num_bytes + more > limit:
                 self.not_staged.append(number)
                 continue
@@ -65,9 +65,9 @@ class HostStaging:
             locations.append((buffer, at))
             self.num_bytes += more
             self.staged.append(number)
-        self._buffers = [torch.empty(n, dtype=torch.uint8, pin_memory=platform.is_cuda()) for n in sizes]
+        self.buffers = [torch.empty(n, dtype=torch.uint8, pin_memory=platform.is_cuda()) for n in sizes]
         self.tensors = [
-            with_own_storage(_view_as(self._buffers[buffer][at:], tensors[number]))
+            with_own_storage(_view_as(self.buffers[buffer][at:], tensors[number]))
             for (buffer, at), number in zip(locations, self.staged, strict=True)
         ]
         """Host copies, in the order of `staged`."""
@@ -80,7 +80,7 @@ class HostStaging:
             torch.cuda.synchronize()
 
 
-def _allocated_bytes(num_bytes: int) -> int:
+def allocated_bytes(num_bytes: int) -> int:
     """Return the bytes allocated for a buffer of `num_bytes`: torch rounds pinned memory up to a power of two."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes and platform.is_cuda() else num_bytes
 
@@ -200,7 +200,7 @@ def write_files(folder: Path, files: Sequence[NewFile]) -> WriteResult:
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             path = folder / file.name
-            written.append(_write(path, file.contents, locations))
+            written.append(write_file(path, file.contents, locations))
         path = folder
         sync_path(folder)
     except OSError as e:
@@ -210,7 +210,8 @@ def write_files(folder: Path, files: Sequence[NewFile]) -> WriteResult:
     )
 
 
-def _write(path: Path, contents: Iterable[Tensor | bytes], locations: list[tuple[int, int]]) -> SavedFile:
+def write_file(path: Path, contents: Iterable[Tensor | bytes], locations: list[tuple[int, int]]) -> SavedFile:
+    """Write and fsync a file; return its size and hash, and append offset and length of each tensor to `locations`."""
     with path.open("wb") as raw:
         file = _HashedFile(raw)
         try:

@@ -69,7 +69,7 @@ def save_model(model: MegatronModel, folder: str | Path) -> None:
     try:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-        dist_checkpointing.save(state, str(folder), _StreamingSave(), content_metadata=CONTENT_METADATA)
+        dist_checkpointing.save(state, str(folder), StreamingSave(), content_metadata=CONTENT_METADATA)
     except CheckpointException as e:
         raise DataError(f"{folder}: the checkpoint could not be written, {_first_failed_rank(e)}") from e
     except (OSError, RuntimeError) as e:
@@ -183,7 +183,7 @@ def checkpoint_name(architecture: ModelArchitecture, name: str) -> str:
     return layer[0] + in_layer
 
 
-class _StreamingSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+class StreamingSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Save strategy that writes megatron-core's format with torch's writer, without helper processes.
 
     What is not a tensor goes to common.pt, where megatron-core before 0.19 looks for it too.

@@ -54,7 +54,7 @@ def collect_optimizer_shards(optimizer: ChainedOptimizer) -> dict[int, Optimizer
         for buffer in getattr(member, "buffers", ()):
             empty = OptimizerShard(start=0, stop=0, is_distributed=True, tensors={})
             shards |= {id(parameter): empty for parameter in buffer.param_index_map}
-        for parameter, main, start in _stepped_parameters(member):
+        for parameter, main, start in stepped_parameters(member):
             state = member.optimizer.state.get(main, {})
             names = MOMENTS if is_adam(member) else _saved_names(state, main)
             tensors = {name: state[name].detach().view(-1) for name in names}
@@ -172,7 +172,7 @@ def _require_state(member: MegatronOptimizer) -> None:
     inner = member.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
         for each in inner.sub_optimizers:
-            _create_moments(each)
+            create_moments(each)
         inner._sync_sub_optimizers_state_to_hdo()  # as after a step: by the parameters of the model
         return
     if member.config.use_precision_aware_optimizer:
@@ -185,7 +185,8 @@ def _require_state(member: MegatronOptimizer) -> None:
     _require_step(inner)
 
 
-def _create_moments(inner: torch.optim.Optimizer) -> None:
+def create_moments(inner: torch.optim.Optimizer) -> None:
+    """Create Adam's moments as zeros where a parameter has none, and its step counter."""
     for parameter in _parameters(inner):
         for name in MOMENTS:
             inner.state[parameter].setdefault(name, torch.zeros_like(parameter.data))
@@ -212,7 +213,7 @@ def _has_step_per_parameter(inner: torch.optim.Optimizer) -> bool:
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
 
-def _stepped_parameters(member: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, int]]:
+def stepped_parameters(member: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Yield (parameter, tensor that the optimizer steps, its offset in the flattened parameter)."""
     if isinstance(member, DistributedOptimizer):
         # not in the order of `model_param_group_index_map`, which is wrong in groups with parameters of two dtypes

@@ -59,8 +59,8 @@ from types import MappingProxyType
 import numpy as np
 from torch import Tensor
 
-from megarl.model_files.block_fp8 import BLOCK, VALUES_DTYPE, scale_shape, scales_of
 from megarl.model_files.file_plan import assign_files, plan_files, relative_slices, split_box
+from megarl.model_files.quantization import BLOCK, VALUES_DTYPE, scale_shape, scales_of
 from megarl.reshard.layout.layout import Box, ShardPiece, extent, intersect, slices, volume
 from megarl.reshard.layout.model_tensors import ModelTensors
 from megarl.reshard.layout.quantized_layout import QuantizedPiece, find_quantized_pieces, quantize_layout
@@ -361,7 +361,7 @@ def save(model: MegatronModel, source: str, folder: str, *, require_lock: Callab
         _on_all_ranks(target, lambda: _write(context, model, writer, passed, Path(source)))
         if is_publisher:
             _set_dtype(config, model.layout.tensors)
-            _set_head(config, model.architecture)
+            set_head(config, model.architecture)
             describe_weights(config, model.architecture)
         _on_all_ranks(
             target, lambda: _publish(plan.files, config, Path(source), target, require_lock) if is_publisher else None
@@ -515,7 +515,7 @@ def _set_dtype(config: JsonObject, tensors: Mapping[str, TensorSpec]) -> None:
         keys[name] = dtype
 
 
-def _set_head(config: JsonObject, model: ModelArchitecture) -> None:
+def set_head(config: JsonObject, model: ModelArchitecture) -> None:
     """Describe a value model as transformers does; the config may be that of the initial language model."""
     if model.head == "lm":
         return

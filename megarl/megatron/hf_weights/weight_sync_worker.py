@@ -106,10 +106,10 @@ class WeightSyncWorker:
         sinks = Sinks(full_tensors=request.sinks.get(self._rank, ()), boxes=boxes)
         with torch.no_grad():
             if request.delta is None:
-                stats = self.strategy.push(self._sent_tensors(), sinks)
+                stats = self.strategy.push(self.sent_tensors(), sinks)
             else:
                 assert isinstance(self.strategy, BoxStrategy | TransferRank), "gather_hf sends all weights"
-                stats = self.strategy.push(self._sent_tensors(), sinks, request.delta)
+                stats = self.strategy.push(self.sent_tensors(), sinks, request.delta)
         if self._quantizer is not None:
             stats = replace(stats, peak_extra_bytes=stats.peak_extra_bytes + self._quantizer.num_bytes)
         failure = self._sender.failure if self._sender is not None and boxes is self._sender else ""
@@ -118,7 +118,7 @@ class WeightSyncWorker:
     def digest_samples(self, samples: Sequence[SampledBox]) -> PartDigests:
         """Return the digests of the samples' parts that this rank sends. All ranks take part."""
         with torch.no_grad():
-            return digest_samples(self._layout, self._sent_tensors(), samples)
+            return digest_samples(self._layout, self.sent_tensors(), samples)
 
     @property
     def prepared(self) -> PreparedSync:
@@ -132,7 +132,7 @@ class WeightSyncWorker:
             self._sender.close()
         self.strategy.close()
 
-    def _sent_tensors(self) -> Mapping[str, Tensor]:
+    def sent_tensors(self) -> Mapping[str, Tensor]:
         """Return the tensors that `_layout` names; those that engines need in another dtype are converted now."""
         held = self._model.tensors()
         held |= {local: held[local].to(dtype) for local, dtype in self._casts.items()}

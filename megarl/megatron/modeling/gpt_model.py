@@ -61,8 +61,8 @@ def build_chunks(
         _apply_architecture(module, architecture, groups, head)
         chunk = ModelChunk(module=module.to(platform.device()), layers=layers, first_expert=first_expert)
         _set_dtypes(chunk, architecture)
-        _mark_experts(chunk, architecture, groups)
-        _check_shard_marks(chunk, architecture, groups)
+        mark_experts(chunk, architecture, groups)
+        check_shard_marks(chunk, architecture, groups)
         chunks.append(chunk)
     return chunks
 
@@ -130,7 +130,7 @@ def _set_dtypes(chunk: ModelChunk, architecture: ModelArchitecture) -> None:
             parameter.data = parameter.data.to(torch_dtype(dtype))
 
 
-def _mark_experts(chunk: ModelChunk, architecture: ModelArchitecture, groups: ProcessGroupCollection) -> None:
+def mark_experts(chunk: ModelChunk, architecture: ModelArchitecture, groups: ProcessGroupCollection) -> None:
     """Mark routed experts: reduced over expert-data-parallel ranks, and counted in the gradient norm on every rank.
 
     A bias that the expert tensor ranks have copies of is counted on the first of them.
@@ -145,7 +145,7 @@ def _mark_experts(chunk: ModelChunk, architecture: ModelArchitecture, groups: Pr
             parameter.tensor_model_parallel = mapping.shard_dim is not None or groups.expt_tp.rank() == 0
 
 
-def _check_shard_marks(chunk: ModelChunk, architecture: ModelArchitecture, groups: ProcessGroupCollection) -> None:
+def check_shard_marks(chunk: ModelChunk, architecture: ModelArchitecture, groups: ProcessGroupCollection) -> None:
     """Assert that the gradient norm counts every parameter once: shards on all ranks, copies on the first rank.
 
     Frozen parameters have no gradient.

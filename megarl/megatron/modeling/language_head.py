@@ -96,16 +96,16 @@ class LanguageHead(ColumnParallelLinear):  # type: ignore[misc]
             hidden_s1h = gather_from_sequence_parallel_region(hidden_s1h, group=self.tp_group)
         hidden_kh = hidden_s1h[:, 0]
         if index_k is None:
-            logprobs_t, entropy_t = self._score(hidden_kh, weight, target_ids_t)
+            logprobs_t, entropy_t = self.score_rows(hidden_kh, weight, target_ids_t)
             return TokenScores(logprobs_T=logprobs_t, entropy_T=entropy_t)
-        logprobs_k, entropy_k = self._score(hidden_kh[index_k], weight, target_ids_t[index_k])
+        logprobs_k, entropy_k = self.score_rows(hidden_kh[index_k], weight, target_ids_t[index_k])
         zeros_t = logprobs_k.new_zeros(len(target_ids_t))
         return TokenScores(
             logprobs_T=zeros_t.index_copy(0, index_k, logprobs_k),
             entropy_T=zeros_t.index_copy(0, index_k, entropy_k),
         )
 
-    def _score(self, hidden_kh: Tensor, weight: Tensor, target_ids_k: Tensor) -> tuple[Tensor, Tensor]:
+    def score_rows(self, hidden_kh: Tensor, weight: Tensor, target_ids_k: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies, float32 [k] each."""
         needs_reduction = self.tp_group.size() > 1 and not self.sequence_parallel  # of the gradient of hidden states
         if self.options.fused:

@@ -126,14 +126,14 @@ class OffloadedTensors:
 
     def __init__(self, block_bytes: int = HOST_BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
-        self._host: list[Tensor] = []
+        self.host_blocks: list[Tensor] = []
         self._offloaded: list[tuple[torch.UntypedStorage, int]] = []
         """Offloaded storages with their original size in bytes."""
 
     @property
     def host_bytes(self) -> int:
         """Host memory allocated, in bytes."""
-        return sum(len(piece) for piece in self._host)
+        return sum(len(piece) for piece in self.host_blocks)
 
     def offload(self, tensors: Iterable[Tensor], *, exclude: Iterable[Tensor] = ()) -> int:
         """Copy the storages of `tensors` to the host and free them. Returns the bytes freed.
@@ -171,9 +171,9 @@ class OffloadedTensors:
     def _allocate_host(self, num_bytes: int) -> None:
         if self.host_bytes >= num_bytes:
             return
-        self._host = []  # free the old blocks first
+        self.host_blocks = []  # free the old blocks first
         sizes = (min(self._block_bytes, num_bytes - at) for at in range(0, num_bytes, self._block_bytes))
-        self._host = [torch.empty(n, dtype=torch.uint8, pin_memory=platform.is_cuda()) for n in sizes]
+        self.host_blocks = [torch.empty(n, dtype=torch.uint8, pin_memory=platform.is_cuda()) for n in sizes]
 
     def _copy_pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (device bytes, host bytes) views of equal length: storages concatenated, cut at host block borders."""
@@ -181,7 +181,7 @@ class OffloadedTensors:
         for storage, _ in self._offloaded:
             rest = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             while len(rest):
-                host = self._host[at // self._block_bytes][at % self._block_bytes :][: len(rest)]
+                host = self.host_blocks[at // self._block_bytes][at % self._block_bytes :][: len(rest)]
                 yield rest[: len(host)], host
                 rest, at = rest[len(host) :], at + len(host)
 

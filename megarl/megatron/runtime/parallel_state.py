@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megarl.cluster.workers.master_port import join_world
+from megarl.cluster.process.ports import join_world
 from megarl.config.trainer import ParallelConfig
 from megarl.megatron.runtime import platform
 

@@ -170,7 +170,7 @@ def traced(spec: ProfileSpec | None) -> Iterator[None]:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Step:
+class Step:
     """What the updates of one training step have in common."""
 
     request: TrainRequest
@@ -208,11 +208,14 @@ class MegatronTrainer:
             freeze_routers(model)
         self._expert_load = ExpertLoad(model)
         megatron = spec.model.megatron
-        self._ddp_chunks = wrap_in_ddp(model, spec.optimizer, megatron)
-        self._optimizer = make_optimizer(model, self._ddp_chunks, spec.optimizer, megatron)
-        self._scheduler = make_scheduler(spec.optimizer, self._optimizer, spec.optimizer_steps)
-        self.memory = TrainerMemory(model, self._ddp_chunks, self._optimizer)
-        self.checkpoint = TrainCheckpoint(model, self._optimizer, self._scheduler, self.memory)
+        self.ddp_chunks = wrap_in_ddp(model, spec.optimizer, megatron)
+        """The model's chunks with their gradient buffers, one per virtual pipeline stage of this rank."""
+        self.optimizer = make_optimizer(model, self.ddp_chunks, spec.optimizer, megatron)
+        """Megatron-core's distributed optimizer of this rank."""
+        self.scheduler = make_scheduler(spec.optimizer, self.optimizer, spec.optimizer_steps)
+        """Sets the learning rate and weight decay of the optimizer; one step per update, rejected or not."""
+        self.memory = TrainerMemory(model, self.ddp_chunks, self.optimizer)
+        self.checkpoint = TrainCheckpoint(model, self.optimizer, self.scheduler, self.memory)
 
     def train_step(self, request: TrainRequest) -> TrainStats:
         """Take one optimizer step per mini-batch, repeated `request.epochs` times, and return the reduced metrics.
@@ -222,15 +225,15 @@ class MegatronTrainer:
         """
         self.memory.onload()
         samples = StepSamples.fetch(request)
-        step = _Step(request=request, guard=UpdateGuard(request, samples, self.model))
-        batches = [self._make_packs(batch, request, samples) for batch in request.mini_batches]
+        step = Step(request=request, guard=UpdateGuard(request, samples, self.model))
+        batches = [self.make_packs(batch, request, samples) for batch in request.mini_batches]
         num_reused = 1 if step.reuses_forward else 0
         batches[num_reused:] = self._compare_with_engines(step, request.mini_batches[num_reused:], batches[num_reused:])
         for _ in range(request.epochs):
             for index, (batch, packs) in enumerate(zip(request.mini_batches, batches, strict=True)):
                 learning_rate = self._learning_rate
-                self._try_update(step, batch, packs, reuses_forward=index < num_reused)
-        gather_parameters(self._ddp_chunks)
+                self.try_update(step, batch, packs, reuses_forward=index < num_reused)
+        gather_parameters(self.ddp_chunks)
         out = read_metrics(self._mean_metrics(step.metrics, step.guard.updates), self._mean_mismatch(step))
         out |= {**step.guard.metrics(), **self._expert_load.metrics(), "learning_rate": learning_rate}
         if self.model.spec.moe.router_replay == "R3":
@@ -242,19 +245,19 @@ class MegatronTrainer:
         """Return the metrics, reduced over ranks, per update or mini-batch; empty except on the last pipeline stage."""
         return metrics.reduce(self.model.groups.dp_cp, count=count) if self.model.is_last_stage else DeviceMetrics()
 
-    def _allows_updates(self, step: _Step) -> bool:
+    def _allows_updates(self, step: Step) -> bool:
         """Return whether the mismatch, which is complete, is within its limits."""
         if step.allows_updates is None:
             step.allows_updates = not step.guard.checks_mismatch or step.guard.allows_step(self._mean_mismatch(step))
         return step.allows_updates
 
-    def _mean_mismatch(self, step: _Step) -> DeviceMetrics:
+    def _mean_mismatch(self, step: Step) -> DeviceMetrics:
         """Return the metrics of the mismatch, which is complete before the first update, reduced once per step."""
         if step.mean_mismatch is None:
             step.mean_mismatch = self._mean_metrics(step.mismatch, len(step.request.mini_batches))
         return step.mean_mismatch
 
-    def _make_packs(self, batch: MiniBatch, request: TrainRequest, samples: StepSamples) -> list[LocalPack]:
+    def make_packs(self, batch: MiniBatch, request: TrainRequest, samples: StepSamples) -> list[LocalPack]:
         """Pack the mini-batch's micro-batches with all columns of the request."""
         packs = []
         for micro_batch in batch.micro_batches:
@@ -276,7 +279,7 @@ class MegatronTrainer:
         return 1 - num_routed / num_tokens if num_tokens else 0.0
 
     def _compare_with_engines(
-        self, step: _Step, mini_batches: Sequence[MiniBatch], batches: list[list[LocalPack]]
+        self, step: Step, mini_batches: Sequence[MiniBatch], batches: list[list[LocalPack]]
     ) -> list[list[LocalPack]]:
         """Return the packs with `old_logprobs`, if the loss reads them, and add the metrics of their mismatch."""
         if "old_logprobs" not in step.request.loss.columns:
@@ -300,34 +303,34 @@ class MegatronTrainer:
 
     @property
     def _learning_rate(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"])
+        return float(self.optimizer.param_groups[0]["lr"])
 
-    def _try_update(self, step: _Step, batch: MiniBatch, packs: Sequence[LocalPack], *, reuses_forward: bool) -> None:
+    def try_update(self, step: Step, batch: MiniBatch, packs: Sequence[LocalPack], *, reuses_forward: bool) -> None:
         """Compute the gradient of one mini-batch and update, unless the guard rejects the step or the update.
 
         Adds the metrics of this update to those of the step, unless it was rejected.
 
         Args:
-            reuses_forward: as in `_accumulate_gradients`, after which the mismatch is complete.
+            reuses_forward: as in `accumulate_gradients`, after which the mismatch is complete.
         """
         if reuses_forward or self._allows_updates(step):
-            for chunk in self._ddp_chunks:
+            for chunk in self.ddp_chunks:
                 chunk.zero_grad_buffer()
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             updated = step.metrics.copy()
-            losses = self._accumulate_gradients(step, batch, packs, updated, reuses_forward=reuses_forward)
+            losses = self.accumulate_gradients(step, batch, packs, updated, reuses_forward=reuses_forward)
             if self._allows_updates(step):
                 # as in megatron-core's `optimizer.step()`, with the guard between gradient norm and clipping
-                self._optimizer.prepare_grads()
-                grad_norm = step.guard.check_update(batch, losses, squared_norms(self._optimizer))
+                self.optimizer.prepare_grads()
+                grad_norm = step.guard.check_update(batch, losses, squared_norms(self.optimizer))
                 if grad_norm is not None:
-                    clip_gradients(self._optimizer, grad_norm)
-                    self._optimizer.step_with_ready_grads()
+                    clip_gradients(self.optimizer, grad_norm)
+                    self.optimizer.step_with_ready_grads()
                     step.metrics = updated
-        self._scheduler.step(increment=1)
+        self.scheduler.step(increment=1)
 
-    def _accumulate_gradients(
-        self, step: _Step, batch: MiniBatch, packs: Sequence[LocalPack], metrics: MetricSums, *, reuses_forward: bool
+    def accumulate_gradients(
+        self, step: Step, batch: MiniBatch, packs: Sequence[LocalPack], metrics: MetricSums, *, reuses_forward: bool
     ) -> list[Tensor]:
         """Run forward and backward; leaves the gradient, reduced over all ranks, in the DDP gradient buffers.
 
@@ -351,5 +354,5 @@ class MegatronTrainer:
             return value * scale, {"loss": value.detach()}
 
         return [
-            output["loss"] for output in self.model.forward_backward(packs, scaled_loss, ddp_chunks=self._ddp_chunks)
+            output["loss"] for output in self.model.forward_backward(packs, scaled_loss, ddp_chunks=self.ddp_chunks)
         ]

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.errors import WeightSyncError
-from megarl.model_files.block_fp8 import BLOCK, SCALES_DTYPE, VALUES_DTYPE, scale_name, scale_shape
+from megarl.model_files.quantization import BLOCK, SCALES_DTYPE, VALUES_DTYPE, scale_name, scale_shape
 from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout
 from megarl.reshard.layout.model_tensors import ModelTensors
 

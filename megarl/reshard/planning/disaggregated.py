@@ -132,14 +132,15 @@ class TransferRank:
         self.rank, self.plan, self.full_plans = rank, transfer_spec.plan(rank), transfer_spec.plan_full_tensors(rank)
         release_indexes()
         self._fingerprint = transfer_spec.fingerprint()
-        self._transport: Transport | None = None
+        self.transport: Transport | None = None
+        """The connection with the other ranks; None before `connect`."""
         self._delta: DeltaSync | None = None
         """Made for the first sync that may leave boxes out."""
 
     @property
     def is_connected(self) -> bool:
         """Whether the connections are usable: False before `connect` and after a failed sync."""
-        return self._transport is not None and not self._transport.is_closed
+        return self.transport is not None and not self.transport.is_closed
 
     def connect(self, transfer_group: TransferGroup) -> None:
         """Drop existing connections and connect to all other ranks; collective over all ranks.
@@ -148,7 +149,7 @@ class TransferRank:
             WeightSyncError: another rank did not connect in time, or its plan has other inputs.
         """
         self.close()
-        self._transport = connect_group(transfer_group, self.rank, self._fingerprint)
+        self.transport = connect_group(transfer_group, self.rank, self._fingerprint)
 
     def push(self, tensors: Mapping[str, Tensor], _: Sinks, delta: DeltaUpdate | None = None) -> SyncStats:
         """Run the part of a trainer rank, as `Strategy.push`; sinks are unused: engine ranks receive directly."""
@@ -173,13 +174,13 @@ class TransferRank:
             WeightSyncError: another rank is lost or late; the ranks have to `connect` again. Boxes that arrived before
                 the failure are already in the parameters.
         """
-        if self._transport is None or self._transport.is_closed:
-            reason = self._transport.abort_reason if self._transport is not None else ""
+        if self.transport is None or self.transport.is_closed:
+            reason = self.transport.abort_reason if self.transport is not None else ""
             why = f" (the sync was aborted: {reason})" if reason else ""
             raise WeightSyncError(
                 f"rank {self.rank} has no connections to the other ranks{why}: call `connect` before a sync"
             )
-        with self._transport.syncing():
+        with self.transport.syncing():
             counted = [self._run_full_plan(full_plan, tensors, target, load) for full_plan in self.full_plans]
             return sum(counted, self._run_boxes(tensors, target, delta))
 
@@ -188,9 +189,9 @@ class TransferRank:
     ) -> SyncStats:
         if delta is None:
             return self._execute(self.plan, tensors, target)
-        assert self._transport is not None
+        assert self.transport is not None
         self._delta = self._delta or DeltaSync(self.rank, self.plan.rounds)
-        return self._delta.run(tensors, target, delta, self._transport)
+        return self._delta.run(tensors, target, delta, self.transport)
 
     def _run_full_plan(
         self,
@@ -212,11 +213,11 @@ class TransferRank:
         return replace(stats, peak_extra_bytes=stats.peak_extra_bytes + num_bytes)
 
     def _execute(self, planned: RoundPlan, tensors: Mapping[str, Tensor], target: Parameters | None) -> SyncStats:
-        executor = BoxExecutor(self.rank, planned.rounds, planned.buffer_sizes, transport=self._transport)
+        executor = BoxExecutor(self.rank, planned.rounds, planned.buffer_sizes, transport=self.transport)
         executor.run(tensors, target)
         return executor.counter.stats()
 
     def close(self) -> None:
         """Drop the connections; ranks that wait for this rank fail at once."""
-        if self._transport is not None:
-            self._transport.close()
+        if self.transport is not None:
+            self.transport.close()

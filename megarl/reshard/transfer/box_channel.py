@@ -94,7 +94,9 @@ class BoxSender:
             stall_seconds: a receiver that takes longer for a round counts as lost.
             check: called while waiting; what it raises ends the wait.
         """
-        self._receiver, self._stall_seconds, self._check = receiver, stall_seconds, check
+        self._receiver, self._check = receiver, check
+        self.stall_seconds = stall_seconds
+        """Maximum seconds for a round, from the next wait on."""
         encoded = encode_slots(rounds)
         self._plan = SharedBuffer(len(encoded))
         self._plan.bytes[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
@@ -165,12 +167,12 @@ class BoxSender:
 
     def _wait(self, number: int) -> None:
         """Wait until the receiver has copied message `number`, or has failed."""
-        end = time.monotonic() + self._stall_seconds
+        end = time.monotonic() + self.stall_seconds
         while self._connection is not None and self._num_copied < number:
             self._check()
             answer = _receive(self._connection, POLL_SECONDS)
             if answer is None and time.monotonic() > end:
-                self._fail(f"{self._receiver} did not copy its weights within {self._stall_seconds:g} s")
+                self._fail(f"{self._receiver} did not copy its weights within {self.stall_seconds:g} s")
             elif answer == b"":
                 self._fail(f"{self._receiver} has closed its connection")
             elif answer is not None and answer[:1] == _FAILED:
@@ -200,7 +202,7 @@ class BoxReceiver:
         except OSError as e:
             self.close()
             raise WeightSyncError(f"{offer.sender} does not accept connections ({e.strerror})") from e
-        if _user(self._connection) != os.getuid():
+        if owner_of(self._connection) != os.getuid():
             self.close()
             raise WeightSyncError(f"the socket of {offer.sender} belongs to another user")
 
@@ -325,12 +327,12 @@ def _accept(listener: socket.socket) -> socket.socket | None:
             connection, _ = listener.accept()
         except BlockingIOError:
             return None
-        if _user(connection) == os.getuid():
+        if owner_of(connection) == os.getuid():
             return connection
         connection.close()
 
 
-def _user(connection: socket.socket) -> int:
+def owner_of(connection: socket.socket) -> int:
     """Return the user of the process at the other end."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])

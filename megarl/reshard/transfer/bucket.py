@@ -181,7 +181,7 @@ class DeviceBuffer:
         storage = _export(self.bytes)
         release = torch.UntypedStorage._release_ipc_counter
         release(*storage[IPC_COUNTER], device=device)  # type: ignore[no-untyped-call]
-        storage[IPC_COUNTER] = _reader_counter(device)[0]
+        storage[IPC_COUNTER] = reader_counter(device)[0]
         # processes number GPUs differently, so that the path has the GPU's UUID instead of `storage_device`
         self.path = ON_DEVICE + json.dumps([device_uuid(device), *(_to_text(value) for value in storage[1:])])
         _OWN[self.path] = self
@@ -227,7 +227,7 @@ def _export(tensor: Tensor) -> list[Any]:
 
 
 @cache
-def _reader_counter(device: torch.device) -> tuple[list[Any], Tensor]:
+def reader_counter(device: torch.device) -> tuple[list[Any], Tensor]:
     """Return where the reference count is that all readers decrement, and the tensor that it belongs to."""
     token = torch.empty(1, device=device)
     return _export(token)[IPC_COUNTER], token

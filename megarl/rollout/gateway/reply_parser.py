@@ -112,7 +112,8 @@ class SglangParser:
     def __init__(self, *, tool_parser: str | None, reasoning_parser: str | None) -> None:
         """Use the parsers of these names, as SGLang's options `--tool-call-parser` and `--reasoning-parser` do."""
         self._names = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
-        self._child: subprocess.Popen[bytes] | None = None
+        self.child: subprocess.Popen[bytes] | None = None
+        """The process that parses; None before the first reply, and after it was stopped or lost."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reply-parser")
         """Reads the child's answer also if the caller is cancelled, so that the next one belongs to the next line."""
         self.num_failed = 0
@@ -143,7 +144,7 @@ class SglangParser:
 
     async def close(self) -> None:
         """Kill the child process."""
-        child, self._child = self._child, None
+        child, self.child = self.child, None
         if child is not None:
             child.kill()
             await asyncio.to_thread(child.wait)
@@ -160,7 +161,7 @@ class SglangParser:
 
     def _answer(self, text: str, tools: list[Message]) -> _Answer:
         """Return the child's answer for a reply; starts it if it does not run."""
-        if self._child is None:
+        if self.child is None:
             child = self._start()
             started = _exchange(child, {"text": "", "tools": [PROBED_TOOL], **self._names}, START_TIMEOUT_SECONDS)
             if started is None:
@@ -168,10 +169,10 @@ class SglangParser:
             if started.error is not None:  # such as an unknown name
                 child.kill()
                 raise WorkerError(f"SGLang's parsers {self._names} cannot be used: {started.error}")
-            self._child = child
-        found = _exchange(self._child, {"text": text, "tools": tools, **self._names}, TIMEOUT_SECONDS)
+            self.child = child
+        found = _exchange(self.child, {"text": text, "tools": tools, **self._names}, TIMEOUT_SECONDS)
         if found is None:
-            self._child = None
+            self.child = None
             return _Answer(error=f"the process died, or took longer than {TIMEOUT_SECONDS:g} s")
         return found
 

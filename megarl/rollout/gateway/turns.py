@@ -86,7 +86,8 @@ class JsonMemory:
         self._name, self._key = name, re.compile(rf'"{name}"\s*:\s*\[')
         self._head = self._known = ""
         """The last text up to the beginning of the list, and up to the end of its last element."""
-        self._elements: list[Any] = []
+        self.elements: list[Any] = []
+        """The elements of the list of the last text."""
 
     def parse(self, text: str) -> Any:
         """Return the value of a JSON text.
@@ -97,7 +98,7 @@ class JsonMemory:
         """
         following = text[len(self._known) :].lstrip() if self._known and text.startswith(self._known) else ""
         if following[:1] in (",", "]"):
-            head, elements, rest = self._head, self._elements, following.removeprefix(",")
+            head, elements, rest = self._head, self.elements, following.removeprefix(",")
         else:
             match = self._key.search(text)
             head, elements, rest = "" if match is None else text[: match.end()], [], text[match.end() if match else 0 :]
@@ -105,9 +106,9 @@ class JsonMemory:
         added = found.get(self._name) if isinstance(found, dict) else None
         length = _elements_length(rest, added) if head and isinstance(added, list) else None
         if isinstance(added, list) and length is not None:
-            self._head, self._elements = head, [*elements, *added]
+            self._head, self.elements = head, [*elements, *added]
             self._known = text[: len(text) - len(rest) + length]
-            return {**found, self._name: self._elements}
+            return {**found, self._name: self.elements}
         if elements:  # the key occurs twice
             self._known = ""
             return self.parse(text)

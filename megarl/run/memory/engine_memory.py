@@ -14,8 +14,8 @@ from megarl.config.rollout import RolloutConfig
 from megarl.megatron.families.architecture import EMBEDDING, HEAD, ModelArchitecture
 from megarl.megatron.families.attention import Attention, GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.parameter_map import local_shape
-from megarl.model_files.block_fp8 import BLOCK, is_quantized
 from megarl.model_files.json_object import JsonMapping
+from megarl.model_files.quantization import BLOCK, is_quantized
 from megarl.run.memory.gpus import GIB, MIB
 
 PREFILL_MIB_PER_TOKEN = 1.5

@@ -51,7 +51,7 @@ class AuxiliaryModels:
                 dedicated.add(auxiliary.name)
             processes = processes_by_pool[auxiliary.pool]
             grid = RankGrid.of(auxiliary.parallel, len(processes.pool.slots))
-            spec = _model_spec(config, auxiliary, processes.pool.device)
+            spec = auxiliary_spec(config, auxiliary, processes.pool.device)
             cost = sequence_cost(load_architecture_and_dtype(auxiliary.path, family=config.model.family)[0])
             if auxiliary.optimizer is None:
                 model = FrozenGroup(WorkerGroup[FrozenWorker](auxiliary.name, processes, grid), cost=cost)
@@ -82,7 +82,8 @@ class AuxiliaryModels:
         return {name.removeprefix(prefix): group for name, group in self.frozen.items() if name.startswith(prefix)}
 
 
-def _model_spec(config: RunConfig, auxiliary: AuxiliaryModel, device: str) -> ModelSpec:
+def auxiliary_spec(config: RunConfig, auxiliary: AuxiliaryModel, device: str) -> ModelSpec:
+    """Return what a frozen worker of the model is built from."""
     swap = (device == "cuda") if config.placement.offload_idle_models is None else config.placement.offload_idle_models
     return ModelSpec(
         model_path=auxiliary.path,

@@ -372,7 +372,7 @@ class EngineGroup(EngineHandles):
         )
         by_node = self._slots_by_node(replica)
         environments = [self._make_environment(here) for here in by_node]
-        handles = self._processes.pop(replica, None) or self._create_actors(by_node)
+        handles = self._processes.pop(replica, None) or self.create_actors(by_node)
         others: tuple[RemoteNode, ...] = ()
         if spec.nnodes > 1:
             nodes = {node.id: (node.name, node.address) for node in self._nodes.by_id().values()}
@@ -389,16 +389,17 @@ class EngineGroup(EngineHandles):
     def _request_processes(self) -> None:
         """Request the processes of all engines, which import SGLang."""
         for replica in range(len(self.engine_slots)):
-            self._processes[replica] = self._create_actors(self._slots_by_node(replica))
+            self._processes[replica] = self.create_actors(self._slots_by_node(replica))
             for handle in self._processes[replica] if not self._config.rollout.engine.is_custom else ():
-                handle.run.remote(_import_engine)
+                handle.run.remote(import_engine)
 
     def _slots_by_node(self, replica: int) -> list[list[Slot]]:
         slots = [self.pool.slots[rank] for rank in self.engine_slots[replica]]
         size = len(slots) // self._config.nodes_per_engine
         return [slots[i : i + size] for i in range(0, len(slots), size)]
 
-    def _create_actors(self, by_node: Sequence[Sequence[Slot]]) -> list[ray.actor.ActorHandle]:
+    def create_actors(self, by_node: Sequence[Sequence[Slot]]) -> list[ray.actor.ActorHandle]:
+        """Request the processes of one engine from Ray, one on each node."""
         return [self._create_actor(here, self._make_environment(here)) for here in by_node]
 
     def _make_environment(self, slots: Sequence[Slot]) -> dict[str, str]:
@@ -434,7 +435,8 @@ def gpu_environment(gpu_ids: Sequence[int | None]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {}
 
 
-def _import_engine() -> None:
+def import_engine() -> None:
+    """Import SGLang in an engine's process ahead of its start."""
     with record_imports():
         import megarl.engines.sglang.sglang_engine  # noqa: F401 -- imported for the engine
 

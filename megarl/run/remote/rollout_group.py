@@ -57,30 +57,33 @@ class RolloutGroup:
         workers: their processes; None: request them.
         max_per_object: largest number of groups that return as one object; None: `groups_per_object`.
         """
-        self._max_per_object = max_per_object or groups_per_object(config)
+        self.max_per_object = max_per_object or groups_per_object(config)
+        """Largest number of groups that return as one object."""
         if workers is None:
             assert engines is not None, "workers without engines are those of a replay"
             workers = RolloutWorkers(config, engines, engines.supervisor.restart_budget)
-        self._engines, self._workers = engines, workers
+        self._engines = engines
+        self.workers = workers
+        """The workers' processes."""
         self._records: dict[ray.ObjectRef, _PendingRecord] = {}
         """Unfinished calls that write rollouts, by Ray reference."""
 
     @property
     def requested_at(self) -> float:
         """Unix time at which the workers' processes were requested from Ray."""
-        return self._workers.requested_at
+        return self.workers.requested_at
 
     def start(self) -> None:
         """Build the workers; the engines must have started. Raises as `stream` does."""
-        self._workers.start()
+        self.workers.start()
 
     def startup_timing(self) -> list[StartupTiming]:
         """Return the startup timing of each worker's process."""
-        return self._workers.startup_timing()
+        return self.workers.startup_timing()
 
     def actors(self) -> dict[str, ray.actor.ActorHandle]:
         """Return the Ray actors by their names in messages."""
-        return self._workers.actors()
+        return self.workers.actors()
 
     def first_completion_time(self) -> float:
         """Return the Unix time of the first completion on any engine."""
@@ -89,19 +92,19 @@ class RolloutGroup:
 
     def shutdown(self) -> None:
         """Let the workers close their rewards, then kill them. The group must not be used afterwards."""
-        self._workers.shutdown()
+        self.workers.shutdown()
 
     def open_stream(self) -> GroupStream:
         """Return a stream for groups that stay in flight while others finish, also from step to step."""
-        return GroupStream(self._workers, self._max_per_object)
+        return GroupStream(self.workers, self.max_per_object)
 
     def pause_clocks(self) -> None:
         """Stop the timeouts of the requests in flight: the engines are paused."""
-        self._workers.call_all("pause_clock")
+        self.workers.call_all("pause_clock")
 
     def resume_clocks(self) -> None:
         """Let the timeouts of the requests in flight continue; no-op if they do."""
-        self._workers.call_all("resume_clock")
+        self.workers.call_all("resume_clock")
 
     def stream(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: tuple[int, ...] = ()
@@ -133,7 +136,7 @@ class RolloutGroup:
         yield from self._stream(jobs, label)
 
     def _stream(self, jobs: Sequence[GroupJob], label: str) -> Iterator[FinishedGroup]:
-        self._workers.poll_engines()
+        self.workers.poll_engines()
         groups = self.open_stream()
         groups.submit(*jobs)
         replayed = 0
@@ -145,7 +148,7 @@ class RolloutGroup:
         finally:
             groups.close()
         if replayed:
-            self._workers.restart_budget.notify(f"{label}: replayed {replayed} of {len(jobs)} groups from the journal")
+            self.workers.restart_budget.notify(f"{label}: replayed {replayed} of {len(jobs)} groups from the journal")
 
     def collect(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: tuple[int, ...] = ()
@@ -181,7 +184,7 @@ class RolloutGroup:
         # imports torch, which takes seconds
         from megarl.rollout.estimation.estimate_job import estimate_in_shares, share_groups
 
-        workers_G = share_groups(job, [group.worker for group in groups], len(self._workers))
+        workers_G = share_groups(job, [group.worker for group in groups], len(self.workers))
         payloads: dict[int, list[StoredItem[Sequence[Trajectory]]]] = {}
         for worker, group in zip(workers_G.tolist(), groups, strict=True):
             payloads.setdefault(worker, []).append(group.payload)
@@ -194,7 +197,7 @@ class RolloutGroup:
             for worker, own_arguments in arguments.items():
                 stored, places = trajectories[worker]
                 calls[worker] = (places, *own_arguments, *as_arguments(stored))
-            return self._workers.call_each(method, calls, num_returns=1 + num_columns)
+            return self.workers.call_each(method, calls, num_returns=1 + num_columns)
 
         summary, columns, keys = estimate_in_shares(job, workers_G, call)
         return summary, {name: ComputedColumn.of(refs, keys) for name, refs in columns.items()}
@@ -214,24 +217,22 @@ class RolloutGroup:
             for name in ("segment_tokens", "reward", "rewards", "reward_errors")
         ]
         rewards = [rewards for tokens, *rewards in zip(*columns, strict=True) for _ in tokens or (None,)]
-        self._record(
-            step % len(self._workers), (step, tuple(rewards), tuple(advantages), places, *as_arguments(stored))
-        )
+        self._record(step % len(self.workers), (step, tuple(rewards), tuple(advantages), places, *as_arguments(stored)))
 
     def flush_records(self) -> None:
         """Block until the rollouts of all `record` calls are on disk."""
         while self._records:
             ref, recording = next(iter(self._records.items()))
             index, name = recording.index, f"rollout worker {recording.index}"
-            self._workers.wait_for({ref: index})
+            self.workers.wait_for({ref: index})
             del self._records[ref]
-            if not self._workers.is_dead(ref):
+            if not self.workers.is_dead(ref):
                 raise_failure(ref, what="record rollouts", name=name)
                 continue
-            if self._workers[index] is recording.worker:
-                self._workers.restart({index: ref})
+            if self.workers[index] is recording.worker:
+                self.workers.restart({index: ref})
             self._record(index, recording.arguments)
 
     def _record(self, index: int, arguments: tuple[object, ...]) -> None:
-        worker = self._workers[index]
+        worker = self.workers[index]
         self._records[worker.invoke.remote("record", *arguments)] = _PendingRecord(index, worker, arguments)

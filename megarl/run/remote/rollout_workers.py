@@ -60,7 +60,7 @@ class RolloutWorkers:
         self.requested_at = time.time()
         """Unix time at which the processes were requested from Ray."""
         self._nodes = nodes_for_light_workers()
-        self._actors = [self._launch(index) for index in range(config.rollout.workers)]
+        self._actors = [self.launch(index) for index in range(config.rollout.workers)]
         self._probes = [self._make_probe(actor) for actor in self._actors]
         self._known_engines: list[RemoteEngine | None] = []
         """Handle of each engine that the workers currently use, by replica; None for an engine that does not serve."""
@@ -242,11 +242,12 @@ class RolloutWorkers:
         self._nodes = nodes_for_light_workers()
         for index in deaths:
             ray.kill(self._actors[index])  # Ray may only have lost contact with it
-            self._actors[index] = self._launch(index)
+            self._actors[index] = self.launch(index)
             self._probes[index] = self._make_probe(self._actors[index])
         return {self._build(self._actors[index]): index for index in deaths}
 
-    def _launch(self, index: int) -> ray.actor.ActorHandle:
+    def launch(self, index: int) -> ray.actor.ActorHandle:
+        """Request the process of a rollout worker on its node, and begin to build the worker."""
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
         node = self._nodes[index % len(self._nodes)]
         here = NodeAffinitySchedulingStrategy(node.id, soft=False)

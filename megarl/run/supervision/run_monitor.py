@@ -149,10 +149,10 @@ class RunMonitor:
         )
         self._notify = notify
         seconds = config.recovery.phase_timeout_seconds
-        self._phase_watchdog = PhaseWatchdog(seconds, notify, self._stacks, folder)
+        self._phase_watchdog = PhaseWatchdog(seconds, notify, self.collect_stacks, folder)
         if seconds is not None:
             seconds += config.placement.start_timeout_seconds + config.rollout.engine.start_timeout_seconds
-        self._start_watchdog = PhaseWatchdog(seconds, notify, self._stacks, folder)
+        self._start_watchdog = PhaseWatchdog(seconds, notify, self.collect_stacks, folder)
         self._trainer: WorkerProcesses | None = None
         self._stragglers: StragglerMonitor | None = None
         self._actors: Callable[[], Mapping[str, ActorHandle]] = dict
@@ -213,6 +213,7 @@ class RunMonitor:
         """Write the last heartbeat, `ended` or `failed`; has the signature of `__exit__`, for `ExitStack.push`."""
         self.heartbeat.close("ended" if kind is None else "failed")
 
-    def _stacks(self) -> str:
+    def collect_stacks(self) -> str:
+        """Return the stacks of all processes as text, after locating those that were replaced."""
         self._locate_actors()
         return collect_stacks(self._processes)

@@ -58,7 +58,7 @@ def run_call(source: str, setup: str, expression: str, value_fd: int) -> None:
         _execute(source, module)
         _execute(setup, module)
         value = eval(_compile(expression, "<call>", "eval"), module.__dict__)  # noqa: S307 -- what a sandbox is for
-        data = memoryview(repr(_plain(value)).encode())
+        data = memoryview(repr(plain_value(value)).encode())
         while data:
             data = data[os.write(value_fd, data) :]
         is_written = True
@@ -200,7 +200,7 @@ def _print_traceback() -> None:
         pass
 
 
-def _plain(value: Any, depth: int = 0, *, hashable: bool = False) -> Any:
+def plain_value(value: Any, depth: int = 0, *, hashable: bool = False) -> Any:
     """Return a value in types whose `repr` is a literal that equals what the value does: a Counter becomes a dict.
 
     Beside built-in types these are Fraction and Decimal; see `megarl.reward.code.comparison`. `hashable`: in a set.
@@ -221,18 +221,19 @@ def _plain(value: Any, depth: int = 0, *, hashable: bool = False) -> Any:
         case complex():
             return complex(value)
         case tuple():
-            return tuple(_plain(item, depth + 1, hashable=hashable) for item in tuple.__iter__(value))
+            return tuple(plain_value(item, depth + 1, hashable=hashable) for item in tuple.__iter__(value))
         case list():
-            return [_plain(item, depth + 1) for item in list.__iter__(value)]
+            return [plain_value(item, depth + 1) for item in list.__iter__(value)]
         case dict():
-            return {_plain(key, depth + 1, hashable=True): _plain(item, depth + 1) for key, item in dict.items(value)}
+            pairs = dict.items(value)
+            return {plain_value(key, depth + 1, hashable=True): plain_value(item, depth + 1) for key, item in pairs}
         case set() | frozenset():
-            items = {_plain(item, depth + 1, hashable=True) for item in value}
+            items = {plain_value(item, depth + 1, hashable=True) for item in value}
             return frozenset(items) if hashable else items
         case _ if isinstance(value, (type({}.keys()), type({}.items()))):
-            return _plain(set(value), depth, hashable=hashable)
+            return plain_value(set(value), depth, hashable=hashable)
         case _ if isinstance(value, type(type.__dict__)):
-            return _plain(dict(value), depth)
+            return plain_value(dict(value), depth)
         case _:
             return _plain_number(value)
 

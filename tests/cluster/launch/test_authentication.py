@@ -90,7 +90,7 @@ async def test_false_head_is_named_and_gets_nothing_but_a_nonce():
         greeting = decode(received[-1])
         assert isinstance(greeting, Greeting)
         liar = make_world(0, secret=OTHER_SECRET)
-        proof = connection._derive_proof(liar, greeting.nonce, "0" * 64)
+        proof = connection.derive_proof(liar, greeting.nonce, "0" * 64)
         writer.write(encode(Challenge(nonce="0" * 64, proof=proof)))
         received.extend(await read_to_end(reader))
         writer.close()
@@ -142,7 +142,7 @@ async def test_false_node_is_refused_and_named():
     async with listening_head(make_world(0)) as (rendezvous, port):
         reader, writer, _, challenge = await greet(port)
         node = make_world(1)
-        keys = connection._derive_keys(replace(node, secret=OTHER_SECRET), NONCE, challenge.nonce)
+        keys = connection.derive_keys(replace(node, secret=OTHER_SECRET), NONCE, challenge.nonce)
         writer.write(MessageTags(keys.node).add(encode(make_hello(node))))
         assert await read_to_end(reader) == []
         await require_no_peer(rendezvous)
@@ -161,7 +161,7 @@ async def test_recorded_messages_of_a_node_are_refused():
     async with listening_head(make_world(0)) as (rendezvous, port):
         # the node's side of a successful exchange
         _, writer, _, challenge = await greet(port)
-        tags = MessageTags(connection._derive_keys(node, NONCE, challenge.nonce).node)
+        tags = MessageTags(connection.derive_keys(node, NONCE, challenge.nonce).node)
         hello = tags.add(encode(make_hello(node)))
         writer.write(hello)
         await rendezvous.wait_for_peers(HANG_SECONDS)

@@ -58,13 +58,13 @@ async def test_peers_are_ordered_by_rank():
 
 
 async def test_late_head_is_found(monkeypatch):
-    tried, try_head = [], rendezvous._try_head
+    tried, try_head = [], rendezvous.try_head
 
     def record(*arguments):
         tried.append(arguments)
         return try_head(*arguments)
 
-    monkeypatch.setattr(rendezvous, "_try_head", record)
+    monkeypatch.setattr(rendezvous, "try_head", record)
     worker = asyncio.create_task(run_worker(make_world(1)))
     await wait_for(lambda: len(tried) > len(make_world(1).ports))
     await asyncio.gather(run_head(make_world(0)), worker)

@@ -62,7 +62,7 @@ def _patience(monkeypatch):
 
 def require_ptrace(info):
     """Skip the test where this user may not read the process."""
-    text, problem = stack_dump._run_py_spy(info.pid, HANG_SECONDS)
+    text, problem = stack_dump.run_py_spy(info.pid, HANG_SECONDS)
     if text is None and ("not installed" in problem or "ermission" in problem or "not permitted" in problem):
         pytest.skip(f"py-spy cannot read processes here: {problem}")
 

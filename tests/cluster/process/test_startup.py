@@ -165,7 +165,7 @@ def test_later_collections_visit_later_objects_only():
 
 @pytest.mark.parametrize("kind", [WorkerHost, AsyncWorkerHost])
 def test_a_worker_that_is_built_is_frozen_with_its_process(kind, monkeypatch):
-    monkeypatch.setattr(worker_host, "_read_process_info", lambda: None)  # in this process, outside of Ray
+    monkeypatch.setattr(worker_host, "read_process_info", lambda: None)  # in this process, outside of Ray
     host = kind({})
     if isinstance(host, AsyncWorkerHost):
         asyncio.run(host.build(Node, (), {}, 0.0))

@@ -21,11 +21,11 @@ from ray.util import remove_placement_group
 
 from megarl.cluster.placement.pool import Slot, SlotPool, reserve
 from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.cluster.process.ports import join_world
 from megarl.cluster.workers import payload
 from megarl.cluster.workers.dispatch import BROADCAST, Dispatch
 from megarl.cluster.workers.failures import NUM_LOOKS, find_losses, interruptible, late_names, wait_all
 from megarl.cluster.workers.group import WorkerGroup, WorkerProcesses, by_node, ranks_by_relay
-from megarl.cluster.workers.master_port import join_world
 from megarl.cluster.workers.payload import (
     LocalPayload,
     StoredItem,

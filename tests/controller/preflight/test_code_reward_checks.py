@@ -145,7 +145,7 @@ def test_solutions_that_all_fail_are_a_problem(tmp_path):
 
 def test_a_sample_is_spread_over_the_file(tmp_path, monkeypatch):
     tried: list[int] = []
-    monkeypatch.setattr(code_reward_checks, "_find_failure", lambda tests, solution, _: tried.append(int(solution)))
+    monkeypatch.setattr(code_reward_checks, "find_failure", lambda tests, solution, _: tried.append(int(solution)))
     for num_rows in (1, NUM_SOLUTIONS, NUM_SOLUTIONS + 1, 100):
         tried.clear()
         (report,) = report_code_rows(make_config(tmp_path, [mbpp_row(i, code=str(i)) for i in range(num_rows)]))

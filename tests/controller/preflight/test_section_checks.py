@@ -20,9 +20,9 @@ from megarl.config import RunConfig, SftConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.controller.preflight import weight_sync_checks
 from megarl.controller.preflight.model_checks import (
-    _find_engine_size_problems,
-    _find_gather_problems,
     describe_megatron,
+    find_engine_size_problems,
+    find_gather_problems,
     find_megatron_problems,
 )
 from megarl.controller.preflight.run_checks import check_run, find_agent_problems
@@ -298,7 +298,7 @@ def gather_problems(name: str, ep: int, strategy: str) -> list[str]:
         placement={"slots_per_node": 4},
         weight_sync={"strategy": strategy},
     )
-    return list(_find_gather_problems(config, load_architecture(hf_config, origin="config.json"), hf_config))
+    return list(find_gather_problems(config, load_architecture(hf_config, origin="config.json"), hf_config))
 
 
 def test_tensors_of_all_experts_are_not_gathered_over_expert_parallel_ranks() -> None:
@@ -355,7 +355,7 @@ def test_engines_of_several_ranks_need_sizes_that_divide(
 ) -> None:
     model = load_architecture(hf_config, origin="config.json")
     rollout = RolloutConfig.model_validate({"tp": tp, "engine": {"extra_args": options}})
-    assert list(_find_engine_size_problems(model, rollout, device)) == want
+    assert list(find_engine_size_problems(model, rollout, device)) == want
 
 
 REPLAY = "trainer.moe.router_replay"

@@ -11,7 +11,7 @@ import torch
 from megarl.engines.sglang.cpu import batched_attention as cpu_attention
 from megarl.engines.sglang.cpu.batched_attention import decode, extend, group_sequences
 from megarl.engines.sglang.cpu.determinism import seeded_hash
-from megarl.engines.sglang.cpu.shared_prefill import _can_share, _select, find_shared_prompts, repeated_tokens
+from megarl.engines.sglang.cpu.shared_prefill import can_share, find_shared_prompts, repeated_tokens, select_first
 from tests.engines.remote import requests
 
 PROMPTS = [tuple((11 * i + 3 * j) % 240 for j in range(4 + 5 * i)) for i in range(7)]
@@ -104,7 +104,7 @@ def test_distinct_prompts_are_found() -> None:
 
 def test_a_batch_of_the_distinct_prompts() -> None:
     batch = make_batch(SHARED)
-    selected = _select(batch, [0, 3, 5])
+    selected = select_first(batch, [0, 3, 5])
     expected = make_batch([SHARED[0], SHARED[3], SHARED[5]])
     expected.out_cache_loc = torch.tensor([10, 11, 12, 18, 21, 22, 23, 24])
     expected.req_pool_indices = torch.tensor([3, 6, 8])
@@ -130,10 +130,10 @@ def test_a_batch_of_the_distinct_prompts() -> None:
 )
 def test_other_batches_are_left_alone(change: dict[str, Any]):
     batch = make_batch(SHARED)
-    assert _can_share(batch)
+    assert can_share(batch)
     for name, value in change.items():
         setattr(batch, name, value)
-    assert not _can_share(batch)
+    assert not can_share(batch)
 
 
 def test_an_engine_computes_the_prompt_of_many_samples_once(engine):

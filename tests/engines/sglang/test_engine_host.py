@@ -48,7 +48,7 @@ def host(monkeypatch):
 
 
 async def ping_returns(host, seconds=60):
-    ping = asyncio.create_task(host._ping())
+    ping = asyncio.create_task(host.ping_schedulers())
     done, _ = await asyncio.wait([ping], timeout=seconds)
     ping.cancel()
     return bool(done)
@@ -56,7 +56,7 @@ async def ping_returns(host, seconds=60):
 
 @in_virtual_time
 async def test_ping_returns_if_all_schedulers_use_cpu_time(host):
-    ping = asyncio.create_task(host._ping())
+    ping = asyncio.create_task(host.ping_schedulers())
     await asyncio.sleep(5)
     host.spent = [2.0, 1.0]
     await asyncio.sleep(5)
@@ -255,7 +255,7 @@ async def test_node_that_does_not_answer_is_named(make_world):
     world.nodes[0].hangs = True
     with expect_error(WeightSyncError, "engine's", "node1", "20"):
         await world.host.take_replies(NUMBER)
-    ping = asyncio.ensure_future(world.host._ping())
+    ping = asyncio.ensure_future(world.host.ping_schedulers())
     await asyncio.sleep(30)
     assert not ping.done()
     ping.cancel()

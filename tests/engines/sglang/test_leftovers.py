@@ -70,7 +70,7 @@ def test_folder_that_is_removed_before_it_is_locked_is_created_again(temporary, 
         if operation == fcntl.LOCK_EX and not removed:
             (folder,) = temporary.iterdir()
             removed.append(folder)
-            engine_host._remove_abandoned(folder)
+            engine_host.remove_abandoned(folder)
             assert not folder.exists()
         return before(file, operation)
 
@@ -79,7 +79,7 @@ def test_folder_that_is_removed_before_it_is_locked_is_created_again(temporary, 
     folder = PrivateFolder("engine-")
     assert Path(folder.path).is_dir()
     assert list(temporary.iterdir()) == [Path(folder.path)]
-    engine_host._remove_abandoned(Path(folder.path))
+    engine_host.remove_abandoned(Path(folder.path))
     assert Path(folder.path).is_dir()
     folder.remove()
 

@@ -323,7 +323,7 @@ def test_group_continues_after_its_engine_is_killed(engine, spec, monkeypatch):
         worker = RolloutWorker(limits, engines, NoScores(), tokenizer=None)
         group = asyncio.create_task(worker.rollout_group(job))
         if kill is not None:
-            pending = worker._pool.live(0)._pending
+            pending = worker.pool.live(0)._pending
             await wait_for(lambda: sum(len(each.reported.token_ids) for each in pending.values()) >= 50)
             kill()
         return await group

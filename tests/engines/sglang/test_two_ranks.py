@@ -212,7 +212,7 @@ def begin_and_send_one_round(engine, senders):
 def test_hung_rank_is_reported_and_the_next_update_repairs_the_engine(engine, layouts, senders, uneven_dir, rank):
     process = engine.scheduler_processes()[rank]
     receiving = begin_and_send_one_round(engine, senders)
-    senders.ranks[rank]._stall_seconds = STALL_SECONDS
+    senders.ranks[rank].stall_seconds = STALL_SECONDS
     process.suspend()
     try:
         senders.complete(1)

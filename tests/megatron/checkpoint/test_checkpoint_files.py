@@ -23,13 +23,13 @@ def next_power(num_bytes):
 @pytest.mark.parametrize("limit", [None, 0, 1000, 4095, 4096, 10_000])
 @pytest.mark.parametrize("allocated", [lambda n: n, next_power], ids=["pageable", "pinned"])
 def test_staged_bytes_are_those_of_the_buffers(limit, allocated, monkeypatch):
-    monkeypatch.setattr(background_writer, "_allocated_bytes", allocated)
+    monkeypatch.setattr(background_writer, "allocated_bytes", allocated)
     monkeypatch.setattr(background_writer, "BUFFER_BYTES", 4096)
     torch.manual_seed(0)
     tensors = [torch.randn(n) for n in (540, 10, 600, 300, 16, 1, 1000, 700, 33, 480)]
     copy = HostStaging(tensors, limit)
     copy.stage(tensors)
-    assert copy.num_bytes == sum(allocated(len(buffer)) for buffer in copy._buffers)
+    assert copy.num_bytes == sum(allocated(len(buffer)) for buffer in copy.buffers)
     assert copy.num_bytes <= (limit if limit is not None else 1.7 * 4 * sum(map(len, tensors)))
     assert sorted(copy.staged + copy.not_staged) == list(range(len(tensors)))
     assert not copy.not_staged or limit is not None

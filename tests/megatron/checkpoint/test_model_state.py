@@ -54,7 +54,7 @@ def save_on_rank(folder, target, sizes, content=None, strategy=None):
 
     model_state.CONTENT_METADATA = model_state.CONTENT_METADATA if content is None else content
     if strategy is not None:
-        model_state._StreamingSave = strategy
+        model_state.StreamingSave = strategy
     return error_of(model_state.save_model, make_model(model_spec(folder, sizes)), target)
 
 
@@ -275,7 +275,7 @@ def import_on_rank(folder, target):
         worker.write_checkpoint(target)
 
     peak = peak_allocated_bytes(read_and_write)
-    return gather((peak, sum(tensor.nbytes for tensor in worker._model.tensors().values())))
+    return gather((peak, sum(tensor.nbytes for tensor in worker.model.tensors().values())))
 
 
 def test_import_needs_little_more_memory_than_its_weights(tmp_path):

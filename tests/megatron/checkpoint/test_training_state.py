@@ -40,7 +40,7 @@ def make_worker(path, dtype="float32", distributed=True, head="lm", offload_when
 def train(worker, step):
     """Train one step; return its metrics, the same on all ranks."""
     work = nll_request(draw(LENGTHS, VOCAB, seed=step), 64)
-    if worker._spec.model.head == "value":
+    if worker.spec.model.head == "value":
         (batch,) = work.mini_batches
         samples = tuple(replace(sample, scalars={"values": 0.0, "returns": 1.0}) for sample in batch.samples)
         work = replace(work, mini_batches=(replace(batch, samples=samples),), loss=ValueLoss(clip=None))
@@ -57,15 +57,15 @@ def full_state(worker):
     """All state of this rank that influences further training."""
     from megarl.megatron.checkpoint.training_state import collect_rng_states
 
-    trainer = worker._trainer
+    trainer = worker.trainer
     trainer.memory.onload()
     held = {f"weight {name}": t for name, t in trainer.model.tensors().items()}
-    for number, (_, of) in enumerate(trainer._optimizer.state.items()):
+    for number, (_, of) in enumerate(trainer.optimizer.state.items()):
         held |= {f"{name} {number}": t for name, t in of.items()} if isinstance(of, dict) else {f"state {number}": of}
-    for number, group in enumerate(trainer._optimizer.param_groups):
+    for number, group in enumerate(trainer.optimizer.param_groups):
         held |= {f"main {number} {i}": p for i, p in enumerate(group["params"])}
         held[f"group {number}"] = torch.tensor([group["lr"], group["weight_decay"]], dtype=torch.float64)
-    held["scheduled"] = torch.tensor(trainer._scheduler.num_steps)
+    held["scheduled"] = torch.tensor(trainer.scheduler.num_steps)
     generators = collect_rng_states(trainer.model)
     held |= {f"generator {name}": generators[name] for name in ("host", "device")}
     held["generator numpy"] = generators["numpy"]["state"]["key"]
@@ -293,10 +293,10 @@ def names_on_rank(path, folder):
     train(worker, 0)
     save(worker, folder)
     other = make_worker(path, weights="none")
-    load_model(other._model, folder)
-    assert differences(other._model.tensors(), worker._model.tensors()) == []
-    trainer = worker._trainer
-    ((chunk,), (member,)) = trainer.model.chunks, trainer._optimizer.chained_optimizers
+    load_model(other.model, folder)
+    assert differences(other.model.tensors(), worker.model.tensors()) == []
+    trainer = worker.trainer
+    ((chunk,), (member,)) = trainer.model.chunks, trainer.optimizer.chained_optimizers
     return {name: member.optimizer.state[p]["exp_avg_sq"] for name, p in chunk.module.named_parameters()}
 
 
@@ -321,14 +321,14 @@ def background_on_rank(path, root):
     """
     from megarl.megatron.checkpoint import background_writer
 
-    write, go = background_writer._write, threading.Event()
+    write, go = background_writer.write_file, threading.Event()
 
     def write_later(*arguments):
         if threading.current_thread() is not threading.main_thread():
             assert go.wait(HANG_SECONDS)
         return write(*arguments)
 
-    background_writer._write = write_later
+    background_writer.write_file = write_later
     worker = make_worker(path, dtype="bfloat16")
     train(worker, 0)
     saves = {}
@@ -400,7 +400,7 @@ def fail_on_rank(path, root):
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     worker.begin_save(SaveRequest(folder=f"{root}/file"))
     errors.append(error_of(worker.finish_save, None))
-    with patch.object(background_writer, "_write", die if dist.get_rank() == 1 else background_writer._write):
+    with patch.object(background_writer, "write_file", die if dist.get_rank() == 1 else background_writer.write_file):
         worker.begin_save(SaveRequest(folder=f"{root}/dead", asynchronous=True))
         errors.append(error_of(worker.finish_save, None))
     train(worker, 1)
@@ -432,7 +432,7 @@ def load_invalid_on_rank(path, other_path, fewer_layers, root):
 
     worker = make_worker(path)
     train(worker, 0)
-    save_model(worker._model, f"{root}/model alone")
+    save_model(worker.model, f"{root}/model alone")
     saved = {"other": {}, "16 bits": {"dtype": "bfloat16"}, "truncated": {}, "no generators": {}, "valid": {}}
     for name, options in saved.items():
         save(make_worker(other_path if name == "other" else path, **options), f"{root}/{name}")
@@ -440,9 +440,9 @@ def load_invalid_on_rank(path, other_path, fewer_layers, root):
         os.truncate(f"{root}/truncated/__1_0.distcp", 5_000)
         Path(f"{root}/no generators/generators_1.pt").unlink()
     fewer = make_worker(fewer_layers, weights="none")
-    for tensor in fewer._model.tensors().values():
+    for tensor in fewer.model.tensors().values():
         tensor.detach().zero_()
-    fewer_before = {name: tensor.detach().clone() for name, tensor in fewer._model.tensors().items()}
+    fewer_before = {name: tensor.detach().clone() for name, tensor in fewer.model.tensors().items()}
     want = full_state(worker)
     errors = {
         name: error_of(worker.load_training, f"{root}/{name}")
@@ -450,7 +450,7 @@ def load_invalid_on_rank(path, other_path, fewer_layers, root):
     }
     errors["valid"] = error_of(fewer.load_training, f"{root}/valid")
     assert differences(full_state(worker), want) == []
-    assert differences(fewer._model.tensors(), fewer_before) == []
+    assert differences(fewer.model.tensors(), fewer_before) == []
     return errors
 
 

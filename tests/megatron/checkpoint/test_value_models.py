@@ -15,7 +15,7 @@ from megarl.config.trainer import ParallelConfig
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.convert_worker import ConvertWorker
 from megarl.megatron.families.load_architecture import find_weight_problems, load_architecture_from_folder
-from megarl.megatron.hf_weights.export import _set_head, save
+from megarl.megatron.hf_weights.export import save, set_head
 from tests.megatron.fidelity.measure import as_trajectory
 from tests.megatron.fidelity.models import CONFIGS
 from tests.megatron.fidelity.reference import draw
@@ -92,7 +92,7 @@ def test_language_model_becomes_a_value_model_with_zero_head(name, sizes, model_
 @pytest.mark.parametrize(("ends", "pads"), [([1, 7], 1), (9, 9)])
 def test_pad_token_defaults_to_the_eos_token(ends, pads, value_folder):
     config = {"pad_token_id": None, "eos_token_id": ends}
-    _set_head(config, load_architecture_from_folder(Path(value_folder("qwen2")), head="value"))
+    set_head(config, load_architecture_from_folder(Path(value_folder("qwen2")), head="value"))
     assert config["pad_token_id"] == pads
 
 

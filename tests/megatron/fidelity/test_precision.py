@@ -21,13 +21,13 @@ LR, STEPS = 1.5e-4, 5
 def train_on_rank(path, steps):
     """Train in bfloat16; returns the weights synced after the first and the last step, and the main parameters."""
     worker = TrainerWorker(trainer_spec(model_spec(path, dtype="bfloat16"), lr=LR, steps=steps))
-    request = own_part(worker._model, nll_request(SEQUENCES, 256))
+    request = own_part(worker.model, nll_request(SEQUENCES, 256))
     pushed = []
     for step in range(steps):
         worker.train_step(request)
         if step in (0, steps - 1):
             pushed.append(rank_models.sync_weights(worker))
-    model = worker._trainer.model
+    model = worker.trainer.model
     main_params = {
         name: (p.main_param.view(p.shape) if p.dtype == torch.bfloat16 else p.detach())
         for name, p in rank_models.trained_parameters(model).items()

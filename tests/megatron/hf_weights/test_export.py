@@ -40,7 +40,7 @@ def export_with(spec, target, file_bytes=60_000, faulty_rank=None, companions=No
 
     def finish_and_record(writer):
         finish(writer)
-        wrote.extend(file.name for file in writer._files.values())
+        wrote.extend(file.name for file in writer.files.values())
 
     def write_and_record(writer, name, box, tensor):
         memory["written from"].add(tensor.untyped_storage().nbytes())

@@ -74,8 +74,8 @@ def sync(folder, parallel, layouts, strategy):
     parameters = empty_parameters(needs[rank]) if rank in needs else None
     with torch.no_grad():
         sinks = Sinks(boxes=None if parameters is None else Parameters(parameters))
-        stats = worker.strategy.push(worker._sent_tensors(), sinks, DeltaUpdate(number=1, base=None))
-        again = worker.strategy.push(worker._sent_tensors(), sinks, DeltaUpdate(number=2, base=1))
+        stats = worker.strategy.push(worker.sent_tensors(), sinks, DeltaUpdate(number=1, base=None))
+        again = worker.strategy.push(worker.sent_tensors(), sinks, DeltaUpdate(number=2, base=1))
     assert again.bytes_delivered == 0, "equal weights have equal values and scales"
     worker.close()
     # FP8 tensors cannot be pickled

@@ -49,26 +49,26 @@ def mark_experts_of_another_linear(path):
     model = make_model(model_spec(path))
     from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate as is_counted
 
-    from megarl.megatron.modeling.gpt_model import ModelChunk, _check_shard_marks, _mark_experts
+    from megarl.megatron.modeling.gpt_model import ModelChunk, check_shard_marks, mark_experts
 
     names = ("linear_fc1.weight3", "linear_fc2.weight0", "local_experts.2.linear_fc1.weight")
     parameters = {f"decoder.layers.0.mlp.experts.{name}": torch.nn.Parameter(torch.zeros(4, 2)) for name in names}
     module = SimpleNamespace(named_parameters=parameters.items)
     chunk = ModelChunk(module=module, layers=range(4), first_expert=4)
     before = [is_counted(parameter, SECOND, SECOND) for parameter in parameters.values()]
-    _mark_experts(chunk, model.architecture, GROUPS)
-    _check_shard_marks(chunk, model.architecture, GROUPS)
+    mark_experts(chunk, model.architecture, GROUPS)
+    check_shard_marks(chunk, model.architecture, GROUPS)
     after = [is_counted(parameter, SECOND, SECOND) for parameter in parameters.values()]
     reduced = [parameter.allreduce for parameter in parameters.values()]
     parameters[f"decoder.layers.0.mlp.experts.{names[0]}"].tensor_model_parallel = False
     with expect_error(AssertionError, "decoder.layers.0.mlp.experts.linear_fc1.weight3"):
-        _check_shard_marks(chunk, model.architecture, GROUPS)
+        check_shard_marks(chunk, model.architecture, GROUPS)
     norm = {"decoder.layers.0.input_layernorm.weight": torch.nn.Parameter(torch.zeros(4))}
     chunk = ModelChunk(module=SimpleNamespace(named_parameters=norm.items), layers=range(4), first_expert=0)
-    _check_shard_marks(chunk, model.architecture, GROUPS)
+    check_shard_marks(chunk, model.architecture, GROUPS)
     norm["decoder.layers.0.input_layernorm.weight"].tensor_model_parallel = True
     with expect_error(AssertionError, "input_layernorm.weight", "False", "True"):
-        _check_shard_marks(chunk, model.architecture, GROUPS)
+        check_shard_marks(chunk, model.architecture, GROUPS)
     return before, after, reduced
 
 

@@ -131,13 +131,13 @@ def rows_of_rank(path: str, parallel: ParallelConfig) -> list[tuple[list[int], i
     """Return (rows that reach the head, sampled tokens, tokens) of each rank: sampled ones, all, and an empty pack."""
     model = make_model(model_spec(path, parallel))
     head = model.chunks[-1].module.output_layer
-    rows, score = [], head._score
+    rows, score = [], head.score_rows
 
     def count_then_score(hidden_kh: Tensor, *arguments: Any) -> Any:
         rows.append(len(hidden_kh))
         return score(hidden_kh, *arguments)
 
-    head._score = count_then_score
+    head.score_rows = count_then_score
     packs = [model.pack(TRAJECTORIES), model.pack(TRAJECTORIES, score_all=True), model.pack([])]
     logprobs, *_ = model.logprobs(packs)
     sampled_t = packs[0].batch.mask_T

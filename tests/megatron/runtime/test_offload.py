@@ -38,7 +38,7 @@ def make_worker(path, dtype, distributed=True, **parallel):
 
 
 def request_of(worker, seed=0):
-    return own_part(worker._model, nll_request(draw((5, 9, 21, 34, 40, 18), 331, seed=seed), 64))
+    return own_part(worker.model, nll_request(draw((5, 9, 21, 34, 40, 18), 331, seed=seed), 64))
 
 
 def storages(tensors):
@@ -51,13 +51,13 @@ def num_bytes(tensors):
 
 def held_tensors(worker):
     """Return all tensors of the worker by kind of state."""
-    trainer = worker._trainer
-    state = [p for group in trainer._optimizer.param_groups for p in group["params"]]
-    state += [t for _, of in trainer._optimizer.state.items() for t in of.values() if torch.is_tensor(t)]
+    trainer = worker.trainer
+    state = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    state += [t for _, of in trainer.optimizer.state.items() for t in of.values() if torch.is_tensor(t)]
     weights = list(trainer.model.tensors().values())
     state = [t for t in state if t.device == weights[0].device]  # torch's Adam counts steps on the host
     ids = {s._cdata for s in storages(weights)}
-    buffers = [buffer for chunk in trainer._ddp_chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    buffers = [buffer for chunk in trainer.ddp_chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     optimizer = [t for t in state if t.untyped_storage()._cdata not in ids]
     return {"optimizer": optimizer, "gradients": [b.grad_data for b in buffers], "weights": weights}
 
@@ -88,8 +88,8 @@ def train_on_rank(path, dtype, options, kinds):
         held = held_tensors(worker)
         stats = check_offload(worker, kinds, held)
         if step == 0:
-            assert worker._trainer.memory.onload().device_bytes == stats.device_bytes
-            assert worker._trainer.memory.onload().device_bytes == 0
+            assert worker.trainer.memory.onload().device_bytes == stats.device_bytes
+            assert worker.trainer.memory.onload().device_bytes == 0
             assert not kinds.gradients or not any(t.any() for t in held["gradients"])
         # in later steps, train_step itself onloads everything
         worker.train_step(request_of(worker, seed=step))
@@ -172,8 +172,8 @@ def test_offloading_frees_device_memory_and_uses_pinned_host_memory():
     moved, before = OffloadedTensors(block_bytes=2**22), torch.cuda.memory_allocated()
     assert moved.offload([tensor]) == tensor.numel() * 4
     assert torch.cuda.memory_allocated() == before - tensor.numel() * 4
-    assert len(moved._host) == 4
-    assert all(block.is_pinned() for block in moved._host)
+    assert len(moved.host_blocks) == 4
+    assert all(block.is_pinned() for block in moved.host_blocks)
     moved.onload()
     assert torch.equal(tensor, torch.arange(2**22, dtype=torch.float32, device="cuda"))
 
@@ -280,15 +280,15 @@ class QuantizedLayer(torch.nn.Module):
 
 def held_caches(worker):
     """Return the numbers of FP8 copies, RoPE tables and dummy gradients."""
-    modules = [module for chunk in worker._model.chunks for module in chunk.module.modules()]
+    modules = [module for chunk in worker.model.chunks for module in chunk.module.modules()]
     copies = sum(len(getattr(module, "_fp8_workspaces", ())) for module in modules)
     tables = max(type(m).forward.cache_info().currsize for m in modules if hasattr(type(m).forward, "cache_info"))
-    return copies, tables, len(linear_logprob._dummy_gradients)
+    return copies, tables, len(linear_logprob.dummy_gradients)
 
 
 def with_quantized_layer(worker):
     """Return a layer that takes part in every forward pass of the worker's model."""
-    layer, chunk = QuantizedLayer(), worker._model.chunks[0].module
+    layer, chunk = QuantizedLayer(), worker.model.chunks[0].module
     chunk.decoder.layers[0].register_module("quantized", layer)
     chunk.decoder.layers[0].register_forward_pre_hook(lambda *_: layer())
     chunk.config.use_kitchen = True  # megatron-core tells modules of first micro-batches as with FP8
@@ -302,7 +302,7 @@ def caches_on_rank(language_path, value_path):
     frozen = FrozenWorker(model_spec(language_path, offload_when_idle=True))
     train = request_of(actor)
     forward = own_part(
-        actor._model,
+        actor.model,
         ForwardRequest(samples=train.mini_batches[0].samples, payloads=train.payloads, max_tokens_per_micro_batch=64),
     )
     layers = {name: with_quantized_layer(w) for name, w in (("actor", actor), ("critic", critic), ("frozen", frozen))}

@@ -175,7 +175,7 @@ def train(path, parallel, max_tokens, stand_ins, **fields):
                 return forward_backward(packs, *args, **kwargs)
 
         trainer.model.forward_backward = counted
-        updates, accumulate, adam = WaitCounter(), trainer._accumulate_gradients, trainer._optimizer
+        updates, accumulate, adam = WaitCounter(), trainer.accumulate_gradients, trainer.optimizer
 
         def accumulate_then_count(*args, **kwargs):
             losses = accumulate(*args, **kwargs)
@@ -186,7 +186,7 @@ def train(path, parallel, max_tokens, stand_ins, **fields):
             updates.__exit__(None, None, None)
             return step()
 
-        trainer._accumulate_gradients, adam.step_with_ready_grads = accumulate_then_count, step_uncounted
+        trainer.accumulate_gradients, adam.step_with_ready_grads = accumulate_then_count, step_uncounted
         guard = UpdateGuardSpec(mismatch={key: LimitConfig(max=1e6, action="stop") for key in MISMATCH_METRICS})
         waits, steps = [], []
         for mini_batches in (HALVES, (ALL_INDICES,)):

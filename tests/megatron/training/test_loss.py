@@ -231,15 +231,15 @@ def measure_on_rank(folders: Mapping[str, str], parallel: Mapping[str, int], dat
     }
     payloads = (LocalPayload(data.trajectories),)
     request = ForwardRequest(samples=sample_refs(), payloads=payloads, max_tokens_per_micro_batch=MAX_TOKENS)
-    own = own_part(workers["lm"]._model, request)
+    own = own_part(workers["lm"].model, request)
     gathered = gather((workers["lm"].logprobs(own), workers["value"].values(own), workers["value"].scores(own)))
     logprobs, values, scores = ({k[1]: v for each in gathered for k, v in each[i].items()} for i in range(3))
 
     def step(name: str, given: Data) -> Step:
         worker = workers[CASES[name].head]
-        metrics, gradients = step_on_rank(worker, own_part(worker._model, make_request(CASES[name], given)))
-        metrics = rank_models.gather_metrics(worker._model, metrics)
-        return Step(metrics=metrics, gradients=gather_full(worker._model, gradients))
+        metrics, gradients = step_on_rank(worker, own_part(worker.model, make_request(CASES[name], given)))
+        metrics = rank_models.gather_metrics(worker.model, metrics)
+        return Step(metrics=metrics, gradients=gather_full(worker.model, gradients))
 
     steps = {name: step(name, data) for name in names}
     if names:
@@ -254,11 +254,11 @@ def step_on_rank(worker: Any, request: TrainRequest) -> tuple[dict[str, float], 
     gradients: dict[str, Tensor] = {}
 
     def keep_gradients() -> bool:
-        gradients.update(rank_models.collect_gradients(worker._trainer))
+        gradients.update(rank_models.collect_gradients(worker.trainer))
         return False
 
-    worker._trainer._optimizer.prepare_grads = keep_gradients
-    worker._trainer._optimizer.step_with_ready_grads = lambda: True
+    worker.trainer.optimizer.prepare_grads = keep_gradients
+    worker.trainer.optimizer.step_with_ready_grads = lambda: True
     (batch,) = request.mini_batches
     assert len(batch.micro_batches) > 1
     stats = worker.train_step(request)

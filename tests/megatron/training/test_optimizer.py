@@ -105,7 +105,7 @@ def train(model, steps):
     request = replace(own_part(trainer.model, make_request(range(6), range(3), max_tokens=64)), epochs=2)
     norms = [trainer.train_step(request).metrics["grad_norm"] for _ in range(steps)]
     weights = {name: tensor.detach().clone() for name, tensor in trainer.model.tensors().items()}
-    buckets = max(len(chunk.bucket_groups) for chunk in trainer._ddp_chunks)
+    buckets = max(len(chunk.bucket_groups) for chunk in trainer.ddp_chunks)
     return gather((weights, norms, buckets, not request.mini_batches[1].micro_batches[-1]))
 
 
@@ -153,27 +153,27 @@ def read_after_updates(model, folder):
         return TrainerWorker(trainer_spec(model, lr=1e-3, clip_grad=0))
 
     def weights(worker):
-        return {name: tensor.detach().clone() for name, tensor in worker._trainer.model.tensors().items()}
+        return {name: tensor.detach().clone() for name, tensor in worker.trainer.model.tensors().items()}
 
     worker = build()
-    request = own_part(worker._model, make_request(range(6), range(3), max_tokens=64))
+    request = own_part(worker.model, make_request(range(6), range(3), max_tokens=64))
     found = []
     worker.train_step(request)
     found.append(weights(worker))
     worker.train_step(request)
     found.append(sync_weights(worker))
     worker.train_step(request)
-    worker._trainer.memory.offload(OffloadConfig(optimizer=True, gradients=True))
-    worker._trainer.memory.onload()
+    worker.trainer.memory.offload(OffloadConfig(optimizer=True, gradients=True))
+    worker.trainer.memory.onload()
     found.append(weights(worker))
     worker.train_step(request)
     worker.begin_save(SaveRequest(folder=str(folder)))
     worker.finish_save(None)
     resumed = build()
-    resumed._trainer.checkpoint.load(folder)
+    resumed.trainer.checkpoint.load(folder)
     found.append(weights(resumed))
     sequences = [[trajectory] for trajectory in TRAJECTORIES[:3]]
-    scores = [each._model.score(sequences) for each in (resumed, worker)]
+    scores = [each.model.score(sequences) for each in (resumed, worker)]
     found += [{str(i): torch.stack(of[0]) for i, of in enumerate(each)} for each in scores]
     assert_same_bits(found[-1], found[-2])
     return gather(found)
@@ -213,20 +213,20 @@ def train_and_resume(path, parallel, dtype, fields, folder, fused=False, ddp=Non
         return TrainerWorker(trainer_spec(model, lr=1e-3))
 
     def weights(worker):
-        return {name: tensor.detach().clone() for name, tensor in worker._trainer.model.tensors().items()}
+        return {name: tensor.detach().clone() for name, tensor in worker.trainer.model.tensors().items()}
 
     first = build()
     before = weights(first)
-    request = own_part(first._model, make_request(*HALVES, max_tokens=128))
+    request = own_part(first.model, make_request(*HALVES, max_tokens=128))
     first.train_step(request)
     first.begin_save(SaveRequest(folder=str(folder)))
     first.finish_save(None)
-    first._trainer.memory.offload(OffloadConfig(optimizer=True, gradients=True))
+    first.trainer.memory.offload(OffloadConfig(optimizer=True, gradients=True))
     first.train_step(request)
     resumed = build()
-    resumed._trainer.checkpoint.load(folder)
+    resumed.trainer.checkpoint.load(folder)
     resumed.train_step(request)
-    optimizer = first._trainer._optimizer.chained_optimizers[0].optimizer
+    optimizer = first.trainer.optimizer.chained_optimizers[0].optimizer
     on_host = sum(map(torch.numel, getattr(optimizer, "cpu_copys_map_gpu_param", {})))
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights(first).items())
     share = on_host / sum(p.numel() for p in optimizer.param_groups[0]["params"])
@@ -266,13 +266,13 @@ def devices_of_steps(cases):
     from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.checkpoint.optimizer_state import _create_moments
+    from megarl.megatron.checkpoint.optimizer_state import create_moments
 
     devices = []
     for options in cases:
         parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
         optimizer = torch.optim.AdamW([parameter], **options)
-        _create_moments(optimizer)
+        create_moments(optimizer)
         devices.append([str(optimizer.state[parameter][name].device) for name in ("step", "exp_avg")])
     return devices
 

@@ -33,38 +33,38 @@ SCHEDULE = {"lr": 1e-2, "warmup_steps": 3, "weight_decay": 0.1, "clip_grad": 0.5
 
 
 def weights_of(worker):
-    return {name: tensor.detach().clone() for name, tensor in worker._trainer.model.tensors().items()}
+    return {name: tensor.detach().clone() for name, tensor in worker.trainer.model.tensors().items()}
 
 
 def record_steps(trainer):
     """Return a list that gets, before each step, the gradient of the ranges that this rank steps, NaN elsewhere."""
-    from megarl.megatron.checkpoint.optimizer_state import _stepped_parameters
+    from megarl.megatron.checkpoint.optimizer_state import stepped_parameters
 
-    recorded, step = [], trainer._optimizer.step_with_ready_grads
+    recorded, step = [], trainer.optimizer.step_with_ready_grads
 
     def record_then_step():
         parameters = trained_parameters(trainer.model)
         names = {id(parameter): name for name, parameter in parameters.items()}
         gradients = {name: torch.full([parameter.numel()], torch.nan) for name, parameter in parameters.items()}
-        for member in trainer._optimizer.chained_optimizers:
-            for parameter, main, start in _stepped_parameters(member):
+        for member in trainer.optimizer.chained_optimizers:
+            for parameter, main, start in stepped_parameters(member):
                 gradients[names[id(parameter)]][start : start + main.numel()] = main.grad.flatten()
         recorded.append(gradients)
         return step()
 
-    trainer._optimizer.step_with_ready_grads = record_then_step
+    trainer.optimizer.step_with_ready_grads = record_then_step
     return recorded
 
 
 def train_on_rank(model, optimizer, steps):
     """Return by rank: weights before and after, gradients of each step, weights of full tensors, and freed bytes."""
     worker = TrainerWorker(trainer_spec(model, **optimizer))
-    before, recorded = weights_of(worker), record_steps(worker._trainer)
-    request = own_part(worker._model, make_request(*HALVES, max_tokens=128))
+    before, recorded = weights_of(worker), record_steps(worker.trainer)
+    request = own_part(worker.model, make_request(*HALVES, max_tokens=128))
     for _ in range(steps):
         worker.train_step(request)
     after, pushed = weights_of(worker), sync_weights(worker)
-    freed = worker._trainer.memory.offload(OffloadConfig(optimizer=True, gradients=False)).device_bytes
+    freed = worker.trainer.memory.offload(OffloadConfig(optimizer=True, gradients=False)).device_bytes
     return gather((before, after, recorded, pushed, freed))
 
 
@@ -159,21 +159,21 @@ def resume_on_rank(path, dtype, optimizer, folder, asynchronous):
         return TrainerWorker(trainer_spec(model_spec(path, dtype=dtype), lr=1e-2, weight_decay=0.1, **optimizer))
 
     worker = build()
-    request = own_part(worker._model, make_request(*HALVES, max_tokens=128))
+    request = own_part(worker.model, make_request(*HALVES, max_tokens=128))
     for number in range(3):
         worker.begin_save(SaveRequest(folder=f"{folder}/{number}", asynchronous=asynchronous))
         worker.finish_save(None)
-        worker._trainer.memory.offload(OffloadConfig(optimizer=True, gradients=True))
+        worker.trainer.memory.offload(OffloadConfig(optimizer=True, gradients=True))
         worker.train_step(request)
     resumed = []
     for number in range(3):
         other = build()
-        other._trainer.checkpoint.load(folder / str(number))
+        other.trainer.checkpoint.load(folder / str(number))
         for _ in range(number, 3):
             other.train_step(request)
         resumed.append(weights_of(other))
     trained = weights_of(worker)
-    worker._trainer.checkpoint.load(folder / "0")  # its state is that of three steps
+    worker.trainer.checkpoint.load(folder / "0")  # its state is that of three steps
     for _ in range(3):
         worker.train_step(request)
     return trained, [*resumed, weights_of(worker)]
@@ -204,8 +204,8 @@ def test_training_resumes_bitwise(optimizer, dtype, asynchronous, model_folder, 
 def load_on_rank(path, sizes, optimizer, folder, steps):
     """Resume and train on; return full tensors of the weights."""
     worker = TrainerWorker(trainer_spec(model_spec(path, sizes), lr=1e-2, weight_decay=0.1, **optimizer))
-    worker._trainer.checkpoint.load(folder)
-    request = own_part(worker._model, make_request(*HALVES, max_tokens=128))
+    worker.trainer.checkpoint.load(folder)
+    request = own_part(worker.model, make_request(*HALVES, max_tokens=128))
     for _ in range(steps):
         worker.train_step(request)
     return sync_weights(worker)

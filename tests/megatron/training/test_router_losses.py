@@ -70,10 +70,10 @@ def differentiate_on_rank(cases):
         from megarl.megatron.modeling.megatron_model import zero_loss
 
         for micro_batches in case.packings:
-            for chunk in trainer._ddp_chunks:
+            for chunk in trainer.ddp_chunks:
                 chunk.zero_grad_buffer()
             packs = make_packs(trainer.model, case.sequences, micro_batches)
-            trainer.model.forward_backward(packs, zero_loss, ddp_chunks=trainer._ddp_chunks)
+            trainer.model.forward_backward(packs, zero_loss, ddp_chunks=trainer.ddp_chunks)
             of_case.append(gather_full(trainer.model, collect_gradients(trainer)))
         results.append(of_case)
     return results
@@ -260,7 +260,7 @@ def count_choices_on_rank(path, parallel):
 
     trainer.model.config.finalize_model_grads_func = None  # it resets the counts
     packs = make_packs(trainer.model, UNEQUAL, PACKINGS[3])
-    trainer.model.forward_backward(packs, zero_loss, ddp_chunks=trainer._ddp_chunks)
+    trainer.model.forward_backward(packs, zero_loss, ddp_chunks=trainer.ddp_chunks)
     counts = [router.local_tokens_per_expert for router in find_routers(c.module for c in trainer.model.chunks)]
     for each in counts:
         torch.distributed.all_reduce(each)

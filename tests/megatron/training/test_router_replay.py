@@ -182,13 +182,13 @@ def record_passes(spec, request):
 
     for router in find_routers(chunk.module for chunk in trainer.model.chunks):
         router.register_forward_hook(note)
-    step = trainer._optimizer.step_with_ready_grads
+    step = trainer.optimizer.step_with_ready_grads
 
     def count() -> Any:
         updates[0] += 1
         return step()
 
-    trainer._optimizer.step_with_ready_grads = count
+    trainer.optimizer.step_with_ready_grads = count
     train_step(trainer, request)
     assert updates[0] == 2 * len(request.mini_batches)
     return gather(seen)
@@ -215,24 +215,24 @@ def test_without_replay_updates_choose_other_experts(model_folder, tmp_path):
 def record_then_train(spec, forward, request):
     """Record routes in a forward pass; return them, and whether a step with them took the same experts."""
     worker = TrainerWorker(trainer_spec(spec, lr=0.05, distributed=False))
-    worker.logprobs(own_part(worker._model, forward))
+    worker.logprobs(own_part(worker.model, forward))
     routes = {key: of for part in gather(worker.take_routes(None)) for key, of in part.items()}
     assert worker.take_routes(None) == {}
     other = {key: (of + 1) % 8 for key, of in routes.items()}
     request = replace(request, columns={ROUTES: LocalPayload([other])})
     packs = []
-    make_packs = worker._trainer._make_packs
+    make_packs = worker.trainer.make_packs
 
     def keep(*arguments):
         packs.append((arguments, make_packs(*arguments)))
         return packs[-1][1]
 
-    worker._trainer._make_packs = keep
+    worker.trainer.make_packs = keep
     train_step(worker, request)
     taken = {}
     for (batch, _, samples), made in packs:
         refs = [[batch.samples[i] for i in indices] for indices in batch.micro_batches]
-        found = worker._model.gather_routes(made, [[samples.trajectory(ref) for ref in of] for of in refs])
+        found = worker.model.gather_routes(made, [[samples.trajectory(ref) for ref in of] for of in refs])
         taken |= {ref.key: of for own, ofs in zip(refs, found, strict=True) for ref, of in zip(own, ofs, strict=True)}
     merged = {key: of for part in gather(taken) for key, of in part.items()}
     return routes, {key: np.array_equal(merged[key], other[key]) for key in other}

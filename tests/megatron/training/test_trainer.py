@@ -69,9 +69,9 @@ def mini_batch(indices, advantages):
 def train_on_rank(spec, request):
     """Run one training step; returns metrics, gradients of each optimizer step, and the weights synced afterwards."""
     worker = TrainerWorker(spec)
-    recorded = rank_models.record_gradients(worker._trainer)
+    recorded = rank_models.record_gradients(worker.trainer)
     metrics = train_step(worker, request)
-    return metrics, [gather_full(worker._model, gradients) for gradients in recorded], sync_weights(worker)
+    return metrics, [gather_full(worker.model, gradients) for gradients in recorded], sync_weights(worker)
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def train_experts_on_rank(model, request, distributed):
     before = {name: tensor.detach().clone() for name, tensor in trainer.model.tensors().items()}
     recorded = rank_models.record_gradients(trainer) if not model.moe.freeze_router else []
     metrics = train_step(trainer, request)
-    stored = {s.key for s in shards_to_save(trainer.model, collect_optimizer_shards(trainer._optimizer))}
+    stored = {s.key for s in shards_to_save(trainer.model, collect_optimizer_shards(trainer.optimizer))}
     after = {name: tensor.detach() for name, tensor in trainer.model.tensors().items()}
     full = gather_full(trainer.model, recorded[0]) if recorded else {}
     return metrics, full, before, after, set.union(*gather(stored))

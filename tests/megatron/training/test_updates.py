@@ -53,7 +53,7 @@ class RankTrainer:
 
     def state(self):
         """Return copies of the weights, main parameters and optimizer state."""
-        optimizer = self.trainer._optimizer
+        optimizer = self.trainer.optimizer
         out = {name: tensor.clone() for name, tensor in self.trainer.model.tensors().items()}
         params = [p for group in optimizer.param_groups for p in group["params"]]
         out |= {f"main {i}": p.detach().clone() for i, p in enumerate(params)}
@@ -79,7 +79,7 @@ def reject_and_continue(path, parallel, folder):
     assert got == want
     assert_same_bits(guarded_trainer.state(), baseline.state())
     # rejected updates advance the scheduler too
-    assert (baseline.trainer._scheduler.num_steps, guarded_trainer.trainer._scheduler.num_steps) == (2, 3)
+    assert (baseline.trainer.scheduler.num_steps, guarded_trainer.trainer.scheduler.num_steps) == (2, 3)
     with pytest.raises(LimitError) as error:
         guarded_trainer.step(replace(bad, guard=replace(bad.guard, not_finite="stop")))
     assert_same_bits(guarded_trainer.state(), baseline.state())
@@ -167,7 +167,7 @@ def reject_by_mismatch(path, parallel, folder, mini_batches):
 
     metrics = step(max=1e-3, action="skip")
     assert_same_bits(rank_trainer.state(), before)
-    assert rank_trainer.trainer._scheduler.num_steps == num_updates
+    assert rank_trainer.trainer.scheduler.num_steps == num_updates
     assert not metrics.keys() & {"loss", "entropy", "policy/ratio", "grad_norm"}
     assert metrics["train_infer_mismatch/logprob_abs_max"] > 1e-3
     assert metrics["train_infer_mismatch/kl"] > 0
@@ -196,20 +196,20 @@ def test_logprob_mismatch_skips_all_updates_of_the_step(mini_batches, path, tmp_
 
 def update_as_megatron_core(trainer, step, batch, packs, *, reuses_forward):
     """Update with megatron-core's own `optimizer.step()`."""
-    for chunk in trainer._ddp_chunks:
+    for chunk in trainer.ddp_chunks:
         chunk.zero_grad_buffer()
-    trainer._optimizer.zero_grad()
-    losses = trainer._accumulate_gradients(step, batch, packs, step.metrics, reuses_forward=reuses_forward)
-    _, grad_norm, _ = trainer._optimizer.step()
+    trainer.optimizer.zero_grad()
+    losses = trainer.accumulate_gradients(step, batch, packs, step.metrics, reuses_forward=reuses_forward)
+    _, grad_norm, _ = trainer.optimizer.step()
     with patch("megarl.megatron.training.update_guard.gradient_norm", lambda squares: grad_norm):
         assert step.guard.check_update(batch, losses, torch.zeros(1)) == grad_norm
-    trainer._scheduler.step(increment=1)
+    trainer.scheduler.step(increment=1)
 
 
 def compare_with_megatron_core(path, parallel, variants):
     for variant in variants:
         ours, reference = RankTrainer(path, parallel, **variant), RankTrainer(path, parallel, **variant)
-        reference.trainer._try_update = MethodType(update_as_megatron_core, reference.trainer)
+        reference.trainer.try_update = MethodType(update_as_megatron_core, reference.trainer)
         for _ in range(2):
             assert ours.step(make_request(*HALVES)) == reference.step(make_request(*HALVES)), variant
             assert_same_bits(ours.state(), reference.state())
@@ -273,7 +273,7 @@ def compare_on_rank(path, parallel, dtype):
         return metrics, (calls.count(False), calls.count(True))
 
     def without_reuse(rank_trainer, request):
-        with patch.object(trainer_module._Step, "reuses_forward", False):
+        with patch.object(trainer_module.Step, "reuses_forward", False):
             return step(rank_trainer, request)
 
     one_update = with_correction(make_request(ALL_INDICES))
@@ -287,10 +287,10 @@ def compare_on_rank(path, parallel, dtype):
 
     # the column is in the request if something needed it earlier, as `kl_reward` does
     worker = object.__new__(TrainerWorker)
-    worker._trainer, worker._model = given.trainer, given.trainer.model
+    worker.trainer, worker.model = given.trainer, given.trainer.model
     (batch,) = one_update.mini_batches
     forward = ForwardRequest(samples=batch.samples, payloads=one_update.payloads, max_tokens_per_micro_batch=256)
-    columns = gather(worker.logprobs(rank_models.own_part(worker._model, forward)))
+    columns = gather(worker.logprobs(rank_models.own_part(worker.model, forward)))
     payload = LocalPayload([column for column in columns if column])
     metrics, counts = step(given, replace(one_update, columns={"old_logprobs": payload}))
     assert counts == (0, 1)

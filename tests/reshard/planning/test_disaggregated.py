@@ -86,7 +86,7 @@ def test_all_tensors_may_be_sent_in_full(monkeypatch):
     """No box is received then, so that the engine rank has no parameters to receive into."""
     whole = tuple(synthetic.TENSORS)
     rank = TransferRank(replace(arrangement(nodes=(0, 1, 1)), full_tensors=whole), 1)
-    monkeypatch.setattr(rank, "_transport", Transport())
+    monkeypatch.setattr(rank, "transport", Transport())
     monkeypatch.setattr(rank, "_execute", lambda *_: NO_STATS)
     loaded = []
     rank.run({}, Parameters({}), loaded.append)

@@ -129,9 +129,9 @@ def test_sender_survives_a_dead_or_stalled_receiver_and_serves_its_successor(sen
     wait = sender.load_boxes(0, bucket_of(buffer))
     os.kill(pid, fault)
     if fault == signal.SIGSTOP:
-        sender._stall_seconds = 0.3
+        sender.stall_seconds = 0.3
     wait()
-    sender._stall_seconds = HANG_SECONDS
+    sender.stall_seconds = HANG_SECONDS
     assert "engine 0 rank 1" in sender.failure
     sender.load_boxes(2, bucket_of(buffer))()  # dropped
     os.kill(pid, signal.SIGKILL)
@@ -183,7 +183,7 @@ def test_processes_of_other_users_and_short_offers_are_refused(sender, monkeypat
     assert sender._listener.getsockname() == b"\0" + offer.address.encode()  # no file that would be left
     with expect_error(WeightSyncError, "100000", "needs", "bytes"):
         BoxOffer(offer.sender, offer.address, offer.path, 100_000).read_slots()
-    monkeypatch.setattr(box_channel, "_user", lambda _: os.getuid() + 1)
+    monkeypatch.setattr(box_channel, "owner_of", lambda _: os.getuid() + 1)
     with expect_error(WeightSyncError, "belongs", "another"):
         BoxReceiver(offer)
     sender.begin()

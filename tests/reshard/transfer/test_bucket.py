@@ -194,9 +194,9 @@ def fake_cuda(monkeypatch):
     monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter", release_counter)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(UUIDS))
     monkeypatch.setattr(bucket_module, "device_uuid", lambda device: UUIDS[device.index or 0])
-    bucket_module._reader_counter.cache_clear()
+    bucket_module.reader_counter.cache_clear()
     yield counts
-    bucket_module._reader_counter.cache_clear()
+    bucket_module.reader_counter.cache_clear()
 
 
 def test_device_memory_is_identified_by_its_handle(fake_cuda, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 from megarl.reward.code import comparison
 from megarl.reward.code.comparison import Tolerance
 from megarl.reward.code.grading import TestCase, grade, is_passed, output_bytes, run_tests
-from megarl.sandbox.guest.program import _plain
+from megarl.sandbox.guest.program import plain_value
 from megarl.sandbox.sandbox import Case, Outcome, Program
 from megarl.sandbox.tiers import LocalSandbox
 from tests.hostile_texts import hostile_texts
@@ -72,7 +72,7 @@ TOLERANCES = [None, Tolerance(relative=0.001)]
 def returned(value: object) -> Outcome:
     """Return the outcome of a call that returns the value."""
     try:
-        return Outcome(status="ok", value=repr(_plain(value)))
+        return Outcome(status="ok", value=repr(plain_value(value)))
     except (TypeError, ValueError):
         return Outcome(status="error")
 

@@ -224,7 +224,7 @@ def test_bodies_are_parsed_as_json_is_whatever_was_parsed_before() -> None:
         if rng.random() < 0.05:
             with pytest.raises(ValueError, match="line"):
                 memory.parse(text[: rng.randrange(len(text))])
-        elements = memory._elements
+        elements = memory.elements
         assert memory.parse(text) == json.loads(text)
-        num_known += bool(elements) and bool(memory._elements) and memory._elements[0] is elements[0]
+        num_known += bool(elements) and bool(memory.elements) and memory.elements[0] is elements[0]
     assert num_known > 50

@@ -85,12 +85,12 @@ NAMES: list[dict[str, str | None]] = [
 def check_parser(names: Mapping[str, str | None], texts: Mapping[str, str], child: SglangParser) -> None:
     """Parse the texts in the process of `child`, or in others if a text kills it or keeps it busy for its timeout."""
     parser = SglangParser(**names)
-    parser._child = child._child
+    parser.child = child.child
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reply_parser, "TIMEOUT_SECONDS", 10.0)  # some parsers take minutes for 100,000 spaces
         asyncio.run(parse_all(parser, texts))
-    if parser._child is not child._child:
-        child._child = None
+    if parser.child is not child.child:
+        child.child = None
         asyncio.run(parser.close())
         asyncio.run(parse_all(child, {"start": "x"}))
 

@@ -17,7 +17,7 @@ from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
 from megarl.megatron.families.load_architecture import load_architecture
 from megarl.megatron.families.trainer_layouts import EVEN
-from megarl.model_files.block_fp8 import is_quantized
+from megarl.model_files.quantization import is_quantized
 from megarl.reshard.layout.quantized_layout import quantize_specs
 from megarl.run.memory.activations import (
     TokenLoad,

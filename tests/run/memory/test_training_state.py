@@ -54,14 +54,14 @@ def measure_on_rank(cases):
             for kind in ("optimizer", "gradients", "weights")
         }
         # torch's Adam on the CPU counts steps in a tensor per parameter
-        states = worker._trainer._optimizer.state
+        states = worker.trainer.optimizer.state
         freed["optimizer"] -= sum(states[key]["step"].nbytes for key in states)
-        parameters = [p for chunk in worker._trainer.model.chunks for p in chunk.module.parameters()]
+        parameters = [p for chunk in worker.trainer.model.chunks for p in chunk.module.parameters()]
         freed["experts"] = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
         is_mixed = dtype == "bfloat16"
         freed["float32"] = sum(p.numel() for p in parameters if p.element_size() == 4) if is_mixed else 0
         freed["dense"] = sum(p.numel() for p in parameters) - freed["experts"] - freed["float32"]
-        modules = [m for chunk in worker._trainer.model.chunks for m in chunk.module.decoder.modules()]
+        modules = [m for chunk in worker.trainer.model.chunks for m in chunk.module.decoder.modules()]
         freed["linears"] = sum(m.weight.numel() for m in modules if type(m).__name__.endswith("Linear"))
         results.append(gather(freed))
     return results

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.cluster.placement.pool import reserve_pools
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.run.remote.auxiliary_models import AuxiliaryModels, _model_spec
+from megarl.run.remote.auxiliary_models import AuxiliaryModels, auxiliary_spec
 from megarl.run.remote.build import trainer_spec
 from megarl.run.remote.trainer_group import make_rank_processes, make_trainer_group
 from megarl.run.rollout_batch import RolloutBatch
@@ -171,7 +171,7 @@ def test_critic_on_dedicated_slots_gives_identical_results(tp, run):
 def test_models_are_offloaded_only_on_shared_slots(device, offload_idle_models, want):
     pool = {"pools": {"elsewhere": {}}, "critic": {"pool": "elsewhere"}}
     config = run_config({"type": "ppo"}, placement={**pool, "offload_idle_models": offload_idle_models})
-    found = {each.name: _model_spec(config, each, device).offload_when_idle for each in config.auxiliary_models}
+    found = {each.name: auxiliary_spec(config, each, device).offload_when_idle for each in config.auxiliary_models}
     assert found == {"reference": want, "critic": False}
 
 
@@ -191,6 +191,6 @@ def test_schedules_count_the_updates_of_each_model(algorithm, policy, critic):
 def test_all_language_models_have_the_same_head():
     config = run_config({"type": "ppo"}, trainer={"fused_lm_head": True})
     config = config.model_copy(update={"model": config.model.model_copy(update={"fp32_lm_head": True})})
-    specs = [trainer_spec(config).model, *(_model_spec(config, each, "cpu") for each in config.auxiliary_models)]
+    specs = [trainer_spec(config).model, *(auxiliary_spec(config, each, "cpu") for each in config.auxiliary_models)]
     heads = [(spec.head, spec.fused_lm_head, spec.fp32_lm_head) for spec in specs]
     assert heads == [(head, True, True) for head in ("lm", "lm", "value")]

@@ -38,7 +38,7 @@ class FakeProcess:
 @pytest.fixture
 def calls(monkeypatch):
     calls = []
-    monkeypatch.setattr(EngineGroup, "_create_actors", lambda self, by_node: [FakeProcess(calls)])
+    monkeypatch.setattr(EngineGroup, "create_actors", lambda self, by_node: [FakeProcess(calls)])
     monkeypatch.setattr(EngineGroup, "has_live_node", lambda self, replica: True)
     monkeypatch.setattr(engine_group, "make_engine_spec", lambda config, replica, device: SPEC)
     return calls
@@ -50,7 +50,7 @@ SPEC = EngineSpec(model_path="model", device="cuda", dtype="bfloat16", releases_
 
 def test_engines_import_then_start_and_allocate_after_resume(calls):
     group = EngineGroup(CONFIG, POOL, [(0,), (1,)], waits_for_memory=True)
-    assert calls == [("run", engine_group._import_engine)] * 2
+    assert calls == [("run", engine_group.import_engine)] * 2
     group.begin_start(0.7)
     specs = [argument for name, argument in calls[2:] if name == "build"]
     assert [(spec.waits_for_memory, spec.mem_fraction) for spec in specs] == [(True, 0.7)] * 2
@@ -82,7 +82,7 @@ def test_engines_with_devices_of_their_own_start_at_once(calls):
 
 def test_nodes_are_asked_for_once_for_all_engines_that_start_or_are_lost_together(calls, monkeypatch):
     monkeypatch.undo()  # of `has_live_node`
-    monkeypatch.setattr(EngineGroup, "_create_actors", lambda self, by_node: [FakeProcess(calls)])
+    monkeypatch.setattr(EngineGroup, "create_actors", lambda self, by_node: [FakeProcess(calls)])
     monkeypatch.setattr(engine_group, "make_engine_spec", lambda config, replica, device: SPEC)
     asked, alive, clock = [], {"a", "b"}, SimpleNamespace(monotonic=lambda: len(asked) and clock.now, now=0.0)
 

@@ -163,9 +163,9 @@ async def test_the_samples_of_a_lost_engines_group_spread_over_the_others() -> N
     await run.lose(4)
     await asyncio.sleep(0.01)
     assert [len(engine.requests) for engine in run.engines] == [1, 1, 1, 1, 8, 1, 1, 1, 1]
-    assert run.workers[0]._pool.outstanding == [1, 1, 1, 1, 8, 1, 1, 1, 1]  # that of the lost engine is not looked at
+    assert run.workers[0].pool.outstanding == [1, 1, 1, 1, 8, 1, 1, 1, 1]  # that of the lost engine is not looked at
     await group
-    assert sum(run.workers[0]._pool.outstanding) == 0
+    assert sum(run.workers[0].pool.outstanding) == 0
 
 
 def test_samples_count_until_a_job_ends_and_are_forgotten_with_their_engine() -> None:

@@ -244,7 +244,7 @@ def test_objects_are_smaller_than_the_share_of_a_replica(prompts, mini_batches, 
 
 def test_groups_that_have_finished_meanwhile_return_in_one_call_of_several_objects(ray):
     run = start_group(ray, workers=1)
-    run.group._max_per_object = 1
+    run.group.max_per_object = 1
     (worker,) = ray.workers
     stream = run.stream()
     ray.before_waiting = ray.finish_all
@@ -258,7 +258,7 @@ def test_groups_that_have_finished_meanwhile_return_in_one_call_of_several_objec
 def test_a_call_has_objects_for_twice_as_many_groups_as_the_one_before(ray):
     """Groups that finish at the same pace return in fewer and fewer calls."""
     run = start_group(ray, workers=1)
-    run.group._max_per_object = 2
+    run.group.max_per_object = 2
     (worker,) = ray.workers
     stream = run.group.open_stream()
     stream.submit(*make_jobs(12))
@@ -273,7 +273,7 @@ def test_a_call_has_objects_for_twice_as_many_groups_as_the_one_before(ray):
 
 def test_adjacent_groups_are_sent_to_one_worker_if_all_workers_get_some(ray):
     run = start_group(ray, workers=2)
-    run.group._max_per_object = 2
+    run.group.max_per_object = 2
     jobs, stream = make_jobs(9), run.group.open_stream()
     for sent_together in (jobs[:7], jobs[7:8], jobs[8:]):
         stream.submit(*sent_together)
@@ -431,7 +431,7 @@ def test_workers_that_hang_together_are_killed_and_replaced_together(ray, monkey
 
 def test_a_check_of_many_workers_is_one_call(ray):
     run = start_group(ray, workers=256)
-    workers = run.group._workers
+    workers = run.group.workers
     ray.now += 15.0
     workers.kill_hung(range(256))
     calls, wait = [], ray.wait
@@ -443,7 +443,7 @@ def test_a_check_of_many_workers_is_one_call(ray):
 
 def test_workers_learn_of_engines_lost_together_in_one_call_each(ray):
     run = start_group(ray, workers=4)
-    workers, changes = run.group._workers, []
+    workers, changes = run.group.workers, []
     for worker in ray.workers:
         worker.invoke = method(lambda name, *arguments: changes.append((name, arguments)))
     engines = [f"engine {n}" for n in range(1000)]
@@ -613,7 +613,7 @@ def test_streams_of_a_run_name_engines_by_the_samples_of_all_of_them(ray):
     assert (job.request_id, job.engine, job.priority) == ("step-4-0", 2, 1)  # the run waits for it
     assert {each.priority for each in first.jobs[:-1]} == {0}
     prompt.close()
-    loads = run.group._workers.engine_loads
+    loads = run.group.workers.engine_loads
     assert loads.outstanding == [2, 2, 1, 1]
     background.cancel([name for name, engine in named.items() if engine == 0])
     assert loads.outstanding == [0, 2, 1, 1]
@@ -624,7 +624,7 @@ def test_streams_of_a_run_name_engines_by_the_samples_of_all_of_them(ray):
 def test_an_engine_that_is_lost_or_restarted_has_no_samples_and_the_workers_learn_of_it(ray):
     engines = make_engines(3)
     run = start_group(ray, engines=engines)
-    stream, workers = run.group.open_stream(), run.group._workers
+    stream, workers = run.group.open_stream(), run.group.workers
     stream.submit(*make_jobs(6))
     assert workers.engine_loads.outstanding == [2, 2, 2]
     run.engines[0], run.engines[1] = None, make_engines(1)[0]
@@ -658,7 +658,7 @@ def test_engines_drop_the_requests_of_a_worker_that_died_before_its_groups_are_s
     assert calls_before[0] == [dropped, dropped]
     assert [job.request_id for job in ray.workers[2].jobs] == [job.request_id for job in died.jobs]
     assert {job.engine for job in ray.workers[2].jobs} == {1}
-    assert run.group._workers.engine_loads.outstanding == [0, 0]
+    assert run.group.workers.engine_loads.outstanding == [0, 0]
 
 
 def test_a_wait_has_no_limit_of_its_own_and_says_that_it_waits(ray):

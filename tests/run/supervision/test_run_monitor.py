@@ -142,9 +142,12 @@ def test_stacks_are_collected_from_replaced_processes(monitor, monkeypatch):
     trainer = SimpleNamespace(processes=lambda: {"trainer rank 0": SimpleNamespace(host="n")})
     monitor.watch(trainer, lambda: engines)
     trainer_info = str(next(iter(trainer.processes().items())))
-    assert monitor._stacks() == f"[('engine 0', 'info of first'), ('engine 1', 'info of second'), {trainer_info}]"
+    assert (
+        monitor.collect_stacks() == f"[('engine 0', 'info of first'), ('engine 1', 'info of second'), {trainer_info}]"
+    )
     engines |= {"engine 0": "starts", "engine 1": "third"}
-    assert monitor._stacks() == monitor._stacks() == f"[('engine 1', 'info of third'), {trainer_info}]"
+    for _ in range(2):
+        assert monitor.collect_stacks() == f"[('engine 1', 'info of third'), {trainer_info}]"
     assert queried == [["first", "second"], [], ["starts", "third"], ["starts"]]
 
 

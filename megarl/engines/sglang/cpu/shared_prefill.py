@@ -99,13 +99,13 @@ def use_shared_prefill_on_cpu() -> None:
 
     def execute_extend(runner: Any, batch: Any, pp_proxy_tensors: Any = None) -> Any:
         pool = runner.model_runner.token_to_kv_pool
-        if pp_proxy_tensors is not None or type(pool) is not MHATokenToKVPool or not _can_share(batch):
+        if pp_proxy_tensors is not None or type(pool) is not MHATokenToKVPool or not can_share(batch):
             return prefill(runner, batch, pp_proxy_tensors)
         lengths = list(batch.extend_seq_lens_cpu)
         shared = find_shared_prompts(batch.input_ids.tolist(), lengths)
         if len(shared.first_M) == len(lengths):
             return prefill(runner, batch, pp_proxy_tensors)
-        output = prefill(runner, _select(batch, shared.first_M), None)
+        output = prefill(runner, select_first(batch, shared.first_M), None)
         recorded = get_global_experts_capturer()
         if recorded is not None:
             routes = recorded.device_cache.buffer
@@ -126,7 +126,7 @@ def use_shared_prefill_on_cpu() -> None:
     EagerRunner._execute_extend = execute_extend
 
 
-def _can_share(batch: Any) -> bool:
+def can_share(batch: Any) -> bool:
     """Return whether each request of the batch is a whole prompt, and nothing else distinguishes requests."""
     if batch.forward_mode.name != "EXTEND" or any(batch.extend_prefix_lens_cpu):
         return False
@@ -142,7 +142,7 @@ def _can_share(batch: Any) -> bool:
     return not any(isinstance(value, Tensor) and value.numel() for value in others)
 
 
-def _select(batch: Any, requests: Sequence[int]) -> Any:
+def select_first(batch: Any, requests: Sequence[int]) -> Any:
     """Return a batch with some of the requests."""
     selected = copy.copy(batch)
     lengths = list(batch.extend_seq_lens_cpu)

@@ -93,7 +93,7 @@ def trace_engine(
     )
     request = {"spec": asdict(spec), "tensors": tensors}
     cached = _cache_folder() / f"{_key(config, request)}.npz"
-    return read_traces(cached) or _run_child(config, request, cached)
+    return read_traces(cached) or trace_in_child(config, request, cached)
 
 
 def _read_model(model_path: str) -> tuple[str, list[list[object]]]:
@@ -107,7 +107,8 @@ def _read_model(model_path: str) -> tuple[str, list[list[object]]]:
     return config, [[name, list(e.shape), e.dtype] for name, e in traced.items()]
 
 
-def _run_child(config: str, request: JsonObject, cached: Path) -> list[EngineTrace]:
+def trace_in_child(config: str, request: JsonObject, cached: Path) -> list[EngineTrace]:
+    """Trace the loading of the weights in a child process, and write the result to `cached`."""
     with tempfile.TemporaryDirectory(prefix="megarl-trace-") as folder:
         (Path(folder) / "config.json").write_text(config)
         spec = request["spec"] | {"model_path": folder}

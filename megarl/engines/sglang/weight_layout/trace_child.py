@@ -29,9 +29,9 @@ from megarl.engines.sglang.weight_layout.engine_trace import (
     write_traces,
 )
 from megarl.errors import MegarlError
-from megarl.model_files.block_fp8 import is_quantized
 from megarl.model_files.json_object import read_json_object
 from megarl.model_files.model_config import untrained_patterns
+from megarl.model_files.quantization import is_quantized
 from megarl.model_files.weight_index import matches_any
 from megarl.reshard.layout.layout import TensorSpec
 from megarl.reshard.layout.quantized_layout import quantize_specs

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _PendingCall:
+class PendingCall:
     """A call that has not been answered."""
 
     what: str
@@ -62,7 +62,8 @@ class ControlCalls:
         self.pause_mode = host.spec.pause_mode
         """What happens to requests in flight during a pause."""
         self._seconds = host.spec.answer_timeout_seconds
-        self._pending: _PendingCall | None = None
+        self.pending: PendingCall | None = None
+        """The last call, until it is answered."""
         self._holds: set[PauseReason] = set()
         """Why decoding is paused."""
         self._begun = False
@@ -71,7 +72,7 @@ class ControlCalls:
     @property
     def has_pending(self) -> bool:
         """A previous call has not been answered yet."""
-        return self._pending is not None and not self._pending.task.done()
+        return self.pending is not None and not self.pending.task.done()
 
     def is_paused_for(self, reason: PauseReason) -> bool:
         """Return whether `pause` was called for this reason and `resume` was not."""
@@ -96,7 +97,7 @@ class ControlCalls:
         was begun for. An update that only reads is begun for the draft model, which engines do not have: its begin and
         end change nothing.
         """
-        if self._pending is not None or self._begun:
+        if self.pending is not None or self._begun:
             await self.end()
         await self._call("begin_weight_update", lambda: self._begin("draft" if reads_only else "target"))
 
@@ -148,27 +149,27 @@ class ControlCalls:
         seconds = self._seconds + extra_seconds
         await self._wait_for_pending()
         task = asyncio.ensure_future(self._host.call(work()))
-        self._pending = _PendingCall(
+        self.pending = PendingCall(
             what, time.monotonic(), task
         )  # kept until it is answered, even if the caller is cancelled
         await asyncio.wait([task], timeout=seconds)
         if not task.done():
             late = "the engine" if who is None else await who()
             raise WeightSyncError(f"{late} did not answer {what} within {seconds:g} s")
-        self._pending = None
+        self.pending = None
         return task.result()
 
     async def _wait_for_pending(self) -> None:
-        if self._pending is None:
+        if self.pending is None:
             return
-        task, what, seconds = self._pending.task, self._pending.what, time.monotonic() - self._pending.started_at
+        task, what, seconds = self.pending.task, self.pending.what, time.monotonic() - self.pending.started_at
         await asyncio.wait([task], timeout=self._seconds)
         if not task.done():
             raise WeightSyncError(
                 f"the engine has not answered {what} yet, which was sent {seconds:.0f} s ago; "
                 f"if it does not recover, it must be restarted"
             )
-        self._pending = None
+        self.pending = None
         if not task.cancelled():
             task.exception()  # marks it as retrieved: its update has failed already
 

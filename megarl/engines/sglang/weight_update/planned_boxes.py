@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from megarl.engines.sglang.weight_layout.engine_trace import TRANSPOSED, box_text, fold, join_names
 from megarl.engines.sglang.weight_layout.load_recorder import Coverage
 from megarl.errors import WeightSyncError
-from megarl.model_files.block_fp8 import VALUES_DTYPE
 from megarl.model_files.model_config import language_config, read_model_config, untrained_patterns
+from megarl.model_files.quantization import VALUES_DTYPE
 from megarl.model_files.weight_index import derived_tensor_patterns, matches_any, read_headers
 from megarl.reshard.layout.boxes import Ints
 from megarl.reshard.layout.layout import Box, contains, extent, slices

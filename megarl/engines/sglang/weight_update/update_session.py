@@ -70,7 +70,7 @@ class WeightSession:
         """`requests`: those in flight, which pause during an update."""
         self._host = host
         self._spec = host.spec
-        self._commands = RankCommands(host, requests)
+        self.commands = RankCommands(host, requests)
         self._arrived: set[str] = set()
         """Hugging Face tensors that were loaded in this update."""
         self._received = False
@@ -116,7 +116,7 @@ class WeightSession:
             return
         if self._is_lost:
             raise WeightSyncError("the engine has released its weights; it needs an update before it can generate")
-        if self._commands.is_mixed:
+        if self.commands.is_mixed:
             raise WeightSyncError(
                 f"the engine holds parts of version {self.policy_version} and of an update that failed; "
                 f"it needs a complete update before it can generate"
@@ -134,26 +134,26 @@ class WeightSession:
     @property
     def holds_requests(self) -> bool:
         """Whether requests wait until `resume_requests`."""
-        return self._commands.calls.is_paused_for("memory")
+        return self.commands.calls.is_paused_for("memory")
 
     @property
     def has_queued_requests(self) -> bool:
         """Whether the requests that wait are in the queue of SGLang, which is then not idle."""
-        return self.holds_requests and self._commands.calls.pause_mode != "abort"
+        return self.holds_requests and self.commands.calls.pause_mode != "abort"
 
     async def hold_requests(self) -> None:
         """Pause generation, and keep it paused after updates, until `resume_requests`; no-op if it is."""
         if not self.holds_requests:
-            async with self._commands.one_at_a_time:
+            async with self.commands.one_at_a_time:
                 with self._block_on_failure():
-                    await self._commands.calls.pause("memory")
+                    await self.commands.calls.pause("memory")
 
     async def resume_requests(self) -> None:
         """Resume generation after `hold_requests`; no-op if it is not paused."""
         if self.holds_requests:
-            async with self._commands.one_at_a_time:
+            async with self.commands.one_at_a_time:
                 with self._block_on_failure():
-                    await self._commands.calls.resume("memory")
+                    await self.commands.calls.resume("memory")
 
     async def begin(self) -> None:
         """Pause generation and open the update.
@@ -162,10 +162,10 @@ class WeightSession:
             WeightSyncError: the engine does not answer.
         """
         await self.close("another update began")
-        async with self._commands.one_at_a_time:
+        async with self.commands.one_at_a_time:
             with self._block_on_failure():
-                await self._commands.calls.pause()
-                await self._commands.calls.begin()
+                await self.commands.calls.pause()
+                await self.commands.calls.begin()
         self._is_open, self._blocked_reason = True, ""
         self._num_updates += 1
         self._base, self._number, self._held_number = self._held_number, None, None
@@ -186,7 +186,7 @@ class WeightSession:
         self._require_open("load_weights")
         command = write_command(bucket, self._spec.model_path, self._spec.dtype)
         what = f"the command to load {join_names([slot.name for slot in bucket.slots])}"
-        await self._execute_or_close(self._commands.for_all(command), what=what)
+        await self._execute_or_close(self.commands.for_all(command), what=what)
         self._arrived.update(slot.name for slot in bucket.slots)
         await self._notify()
 
@@ -212,7 +212,7 @@ class WeightSession:
         try:
             paths = await self._host.share_file("transfer_spec", pickle.dumps(transfer_spec))
             command = prepare_command(paths, engine, self._spec.model_path, self._spec.dtype)
-            await self._query(self._commands.for_all(command))
+            await self._query(self.commands.for_all(command))
         finally:
             await self._host.remove_file("transfer_spec")
         self._prepared_full_tensors, self._over_network = transfer_spec.full_tensors, True
@@ -225,7 +225,7 @@ class WeightSession:
         """
         self.sync_seconds = transfer_group.timeout_seconds
         command = connect_command(transfer_group)
-        await self._query(self._commands.for_all(command), extra_seconds=self.sync_seconds)
+        await self._query(self.commands.for_all(command), extra_seconds=self.sync_seconds)
 
     async def receive(self, delta: DeltaUpdate | None = None) -> list[SyncStats]:
         """Have the TP ranks receive their boxes; over the network, also the tensors that they need in full.
@@ -257,7 +257,7 @@ class WeightSession:
             else receive_boxes_command(self._num_updates, self._abort_file, self.sync_seconds, selected=is_delta)
         )
         what = "the command to receive weights"
-        commands = self._commands.for_all(command)
+        commands = self.commands.for_all(command)
         replies = await self._execute_or_close(commands, what=what, extra_seconds=self.sync_seconds)
         self._arrived.update(self._prepared_full_tensors)
         return [SyncStats(**reply.result) for reply in replies] if self._over_network else []
@@ -289,7 +289,7 @@ class WeightSession:
                         f"TP rank {box.tp_rank} does not hold the values of {box.tensor} {box_text(box.box)} that the "
                         f"trainer has sent"
                     )
-                    self._commands.is_mixed = True
+                    self.commands.is_mixed = True
                     await self.close(problem)
                     return problem
         return None
@@ -303,22 +303,22 @@ class WeightSession:
         self._require_open("end_weights")
         if self._received:
             command = finish_command(self._num_updates, self._arrived, self._spec.model_path, self._spec.dtype)
-            await self._execute_or_close(self._commands.for_all(command), what="the command to finish the update")
+            await self._execute_or_close(self.commands.for_all(command), what="the command to finish the update")
         else:
             await self._check_arrived(policy_version)
-        async with self._commands.one_at_a_time:
+        async with self.commands.one_at_a_time:
             self._require_open("end_weights")
             with self._block_on_failure():
                 try:
-                    await self._commands.calls.end()
-                    await self._commands.calls.flush()
-                    await self._commands.calls.set_version(policy_version)
+                    await self.commands.calls.end()
+                    await self.commands.calls.flush()
+                    await self.commands.calls.set_version(policy_version)
                     self.policy_version = policy_version
-                    self._commands.is_mixed, self._is_lost, self._closed_reason = False, False, ""
+                    self.commands.is_mixed, self._is_lost, self._closed_reason = False, False, ""
                     self._held_number = self._number
                 finally:
                     self._is_open = False
-                await self._commands.calls.resume()
+                await self.commands.calls.resume()
 
     def check_open(self) -> None:
         """Raise WeightSyncError if the update has been closed, and WorkerError if the engine has ended."""
@@ -337,7 +337,7 @@ class WeightSession:
 
     async def dump(self, directory: str) -> None:
         """Have every TP rank save its parameters in `directory`."""
-        await self._query(self._commands.for_all(dump_command(directory)))
+        await self._query(self.commands.for_all(dump_command(directory)))
 
     async def traces(self) -> list[EngineTrace]:
         """Return the trace of each TP rank's loader.
@@ -354,7 +354,7 @@ class WeightSession:
                     f"experts, rollout.engine.extra_args.moe_runner_backend: triton"
                 )
             command = trace_command(self._spec.model_path, self._spec.dtype)
-            replies = await self._query(self._commands.for_all(command))
+            replies = await self._query(self.commands.for_all(command))
             self._traces = [decode_traces(reply.result)[0] for reply in replies]
         return self._traces
 
@@ -366,7 +366,7 @@ class WeightSession:
         """
         traces = await self.traces()
         command = hash_command(self._spec.model_path, self._spec.dtype)
-        replies = await self._query(self._commands.for_all(command))
+        replies = await self._query(self.commands.for_all(command))
         hashes: list[dict[tuple[str, Box], bytes]] = []
         for trace, reply in zip(traces, replies, strict=True):
             of_rank: dict[tuple[str, Box], bytes] = {}
@@ -379,7 +379,7 @@ class WeightSession:
     async def _find_repacked(self) -> list[str]:
         """Return the modules whose weights SGLang changes after loading them."""
         if self._repacked is None:
-            replies = await self._query(self._commands.for_all(repacking_command()))
+            replies = await self._query(self.commands.for_all(repacking_command()))
             self._repacked = sorted({name for reply in replies for name in reply.result})
         return self._repacked
 
@@ -424,17 +424,17 @@ class WeightSession:
         self._is_open, self._closed_reason = False, reason
         await self._notify()
         # repacked weights were unpacked for the update, and what is packed now may be something else
-        self._commands.is_mixed |= self._repacked is None or bool(self._repacked)
-        async with self._commands.one_at_a_time:
-            if self._commands.calls.has_pending:
+        self.commands.is_mixed |= self._repacked is None or bool(self._repacked)
+        async with self.commands.one_at_a_time:
+            if self.commands.calls.has_pending:
                 self._blocked_reason = reason  # the next update waits for the pending call
                 return
             with self._block_on_failure():
-                release = self._commands.for_all(release_command())
-                await self._commands.execute(release, "the command to abort the update")
-                await self._commands.calls.end()
-                if not self._commands.is_mixed:
-                    await self._commands.calls.resume()
+                release = self.commands.for_all(release_command())
+                await self.commands.execute(release, "the command to abort the update")
+                await self.commands.calls.end()
+                if not self.commands.is_mixed:
+                    await self.commands.calls.resume()
 
     @contextmanager
     def _block_on_failure(self) -> Iterator[None]:
@@ -449,15 +449,15 @@ class WeightSession:
         self, commands: Sequence[Command], *, what: str, extra_seconds: float = 0.0
     ) -> list[Reply]:
         try:
-            async with self._commands.one_at_a_time:
+            async with self.commands.one_at_a_time:
                 self._require_open("writing")
-                return await self._commands.execute(commands, what, extra_seconds)
+                return await self.commands.execute(commands, what, extra_seconds)
         except WeightSyncError as e:
             await self.close(str(e))
             raise
 
     async def _query(self, commands: Sequence[Command], extra_seconds: float = 0.0) -> list[Reply]:
-        return await self._commands.query(commands, in_update=self._is_open, extra_seconds=extra_seconds)
+        return await self.commands.query(commands, in_update=self._is_open, extra_seconds=extra_seconds)
 
 
 def full_tensors(traces: Sequence[EngineTrace]) -> tuple[str, ...]:

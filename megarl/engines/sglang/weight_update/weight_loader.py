@@ -59,14 +59,14 @@ def _keeps_layout(module: nn.Module, method: Any) -> bool:
     if type(method) in (UnquantizedLinearMethod, Fp8KVCacheMethod):
         return True
     if type(method) in (Fp8LinearMethod, Fp8MoEMethod):
-        return _keeps_fp8_blocks(module, method)
+        return keeps_fp8_blocks(module, method)
     if type(method) is not UnquantizedFusedMoEMethod:
         return False
     is_interleaved = getattr(module, "w13_swiglu_interleaved", False)
     return not method.use_flashinfer_trtllm_moe and not is_interleaved and torch.version.hip is None
 
 
-def _keeps_fp8_blocks(module: nn.Module, method: Any) -> bool:
+def keeps_fp8_blocks(module: nn.Module, method: Any) -> bool:
     """Return whether a module in FP8 keeps values, and float32 scales of blocks of 128 x 128, as they are loaded.
 
     It does not where DeepGEMM needs scales that are powers of two, as on Blackwell GPUs, where Marlin or FlashInfer
@@ -98,7 +98,7 @@ IMPORT_PATH = "megarl.engines.sglang.weight_update.weight_loader.load"
 def load(model: nn.Module, named_tensors: list[tuple[Command, Tensor]]) -> None:
     """Execute commands. This is SGLang's custom weight loader; the tensors are placeholders."""
     for command, _ in named_tensors:
-        reply = Reply(_tp_rank())
+        reply = Reply(tp_rank())
         try:
             with torch.no_grad():
                 _execute(model, command, reply)
@@ -113,7 +113,7 @@ def _execute(model: nn.Module, command: Command, reply: Reply) -> None:
     if command["op"] not in WRITING:
         READERS[command["op"]](model, command, reply)
         return
-    vote = CommitVote(_tp_group(), checked_path(command["reply"], reply.rank))
+    vote = CommitVote(tp_group(), checked_path(command["reply"], reply.rank))
     try:
         WRITERS[command["op"]](model, command, reply, vote)
     finally:
@@ -177,13 +177,15 @@ READERS: dict[str, Callable[[nn.Module, Command, Reply], None]] = {
 """Operations that do not write weights."""
 
 
-def _tp_rank() -> int:
+def tp_rank() -> int:
+    """Return the tensor-parallel rank of this scheduler process."""
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().tp_rank)
 
 
-def _tp_group() -> dist.ProcessGroup | None:
+def tp_group() -> dist.ProcessGroup | None:
+    """Return the gloo group of the engine's tensor-parallel ranks; None if there is one rank."""
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().tp_group

@@ -167,7 +167,7 @@ def test_config_json_is_sufficient_and_the_second_trace_comes_from_the_cache(fol
     sharded = [p for p in layouts[0].pieces if volume(p.box) < volume(full_tensors[p.tensor].box)]
     assert any("experts.7.down_proj" in p.tensor for p in sharded)
     assert len(list(cache.iterdir())) == 1
-    monkeypatch.setattr(offline_trace, "_run_child", None)
+    monkeypatch.setattr(offline_trace, "trace_in_child", None)
     assert trace_layouts(folders["qwen3_moe"], tp=2, dtype="bfloat16") == layouts
     with pytest.raises(TypeError):
         trace_layouts(folders["qwen3_moe"], tp=4, dtype="bfloat16")

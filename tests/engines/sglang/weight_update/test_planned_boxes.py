@@ -12,7 +12,7 @@ from torch import nn
 from megarl.engines.sglang.weight_layout.engine_trace import fold
 from megarl.engines.sglang.weight_update import messages, shared_receive, weight_loader
 from megarl.engines.sglang.weight_update.planned_boxes import PlannedBoxes
-from megarl.engines.sglang.weight_update.weight_loader import _keeps_fp8_blocks
+from megarl.engines.sglang.weight_update.weight_loader import keeps_fp8_blocks
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.box_channel import BoxSender
@@ -33,8 +33,8 @@ class Engine(nn.Module):
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setattr(weight_loader, "_tp_rank", lambda: 0)
-    monkeypatch.setattr(weight_loader, "_tp_group", lambda: None)
+    monkeypatch.setattr(weight_loader, "tp_rank", lambda: 0)
+    monkeypatch.setattr(weight_loader, "tp_group", lambda: None)
     monkeypatch.setattr(shared_receive, "check_planned", lambda *_: None)  # needs a model of SGLang
     return Engine()
 
@@ -221,9 +221,9 @@ def experts(backend):
 
 
 def test_plain_blocks_are_kept():
-    assert _keeps_fp8_blocks(linear(), method())
-    assert _keeps_fp8_blocks(linear(_block_fp8_bf16_weight=None), method(use_marlin=False, block_fp8_as_mxfp8=False))
-    assert all(_keeps_fp8_blocks(linear(), experts(name)) for name in (None, "triton", "deep_gemm", "cutlass"))
+    assert keeps_fp8_blocks(linear(), method())
+    assert keeps_fp8_blocks(linear(_block_fp8_bf16_weight=None), method(use_marlin=False, block_fp8_as_mxfp8=False))
+    assert all(keeps_fp8_blocks(linear(), experts(name)) for name in (None, "triton", "deep_gemm", "cutlass"))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_plain_blocks_are_kept():
     ],
 )
 def test_other_methods_repack(changed):
-    assert not _keeps_fp8_blocks(linear(), changed)
+    assert not keeps_fp8_blocks(linear(), changed)
 
 
 def test_changed_scales_are_found():
@@ -244,4 +244,4 @@ def test_changed_scales_are_found():
     transposed.weight_scale_inv.data = torch.ones(3, 2).t()
     packed.weight_scale_inv = nn.Parameter(torch.ones(2, 3, dtype=torch.int32), requires_grad=False)
     for module in (requantized, transposed, packed, nn.Module(), linear(_block_fp8_bf16_weight=torch.zeros(1))):
-        assert not _keeps_fp8_blocks(module, method())
+        assert not keeps_fp8_blocks(module, method())

@@ -124,8 +124,8 @@ class Engine(nn.Module):
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setattr(weight_loader, "_tp_rank", lambda: 1)
-    monkeypatch.setattr(weight_loader, "_tp_group", lambda: None)
+    monkeypatch.setattr(weight_loader, "tp_rank", lambda: 1)
+    monkeypatch.setattr(weight_loader, "tp_group", lambda: None)
     return Engine()
 
 
@@ -237,8 +237,8 @@ def test_rank_votes_even_if_it_cannot_create_the_checked_file(both, tmp_path):
 def execute_in_both(both, monkeypatch):
     """Executes one command per rank on separate models; returns both models and replies."""
     here = threading.local()
-    monkeypatch.setattr(weight_loader, "_tp_rank", lambda: here.rank)
-    monkeypatch.setattr(weight_loader, "_tp_group", lambda: here.group)
+    monkeypatch.setattr(weight_loader, "tp_rank", lambda: here.rank)
+    monkeypatch.setattr(weight_loader, "tp_group", lambda: here.group)
 
     def run(commands):
         models = [Engine(), Engine()]

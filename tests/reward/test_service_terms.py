@@ -29,7 +29,7 @@ from megarl.batch.trajectory import Prompt, ScoredGroup, Trajectory
 from megarl.config.reward import RewardsConfig
 from megarl.errors import ConfigError, RewardError
 from megarl.reward.reward_scorer import RewardScorer
-from megarl.reward.services.client import CircuitBreaker, CircuitOpenError
+from megarl.reward.services import CircuitBreaker, CircuitOpenError
 from megarl.run.reward_weights import RewardFailures
 from tests.errors import expect_error
 from tests.reward.conftest import make_scorer, make_trajectory
