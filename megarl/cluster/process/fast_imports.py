@@ -34,9 +34,9 @@ CONTROLLER_THRESHOLDS = (50_000, 5, 2)
 def collect_rarely() -> None:
     """Freeze all objects that exist now, and collect garbage less often from now on.
 
-    A step of a controller makes some 300,000 objects, few of which are in cycles and nearly all of which live until its
-    end: by default, collections that find nothing are a third of its CPU time. Not for processes whose garbage may hold
-    memory of a device.
+    A step of 16,384 trajectories makes some 300,000 objects, few of which are in cycles and nearly all of which live
+    until its end. By default, 440 collections of it find nothing. Not for processes whose garbage may hold memory of a
+    device.
     """
     freeze_objects(collect=True)
     gc.set_threshold(*CONTROLLER_THRESHOLDS)
