@@ -489,6 +489,7 @@ def test_rollouts_are_written_with_the_rewards_of_each_sequence(ray):
     assert stored == ["object 0", "object 1"]
     forked = finished_group([completion([0, 1], reward=1.5), completion([1], reward=2.0)])
     summary = forked.summary.with_columns(segment_tokens=[(2, 1), ()])
+    ray.workers[0].calls["record"].end(None)
     run.group.record(4, [replace(forked, summary=summary, payload=StoredItem("object", 0))], [0.1, 0.1, 0.2])
     assert ray.workers[0].arguments["record"][1][0] == (1.5, 1.5, 2.0)
 
