@@ -27,7 +27,7 @@ from megarl.batch.balance import QWEN2_5_7B
 from megarl.batch.sample_table import SampleTable
 from megarl.batch.trajectory import Prompt
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.cluster.process.fast_imports import freeze_objects
+from megarl.cluster.process.fast_imports import collect_rarely
 from megarl.config import RunConfig
 from megarl.data.sampler import PromptOrder, RunPrompts
 from megarl.megatron.requests import TrainStats
@@ -226,7 +226,7 @@ def _measure_run(
     cluster.call_ranks()
     rank_calls = [cluster.call_ranks() for _ in range(3)]
     cluster.counts.clear()
-    freeze_objects(collect=True)  # as a run does before its first step
+    collect_rarely()  # as a run does before its first step
     calibrations = [calibrate() for _ in range(3)]
     rss_before = anonymous_bytes()
     train(run)

@@ -36,6 +36,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,9 @@ SWAPS_PER_RANK = 4
 
 ANY_LENGTH = 2**62
 """Room of an empty micro-batch, in tokens."""
+
+_CLOSED = -ANY_LENGTH
+"""Room of a micro-batch that was not begun yet, in tokens."""
 
 MICRO_BATCHES_PER_CHUNK = 16
 """Full micro-batches per replica in one request over a long list: enough to balance replicas and to fill a pipeline."""
@@ -313,14 +317,18 @@ def plan_whole_groups(
     ranks = _assign_groups(lengths_N, costs_N, groups_N, dp)
     if ranks is None:
         return None
-    rounds = max(len(best_fit(lengths_N, own_n, max_tokens)) for own_n in ranks)
+    table = RankTable(lengths_N, costs_N, ranks)
+    rounds = int(table.count_best_fit(max_tokens).max())
     targets = cost_targets(np.sort(costs_N)[::-1], rounds, dp)
-    plan = [_fill_rank(lengths_N, costs_N, own_n, targets, max_tokens) for own_n in ranks]
-    loads_RK = np.array([[costs_N[members].sum() for members in batches] for batches in plan])
+    batches_R = balance_equal_targets(table.fill(targets, max_tokens), targets, lengths_N, costs_N, max_tokens)
+    weighed = [[(float(costs_N[members].sum()), members) for members in batches] for batches in batches_R]
+    for of_rank in weighed:
+        of_rank.sort(key=lambda batch: -batch[0])  # most expensive first
+    loads_RK = np.array([[load for load, _ in batches] for batches in weighed])
     slowest = loads_RK.max(axis=0).sum() if exchanges else loads_RK.sum(axis=1).max()
     if slowest > MAX_IMBALANCE * loads_RK.sum() / dp:
         return None
-    return [[sorted(members) for members in batches] for batches in plan]
+    return [[sorted(members) for _, members in batches] for batches in weighed]
 
 
 def _assign_groups(
@@ -345,70 +353,185 @@ def _assign_groups(
     return [np.array(own[::-1], np.intp) for own in balanced]
 
 
-def _fill_rank(
+class RankTable:
+    """The sequences of R ranks in columns, so that all ranks pack their s-th longest sequence at the same time.
+
+    Each rank gets what `best_fit` and `fill_to_targets` return for its sequences alone. Ranks are ordered by their
+    number of sequences, most first: those that have an s-th one are the first `num_active[s]`.
+    """
+
+    def __init__(
+        self, lengths_N: NDArray[np.int64], costs_N: NDArray[np.float64], ranks: Sequence[NDArray[np.intp]]
+    ) -> None:
+        """`ranks`: the sequences of each rank, longest first."""
+        self._lengths_N, self._costs_N, self._ranks = lengths_N, costs_N, ranks
+        sizes_R = np.array(list(map(len, ranks)))
+        self._order_R = np.argsort(-sizes_R, kind="stable")
+        indices_SR = np.zeros((max(1, int(sizes_R.max(initial=0))), len(ranks)), np.int64)
+        for column, rank in enumerate(self._order_R.tolist()):
+            indices_SR[: len(ranks[rank]), column] = ranks[rank]
+        self._lengths_SR, self._costs_SR = lengths_N[indices_SR], costs_N[indices_SR]
+        self._num_active = [int((sizes_R > s).sum()) for s in range(len(indices_SR))]
+
+    def count_best_fit(self, max_tokens: int) -> NDArray[np.int64]:
+        """Return the number of micro-batches that `best_fit` needs on each rank, [R] in the order of the table."""
+        num_R, rows_R = np.zeros(len(self._ranks), np.int64), np.arange(len(self._ranks))
+        rooms_RM = np.full((len(self._ranks), 1), _CLOSED)
+        for lengths_R, num_active in zip(self._lengths_SR, self._num_active, strict=True):
+            length_R1, rows = lengths_R[:num_active, None], rows_R[:num_active]
+            found_R = np.where(rooms_RM[:num_active] >= length_R1, rooms_RM[:num_active], ANY_LENGTH).argmin(axis=1)
+            rooms_R = rooms_RM[rows, found_R]
+            opens_R = rooms_R < length_R1[:, 0]
+            found_R[opens_R] = num_R[:num_active][opens_R]
+            num_R[:num_active] += opens_R
+            if (num_columns := int(num_R.max())) > rooms_RM.shape[1]:
+                closed = ((0, 0), (0, num_columns - rooms_RM.shape[1]))
+                rooms_RM = np.pad(rooms_RM, closed, constant_values=_CLOSED)
+            rooms_RM[rows, found_R] = np.where(opens_R, max_tokens, rooms_R) - length_R1[:, 0]
+        return num_R
+
+    def fill(self, targets: Sequence[float], max_tokens: int) -> list[list[list[int]]]:
+        """Return the micro-batches of each rank as `fill_to_targets` does, shortest sequence first.
+
+        A rank whose micro-batches have too little room to be filled evenly has those of `best_fit`.
+
+        Args:
+            targets: cost of each round in the mean over the ranks, enough rounds for `best_fit`.
+        """
+        total, num_targets = sum(targets), len(targets)
+        scales = [float(self._costs_N[own_n].sum()) / total for own_n in self._ranks]
+        negative_RM = -(np.array(scales)[self._order_R, None] * np.array(targets))
+        rooms_RM = np.full(negative_RM.shape, ANY_LENGTH)
+        negative_C, rooms_C = negative_RM.reshape(-1), rooms_RM.reshape(-1)
+        first_R = num_targets * np.arange(len(self._ranks))
+        fits_R = np.ones(len(self._ranks), np.bool_)
+        chosen_SR = np.zeros(self._lengths_SR.shape, np.int64)
+        for s, num_active in enumerate(self._num_active):
+            length_R, active = self._lengths_SR[s, :num_active], slice(num_active)
+            is_roomy_RM = rooms_RM[active] >= length_R[:, None]
+            chosen_SR[s, active] = np.where(is_roomy_RM, negative_RM[active], np.inf).argmin(axis=1)
+            cells_R = first_R[active] + chosen_SR[s, active]
+            rooms_R = rooms_C[cells_R]
+            fits_R[active] &= rooms_R >= length_R
+            negative_C[cells_R] += self._costs_SR[s, active]
+            rooms_C[cells_R] = np.where(rooms_R == ANY_LENGTH, max_tokens, rooms_R) - length_R
+        filled: list[list[list[int]]] = [[]] * len(self._ranks)
+        for column, rank in enumerate(self._order_R.tolist()):
+            own_n = self._ranks[rank]
+            if fits_R[column]:
+                chosen_n = chosen_SR[: len(own_n), column][::-1]
+                members = own_n[::-1][np.argsort(chosen_n, kind="stable")].tolist()
+                ends = [0, *np.cumsum(np.bincount(chosen_n, minlength=num_targets)).tolist()]
+                filled[rank] = [members[a:b] for a, b in pairwise(ends)]
+            else:
+                tight = [members[::-1] for members in best_fit(self._lengths_N, own_n, max_tokens)]
+                filled[rank] = tight + [[] for _ in range(num_targets - len(tight))]
+        return filled
+
+
+def balance_equal_targets(
+    batches_R: Sequence[list[list[int]]],
+    targets: Sequence[float],
     lengths_N: NDArray[np.int64],
     costs_N: NDArray[np.float64],
-    own_n: NDArray[np.intp],
-    targets: Sequence[float],
     max_tokens: int,
-) -> list[list[int]]:
-    """Return the micro-batches of one rank, most expensive first.
+) -> list[list[list[int]]]:
+    """Return the micro-batches of R ranks, those of each rank with the lowest target balanced by swaps among them.
+
+    A swap is between the most and the least expensive one of a rank. All ranks swap at the same time.
+    """
+    long = sum(target > targets[-1] for target in targets)
+    held = [batches[long:] for batches in batches_R]
+    sizes_RB = np.array([[len(members) for members in batches] for batches in held])
+    num_batches, costs = sizes_RB.shape[1], costs_N.tolist()
+    # one more sequence, without cost and tokens, pads the members
+    costs_P, lengths_P, padding = np.append(costs_N, 0.0), np.append(lengths_N, 0), len(lengths_N)
+    members_RBM = np.full((*sizes_RB.shape, int(sizes_RB.max()) + 1), padding)
+    is_member_RBM = np.arange(members_RBM.shape[2]) < sizes_RB[..., None]
+    members_RBM[is_member_RBM] = [i for batches in held for members in batches for i in members]
+    loads = [[sum([costs[i] for i in members]) for members in batches] for batches in held]
+    bounds_R = np.array([sum(of_rank) / num_batches * (1 + SWAP_TOLERANCE) for of_rank in loads])
+    loads_RB, active_R = np.array(loads, np.float64), np.arange(len(held))
+    for _ in range(2 * num_batches):
+        top_R, low_R = loads_RB[active_R].argmax(axis=1), loads_RB[active_R].argmin(axis=1)
+        is_uneven_R = loads_RB[active_R, top_R] > bounds_R[active_R]
+        active_R, top_R, low_R = active_R[is_uneven_R], top_R[is_uneven_R], low_R[is_uneven_R]
+        if not len(active_R):
+            break
+        gap_R = loads_RB[active_R, top_R] - loads_RB[active_R, low_R]
+        mine_RM, theirs_RM = members_RBM[active_R, top_R], members_RBM[active_R, low_R]
+        num_mine_R, num_theirs_R = sizes_RB[active_R, top_R], sizes_RB[active_R, low_R]
+        room_R = max_tokens - lengths_P[theirs_RM].sum(axis=1)
+        given_R, taken_R, helps_R = find_swaps(
+            (costs_P[mine_RM], lengths_P[mine_RM], num_mine_R),
+            (costs_P[theirs_RM], lengths_P[theirs_RM], num_theirs_R),
+            gap_R,
+            room_R,
+        )
+        rows_R = np.flatnonzero(helps_R)
+        active_R, top_R, low_R = active_R[rows_R], top_R[rows_R], low_R[rows_R]
+        given_R, taken_R = given_R[rows_R], taken_R[rows_R]
+        takes_R = taken_R >= 0
+        given_ids_R = mine_RM[rows_R, given_R]
+        taken_ids_R = np.where(takes_R, theirs_RM[rows_R, taken_R], padding)
+        members_RBM[active_R, top_R] = _exchange(mine_RM[rows_R], num_mine_R[rows_R], given_R, taken_ids_R)
+        members_RBM[active_R, low_R] = _exchange(theirs_RM[rows_R], num_theirs_R[rows_R], taken_R, given_ids_R)
+        sizes_RB[active_R, top_R] -= ~takes_R
+        sizes_RB[active_R, low_R] += ~takes_R
+        moved_R = costs_P[given_ids_R] - costs_P[taken_ids_R]
+        loads_RB[active_R, top_R] -= moved_R
+        loads_RB[active_R, low_R] += moved_R
+        if int(sizes_RB.max()) == members_RBM.shape[2]:
+            members_RBM = np.pad(members_RBM, ((0, 0), (0, 0), (0, 1)), constant_values=padding)
+    balanced = zip(batches_R, members_RBM.tolist(), sizes_RB.tolist(), strict=True)
+    return [
+        [*batches[:long], *(members[:size] for members, size in zip(own, sizes, strict=True))]
+        for batches, own, sizes in balanced
+    ]
+
+
+_Members = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
+"""Padded costs and lengths of the sequences of a micro-batch of each of R ranks, [R, M] each, and their number, [R]."""
+
+
+def find_swaps(
+    mine: _Members, theirs: _Members, gap_R: NDArray[np.float64], room_R: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the swap of each rank that best equalizes both loads, the first one of equally good ones.
+
+    Returns:
+        Index of the sequence to give, index of the one to take, -1 for none, and whether the swap helps, [R] each.
 
     Args:
-        own_n: the rank's sequences, longest first.
-        targets: cost of each round, of which there are enough for best-fit packing.
+        gap_R: the cost of `mine` minus that of `theirs`.
+        room_R: tokens by which `theirs` may grow.
     """
-    scale = float(costs_N[own_n].sum()) / sum(targets)
-    filled = fill_to_targets(lengths_N, costs_N, own_n, scale * np.array(targets), max_tokens)
-    if filled is None:  # the micro-batches have too little room to be filled evenly
-        filled = best_fit(lengths_N, own_n, max_tokens)
-        filled += [[] for _ in range(len(targets) - len(filled))]
-    long = sum(target > targets[-1] for target in targets)
-    batches = [members[::-1] for members in filled[:long]]
-    batches += _balance([members[::-1] for members in filled[long:]], lengths_N, costs_N, max_tokens)
-    return sorted(batches, key=lambda members: -float(costs_N[members].sum()))
+    (costs_RM, lengths_RM, num_mine_R), (costs_RT, lengths_RT, num_theirs_R) = mine, theirs
+    none_R1 = np.zeros((len(gap_R), 1), np.int64)  # stands for no sequence to take
+    costs_RT, lengths_RT = np.hstack([none_R1, costs_RT]), np.hstack([none_R1, lengths_RT])
+    num_taken = costs_RT.shape[1]
+    off_RMT = np.abs(costs_RM[:, :, None] - costs_RT[:, None] - (gap_R / 2)[:, None, None])
+    off_RMT[lengths_RM[:, :, None] - lengths_RT[:, None] > room_R[:, None, None]] = np.inf
+    off_RMT[np.arange(costs_RM.shape[1]) >= num_mine_R[:, None]] = np.inf
+    np.swapaxes(off_RMT, 1, 2)[np.arange(num_taken) > num_theirs_R[:, None]] = np.inf
+    best_R = off_RMT.reshape(len(gap_R), -1).argmin(axis=1)
+    given_R, taken_R = np.divmod(best_R, num_taken)
+    return given_R, taken_R - 1, off_RMT[np.arange(len(gap_R)), given_R, taken_R] < gap_R / 2
 
 
-def _balance(
-    batches: list[list[int]], lengths_N: NDArray[np.int64], costs_N: NDArray[np.float64], max_tokens: int
-) -> list[list[int]]:
-    """Balance a few small micro-batches by swaps between the most and the least expensive one."""
-    held = [[(float(costs_N[i]), int(lengths_N[i]), i) for i in members] for members in batches]
-    loads = [sum(cost for cost, _, _ in members) for members in held]
-    bound = sum(loads) / max(1, len(loads)) * (1 + SWAP_TOLERANCE)
-    for _ in range(2 * len(held)):
-        top = max(range(len(loads)), key=loads.__getitem__)
-        low = min(range(len(loads)), key=loads.__getitem__)
-        swap = None if loads[top] <= bound else find_swap(held[top], held[low], loads[top] - loads[low], max_tokens)
-        if swap is None:
-            break
-        given, taken = swap
-        held[top].remove(given)
-        held[low].append(given)
-        if taken is not None:
-            held[low].remove(taken)
-            held[top].append(taken)
-        moved = given[0] - (0.0 if taken is None else taken[0])
-        loads[top] -= moved
-        loads[low] += moved
-    return [[i for _, _, i in members] for members in held]
+def _exchange(
+    members_RM: NDArray[np.int64], num_R: NDArray[np.int64], dropped_R: NDArray[np.int64], added_R: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the members of a micro-batch of each of R ranks without one, the others in order, and with one at the end.
 
-
-_Sequence = tuple[float, int, int]
-"""Cost, length and index of a sequence."""
-
-
-def find_swap(
-    mine: Sequence[_Sequence], theirs: Sequence[_Sequence], gap: float, max_tokens: int
-) -> tuple[_Sequence, _Sequence | None] | None:
-    """Return the sequence to give and the one (or none) to take that best equalize both loads; None if none helps."""
-    room = max_tokens - sum(length for _, length, _ in theirs)
-    takeable = [(0.0, 0), *((cost, length) for cost, length, _ in theirs)]
-    costs_M1, lengths_M1 = (np.array(column)[:, None] for column in zip(*((c, n) for c, n, _ in mine), strict=True))
-    costs_T, lengths_T = map(np.array, zip(*takeable, strict=True))
-    off_MT = np.abs(costs_M1 - costs_T - gap / 2)
-    off_MT[lengths_M1 - lengths_T > room] = np.inf
-    given, taken = divmod(int(off_MT.argmin()), len(takeable))  # the first of equally good ones
-    if not off_MT[given, taken] < gap / 2:
-        return None
-    return mine[given], theirs[taken - 1] if taken else None
+    Args:
+        num_R: number of members; there is room for one more.
+        dropped_R: index of the one that leaves; -1: none does.
+        added_R: the one that is added; padding: none.
+    """
+    drops_R = dropped_R >= 0
+    shift_RM = drops_R[:, None] & (np.arange(members_RM.shape[1]) >= dropped_R[:, None])
+    places_RM = np.minimum(np.arange(members_RM.shape[1]) + shift_RM, members_RM.shape[1] - 1)
+    left_RM = np.take_along_axis(members_RM, places_RM, axis=1)
+    left_RM[np.arange(len(num_R)), num_R - drops_R] = added_R
+    return left_RM

@@ -57,17 +57,18 @@ class ObjectColumns[T](Sequence[T]):
 
     def column(self, name: str) -> tuple[Any, ...]:
         """Return the field of each object."""
-        return self._all_columns()[_positions(self._cls)[name]]
+        return self.columns()[field_positions(self._cls)[name]]
 
     def replace(self, **columns: Sequence[Any]) -> ObjectColumns[T]:
         """Return the objects with other values of these fields, one for each object."""
-        positions, found = _positions(self._cls), list(self._all_columns())
+        positions, found = field_positions(self._cls), list(self.columns())
         for name, values in columns.items():
             assert len(values) == len(self), f"{name}: {len(values)} values for {len(self)} objects"
             found[positions[name]] = tuple(values)
         return ObjectColumns(self._cls, tuple(found))
 
-    def _all_columns(self) -> tuple[tuple[Any, ...], ...]:
+    def columns(self) -> tuple[tuple[Any, ...], ...]:
+        """Return the columns of all fields, in the order of the dataclass."""
         if self._columns is None:
             names, objects = _field_names(self._cls), self._all_objects()
             rows = map(attrgetter(*names), objects)
@@ -76,7 +77,7 @@ class ObjectColumns[T](Sequence[T]):
 
     def _all_objects(self) -> tuple[T, ...]:
         if self._objects is None:
-            names, rows = _field_names(self._cls), zip(*self._all_columns(), strict=True)
+            names, rows = _field_names(self._cls), zip(*self.columns(), strict=True)
             self._objects = tuple([self._cls(**dict(zip(names, row, strict=True))) for row in rows])
         return self._objects
 
@@ -99,7 +100,7 @@ class ObjectColumns[T](Sequence[T]):
     @override
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ObjectColumns):
-            return self._cls is other._cls and self._all_columns() == other._all_columns()
+            return self._cls is other._cls and self.columns() == other.columns()
         return self._all_objects() == other if isinstance(other, tuple) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
@@ -111,12 +112,15 @@ class ObjectColumns[T](Sequence[T]):
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         # objects with equal values share one of them where they are unpickled
-        columns = [(column[0],) * len(column) if _is_constant(column) else column for column in self._all_columns()]
+        columns = [(column[0],) * len(column) if _is_constant(column) else column for column in self.columns()]
         return ObjectColumns, (self._cls, tuple(columns))
 
 
 def _is_constant(column: tuple[Any, ...]) -> bool:
-    return len(column) > 1 and all(value == column[0] and type(value) is type(column[0]) for value in column)
+    if len(column) < 2:
+        return False
+    first, kind = column[0], type(column[0])
+    return all(value is first or (type(value) is kind and value == first) for value in column)
 
 
 @cache
@@ -125,8 +129,19 @@ def _field_names(cls: Any) -> tuple[str, ...]:
 
 
 @cache
-def _positions(cls: Any) -> dict[str, int]:
+def field_positions(cls: Any) -> dict[str, int]:
+    """Return the index of each field of a dataclass by its name."""
     return {name: i for i, name in enumerate(_field_names(cls))}
+
+
+def with_values[T](instance: T, **values: object) -> T:
+    """Return a copy of an object of a dataclass without slots, with other values of some fields.
+
+    `dataclasses.replace` looks at each field and takes several times as long. `__post_init__` is not called.
+    """
+    changed = object.__new__(type(instance))
+    changed.__dict__.update(instance.__dict__, **values)
+    return changed
 
 
 SECTIONS: Mapping[str, type[np.generic]] = {

@@ -161,7 +161,7 @@ def find_mixed_kv(loss_mask_T: NDArray[np.bool_], policy_versions_T: NDArray[np.
     return mixed_T
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: pickled in C
 class Prompt:
     """A tokenized row of a data source.
 
@@ -209,7 +209,7 @@ class Prompt:
         return () if self.answer is None else (self.answer, *self.other_answers)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: pickled in C
 class TermReport:
     """How one reward term was computed on the completions of a group."""
 

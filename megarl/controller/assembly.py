@@ -13,7 +13,7 @@ from ray.util import remove_placement_group
 
 from megarl.cluster.placement.assign import cluster_nodes
 from megarl.cluster.placement.pool import reserve_pools
-from megarl.cluster.process.fast_imports import freeze_objects
+from megarl.cluster.process.fast_imports import collect_rarely
 from megarl.cluster.workers.failures import find_losses, pause
 from megarl.cluster.workers.group import RemoteCall, WorkerProcesses
 from megarl.config import RunConfig
@@ -150,7 +150,7 @@ class RunAssembly:
             sync = WeightSync.between(config, trainer, engines, pool, models)
         saved = self._monitor.heartbeat.saved
         checkpoints = Checkpointer(config, trained, self._notify, on_saved=saved) if config.checkpoint.every else None
-        freeze_objects(collect=True)
+        collect_rarely()
         parts = RunParts(
             trainer=trainer,
             models=models,

@@ -34,7 +34,7 @@ UNFINISHED: Final = "unfinished"
 """`Generation.finish_reason` of the first tokens of a completion that is still being sampled."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: pickled in C
 class Sampling:
     """Sampling parameters of a generation request.
 

@@ -93,7 +93,7 @@ Payloads = Sequence[Payload[Trajectories]] | Mapping[int, Payload[Trajectories]]
 """The trajectories of a step by the payload index of their samples; in the request of a rank those of its replica."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: pickled in C
 class MiniBatch:
     """The samples of one optimizer step."""
 
@@ -228,7 +228,7 @@ class ForwardRequest:
     """Whether ranks keep the routes of the tokens for `ForwardWorker.take_routes`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: pickled in C
 class TrainStats:
     """Metrics of one training step, reduced over all ranks."""
 
@@ -308,7 +308,7 @@ def split_push(request: PushRequest | None, grid: RankGrid) -> list[PushRequest 
     return [replace(request, sinks=of_rank) for of_rank in own]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: pickled in C
 class OffloadStats:
     """Bytes moved by one call, and host memory held after it."""
 

@@ -11,14 +11,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.batch.packed_trajectories import ObjectColumns
+from megarl.batch.packed_trajectories import ObjectColumns, field_positions, with_values
 from megarl.batch.trajectory import (
     TIME_LIMIT,
     TRUNCATED_REASONS,
@@ -99,7 +98,7 @@ class RolloutWorkerSpec:
     """Why an episode needs to be one sequence; None: it may have forked segments."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: pickled in C
 class GroupJob:
     """A request for `num_samples` trajectories of one prompt."""
 
@@ -163,7 +162,7 @@ class TrajectorySummary:
         return bool(self.reward_errors)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: pickled in C
 class GroupSummary:
     """The result of a finished job, without its tokens."""
 
@@ -192,19 +191,21 @@ class GroupSummary:
     def __post_init__(self) -> None:
         object.__setattr__(self, "trajectories", ObjectColumns.of(TrajectorySummary, self.trajectories))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # a step has thousands; what dataclasses do by themselves takes several times as long to unpickle
-        return _make_group_summary, tuple([getattr(self, name) for name in _group_summary_fields()])
-
     def column(self, name: str) -> tuple[Any, ...]:
         """Return a field of the summary of each episode."""
         assert isinstance(self.trajectories, ObjectColumns)
         return self.trajectories.column(name)
 
+    @property
+    def columns(self) -> tuple[tuple[Any, ...], ...]:
+        """All fields of the summaries, in the order of `SUMMARY_POSITIONS`, of each episode."""
+        assert isinstance(self.trajectories, ObjectColumns)
+        return self.trajectories.columns()
+
     def with_columns(self, **columns: Sequence[Any]) -> GroupSummary:
         """Return the summary with other values of some fields of the episodes."""
         assert isinstance(self.trajectories, ObjectColumns)
-        return replace(self, trajectories=self.trajectories.replace(**columns))
+        return with_values(self, trajectories=self.trajectories.replace(**columns))
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -218,13 +219,8 @@ class GroupSummary:
         return None if not self.has_baseline or self.trajectories[-1].is_dropped else self.trajectories[-1].reward
 
 
-@cache
-def _group_summary_fields() -> tuple[str, ...]:
-    return tuple([each.name for each in fields(GroupSummary)])
-
-
-def _make_group_summary(*values: Any) -> GroupSummary:
-    return GroupSummary(**dict(zip(_group_summary_fields(), values, strict=True)))
+SUMMARY_POSITIONS: Mapping[str, int] = field_positions(TrajectorySummary)
+"""Index of each field of a summary."""
 
 
 class RolloutWorker:

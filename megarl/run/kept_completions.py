@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.batch.sample_table import SampleKey
-from megarl.rollout.rollout_worker import TrajectorySummary
+from megarl.rollout.rollout_worker import SUMMARY_POSITIONS, TrajectorySummary
 from megarl.run.remote.group_stream import FinishedGroup
 
 
@@ -37,8 +37,8 @@ class KeptCompletions:
     def column(self, name: str) -> list[Any]:
         """Return a field of the summaries of the N completions."""
         if name not in self._columns:
-            of_groups = [group.summary.column(name) for group in self.groups]
-            if not self._is_complete:
+            of_groups: Sequence[tuple[Any, ...]] = self._column_of_groups(name)
+            if not self.is_complete:
                 of_groups = [tuple([of[i] for i in kept]) for of, kept in zip(of_groups, self._kept, strict=True)]
             self._columns[name] = list(chain.from_iterable(of_groups))
         return self._columns[name]
@@ -49,6 +49,15 @@ class KeptCompletions:
         return [
             group.summary.trajectories[i] for group, kept in zip(self.groups, self._kept, strict=True) for i in kept
         ]
+
+    def _column_of_groups(self, name: str) -> Sequence[tuple[Any, ...]]:
+        """Return a field of the summaries of each group's episodes, dropped ones included."""
+        return self._columns_of_groups[SUMMARY_POSITIONS[name]] if self.groups else ()
+
+    @cached_property
+    def _columns_of_groups(self) -> Sequence[Sequence[tuple[Any, ...]]]:
+        """By field of the summaries, its values in each group."""
+        return list(zip(*[group.summary.columns for group in self.groups], strict=True))
 
     @cached_property
     def keys(self) -> list[SampleKey]:
@@ -74,7 +83,7 @@ class KeptCompletions:
     @cached_property
     def num_segments(self) -> NDArray[np.int64]:
         """Number of sequences of each completion, [N]."""
-        if not self._is_forked:
+        if not self.is_forked:
             return np.ones(len(self), np.int64)
         return np.array([len(tokens) or 1 for tokens in self.column("segment_tokens")], np.int64)
 
@@ -86,8 +95,9 @@ class KeptCompletions:
     @cached_property
     def sequence_keys(self) -> NDArray[np.int64]:
         """Key of each sequence, index of the group and index within the group's payload, [S, 2]."""
-        if not self._is_forked:
-            return np.array(self.keys, np.int64).reshape(-1, 2)
+        if not self.is_forked:
+            index_N = np.fromiter(chain.from_iterable(self._kept), np.int64, len(self))
+            return np.stack([self.group_numbers, index_N], axis=1)
         keys: list[SampleKey] = []
         for p, (group, kept) in enumerate(zip(self.groups, self._kept, strict=True)):
             first = [0, *accumulate(len(tokens) or 1 for tokens in group.summary.column("segment_tokens"))]
@@ -98,7 +108,7 @@ class KeptCompletions:
     def sequence_tokens(self) -> NDArray[np.int64]:
         """Number of tokens of each sequence, [S]."""
         num_tokens = self.column("num_tokens")
-        if not self._is_forked:
+        if not self.is_forked:
             return np.array(num_tokens, np.int64)
         of_segments = zip(self.column("segment_tokens"), num_tokens, strict=True)
         return np.array([n for tokens, total in of_segments for n in tokens or (total,)], np.int64)
@@ -124,12 +134,12 @@ class KeptCompletions:
         return list(map(len, self._kept))
 
     @cached_property
-    def _is_complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all episodes of the groups are kept."""
         sizes = [len(group.summary.trajectories) for group in self.groups]
         return sizes == self._sizes
 
     @cached_property
-    def _is_forked(self) -> bool:
+    def is_forked(self) -> bool:
         """Whether an episode of the groups, also a dropped one, has several segments."""
-        return any(any(group.summary.column("segment_tokens")) for group in self.groups)
+        return any(map(any, self._column_of_groups("segment_tokens")))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from megarl.batch.trajectory import MAX_REWARD
@@ -144,7 +143,8 @@ class RewardWeights:
                 totals[i] = total
             else:
                 errors[i] = self._too_large(of_terms)
-        return replace(group, summary=group.summary.with_columns(reward=totals, reward_errors=errors))
+        summary = group.summary.with_columns(reward=totals, reward_errors=errors)
+        return FinishedGroup(summary, group.payload, group.worker)
 
     def _too_large(self, terms: Mapping[str, float]) -> dict[str, str]:
         """Return the error of the term with the largest part of a total."""

@@ -335,7 +335,7 @@ class RLRun(StageRun):
                 reasons.append("all completions were truncated (algorithm.mask_truncated_completions)")
         before = self._updates.find(self.step, batch_id)
         if before is None:
-            why = self._check("sampled", batch_metrics(batch), reasons) or self._check("estimated", self.step_metrics)
+            why = self._check("sampled", batch.mean_reward, reasons) or self._check("estimated", self.step_metrics)
             record = StepUpdate(step=self.step, batch=batch_id, skipped=why)
         else:
             record = before

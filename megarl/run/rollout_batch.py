@@ -104,6 +104,11 @@ class RolloutBatch:
         """N total rewards: weighted sums of the reward terms."""
         return self.kept.rewards
 
+    @property
+    def mean_reward(self) -> dict[str, float]:
+        """The metric `reward/mean`, which a batch without completions lacks."""
+        return {"reward/mean": sum(self.rewards) / len(self.rewards)} if self.rewards else {}
+
     def reward_term(self, name: str) -> list[float]:
         """Return the N values of one reward term."""
         return [rewards[name] for rewards in self.kept.column("rewards")]
@@ -132,11 +137,15 @@ class RolloutBatch:
     def logged_advantages(self) -> list[float | None]:
         """Advantage of each sequence of `all_groups`; None for dropped ones, 0 if none was estimated."""
         logged: list[float | None] = []
-        estimated = iter(self.scalars.get("advantages", [0.0] * len(self.kept)))
-        for group in self.groups:
-            kept = set(group.summary.kept)
-            for i, tokens in enumerate(group.summary.column("segment_tokens")):
-                logged += [next(estimated) if i in kept else None] * (len(tokens) or 1)
+        advantages = self.scalars.get("advantages", [0.0] * len(self.kept))
+        if self.kept.is_complete and not self.kept.is_forked:
+            logged += advantages
+        else:
+            estimated = iter(advantages)
+            for group in self.groups:
+                kept = set(group.summary.kept)
+                for i, tokens in enumerate(group.summary.column("segment_tokens")):
+                    logged += [next(estimated) if i in kept else None] * (len(tokens) or 1)
         num_dropped = sum(
             len(tokens) or 1 for group in self.dropped_groups for tokens in group.summary.column("segment_tokens")
         )
@@ -419,7 +428,7 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     reasons = Counter(kept.column("finish_reason"))
     rewards_by_group = [set(rewards[first:stop]) for first, stop in pairwise([*batch.group_offsets, num])]
     metrics |= {
-        "reward/mean": sum(rewards) / num,
+        **batch.mean_reward,
         "reward/informative_groups": sum(len(distinct) > 1 for distinct in rewards_by_group) / len(groups),
         "response/length": sum(kept.response_lengths) / num,
         "response/truncated": sum(reasons[reason] for reason in TRUNCATED_REASONS) / num,

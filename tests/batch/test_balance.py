@@ -11,9 +11,13 @@ from numpy.typing import NDArray
 from megarl.batch.balance import (
     MAX_IMBALANCE,
     QWEN2_5_7B,
+    SWAP_TOLERANCE,
     SequenceCost,
+    balance_equal_targets,
+    find_swaps,
+    RankTable,
+    best_fit,
     fill_to_targets,
-    find_swap,
     plan_micro_batches,
     plan_whole_groups,
 )
@@ -276,15 +280,82 @@ def search_swap(mine, theirs, gap, max_tokens):
     return best
 
 
+def pad_members(of_ranks):
+    """Return costs and lengths of the sequences of each rank in arrays, and their numbers."""
+    size = max(map(len, of_ranks)) + 2
+    rows = [[*members, *[(0.0, 0, -1)] * (size - len(members))] for members in of_ranks]
+    costs_RM, lengths_RM = (np.array([[each[i] for each in row] for row in rows]) for i in range(2))
+    return costs_RM, lengths_RM, np.array(list(map(len, of_ranks)))
+
+
 def test_swaps_are_those_of_a_search_through_all_of_them():
     """Ties included: costs are a few integers."""
     rng = np.random.default_rng(0)
     found = []
-    for _ in range(500):
-        sizes, highest = rng.integers([1, 0], 8, 2), int(rng.integers(2, 40))
-        mine, theirs = ([(float(n), int(n), i) for i, n in enumerate(rng.integers(1, highest, m))] for m in sizes)
-        max_tokens = sum(n for _, n, _ in theirs) + int(rng.integers(-3, 20))
-        gap = float(rng.integers(1, 20)) / 2
-        found.append(search_swap(mine, theirs, gap, max_tokens))
-        assert find_swap(mine, theirs, gap, max_tokens) == found[-1]
+    for _ in range(100):
+        ranks = []
+        for _ in range(5):
+            sizes, highest = rng.integers([1, 0], 8, 2), int(rng.integers(2, 40))
+            mine, theirs = ([(float(n), int(n), i) for i, n in enumerate(rng.integers(1, highest, m))] for m in sizes)
+            ranks.append((mine, theirs, float(rng.integers(1, 20)) / 2, int(rng.integers(-3, 20))))
+        all_mine, all_theirs, gaps, rooms = zip(*ranks, strict=True)
+        swaps = find_swaps(pad_members(all_mine), pad_members(all_theirs), np.array(gaps), np.array(rooms))
+        for (mine, theirs, gap, room), given, taken, helps in zip(ranks, *swaps, strict=True):
+            max_tokens = sum(n for _, n, _ in theirs) + room
+            found.append(search_swap(mine, theirs, gap, max_tokens))
+            swap = (mine[given], theirs[taken] if taken >= 0 else None) if helps else None
+            assert swap == found[-1]
     assert {None, True, False} == {swap if swap is None else swap[1] is None for swap in found}
+
+
+def balance_by_search(batches, lengths, costs, max_tokens):
+    """Swap as `balance_equal_targets` says, on one rank, with a search through all swaps."""
+    held = [[(costs[i], lengths[i], i) for i in members] for members in batches]
+    loads = [sum(cost for cost, *_ in members) for members in held]
+    bound = sum(loads) / len(loads) * (1 + SWAP_TOLERANCE)
+    num_swaps = 0
+    for _ in range(2 * len(held)):
+        top, low = loads.index(max(loads)), loads.index(min(loads))
+        swap = None if loads[top] <= bound else search_swap(held[top], held[low], loads[top] - loads[low], max_tokens)
+        if swap is None:
+            break
+        num_swaps += 1
+        given, taken = swap
+        held[top] = [each for each in held[top] if each != given] + ([] if taken is None else [taken])
+        held[low] = [each for each in [*held[low], given] if each != taken]
+        loads[top] -= given[0] - (0.0 if taken is None else taken[0])
+        loads[low] += given[0] - (0.0 if taken is None else taken[0])
+    return [[i for *_, i in members] for members in held], num_swaps
+
+
+def test_ranks_packed_at_the_same_time_have_what_each_has_alone():
+    """Counts, filling, packing where filling fails, and swaps, on ranks of different sizes, one of them without any."""
+    num_failed = num_swaps = 0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        lengths_N = rng.integers(1, 60, 150)
+        costs_N = (lengths_N * rng.integers(1, 3)).astype(np.float64)  # sums of whole numbers: exact in any order
+        ends = np.sort(rng.integers(0, 150, 5))
+        ranks = [own_n[np.argsort(-lengths_N[own_n], kind="stable")] for own_n in np.split(rng.permutation(150), ends)]
+        ranks.append(np.zeros(0, np.intp))
+        max_tokens = int(rng.integers(61, 150))
+        table = RankTable(lengths_N, costs_N, ranks)
+        packed = [best_fit(lengths_N, own_n, max_tokens) for own_n in ranks]
+        assert sorted(table.count_best_fit(max_tokens).tolist()) == sorted(map(len, packed))
+        targets = [float(costs_N.max())] + [float(costs_N.sum()) / 6] * max(map(len, packed))
+        filled = table.fill(targets, max_tokens)
+        for own_n, own_packed, batches in zip(ranks, packed, filled, strict=True):
+            own_targets = float(costs_N[own_n].sum()) / sum(targets) * np.array(targets)
+            expected = fill_to_targets(lengths_N, costs_N, own_n, own_targets, max_tokens)
+            if expected is None:
+                num_failed += 1
+                expected = own_packed + [[] for _ in range(len(targets) - len(own_packed))]
+            assert [members[::-1] for members in batches] == expected
+        balanced = balance_equal_targets(filled, targets, lengths_N, costs_N, max_tokens)
+        long = 0 if targets[0] <= targets[-1] else 1
+        for batches, own in zip(filled, balanced, strict=True):
+            swapped, of_rank = balance_by_search(batches[long:], lengths_N.tolist(), costs_N.tolist(), max_tokens)
+            assert own == [*batches[:long], *swapped]
+            num_swaps += of_rank
+    assert num_failed
+    assert num_swaps

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from megarl.batch.packed_trajectories import ObjectColumns
+from megarl.batch.packed_trajectories import ObjectColumns, with_values
+from megarl.batch.trajectory import TermReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +61,9 @@ def test_columns_are_read_without_making_objects():
 def test_equal_numbers_of_other_types_keep_their_types():
     columns = pickle.loads(pickle.dumps(ObjectColumns.of(Row, [Row(number=1, share=0), Row(number=1, share=0.0)])))
     assert list(map(type, columns.column("share"))) == [int, float]
+
+
+def test_copies_with_other_values():
+    report = TermReport(seconds=0.5, num_retried=2)
+    assert with_values(report, num_retried=3) == replace(report, num_retried=3)
+    assert report == TermReport(seconds=0.5, num_retried=2)

@@ -288,3 +288,41 @@ def test_several_samples_of_several_sources() -> None:
         }
     )
     assert evaluation.score == evaluation.metrics["eval/match"]
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("forks", [False, True])
+def test_columns_are_those_of_the_completions_one_by_one(drops, forks):
+    rng = np.random.default_rng(0)
+    groups = []
+    for number in range(30):
+        errors = [{"match": "failed"} if drops and rng.random() < 0.3 else {} for _ in range(4)]
+        rewards = rng.random(4).tolist()
+        group = finished_group(
+            [completion([0, 1], reward=r, reward_errors=e) for r, e in zip(rewards, errors, strict=True)], number
+        )
+        segments = [(1,) * int(n) if forks and n > 1 else () for n in rng.integers(0, 4, 4)]
+        groups.append(replace(group, summary=group.summary.with_columns(segment_tokens=segments)))
+    batch = RolloutBatch.from_sampled(groups, min_completions=2)
+    kept, keys, logged = [], [], []
+    for p, group in enumerate(batch.groups):
+        first = 0
+        for summary in group.summary.trajectories:
+            sequences = list(range(first, first + summary.num_segments))
+            first += summary.num_segments
+            if summary.is_dropped:
+                logged += [None] * summary.num_segments
+            else:
+                logged += [float(len(kept))] * summary.num_segments
+                kept.append(summary)
+                keys += [[p, s] for s in sequences]
+    logged += [
+        None for group in batch.dropped_groups for each in group.summary.trajectories for _ in range(each.num_segments)
+    ]
+    batch.scalars["advantages"] = [float(n) for n in range(len(kept))]
+    assert batch.kept.sequence_keys.tolist() == keys
+    assert batch.kept.column("finish_reason") == [each.finish_reason for each in kept]
+    assert batch.rewards == [each.reward for each in kept] == [each.reward for each in batch.summaries]
+    assert batch.mean_reward == {"reward/mean": sum(each.reward for each in kept) / len(kept)}
+    assert batch.logged_advantages == logged
+    assert (batch.num_dropped > 0, len(logged) > len(kept)) == (drops, drops or forks)

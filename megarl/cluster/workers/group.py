@@ -48,7 +48,7 @@ _LATE_GROUP = "late"
 """Concurrency group of `CallRelay.late`, which is called while a relay waits."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: pickled in C
 class RankCall:
     """A call of a method on some ranks of a role."""
 

@@ -30,7 +30,7 @@ class Payload(Protocol[T_co]):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: pickled in C
 class StoredPayload[T]:
     """A value in Ray's object store."""
 
@@ -51,7 +51,7 @@ class StoredPayload[T]:
         return fetch_all([self])[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: pickled in C
 class StoredItem[T]:
     """An item of a sequence in Ray's object store: small values that were produced together share an object."""
 

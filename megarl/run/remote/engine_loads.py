@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -140,19 +140,28 @@ class EngineLoads:
             assigned.append(AssignedJob(job, load))
         return assigned
 
-    def release(self, assigned: AssignedJob) -> None:
-        """Subtract the samples of a job that has finished, is cancelled, or is assigned again."""
-        self._change(assigned.load, -assigned.job.num_episodes)
+    def release(self, *assigned: AssignedJob) -> None:
+        """Subtract the samples of jobs that have finished, are cancelled, or are assigned again."""
+        loads, num_samples = dict[int, EngineLoad | None](), Counter[int]()
+        for each in assigned:
+            loads[id(each.load)] = each.load
+            num_samples[id(each.load)] += each.job.num_episodes
+        for key, load in loads.items():
+            self._change(load, -num_samples[key])
 
     def _change(self, load: EngineLoad | None, num_samples: int) -> None:
         """Add samples to an engine that serves; no-op without one."""
         if load is None or not load.is_serving:
             return
+        self._add_samples(load, num_samples)
+        self._by_share[load.engine % len(self._by_share)].add(load)
+
+    def _add_samples(self, load: EngineLoad, num_samples: int) -> None:
+        """Add samples to an engine that serves; its share must get the new load before the share is used."""
         load.outstanding += num_samples
         if num_samples > 0:
             load.turn = next(self._turns)
         self._all.add(load)
-        self._by_share[load.engine % len(self._by_share)].add(load)
 
     def _choose(self, jobs: Sequence[GroupJob]) -> dict[int, list[tuple[EngineLoad, int]]]:
         """Return, by share, an engine for each job, and the samples that it was given."""
@@ -160,8 +169,11 @@ class EngineLoads:
         for job in jobs:
             load = self._all.least()
             assert load is not None, "no engine serves"
-            self._change(load, job.num_episodes)
+            self._add_samples(load, job.num_episodes)
             chosen.setdefault(load.engine % len(self._by_share), []).append((load, job.num_episodes))
+        for share, own in chosen.items():
+            for load in {id(load): load for load, _ in own}.values():
+                self._by_share[share].add(load)
         return chosen
 
     def _in_turn[T](self, by_share: dict[int, list[T]], max_per_block: int) -> Iterator[tuple[int, Sequence[T]]]:

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from megarl.batch.packed_trajectories import with_values
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.workers.failures import Completions, to_megarl_error
@@ -204,7 +205,7 @@ class GroupStream:
 
     def _send(self, assigned: Sequence[AssignedJob], worker: int) -> None:
         batch = _JobBatch(next(_batch_numbers), worker, self._workers[worker], dict(enumerate(assigned)))
-        jobs = [each.job if each.load is None else replace(each.job, engine=each.load.engine) for each in assigned]
+        jobs = [each.job if each.load is None else with_values(each.job, engine=each.load.engine) for each in assigned]
         self._call(batch, "begin_calls", ("rollout_group", tuple(jobs)), num_expected=1)
 
     def _call(self, batch: _JobBatch, name: str, arguments: tuple[Any, ...], *, num_expected: int) -> None:
@@ -234,14 +235,19 @@ class GroupStream:
         except RayError as error:
             raise to_megarl_error(error, what="rollout", name=f"rollout worker {batch.worker}") from error
         finished: list[tuple[GroupJob, FinishedGroup]] = []
+        released: list[AssignedJob] = []
         for position, (index, outcome) in enumerate(collected.results):
             if index not in batch.jobs:
                 continue  # it was canceled
             if isinstance(outcome, MegarlError):
                 self._error = outcome
-                return finished
+                break
             payload: StoredItem[Any] = StoredItem(call.objects[position // per_object], position % per_object)
-            finished.append((self._remove(batch, index), FinishedGroup(outcome, payload, batch.worker)))
+            released.append(batch.jobs.pop(index))
+            finished.append((released[-1].job, FinishedGroup(outcome, payload, batch.worker)))
+        self._workers.engine_loads.release(*released)
+        if self._error is not None:
+            return finished
         del self._calls[ref]
         if batch.jobs:
             num_expected = max(collected.num_ready, 2 * len(collected.results), 1)

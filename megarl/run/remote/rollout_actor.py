@@ -101,7 +101,7 @@ class RolloutActor(RolloutWorker):
     async def record(
         self,
         step: int,
-        rewards: Sequence[tuple[float, Mapping[str, float], Mapping[str, str]]],
+        rewards: tuple[Sequence[float], Sequence[Mapping[str, float]], Sequence[Mapping[str, str]]],
         advantages: Sequence[float | None],
         places: Sequence[tuple[int, int]],
         *stored: Sequence[Sequence[Trajectory]],
@@ -109,7 +109,7 @@ class RolloutActor(RolloutWorker):
         """Write the trajectories of the groups to `rollouts/step-<step>.parquet`.
 
         Args:
-            rewards: one per trajectory, from the controller: the total reward, all terms, and the errors.
+            rewards: columns of one value per trajectory, from the controller: total reward, all terms, and errors.
             advantages: one per trajectory; None for one that was not trained on.
             places: for each group, the index of its object and its index there.
             stored: the objects, or the only item that `as_arguments` returns.
@@ -122,7 +122,7 @@ class RolloutActor(RolloutWorker):
         trajectories = [replace(trajectory, group_id=g) for g, group in enumerate(groups) for trajectory in group]
         known = [
             replace(trajectory, reward=total, rewards=terms, reward_errors=errors)
-            for trajectory, (total, terms, errors) in zip(trajectories, rewards, strict=True)
+            for trajectory, total, terms, errors in zip(trajectories, *rewards, strict=True)
         ]
         path = self._folder / f"step-{step:06d}.parquet"
         require_lock(self._run_dir)

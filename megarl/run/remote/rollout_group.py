@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 import ray
@@ -19,7 +20,7 @@ from megarl.cluster.workers.payload import StoredItem, as_arguments, distinct_re
 from megarl.config import RunConfig
 from megarl.engines.engine import Sampling
 from megarl.megatron.training.samples import ComputedColumn
-from megarl.rollout.rollout_worker import GroupJob
+from megarl.rollout.rollout_worker import SUMMARY_POSITIONS, GroupJob
 from megarl.run.remote.engine_group import EngineGroup
 from megarl.run.remote.group_stream import FinishedGroup, GroupStream, groups_per_object
 from megarl.run.remote.rollout_workers import RolloutWorkers
@@ -212,12 +213,17 @@ class RolloutGroup:
         """
         self.flush_records()
         stored, places = distinct_refs([group.payload for group in groups])
-        columns = [
-            [value for group in groups for value in group.summary.column(name)]
+        of_groups = list(zip(*[group.summary.columns for group in groups], strict=True))
+        segment_tokens, *rewards = (
+            tuple(chain.from_iterable(of_groups[SUMMARY_POSITIONS[name]])) if groups else ()
             for name in ("segment_tokens", "reward", "rewards", "reward_errors")
-        ]
-        rewards = [rewards for tokens, *rewards in zip(*columns, strict=True) for _ in tokens or (None,)]
-        self._record(step % len(self.workers), (step, tuple(rewards), tuple(advantages), places, *as_arguments(stored)))
+        )
+        if any(segment_tokens):
+            sizes = [len(tokens) or 1 for tokens in segment_tokens]
+            rewards = [tuple(chain.from_iterable(map(repeat, column, sizes))) for column in rewards]
+        self._record(
+            step % len(self.workers), (step, tuple(rewards), tuple(advantages), places, *as_arguments(stored))
+        )
 
     def flush_records(self) -> None:
         """Block until the rollouts of all `record` calls are on disk."""

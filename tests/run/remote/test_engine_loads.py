@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.engines.engine import FinishedRequest, Generation, GenerationRequest
@@ -219,6 +220,27 @@ def test_samples_are_counted_by_job() -> None:
     for each in assigned:
         loads.release(each)
     assert loads.outstanding == [0] * 5
+
+
+def test_jobs_that_end_together_count_as_one_by_one() -> None:
+    """A run that releases groups in calls of several names the same engines as one that releases each by itself."""
+    rng, runs = np.random.default_rng(0), [EngineLoads(3), EngineLoads(3)]
+    for loads in runs:
+        loads.start([True] * 7)
+    flying: list[list[AssignedJob]] = [[], []]
+    for _ in range(40):
+        jobs = [replace(job, num_samples=int(n)) for job, n in zip(jobs_of(9), rng.integers(1, 5, 9), strict=True)]
+        engines = []
+        for loads, own in zip(runs, flying, strict=True):
+            assigned = [each for of_worker in loads.assign(jobs, 4).values() for each in of_worker]
+            engines.append([each.load.engine for each in assigned if each.load])
+            own += assigned
+        assert engines[0] == engines[1]
+        ended = sorted(rng.choice(len(flying[0]), len(flying[0]) // 2, replace=False).tolist(), reverse=True)
+        runs[0].release(*[flying[0].pop(i) for i in ended])
+        for i in ended:
+            runs[1].release(flying[1].pop(i))
+        assert runs[0].outstanding == runs[1].outstanding
 
 
 def test_fewer_engines_than_workers_are_each_served_by_their_own_workers() -> None:

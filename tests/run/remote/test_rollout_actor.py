@@ -163,7 +163,7 @@ def test_an_actor_of_a_run_that_lost_its_folder_writes_nothing(make_actor, tmp_p
         take_over(tmp_path)
         written = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
         assert isinstance(run(actor, [job(1)])[0], LostLockError)
-        rewards = [(t.reward, t.rewards, t.reward_errors) for t in trajectories]
+        rewards = tuple([getattr(t, name) for t in trajectories] for name in ("reward", "rewards", "reward_errors"))
         with pytest.raises(LostLockError):
-            asyncio.run(actor.record(5, rewards, [0.0] * len(rewards), [(0, 0)], [trajectories]))
+            asyncio.run(actor.record(5, rewards, [0.0] * len(trajectories), [(0, 0)], [trajectories]))
         assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == written

@@ -485,8 +485,13 @@ def test_rollouts_are_written_with_the_rewards_of_each_sequence(ray):
     run.group.record(3, groups, [0.1, 0.2, 0.3])
     step, rewards, advantages, places, *stored = ray.workers[0].arguments["record"]
     assert (step, advantages, places) == (3, (0.1, 0.2, 0.3), ((0, 0), (1, 0)))
-    assert rewards == ([1.5, {"match": 1.5}, {}], [2.0, {"a": 3.0}, {}], [0.0, {"match": 0.5}, {"match": "too large"}])
+    assert rewards == ((1.5, 2.0, 0.0), ({"match": 1.5}, {"a": 3.0}, {"match": 0.5}), ({}, {}, {"match": "too large"}))
     assert stored == ["object 0", "object 1"]
+    forked = finished_group([completion([0, 1], reward=1.5), completion([1], reward=2.0)])
+    summary = forked.summary.with_columns(segment_tokens=[(2, 1), ()])
+    ray.workers[0].calls["record"].end(None)
+    run.group.record(4, [replace(forked, summary=summary, payload=StoredItem("object", 0))], [0.1, 0.1, 0.2])
+    assert ray.workers[0].arguments["record"][1][0] == (1.5, 1.5, 2.0)
 
 
 def test_worker_that_hangs_while_writing_rollouts_is_replaced(ray):
