@@ -221,9 +221,7 @@ class RolloutGroup:
         if any(segment_tokens):
             sizes = [len(tokens) or 1 for tokens in segment_tokens]
             rewards = [tuple(chain.from_iterable(map(repeat, column, sizes))) for column in rewards]
-        self._record(
-            step % len(self.workers), (step, tuple(rewards), tuple(advantages), places, *as_arguments(stored))
-        )
+        self._record(step % len(self.workers), (step, tuple(rewards), tuple(advantages), places, *as_arguments(stored)))
 
     def flush_records(self) -> None:
         """Block until the rollouts of all `record` calls are on disk."""
