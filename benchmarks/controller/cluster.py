@@ -320,7 +320,7 @@ class FakeEngines(EngineHandles):
 class FakeRolloutWorkers(RolloutWorkers):
     """Rollout workers that share a few processes."""
 
-    def _launch(self, index: int) -> ray.actor.ActorHandle:
+    def launch(self, index: int) -> ray.actor.ActorHandle:
         if not hasattr(self, "_hosts"):
             actor = ray.remote(concurrency_groups={LIVENESS_GROUP: 1})(AsyncWorkerHost)
             options = actor.options(num_cpus=0, max_concurrency=10_000)
