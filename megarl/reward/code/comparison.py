@@ -23,13 +23,13 @@ GRADING_SECONDS = 1.0
 MAX_COLLISIONS = 64
 """Members of a set, or keys of a dict, that may have one hash; adding n of them takes n * n comparisons."""
 
-CONSTRUCTORS: Mapping[str, Callable[..., Any]] = {
-    "Decimal": Decimal,
-    "Fraction": Fraction,
-    "frozenset": frozenset,
-    "set": set,
+CONSTRUCTORS: Mapping[str, tuple[Callable[..., Any], type]] = {
+    "Decimal": (Decimal, str),
+    "Fraction": (Fraction, int),  # of a text such as 1e9999999, it would compute all digits
+    "frozenset": (frozenset, object),
+    "set": (set, object),
 }
-"""Calls in texts of values, on literals."""
+"""Calls in texts of values, with the type of their arguments as `repr` writes them."""
 
 
 class UndecidedError(Exception):
@@ -85,7 +85,11 @@ def _read(node: ast.expr, clock: GradingClock) -> Any:
             found = _hashed(_read(key, clock) for key in keys if key is not None)
             return dict(zip(found, (_read(value, clock) for value in values), strict=True))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in CONSTRUCTORS:
-            return CONSTRUCTORS[name](*(_read(argument, clock) for argument in arguments))
+            constructor, kind = CONSTRUCTORS[name]
+            values = [_read(argument, clock) for argument in arguments]
+            if not all(isinstance(value, kind) for value in values):
+                raise ValueError(f"{name} needs arguments of type {kind.__name__}")
+            return constructor(*values)
     raise ValueError(f"a value needs to be a literal, got {type(node).__name__}")
 
 
