@@ -26,8 +26,8 @@ MAX_COLLISIONS = 64
 CONSTRUCTORS: Mapping[str, tuple[Callable[..., Any], type]] = {
     "Decimal": (Decimal, str),
     "Fraction": (Fraction, int),  # of a text such as 1e9999999, it would compute all digits
-    "frozenset": (frozenset, object),
-    "set": (set, object),
+    "frozenset": (frozenset, set),  # of a list, it would compare members that collide
+    "set": (set, set),
 }
 """Calls in texts of values, with the type of their arguments as `repr` writes them."""
 

@@ -161,6 +161,18 @@ def test_any_text_is_graded():
             assert not is_passed(test, Outcome(status="ok", stdout=text, value=text))
 
 
+@pytest.mark.parametrize(
+    "text", ["set([1])", "set((1,))", "frozenset([1])", "set({1: 2})", "frozenset(frozenset({1}))"]
+)
+def test_sets_are_read_as_repr_writes_them(text):
+    """A set that is made of another collection would not be looked at for members that collide."""
+    test = TestCase(case=Case(call="f()"), expected={1})
+    assert grade(test, Outcome(status="ok", value=text)) == "failed"
+    assert is_passed(test, returned({1}))
+    assert is_passed(TestCase(case=Case(call="f()"), expected={frozenset({1})}), returned({frozenset({1})}))
+    assert is_passed(TestCase(case=Case(call="f()"), expected=set()), returned(set()))
+
+
 COLLIDING = [i * (2**61 - 1) for i in range(1, 3000)]
 
 
