@@ -122,7 +122,7 @@ coverage: setup $(INTERPRETER) $(TEMPLATES) ## Run the tests and report the line
 	$(BIN)/coverage report
 
 test-times: setup $(INTERPRETER) $(TEMPLATES) ## Run the tests and write the CPU and wall seconds of each to TIMES
-	$(BIN)/python -m $(PYTEST_PARALLEL) -p tests.maintenance.durations --durations-to $(TIMES) $(ARGS)
+	$(BIN)/python -m $(PYTEST_PARALLEL) -p tests.maintenance.durations --durations-to=$(TIMES) $(ARGS)
 
 mutants: setup $(INTERPRETER) ## Seed thirty faults one by one, and check that tests fail for each of them
 	$(BIN)/python -m tests.maintenance.mutants $(ARGS)

@@ -1,6 +1,6 @@
 """Plugin of pytest that writes the CPU and wall seconds of every test to a file.
 
-    python -m pytest -p tests.maintenance.durations --durations-to FILE
+    python -m pytest -p tests.maintenance.durations --durations-to=FILE
 
 The CPU seconds of a test are those that its pytest process and all processes below it have used from the end of the
 test before it to its own end: set-up of shared fixtures counts for the first test that needs them. Processes that have
