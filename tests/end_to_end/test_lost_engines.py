@@ -110,11 +110,15 @@ def happening_during(run: StartedRun, disturb: Callable[[], None], replica=0, *,
         return count
 
     def act() -> None:
-        assert wait_until(lambda: num_requests() > 0)
-        disturb()
-        with suppress(ProcessLookupError):
-            if continues:
-                os.kill(scheduler, signal.SIGCONT)
+        disturbed = False
+        try:
+            assert wait_until(lambda: num_requests() > 0)
+            disturb()
+            disturbed = True
+        finally:
+            with suppress(ProcessLookupError):
+                if continues or not disturbed:
+                    os.kill(scheduler, signal.SIGCONT)
 
     os.kill(scheduler, signal.SIGSTOP)
     with in_thread(act):

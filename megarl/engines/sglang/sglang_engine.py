@@ -144,7 +144,7 @@ class SglangEngine(RolloutEngine):
         self._weights = WeightSession(self._host, self._requests)
         self._update = UpdateRunner(self._weights)
         self._released = ReleasedMemory(self._host)
-        self._batches = RequestBatches(self._requests.complete)
+        self.batches = RequestBatches(self._requests.complete)
         self._num_requests = 0
 
     async def start(self) -> None:
@@ -178,7 +178,7 @@ class SglangEngine(RolloutEngine):
     async def begin_requests(self, batch_id: str, requests: Sequence[GenerationRequest]) -> list[FinishedRequest]:
         """Begin a batch of requests; return its first completions, see `RequestBatches`; raises as `generate`."""
         self._check_can_generate()
-        return await self._host.call(self._batches.begin(batch_id, requests))
+        return await self._host.call(self.batches.begin(batch_id, requests))
 
     def _check_can_generate(self) -> None:
         """Raise if a request would fail now; while requests are held, new ones wait with them."""
@@ -189,7 +189,7 @@ class SglangEngine(RolloutEngine):
 
     async def finished_requests(self, batch_id: str) -> list[FinishedRequest]:
         """Return the next completions of a batch."""
-        return await self._host.call(self._batches.collect(batch_id))
+        return await self._host.call(self.batches.collect(batch_id))
 
     async def partial_outputs(self, known: Mapping[str, int]) -> dict[str, Generation]:
         """Return the tokens of requests in flight, without those known; see `GenerationEngine.partial_outputs`."""
@@ -302,7 +302,7 @@ class SglangEngine(RolloutEngine):
         await self._host.call(self._host.tokenizer_manager.get_internal_state())
         return EngineHealth(
             policy_version=self._weights.policy_version,
-            num_requests=self._num_requests + self._batches.num_unfinished,
+            num_requests=self._num_requests + self.batches.num_unfinished,
             num_waiting=self._requests.gate.num_waiting,
             concurrency_limit=self._requests.gate.limit,
             scheduler_pids=tuple(await self._host.scheduler_pids()),
