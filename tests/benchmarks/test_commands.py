@@ -19,8 +19,8 @@ COMMANDS = {
     "packing --sequences=12 --ranks=4 --seeds=1 --gsm8k={folder}": """lengths model seed sequences ranks max_tokens
         align scheme micro_batches micro_batches_bound padding_percent fill_percent fullest_percent cost_max_over_mean
         step_cost plan_seconds""",
-    "data --rows 1100 --folder={folder}": """rows mb cpu_seconds peak_mb bytes_per_row num_prompts num_stops
-        is_equal""",
+    "data --rows 1100 --folder={folder}": """rows mb cpu_seconds peak_mb bytes_per_row check_cpu_seconds check_peak_mb
+        num_prompts num_stops is_equal""",
     "schedule --simulate --steps=5": """tail schedule steps step_over_bound worst_staleness mean_staleness
         mean_group_staleness wasted_fraction masked_fraction group_steps_mean group_steps_max length_ratio
         open_groups""",

@@ -22,7 +22,7 @@ from ray.util import remove_placement_group
 from megarl.cluster.placement.pool import Slot, SlotPool, reserve
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.process.ports import join_world
-from megarl.cluster.workers import payload
+from megarl.cluster.workers import failures, payload
 from megarl.cluster.workers.dispatch import BROADCAST, Dispatch
 from megarl.cluster.workers.failures import NUM_LOOKS, find_losses, interruptible, late_names, wait_all
 from megarl.cluster.workers.group import WorkerGroup, WorkerProcesses, by_node, ranks_by_relay
@@ -264,7 +264,8 @@ def test_the_first_rank_of_a_node_prepares_an_argument_for_the_ranks_that_share_
     if num_relays == 2:  # each rank is alone on its node
         assert firsts(others.call(Opposite.number, 3, dispatch=shared)) == [3, 6]
         return
-    with patch.object(ray, "get", wraps=ray.get) as get:
+    # however long the call takes: calls of many seconds are not fetched one by one
+    with patch.object(ray, "get", wraps=ray.get) as get, patch.object(failures, "NUM_LOOKS", 1_000_000):
         assert firsts(others.call(Opposite.number, 3, dispatch=shared)) == [6, 12]
         got = [value for call in get.call_args_list for value in np.atleast_1d(call.args[0])]
         # of the first rank only that it has prepared the argument

@@ -225,8 +225,10 @@ def test_all_weights_are_sent_after_a_rank_has_died_in_a_delta_sync(ranks):
     ranks.replace(1)
     ranks.connect_all()
     outcomes = ranks.failing_sync(9, (None, 1), DeltaUpdate(number=4, base=2))
-    assert outcomes[0].error == "rank 0 has no digests of sync 2"
-    assert ranks.ranks[1].result().error == "rank 1 has no digests of sync 2"
+    errors = [outcomes[0].error, ranks.ranks[1].result().error]  # a rank is aborted if another one was first
+    assert [re.search(r"rank \d has no digests of sync 2", error) is not None for error in errors] == [True, True], (
+        errors
+    )
     ranks.connect_all()
     check_delta_sync(ranks, 9, DeltaUpdate(number=5), changes=True)
     check_delta_sync(ranks, 10, DeltaUpdate(number=6, base=5), changes=True)
