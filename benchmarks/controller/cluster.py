@@ -321,6 +321,7 @@ class FakeRolloutWorkers(RolloutWorkers):
     """Rollout workers that share a few processes."""
 
     def launch(self, index: int) -> ray.actor.ActorHandle:
+        """Start a rollout worker in one of the processes, as `RolloutWorkers.launch`."""
         if not hasattr(self, "_hosts"):
             actor = ray.remote(concurrency_groups={LIVENESS_GROUP: 1})(AsyncWorkerHost)
             options = actor.options(num_cpus=0, max_concurrency=10_000)
