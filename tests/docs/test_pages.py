@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,6 +35,7 @@ from tests.algorithms.scripted_run import run_script
 from tests.docs.code_blocks import ROOT, blocks, find_problems, pages
 from tests.end_to_end.tiny_world import SIZES
 from tests.maintenance.tree_measures import tracked_files
+from tests.required_tools import skip_or_fail
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -147,7 +149,8 @@ def test_defaults_and_presets_are_those_of_the_algorithm(row):
 
 
 def test_the_api_pages_list_all_that_algorithms_use():
-    pytest.importorskip("mkdocs", reason="needs requirements/docs.txt, which `make docs` installs")
+    if find_spec("mkdocs") is None:
+        skip_or_fail("the packages of requirements/docs.txt, which `make docs` installs, are missing")
     hook = runpy.run_path(str(ROOT / "docs/hooks/generated_pages.py"))
     assert {*hook["GUIDES"]} == {name for name in megarl.__all__ if name.islower()} | {"reshard"}
     listed = hook["RUN_METHODS"]

@@ -145,6 +145,7 @@ class SglangEngine(RolloutEngine):
         self._update = UpdateRunner(self._weights)
         self._released = ReleasedMemory(self._host)
         self.batches = RequestBatches(self._requests.complete)
+        """The batches of requests in progress."""
         self._num_requests = 0
 
     async def start(self) -> None:
