@@ -68,7 +68,8 @@ def begin_run(components: Components) -> StartedRun:
         logging.getLogger(__name__).info(text)
         messages.append(text)
 
-    components.engines.supervisor.restart_budget = RestartBudget(components.config.recovery, notify)
+    budget = RestartBudget(components.config.recovery, notify)
+    components.engines.supervisor.restart_budget = components.rollout.workers.restart_budget = budget
     components.weights.push(0)
     components.train(components.sample("train"))
     components.weights.push(1)
