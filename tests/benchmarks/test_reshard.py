@@ -24,6 +24,7 @@ from megarl.cli.tools.reshard_explain import make_scenario
 from megarl.errors import ConfigError
 from megarl.reshard.analysis.scenario import STRATEGIES
 from megarl.reshard.analysis.sync_report import RUN_ONLY_FIELDS, SyncReport, explain
+from megarl.reshard.planning import rounds as round_planning
 from tests.megatron.ranks import run_ranks
 from tests.reshard.analysis.test_sync_report import FIELDS
 from tests.reshard.synthetic import scenario
@@ -160,6 +161,34 @@ def test_content_depends_on_the_global_index_and_is_never_nan(dtype):
 
 
 SMALL = QWEN3_8B | {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096}
+
+
+SHARE = 9
+NINTH = QWEN3_8B | {"num_hidden_layers": 36 // SHARE, "vocab_size": 151_936 // SHARE // 128 * 128}
+
+
+@pytest.mark.parametrize(
+    ("train", "gen", "engines"),
+    [
+        ("pp=2,tp=4,dp=2", "tp=2", None),
+        ("pp=4,tp=4,dp=2", "tp=4", None),  # the first and the last stage would send more than any node receives
+        ("tp=8,dp=2", "tp=4", None),  # nothing crosses nodes
+        ("tp=4,dp=2", "tp=2", 4),
+        ("tp=8,dp=2", "tp=8", 8),
+    ],
+)
+def test_planned_seconds_are_near_the_bound(train, gen, engines, monkeypatch):
+    """A ninth of Qwen3-8B's layers and vocabulary over links of a ninth of the rate, bucket and messages likewise."""
+    monkeypatch.setitem(clock.MODELS, "ninth", NINTH)
+    monkeypatch.setattr(round_planning, "LARGE_MESSAGE_BYTES", round_planning.LARGE_MESSAGE_BYTES // SHARE)
+    monkeypatch.setattr(clock, "BUCKET_BYTES", clock.BUCKET_BYTES // SHARE)
+    monkeypatch.setattr(clock, "CASES", [clock.Case("ninth", train, gen, engines)])
+    rates = ["--network-gb-per-second", str(50 / SHARE), "--nvlink-gb-per-second", str(400 / SHARE)]
+    code, (report,), _ = run_module(partial(clock.main, ["--cases", "0", "--json", *rates]), [])
+    assert code == 0
+    assert report["auto_over_best"] <= 1.05
+    assert report["holder_deviation"] <= 1.05
+    assert report["ratio"] <= report["limit"]
 
 
 @pytest.mark.parametrize("engines", [None, 4])

@@ -103,7 +103,7 @@ def test_json_of_every_strategy(rows):
 @pytest.mark.usefixtures("untraced")
 def test_times_scale_with_the_rates_of_links(rows, output, command):
     """pp=2 on two nodes: half of the model leaves each, with exact once, with micro_dp once for each engine."""
-    sizes = ("pp=2,tp=4,dp=2", "tp=2", "--nodes", "2")
+    sizes = ("pp=2,tp=4,dp=2", "tp=2", "--nodes", "2", "--bucket-mb", "0.05")
     options = ("--nics-per-machine", "{}", "--network-gb-per-second", "{}", "--nvlink-gb-per-second", "1e9")
     found = {}
     for nics, rate in ((8, "0.001"), (4, "0.001"), (8, "0.002")):

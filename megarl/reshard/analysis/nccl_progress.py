@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.planning.rounds import Hop, Round
+from megarl.reshard.planning.rounds import Round, hops_of_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,8 @@ def name_ranks(ranks: Iterable[int]) -> str:
 def posted_groups(rounds: Sequence[Round], members: Sequence[int] = ()) -> list[PostedGroup]:
     """Return the groups that `BoxExecutor.run` posts for the rounds of one rank, in order.
 
-    For each round k, these are its all-gathers, which are one call, its hop 0, hop 1 of round k - 1, hop 2 of round
-    k - 2 and so on. A hop without messages posts no group.
+    For each round k, these are its all-gathers, which are one call, and its hop 0 together with hop 1 of round k - 1,
+    hop 2 of round k - 2 and so on. A step without messages posts no group.
 
     Args:
         members: ranks of the plan's all-gather group; empty without one.
@@ -81,16 +81,17 @@ def posted_groups(rounds: Sequence[Round], members: Sequence[int] = ()) -> list[
         if step < len(rounds):
             gathers, name = len(rounds[step].gathers), f"the all-gathers of round {step}"
             groups.append(PostedGroup(all_gathers=gathers, communicator=tuple(members), step=name))
-        started = [(hop, step - hop) for hop in range(num_hops) if 0 <= step - hop < len(rounds)]
-        groups += [_hop_group(rounds[number].hops[hop], hop, number) for hop, number in started]
+        groups.append(_messages(rounds, step))
     return [group for group in groups if group.sends or group.receives or group.all_gathers]
 
 
-def _hop_group(hop: Hop, index: int, number: int) -> PostedGroup:
+def _messages(rounds: Sequence[Round], step: int) -> PostedGroup:
+    """Return the messages of all hops that are started in a step."""
+    hops = [(number, hop, rounds[number].hops[hop]) for number, hop in hops_of_step(rounds, step)]
     return PostedGroup(
-        sends=tuple([send.to for send in hop.sends]),
-        receives=tuple([message.source for message in hop.receives]),
-        step=f"hop {index} of round {number}",
+        sends=tuple([send.to for _, _, each in hops for send in each.sends]),
+        receives=tuple([message.source for _, _, each in hops for message in each.receives]),
+        step=" and ".join(f"hop {hop} of round {number}" for number, hop, each in hops if each.sends or each.receives),
     )
 
 

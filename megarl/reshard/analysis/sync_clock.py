@@ -35,6 +35,8 @@ GroupKey = tuple[int, int]
 """Identifies a group of a rank; groups of all ranks with the same key contain the ends of the same exchanges."""
 GATHERS = 0
 """Second part of the key of all-gathers of a plan of boxes; the first is the step."""
+MESSAGES = 1
+"""The same of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def box_schedule(plans: Iterable[RankPlan], large_bytes: int) -> Schedule:
         exchanges += _messages_to(plan, large_bytes)
         if plan.group and plan.rank == plan.group[0]:
             exchanges += _all_gathers(plan)
-    return Schedule(exchanges, lambda keys: _waits_of_boxes(keys, max(num_hops, 2)))
+    return Schedule(exchanges, lambda keys: _waits_of_boxes(keys, num_hops))
 
 
 def _messages_to(plan: RankPlan, large_bytes: int) -> list[Exchange]:
@@ -96,13 +98,14 @@ def _messages_to(plan: RankPlan, large_bytes: int) -> list[Exchange]:
     rows = np.flatnonzero((moves.peer != plan.rank) & ~plan.gathered)
     columns = np.column_stack([moves.round[rows], moves.hop[rows], moves.peer[rows]])
     found, number = np.unique(columns, axis=0, return_inverse=True)
-    size = moves.num_bytes[rows]
+    size, number = moves.num_bytes[rows], number.reshape(-1)
     num_bytes = _sums(number, size, len(found))
-    num_large = _sums(number, (size >= large_bytes).astype(np.int64), len(found))
-    num_small = _sums(number, (size < large_bytes).astype(np.int64), len(found))
-    calls = num_large + (num_small > 0)
+    # each large box is a message of its own, small ones of a path are one together
+    is_large = size >= large_bytes
+    small = np.unique(np.column_stack([number, moves.path[rows]])[~is_large], axis=0)[:, 0]
+    calls = np.bincount(number[is_large], minlength=len(found)) + np.bincount(small, minlength=len(found))
     return [
-        Exchange((this + hop, 1 + hop), (peer, plan.rank), ((peer, plan.rank, total),), count)
+        Exchange((this + hop, MESSAGES), (peer, plan.rank), ((peer, plan.rank, total),), count)
         for (this, hop, peer), total, count in zip(found.tolist(), num_bytes.tolist(), calls.tolist(), strict=True)
     ]
 
@@ -129,23 +132,23 @@ def _ring(ranks: Sequence[int], share: int) -> tuple[tuple[int, int, int], ...]:
     return tuple((rank, ranks[(i + 1) % len(ranks)], share * (len(ranks) - 1)) for i, rank in enumerate(ranks))
 
 
-def _waits_of_boxes(keys: Sequence[GroupKey], num_buckets: int) -> list[list[int]]:
+def _waits_of_boxes(keys: Sequence[GroupKey], num_hops: int) -> list[list[int]]:
     """Return what the groups of one rank wait for, as `BoxExecutor` posts them.
 
     Groups of messages follow each other on one communicator, all-gathers on another. An all-gather also waits until the
-    round that used its bucket before has arrived, and messages after hop 0 wait for the all-gathers of their round.
+    round that used its bucket before has arrived, and what is relayed for the all-gathers of its round.
     """
     gathers = [(step, i) for i, (step, kind) in enumerate(keys) if kind == GATHERS]
-    messages = [(step, i) for i, (step, kind) in enumerate(keys) if kind != GATHERS]
+    messages = [(step, i) for i, (step, kind) in enumerate(keys) if kind == MESSAGES]
     waits: list[list[int]] = [[] for _ in keys]
     for groups in (gathers, messages):
         for (_, before), (_, after) in pairwise(groups):
             waits[after].append(before)
     if gathers:
         for step, i in gathers:
-            waits[i] += [j for at, j in messages if at <= step - num_buckets][-1:]
+            waits[i] += [j for at, j in messages if at <= step - 2][-1:]
+        behind = 1 if num_hops > 1 else 2
         for step, i in messages:
-            behind = 1 if keys[i][1] > 1 else num_buckets
             waits[i] += [j for at, j in gathers if at <= step - behind][-1:]
     return waits
 

@@ -25,7 +25,6 @@ from megarl.reshard.layout.boxes import (
     intersections,
     local_extents,
     pair_by_tensor,
-    split_boxes,
     volumes,
 )
 from megarl.reshard.layout.layout import PieceTable, TensorSpec, WeightLayout, widen
@@ -34,8 +33,17 @@ from megarl.reshard.layout.overlap import find_rank_sets, find_receiver_sets, gr
 from megarl.reshard.layout.relay_tree import UNLIMITED, Ranks, RemoteSources
 from megarl.reshard.layout.remote_traffic import RemoteTraffic
 from megarl.reshard.layout.ring_entries import RingEntries
-from megarl.reshard.layout.round_limits import FanOut, Loads, are_contiguous, cut_rounds, round_bytes
+from megarl.reshard.layout.slices import Loads, Slices, Stages, are_contiguous, cut_rounds, share_buffers
 from megarl.reshard.layout.topology import SourceSelector, Topology
+
+SLICES_PER_ROUND = 64
+"""A rank receives about as many slices of stages in a round, at most."""
+
+MAX_LANES = 32
+"""The most rounds that the slice of a stage of few slices is spread over, by receivers."""
+
+MAX_MESSAGES = 8192
+"""About the most slices of stages that a rank receives in a sync, and the most boxes that are messages of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,7 @@ class NeedClass:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """N parts of needed boxes that ranks hold and would pack to send: arrays [N], or [N, D]."""
+    """N parts of needed boxes that ranks hold: arrays [N], or [N, D]."""
 
     at: Ints
     """Row of the needed box."""
@@ -59,9 +67,6 @@ class Overlap:
     """Row of the held box."""
     low: Ints
     high: Ints
-    size: Ints
-    """Size of each part in bytes."""
-    is_small: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,8 @@ class Overlaps:
     receivers: Sequence[Ints]
     """By class and box, index in `receiver_sets`."""
     receiver_sets: Sequence[Ranks]
-    packed: Sequence[Overlap]
-    """By class, the parts of its boxes that are packed to be sent."""
+    found: Sequence[Overlap]
+    """By class, the parts of its boxes that are held."""
     traffic: RemoteTraffic | None
     """Which ranks need boxes of which; None if there is a single node, or nothing is relayed."""
 
@@ -99,13 +104,13 @@ class SyncIndex:
             groups: ranks that prefer to receive from each other, such as micro-DP groups.
             relay: a box that no rank of a node holds enters the node once, and is relayed.
             bucket_bytes: half of the memory for all buffers of a rank; a single row of a box is never split.
-            large_bytes: a box of at least this size is a message of its own.
+            large_bytes: a box of at least this size is a message of its own, unless a rank would then have more than
+                `MAX_MESSAGES` of them.
 
         Raises:
             WeightSyncError: ranks have the same tensor in different dtypes.
         """
         self.topology, self.groups, self.relay = topology, tuple(map(tuple, groups)), relay
-        self.large_bytes = large_bytes
         self.group_of = {rank: index for index, group in enumerate(self.groups) for rank in group}
         self._source_selectors: dict[tuple[int, int], SourceSelector] = {}
         self.sources, self.needs = sources, needs
@@ -121,25 +126,24 @@ class SyncIndex:
         self.itemsize = np.array([itemsize(spec.dtype) for spec in self.specs], np.int64)
         self.width = max((len(spec.shape) for spec in self.specs), default=1) or 1
         self._index_sources(sources)
-        self.order = self._interleave()
-        uncut = [self._boxes(layout.pieces, self.order) for layout, _ in layouts]
+        self.stages = self._find_stages([layout.pieces for layout, _ in layouts])
+        self.order = np.empty(len(self.names), np.int64)
+        self.order[np.argsort(self.stages.progress, kind="stable")] = np.arange(len(self.names))
+        tables = [self._boxes(layout.pieces, self.order) for layout, _ in layouts]
         self._ranks = [ranks for _, ranks in layouts]
-        whole = self._intersect(uncut, large_bytes)
+        bytes_of = self._stage_bytes(tables)
+        needed = int(bytes_of.sum(axis=1).max(initial=0))
+        self.large_bytes = max(large_bytes, needed // MAX_MESSAGES)
+        """A box of at least this size is a message of its own."""
+        overlaps = self._intersect(tables)
         self.remote: RemoteSources = UNLIMITED
         self._entries: RingEntries | None = None
         self.num_hops = 1
-        if whole.traffic is not None:
-            self.remote = whole.traffic.limit()
-            self.num_hops = whole.traffic.num_hops(self.remote)
-        while True:  # once, unless parts of boxes are needed by more ranks than the boxes
-            self.round_bytes = round_bytes(bucket_bytes, self.num_hops)
-            """The most that a rank receives, and the most that it packs for sending, in one hop of one round."""
-            tables, overlaps = self._cut_to_fit(uncut, whole, large_bytes)
-            if overlaps.traffic is None or (num_hops := overlaps.traffic.num_hops(self.remote)) <= self.num_hops:
-                break
-            self.num_hops = num_hops
-        if overlaps.traffic is not None and self.remote.single_root:
+        if overlaps.traffic is not None:
+            self.remote = overlaps.traffic.limit()
+            self.num_hops = overlaps.traffic.num_hops(self.remote)
             self._entries = RingEntries.choose(overlaps.traffic, self.remote)
+        self._cut_to_fit(tables, overlaps, bytes_of, bucket_bytes)
         self.receiver_sets = overlaps.receiver_sets
         self.classes: tuple[NeedClass, ...] = tuple(
             NeedClass(ranks, table, layout.pieces.locals.strings, receivers)
@@ -208,131 +212,130 @@ class SyncIndex:
         _, once = np.unique(of, return_index=True)  # the same box may be held under two names
         return mine.take(at[once]), of[once]
 
-    def _interleave(self) -> Ints:
-        """Return the transfer order [num tensors], with tensors of different holders interleaved.
-
-        Otherwise pipeline stages and expert-parallel ranks would send one after another instead of all at once.
-        """
-        count = len(self.names)
-        size = np.bincount(self.held.tensor, volumes(self.held) * self.itemsize[self.held.tensor], count)
+    def _find_stages(self, needs: Sequence[PieceTable]) -> Stages:
+        """Return the stages of tensors: those whose first box the same ranks hold; none has bytes that nobody needs."""
+        size = np.bincount(self.held.tensor, volumes(self.held) * self.itemsize[self.held.tensor], len(self.names))
+        is_needed = np.zeros(len(self.names) + 1, bool)  # the last: tensors without a number
+        for table in needs:
+            is_needed[self._numbers(table.tensors)[table.tensor]] = True
+        size[~is_needed[:-1]] = 0
         first = np.minimum(self.held_start, max(len(self.held_by) - 1, 0))
-        stage = np.where(self.held_count > 0, self.held_by[first] if len(self.held_by) else 0, -1)
-        progress = np.zeros(count)
-        for number in np.unique(stage):
-            members = np.flatnonzero(stage == number)
-            total = np.cumsum(size[members])
-            progress[members] = (total - size[members] / 2) / max(total[-1], 1)
-        order = np.empty(count, np.int64)
-        order[np.argsort(progress, kind="stable")] = np.arange(count)
-        return order
+        holders = np.where(self.held_count > 0, self.held_by[first] if len(self.held_by) else 0, len(self.holders))
+        return Stages.of(holders, size.astype(np.int64), np.array([*map(len, self.holders), 1], np.int64))
 
     # -- needs
 
-    def _cut_to_fit(
-        self, uncut: Sequence[Boxes], whole: Overlaps, large_bytes: int
-    ) -> tuple[Sequence[Boxes], Overlaps]:
-        """Split the needed boxes into parts that fit a round, and number the rounds; return the parts."""
-        tables, overlaps = self._cut(uncut, np.ones(len(self.names), np.int64)), whole
-        parts = self._count_parts(Loads.join(self._receive_loads(tables)))
-        for is_first in (True, False):  # because of what ranks receive, and because of what they pack
-            if (parts > self._parts).any():
-                tables = self._cut(uncut, parts)
-                overlaps = self._intersect(tables, large_bytes)
-            elif not is_first:
+    def _cut_to_fit(self, tables: Sequence[Boxes], overlaps: Overlaps, bytes_of: Ints, bucket_bytes: int) -> None:
+        """Cut the tensors into slices and number the rounds, so that no rank's load of a round exceeds the limits."""
+        needed = int(bytes_of.sum(axis=1).max(initial=0))
+        self.round_bytes, _ = share_buffers(bucket_bytes, self.num_hops, needed, 0)
+        """The most that a rank receives in one round."""
+        num_rounds = max(-(-needed // self.round_bytes), 1)
+        num_items = 0
+        num_lanes = 1 if self.groups or overlaps.traffic is None else min(len(overlaps.receiver_sets), MAX_LANES)
+        while True:
+            count = self._count_slices(bytes_of, num_rounds, overlaps)
+            self.slices = Slices(self.stages, count, bytes_of.sum(axis=0), num_rounds, num_lanes)
+            received, packed = self._loads(tables, overlaps)
+            rounds = self.slices.round[self.slices.order]
+            self.round_bytes, self.staging_bytes = share_buffers(
+                bucket_bytes, self.num_hops, received.largest(rounds), packed.largest(rounds)
+            )
+            """The most that a rank packs in one round."""
+            loads = Loads.join([received, packed.times(self.round_bytes / self.staging_bytes)])
+            worst = loads.largest(rounds) / self.round_bytes
+            if worst <= 1 or self.slices.num_items == num_items:
                 break
-            loads = self._loads(tables, overlaps)
-            parts = self._count_parts(loads)
-        self._round_of_item: Ints = cut_rounds(loads, int(self._parts.sum()), self.round_bytes)
-        self.num_rounds: int = int(self._round_of_item.max(initial=-1)) + 1
-        return tables, overlaps
+            num_items = self.slices.num_items
+            num_rounds = int(np.ceil(num_rounds * min(worst, 2) * 1.01))
+        rounds = cut_rounds(loads, rounds, self.round_bytes)
+        self._round_of_place: Ints = np.empty(len(rounds), np.int64)
+        self._round_of_place[self.slices.order] = rounds
+        self.num_rounds: int = int(rounds.max(initial=-1)) + 1
 
-    def _cut(self, tables: Sequence[Boxes], parts: Ints) -> list[Boxes]:
-        """Split the boxes of every tensor into `parts`, and number the parts of all tensors in transfer order."""
-        by_transfer_order = np.argsort(self.order)
-        self._parts, self._first_item = parts, np.empty(len(parts), np.int64)
-        self._first_item[by_transfer_order] = np.cumsum(parts[by_transfer_order]) - parts[by_transfer_order]
-        self._tensor_of_item = np.repeat(by_transfer_order, parts[by_transfer_order])
-        return [split_boxes(table, parts) for table in tables]
+    def _stage_bytes(self, tables: Sequence[Boxes]) -> Ints:
+        """Return [classes, stages], the bytes that a rank of each class needs."""
+        count = len(self.stages.total)
+        return np.array(
+            [np.bincount(self.stages.stage[t.tensor], volumes(t) * self.itemsize[t.tensor], count) for t in tables]
+        ).reshape(len(tables), count)
 
-    def _count_parts(self, loads: Loads) -> Ints:
-        """Return, by tensor, the number of parts its boxes are to be split into: at most one per row of the tensor."""
-        rows = np.array([spec.shape[0] if spec.shape else 1 for spec in self.specs], np.int64)
-        tensor = self._tensor_of_item[loads.item]
-        parts = self._parts.copy()
-        np.maximum.at(parts, tensor, np.minimum(self._parts[tensor] * loads.num_parts(self.round_bytes), rows[tensor]))
-        return parts
+    def _count_slices(self, bytes_of: Ints, num_rounds: int, overlaps: Overlaps) -> Ints:
+        """Return, by stage, the number of its slices."""
+        per_round = overlaps.traffic.num_turns(self.remote) if overlaps.traffic is not None else 1
+        least = max(self.round_bytes // SLICES_PER_ROUND, int(bytes_of.sum(axis=1).max(initial=0)) // MAX_MESSAGES, 1)
+        most = np.maximum(bytes_of.max(axis=0, initial=0) // least, 1).astype(np.int64)
+        whole: Ints = np.minimum(np.maximum(most // num_rounds, 1), per_round) * num_rounds
+        # a stage that is hardly a slice of each round: what matters is that its holders have equally many
+        each = np.minimum(self.stages.num_holders, most)
+        return np.where(most < 2 * num_rounds, most - most % each, whole)
 
-    def _receive_loads(self, tables: Sequence[Boxes]) -> list[Loads]:
-        """Return what the ranks of each class receive, including what they hold themselves."""
-        loads = []
-        for table in tables:
-            size = volumes(table) * self.itemsize[table.tensor]
-            item = self.item_of(table.tensor, table.part)
-            loads.append(Loads.of(np.zeros_like(item), item, size, table.stop[:, 0] - table.start[:, 0]))
-        return loads
-
-    def _intersect(self, tables: Sequence[Boxes], large_bytes: int) -> Overlaps:
+    def _intersect(self, tables: Sequence[Boxes]) -> Overlaps:
         """Return what ranks hold of the needed boxes."""
         relays = self.relay and len(set(self.topology.nodes)) > 1
         if relays and len(tables) > 1:
             receivers, sets = find_receiver_sets(tables, self._ranks, self.width)
         else:  # it does not matter which other ranks need the box
             receivers, sets = [np.full(len(t.tensor), number) for number, t in enumerate(tables)], list(self._ranks)
-        pairs = np.zeros((len(self.holders), len(sets)), bool)
-        packed = []
+        pairs = np.zeros((len(self.holders), len(sets)), np.int64)
+        found = []
         for table, to in zip(tables, receivers, strict=True):
             at, of, low, high = intersections(table, self.held, self.held_start, self.held_count)
-            pairs[self.held_by[of], to[at]] = True
             size = (high - low).prod(axis=1) * self.itemsize[table.tensor[at]]
-            is_small = size < large_bytes
-            rows = np.flatnonzero(is_small | ~are_contiguous(low, high, self._held_extent[of]))
-            packed.append(Overlap(at[rows], of[rows], low[rows], high[rows], size[rows], is_small[rows]))
+            np.add.at(pairs, (self.held_by[of], to[at]), size)
+            found.append(Overlap(at, of, low, high))
         traffic = RemoteTraffic(self.topology, self.holders, sets, pairs) if relays else None
-        return Overlaps(receivers, sets, packed, traffic)
+        return Overlaps(receivers, sets, found, traffic)
 
-    def _loads(self, tables: Sequence[Boxes], overlaps: Overlaps) -> Loads:
-        """Return what ranks receive, pack and relay, whichever of equally good sources are chosen."""
-        fan_out = FanOut(self.topology.nodes, self.groups, relay=self.relay, remote=self.remote)
-        packed, relayed = [], []
-        for table, receivers, some in zip(tables, overlaps.receivers, overlaps.packed, strict=True):
-            to, item = receivers[some.at], self.item_of(table.tensor[some.at], table.part[some.at])
-            sends, relays = self._fan_outs(fan_out, overlaps.receiver_sets, self.held_by[some.of], to, some.is_small)
-            height = some.high[:, 0] - some.low[:, 0]
-            relayed.append(Loads.of(np.zeros_like(item), item, some.size * relays, height))
-            # a large box is packed once for the receivers of all classes
-            key = np.where(some.is_small, to, -1)
-            packed.append(np.column_stack([some.of, item, some.size * sends, height, key, some.low, some.high]))
-        every = np.concatenate([np.zeros((0, 5 + 2 * self.width), np.int64), *packed])
-        _, once = np.unique(hash_rows([every[:, 0], *every[:, 4:].T]), return_index=True)
-        of, item, num_bytes, height = every[once, :4].T
-        # every layout that holds the box
+    def _loads(self, tables: Sequence[Boxes], overlaps: Overlaps) -> tuple[Loads, Loads]:
+        """Return what ranks receive, and what they pack, whichever of equally good sources are chosen."""
+        position = np.empty_like(self.slices.order)
+        position[self.slices.order] = np.arange(len(position))
+        in_classes = np.bincount(
+            np.concatenate([np.zeros(0, np.int64), *map(np.unique, overlaps.receivers)]),
+            minlength=len(overlaps.receiver_sets),
+        )
+        received, packed, several = [], [], []
+        for table, receivers, whole in zip(tables, overlaps.receivers, overlaps.found, strict=True):
+            tensor = table.tensor[whole.at]
+            first, last = table.start[whole.at, 0], table.stop[whole.at, 0]
+            row, low, high, item = self.slices.cut(tensor, whole.low, whole.high, first, last)
+            of, to = whole.of[row], receivers[whole.at[row]]
+            at = position[self.slices.place(item, to)]
+            size = (high - low).prod(axis=1) * self.itemsize[tensor[row]]
+            received.append(Loads.of(np.zeros_like(at), at, size))
+            is_small = size < self.large_bytes
+            is_packed = is_small | ~are_contiguous(low, high, self._held_extent[of])
+            is_once = is_small & (in_classes[to] == 1)
+            some = np.flatnonzero(is_packed & is_once)
+            packed.append(self._packing(of[some], at[some], size[some]))
+            # a box is packed once for the receivers of several classes, a large one for all of them
+            some = np.flatnonzero(is_packed & ~is_once)
+            key = hash_rows([np.where(is_small[some], to[some], -1), *low[some].T, *high[some].T])
+            several.append(np.array([of[some], at[some], size[some], key.view(np.int64)]))
+        several.append(np.zeros((4, 0), np.int64))
+        of, at, size, key = np.concatenate(several, axis=1)
+        _, once = np.unique(hash_rows([of, at, key]), return_index=True)
+        packed.append(self._packing(of[once], at[once], size[once]))
+        return Loads.join(received), Loads.of(*np.concatenate(packed, axis=1))
+
+    def _packing(self, of: Ints, at: Ints, size: Ints) -> Ints:
+        """Return [3, M], what the layouts that hold N boxes pack: layout, place in transfer order and bytes.
+
+        Args:
+            of: [N], row of the held box.
+            at: [N], place in transfer order.
+            size: [N], bytes.
+        """
         of_layout, first, count = self._holding_layouts
         row = np.repeat(np.arange(len(of)), count[of])
         layout = of_layout[np.arange(len(row)) + (first[of] - np.cumsum(count[of]) + count[of])[row]]
-        sent = Loads.of(layout, item[row], num_bytes[row], height[row])
-        return Loads.join([*self._receive_loads(tables), sent, *relayed])
+        loads = Loads.of(layout, at[row], size[row])
+        return np.array([loads.owner, loads.item, loads.num_bytes])
 
-    def _fan_outs(
-        self, fan_out: FanOut, receiver_sets: Sequence[Ranks], holders: Ints, receivers: Ints, is_small: Ints
-    ) -> tuple[Ints, Ints]:
-        """Return, by box [N], how often its holder and the rank that fetches it pack it for other ranks, at most."""
-        sends, relays = np.ones(len(holders), np.int64), np.zeros(len(holders), np.int64)
-        small = np.flatnonzero(is_small)
-        if len(small):
-            pairs, number = np.unique(np.column_stack([holders[small], receivers[small]]), axis=0, return_inverse=True)
-            sets = [(self.holders[of], receiver_sets[to]) for of, to in pairs.tolist()]
-            sends[small] = np.array([fan_out.of_holder(*pair) for pair in sets])[number.reshape(-1)]
-            relays[small] = np.array([fan_out.of_fetcher(*pair) for pair in sets])[number.reshape(-1)]
-        return sends, relays
-
-    def item_of(self, tensor: Ints, part: Ints) -> Ints:
-        """Return the index of each tensor part among all parts, in transfer order."""
-        items: Ints = self._first_item[tensor] + part
-        return items
-
-    def round_of(self, tensor: Ints, part: Ints) -> Ints:
-        """Return the round in which each tensor part is sent."""
-        rounds: Ints = self._round_of_item[self.item_of(tensor, part)]
+    def round_of(self, item: Ints, receivers: Ints) -> Ints:
+        """Return the round in which each slice of a tensor is sent to the set of receivers of this index."""
+        rounds: Ints = self._round_of_place[self.slices.place(item, receivers)]
         return rounds
 
     # -- source selection

@@ -15,7 +15,7 @@ from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
 from megarl.reshard.layout.boxes import Ints
 from megarl.reshard.layout.layout import PieceTable, WeightLayout
-from megarl.reshard.layout.micro_dp import strided_places
+from megarl.reshard.layout.micro_dp import micro_dp_groups, strided_places
 from megarl.reshard.layout.overlap import layout_bytes, overlap_bytes
 from megarl.reshard.layout.topology import Topology
 
@@ -64,10 +64,19 @@ EnginePlacement = tuple[TensorGroup, ...]
 
 
 def resolve_strategy(name: str, grid: RankGrid, topology: Topology, *, gen_tp: int, gen_pp: int = 1) -> str:
-    """Resolve `auto` to `micro_dp` if `can_place_strided`, else to `exact`; return other names unchanged."""
+    """Resolve `auto` to the strategy of the least planned seconds; return other names unchanged.
+
+    Within a node, `micro_dp` moves as many bytes as `exact`, and between ranks of one group only. Where a micro-DP
+    group spans nodes, each of its engines fetches a copy of its own over the network, and `exact` one for the node. So
+    `auto` is `micro_dp` if it is possible with each group on one node, else `exact`; `benchmarks.reshard.clock`
+    compares this with the planned seconds of all strategies.
+    """
     if name != "auto":
         return name
-    return "micro_dp" if can_place_strided(grid, topology, gen_tp=gen_tp, gen_pp=gen_pp) else "exact"
+    if not can_place_strided(grid, topology, gen_tp=gen_tp, gen_pp=gen_pp):
+        return "exact"
+    groups = micro_dp_groups(grid, gen_tp=gen_tp, gen_pp=gen_pp)
+    return "micro_dp" if all(len({topology.nodes[rank] for rank in group}) == 1 for group in groups) else "exact"
 
 
 def can_place_strided(grid: RankGrid, topology: Topology, *, gen_tp: int, gen_pp: int = 1) -> bool:

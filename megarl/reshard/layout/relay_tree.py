@@ -1,14 +1,14 @@
 """Broadcast trees over machines: a box reaches many machines, and no rank sends it to more than a few.
 
 The machines form a ring, which each box enters at another place (its rotation). The ring is cut into one arc per root,
-a rank that holds the box. Machine b of an arc receives the box from machine b without its highest bit:
+a rank that holds the box. Machine b of an arc receives the box from machine b without its highest digit of base 4:
 
-    root -> 0        0 -> 1, 2, 4        1 -> 3, 5        2 -> 6        3 -> 7
+    root -> 0        0 -> 1, 2, 3, 4, 8, 12        1 -> 5, 9, 13        2 -> 6, 10, 14        3 -> 7, 11, 15
 
 A machine that already holds the box receives nothing, and is the source for the machines after it. So a root sends a
-box at most once per arc, a box passes at most log2(arc) machines, and whatever the rotation, a machine exchanges
-messages only with machines whose distance on the ring is a power of two. With many rotations, all machines send equally
-much.
+box at most once per arc, a box passes at most log4(arc) machines, and whatever the rotation, a machine exchanges
+messages only with machines whose distance on the ring is one to three times a power of 4. With many rotations, all
+machines send equally much.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from megarl.reshard.layout.boxes import Ints
 
 Ranks = tuple[int, ...]
 
+FAN_OUT = 4
+"""Base of the digits of the trees: a larger one makes fewer hops, and more peers of each machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteSources:
@@ -30,12 +33,18 @@ class RemoteSources:
 
     num_turns: int | None = None
     """Number of different turns of boxes with the same holders; None: no limit."""
+    direct: bool = False
+    """Whether every machine gets boxes from a holder, also if there are more machines than holders."""
+    even_origins: bool = False
+    """Whether the machines that hold a box lie at equal distances on its ring. The rings of different boxes then have
+    different orders, with more machines that exchange messages."""
     single_root: frozenset[Ranks] = frozenset()
     """Sets of ranks that receive a box from only one of its holders on other machines."""
 
     def tree(self, holders: Ranks, receivers: Ranks, machines: int, origins: Iterable[int] = ()) -> RelayTree:
         """Return the trees by which `receivers` on `machines` machines get a box."""
-        return RelayTree.over(machines, 1 if receivers in self.single_root else len(holders), origins)
+        roots = max(machines, 1) if self.direct else 1 if receivers in self.single_root else len(holders)
+        return RelayTree.over(machines, roots, origins)
 
 
 UNLIMITED = RemoteSources()
@@ -50,6 +59,14 @@ class Entry:
     rotation: int
     fetcher: int
     """Position of the rank that fetches the box among those of its machine, modulo their number."""
+
+
+def distance(num_turns: int | None, sources: Ints) -> Ints:
+    """Return how far apart receivers begin their turns at sources so that all serve equally; by number of these [N]."""
+    if num_turns is None:
+        return np.ones_like(sources)
+    found: Ints = np.where(num_turns % sources == 0, 1, num_turns)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +106,7 @@ class RelayTree:
     @property
     def depth(self) -> int:
         """The most machines that pass a box on before it arrives."""
-        return int(np.bitwise_count(np.arange(self.arc)).max())
+        return int(num_passed(np.arange(self.arc)).max())
 
     def path(self, machine: int, rotation: Ints) -> Path:
         """Return the paths by which N boxes reach a machine.
@@ -103,7 +120,7 @@ class RelayTree:
         if machine in self.origins:
             return Path(arc, parent, np.full_like(parent, machine), passed)
         while place.any():
-            above = place - _highest_bit(place)
+            above = _without_highest_digit(place)
             other = (arc * self.arc + above - rotation) % self.machines
             passes = place > 0
             parent = np.where(passes & (parent < 0), other, parent)
@@ -122,13 +139,12 @@ class RelayTree:
         at = (machine + rotation) % self.machines
         place = at % self.arc
         end = np.minimum(at - place + self.arc, self.machines)
-        found, distance = [], 1
-        while distance < self.arc:
-            boxes = np.flatnonzero((distance > place) & (at + distance < end))
+        found = []
+        for distance in distances(self.arc):
             number = (machine + distance) % self.machines
+            boxes = np.flatnonzero((place < _power(distance)) & (at + distance < end))
             if len(boxes) and number not in self.origins:
                 found.append((boxes, number))
-            distance *= 2
         return found
 
     def entries(self, root: Ints, rotation: Ints) -> Ints:
@@ -149,7 +165,29 @@ class RelayTree:
         return is_origin
 
 
-def _highest_bit(values: Ints) -> Ints:
-    """Return the highest bit of each value, 0 for 0."""
-    bits: Ints = np.where(values > 0, 1 << np.maximum(np.frexp(values)[1] - 1, 0), 0)
-    return bits
+def distances(arc: int) -> list[int]:
+    """Return the distances on the ring between machines of an arc that exchange messages."""
+    return [distance for distance in range(1, arc) if distance % _power(distance) == 0]
+
+
+def num_passed(places: Ints) -> Ints:
+    """Return how many machines pass a box on before it arrives at these places [N] of an arc."""
+    passed = np.zeros_like(places)
+    while places.any():
+        passed += places > 0
+        places = _without_highest_digit(places)
+    return passed
+
+
+def _without_highest_digit(places: Ints) -> Ints:
+    powers = np.array([_power(place) for place in range(int(places.max(initial=0)) + 1)], np.int64)
+    rest: Ints = places % powers[places]
+    return rest
+
+
+def _power(place: int) -> int:
+    """Return the highest power of `FAN_OUT` that is at most `place`, at least 1."""
+    power = 1
+    while power * FAN_OUT <= place:
+        power *= FAN_OUT
+    return power

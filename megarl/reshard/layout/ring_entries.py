@@ -1,8 +1,11 @@
-"""Chooses where boxes enter the rings of machines, so that ranks have equally few peers on other machines.
+"""Chooses where boxes enter the rings of machines, so that ranks send and receive equally much there.
 
-Used if some receivers get boxes from one holder each (`RemoteSources.single_root`). If 1,024 pairs of ranks hold what
-32 ranks on 32 machines need, then each of these receives directly from 32 holders, and the boxes of larger sets of
-holders, such as all ranks of a pipeline stage, come from the same 32:
+A pair of holders and receivers has few turns. So each pair starts where the one before has ended: at the holders with
+those of the same holders, at the ranks of a machine with those of the same receivers.
+
+If some receivers get boxes from one holder each (`RemoteSources.single_root`), ranks are also to have equally few peers
+on other machines. If 1,024 pairs of ranks hold what 32 ranks on 32 machines need, then each of these receives directly
+from 32 holders, and the boxes of larger sets of holders, such as all ranks of a pipeline stage, come from the same 32:
 
     holders {0, 8}    root 0, enters at rank 100            holders {1, 9}     root 9, enters at rank 108
     holders {0, 1, 8, 9}                  root 0, at rank 100: no further pair of ranks
@@ -18,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.relay_tree import Entry, RemoteSources
+from megarl.reshard.layout.relay_tree import Entry, RemoteSources, distance
 from megarl.reshard.layout.remote_traffic import RemoteTraffic
 
 
@@ -38,16 +41,19 @@ class RingEntries:
         """Return the same entries on every rank."""
         found = cls(*(np.full(traffic.pairs.shape, -1, np.int64) for _ in range(3)))
         holders, receivers = traffic.remote_pairs
+        machines = ((traffic.needed > 0)[receivers] & (traffic.held == 0)[holders]).sum(axis=1)
+        num_holders = np.array([len(traffic.holders[of]) for of in holders.tolist()], np.int64)
+        order = _by_bytes(traffic, holders, receivers)
+        lengths = machines * distance(limits.num_turns, num_holders)
+        found.root[holders, receivers] = _starts(holders, lengths, order)
+        num_fetchers = traffic.needed.max(axis=1)[receivers]
+        found.fetcher[holders, receivers] = _starts(receivers, distance(limits.num_turns, num_fetchers), order)
+        found.machine[holders, receivers] = -np.array([traffic.holders[of][0] for of in holders.tolist()], np.int64)
         num_sources = np.zeros(len(traffic.topology.nodes), np.int64)  # by rank, the roots that it receives from
         single = [number for number, ranks in enumerate(traffic.receivers) if ranks in limits.single_root]
         single.sort(key=lambda number: len(traffic.receivers[number]))
         for turn, number in enumerate(single):
             found._choose_for(traffic, number, holders[receivers == number], turn, num_sources)
-        for number in set(range(len(traffic.receivers))) - set(single):
-            sets = holders[receivers == number]
-            first = np.array([traffic.holders[of][0] for of in sets.tolist()], np.int64)
-            found.root[sets, number], found.machine[sets, number] = first + traffic.receivers[number][0], -first
-            found.fetcher[sets, number] = np.arange(len(sets))
         return found
 
     def of(self, holders: int, receivers: int) -> Entry | None:
@@ -108,6 +114,31 @@ class _Ring:
         self.place = np.array(place, np.int64)
         """By receiver, its position among those of its machine."""
         self.nodes = traffic.columns_of(list(number))
+
+
+def _by_bytes(traffic: RemoteTraffic, holders: Ints, receivers: Ints) -> Ints:
+    """Return the order of pairs [N] by descending bytes, equal ones by the ranks of both sides.
+
+    So pairs that are next to each other are those that a rank has most often in the same round.
+    """
+    places = []
+    for sets, numbers in ((traffic.holders, holders), (traffic.receivers, receivers)):
+        place = np.empty(len(sets), np.int64)
+        place[sorted(range(len(sets)), key=sets.__getitem__)] = np.arange(len(sets))
+        places.append(place[numbers])
+    order: Ints = np.lexsort((*places[::-1], -traffic.pairs[holders, receivers]))
+    return order
+
+
+def _starts(group: Ints, lengths: Ints, order: Ints) -> Ints:
+    """Return the sum [N] of the lengths of the same group that come before in an order."""
+    order = order[np.argsort(group[order], kind="stable")]
+    ends = np.cumsum(lengths[order])
+    starts = ends - lengths[order]
+    first = np.searchsorted(group[order], group[order])
+    found = np.empty_like(starts)
+    found[order] = starts - starts[first]
+    return found
 
 
 def _nth_true(mask: Ints, n: int) -> Ints:

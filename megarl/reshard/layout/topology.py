@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Path, RemoteSources
+from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Path, RemoteSources, distance
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class SourceSelector:
             group_of: by rank in a group, the group's index.
             relay: fetch a box once per node and relay it.
             remote: limits on the sources of boxes from other nodes.
-            entry: where boxes enter the ring of machines in turn 0; None: derived from the first ranks.
+            entry: where boxes enter the ring of machines in turn 0; None: at the first of all.
         """
         self._choices: dict[int, tuple[tuple[int, ...], int]] = {}
         """By receiver that a holder serves: candidate sources, its position among receivers with the same."""
@@ -117,13 +117,19 @@ class SourceSelector:
         self._fixed_choices = {choice for choice, count in positions.items() if count % len(choice) == 0}
         self._holders, self._position = np.array(holders, np.int64), {rank: i for i, rank in enumerate(holders)}
         ranks_of = _group_ranks(receivers, topology.nodes) if fetching else {}
+        if remote.even_origins and len(ranks_of) > len(fetching) + 1:
+            ranks_of = _spread_origins(ranks_of, fetching.keys())
         self._machines = [np.array(fetching.get(node, ranks), np.int64) for node, ranks in ranks_of.items()]
         """By node that needs the box, the ranks that take turns at fetching it, or at relaying what the node holds."""
         self._machine_of = {rank: number for number, ranks in enumerate(self._machines) for rank in ranks.tolist()}
         origins = [number for number, node in enumerate(ranks_of) if node not in fetching]
         self._tree = remote.tree(tuple(holders), tuple(receivers), len(ranks_of), origins)
         self._num_turns = remote.num_turns
-        self._entry = entry or Entry(holders[0] + receivers[0], holders[0], holders[0])
+        self._entry = entry or Entry(0, 0, 0)
+        lacking = [number for number in range(len(self._machines)) if number not in self._tree.origins]
+        each = int(distance(remote.num_turns, np.array(len(holders))))
+        self._first_root = {number: place * each + self._entry.root for place, number in enumerate(lacking)}
+        """By node that lacks the box, the position of its root in turn 0 if it gets all boxes from roots."""
 
     def sources(self, rank: int, turn: Ints) -> tuple[Ints, Ints]:
         """Return the ranks [N] that `rank` receives N boxes from, and the hops [N].
@@ -139,7 +145,11 @@ class SourceSelector:
             return np.array(choice, np.int64)[(position + turn) % len(choice)], np.zeros(len(turn), np.int64)
         machine, (turn, rotation) = self._machine_of[rank], self._limit(turn)
         fetcher, path = self._fetcher(machine, turn), self._tree.path(machine, rotation)
-        source = self._holders[(path.root + self._shift(turn) + self._entry.root) % len(self._holders)]
+        if self._tree.arc == 1:
+            root = self._first_root.get(machine, 0) + turn
+        else:
+            root = path.root + self._shift(turn) + self._entry.root
+        source = self._holders[root % len(self._holders)]
         for number in set(path.parent.tolist()) - {-1}:
             some = path.parent == number
             source[some] = self._fetcher(number, turn[some])
@@ -170,6 +180,13 @@ class SourceSelector:
     def _enters(self, source: int, turn: Ints, among: Sequence[int]) -> list[tuple[Ints, Ints, Ints]]:
         """Return what `source`, a holder, sends as a root."""
         turn, rotation = self._limit(turn)
+        if self._tree.arc == 1:
+            found = []
+            for number, first in self._first_root.items():
+                boxes = np.flatnonzero((first + turn) % len(self._holders) == self._position[source])
+                hop = np.zeros(len(boxes), np.int64)
+                found.append(_to_some(boxes, self._fetcher(number, turn[boxes]), hop, among))
+            return found
         root = (self._position[source] - self._shift(turn) - self._entry.root) % len(self._holders)
         machines = self._tree.entries(root, rotation)
         found = []
@@ -200,10 +217,13 @@ class SourceSelector:
 
     def _limit(self, turn: Ints) -> tuple[Ints, Ints]:
         """Return the turns [N] of boxes from other nodes, and where each box enters the ring of machines [N]."""
-        stride = 1
         if self._num_turns is not None:
-            turn, stride = turn % self._num_turns, max(len(self._machines) // self._num_turns, 1)
-        return turn, self._entry.rotation + turn * stride
+            turn = turn % self._num_turns
+        return turn, self._rotation(turn)
+
+    def _rotation(self, turn: Ints) -> Ints:
+        stride = 1 if self._num_turns is None else max(len(self._machines) // self._num_turns, 1)
+        return self._entry.rotation + turn * stride
 
     def _shift(self, turn: Ints) -> Ints:
         """Return by how many positions the roots of each box [N] are moved on among the holders.
@@ -218,10 +238,23 @@ class SourceSelector:
 
     def _fetcher(self, machine: int, turn: Ints) -> Ints:
         """Return the rank of the machine that fetches each box [N]."""
-        ranks, count = self._machines[machine], len(self._machines)
-        # whatever the place of the machine on the ring, each rank has it equally often
-        fetcher: Ints = ranks[(turn % count + turn // count + self._entry.fetcher) % len(ranks)]
+        ranks, count, arc = self._machines[machine], len(self._machines), self._tree.arc
+        at = (machine + self._rotation(turn)) % count
+        # each rank is equally often at each place of an arc, where machines pass on unequally many boxes
+        number = turn + machine if arc == 1 else at % arc + at // arc + turn // count
+        fetcher: Ints = ranks[(number + self._entry.fetcher) % len(ranks)]
         return fetcher
+
+
+def _spread_origins(ranks_of: Mapping[int, list[int]], lacking: Collection[int]) -> dict[int, list[int]]:
+    """Return the nodes in an order in which those that do not lack the box lie at equal distances."""
+    place: dict[int, float] = {}
+    for nodes, first in (
+        ([n for n in ranks_of if n not in lacking], 0.0),
+        ([n for n in ranks_of if n in lacking], 0.5),
+    ):
+        place |= {node: (number + first) / len(nodes) for number, node in enumerate(nodes)}
+    return {node: ranks_of[node] for node in sorted(ranks_of, key=place.__getitem__)}
 
 
 def _to_some(boxes: Ints, ranks: Ints, hop: Ints, among: Sequence[int]) -> tuple[Ints, Ints, Ints]:

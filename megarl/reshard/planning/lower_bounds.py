@@ -53,25 +53,24 @@ def missing_by_node(
 
 
 def seconds_bound(sources: Layouts, needs: Mapping[int, WeightLayout], topology: Topology, rates: LinkRates) -> float:
-    """Return the least seconds that a sync takes with any method, from the layouts alone.
+    """Return the least seconds that a sync takes with any method that sends nothing over the network within a node.
 
-    It is the largest of these, for each node and each rank:
+    It follows from the layouts alone, as the largest of these, for each node and each rank:
 
         bytes that the node needs and does not hold     / rate of its NICs
         bytes of other nodes' needs that it alone holds / rate of its NICs
-        bytes that the rank needs and does not hold     / rate of its links: NVLink and, with several nodes, its NICs
+        bytes that the rank needs and does not hold     / rate of NVLink and its NICs together
+        those of them that its node holds               / rate of NVLink
     """
     need_index = NeedIndex(needs.values())
     ranks_of, entering = topology.ranks_of, missing_by_node(need_index, sources, needs, topology)
-    link_rate = {
-        node: rates.nvlink + (rates.rank_network(len(ranks)) if len(ranks_of) > 1 else 0)
-        for node, ranks in ranks_of.items()
-    }
-    seconds = [
-        need_index.missing([sources[rank]], [need]).elements / link_rate[topology.nodes[rank]]
-        for rank, need in needs.items()
-    ]
+    seconds: list[float] = []
     for node, ranks in ranks_of.items():
+        held, link_rate = [sources[rank] for rank in ranks], rates.nvlink + rates.rank_network(len(ranks))
+        for rank in needs.keys() & set(ranks):
+            missing = need_index.missing([sources[rank]], [needs[rank]]).elements
+            on_node = missing - need_index.missing(held, [needs[rank]]).elements
+            seconds.append(max(missing / link_rate, on_node / rates.nvlink))
         leaving = _bytes_leaving(need_index, sources, needs, topology, node)
         seconds.append(max(entering[node].elements, leaving) / (rates.network * rates.num_nics(len(ranks))))
     return max(seconds, default=0.0)

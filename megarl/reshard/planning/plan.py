@@ -34,7 +34,9 @@ class Moves:
     """[N, D], offset from the tensor's coordinates to the local tensor's."""
     num_bytes: Ints
     item: Ints
-    """Index of the tensor part in transfer order."""
+    """Index of the slice of the tensor."""
+    path: Ints
+    """Number of the box's path: boxes with the same holders, receivers and turn pass the same ranks."""
 
     def take(self, rows: Ints) -> Moves:
         """Return the moves of the given rows."""
@@ -94,11 +96,17 @@ def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tupl
     need = index.classes[number]
     at, of, low, high = intersections(need.boxes, index.held, index.held_start, index.held_count)
     _check_complete(index, rank, need.boxes, at, low, high)
-    turns = _turns(index, need, at, of, low, high)
+    row, low, high, item = index.slices.cut(
+        need.boxes.tensor[at], low, high, need.boxes.start[at, 0], need.boxes.stop[at, 0]
+    )
+    at, of = at[row], of[row]
+    turns = index.slices.turn[item]
+    path = _paths(index, index.held_by[of], need.receivers[at], turns)
     peer, hop = np.empty(len(at), np.int64), np.empty(len(at), np.int64)
     for rows, (holders, receivers) in _group_rows(index.held_by[of], need.receivers[at]):
         peer[rows], hop[rows] = index.source_selector(holders, receivers).sources(rank, turns[rows])
-    moves = _moves(index, peer, hop, need.boxes, at, low, high)
+    rounds = index.round_of(item, need.receivers[at])
+    moves = _moves(index, rounds, hop, peer, need.boxes, at, low, high, item, path)
     order = _message_order(index, moves)
     moves, of = moves.take(order), of[order]
     own = np.flatnonzero(moves.peer == rank)
@@ -141,8 +149,11 @@ def _sends_to_class(
     at, of, low, high = intersections(boxes, held, start, count)
     if not len(at):
         return []
+    row, low, high, item = index.slices.cut(boxes.tensor[at], low, high, boxes.start[at, 0], boxes.stop[at, 0])
+    at, of = at[row], of[row]
     number = of if held_rows is None else held_rows[of]
-    turns = _turns(index, need, rows[at], number, low, high)
+    turns = index.slices.turn[item]
+    path = _paths(index, index.held_by[number], need.receivers[rows[at]], turns)
     pairs, peers, hops = [], [], []
     for same, (holders, receivers) in _group_rows(index.held_by[number], need.receivers[rows[at]]):
         if (rank in index.holders[holders]) == (held_rows is None):
@@ -156,7 +167,8 @@ def _sends_to_class(
     pair, peer, hop = np.concatenate(pairs), np.concatenate(peers), np.concatenate(hops)
     order = np.lexsort((pair, peer))
     pair, peer = pair[order], peer[order]
-    moves = _moves(index, peer, hop[order], boxes, at[pair], low[pair], high[pair])
+    rounds = index.round_of(item[pair], need.receivers[rows[at[pair]]])
+    moves = _moves(index, rounds, hop[order], peer, boxes, at[pair], low[pair], high[pair], item[pair], path[pair])
     if held_rows is not None:
         return [_with_local(moves, held.local[of[pair]], held.shift[of[pair]])]
     return [_with_local(moves, np.full(len(pair), -1), np.zeros_like(moves.shift))]
@@ -199,12 +211,10 @@ def _find_tensors_held_twice(index: SyncIndex, group: tuple[int, ...]) -> Ints:
     return np.unique(index.held.tensor[twice[index.held_by]])
 
 
-def _turns(index: SyncIndex, need: NeedClass, at: Ints, of: Ints, low: Ints, high: Ints) -> Ints:
-    """Return the turn [N] of each box among equally good sources; depends on the box only, so all ranks agree."""
-    tensor = need.boxes.tensor[at]
-    place = (low // np.maximum(high - low, 1)).sum(axis=1)
-    turns: Ints = index.order[tensor] + of - index.held_start[tensor] + place
-    return turns
+def _paths(index: SyncIndex, holders: Ints, receivers: Ints, turns: Ints) -> Ints:
+    """Return the number [N] of the path of each box; depends on the box only, so all ranks agree."""
+    paths: Ints = (holders * len(index.receiver_sets) + receivers) << 32 | turns
+    return paths
 
 
 def _group_rows(*columns: Ints) -> list[tuple[Ints, tuple[int, ...]]]:
@@ -218,10 +228,21 @@ def _group_rows(*columns: Ints) -> list[tuple[Ints, tuple[int, ...]]]:
     return [(same, tuple(v)) for same, v in zip(np.split(order, starts[1:]), values, strict=True)]
 
 
-def _moves(index: SyncIndex, peer: Ints, hop: Ints, need: Boxes, at: Ints, low: Ints, high: Ints) -> Moves:
-    tensor, part = need.tensor[at], need.part[at]
+def _moves(
+    index: SyncIndex,
+    rounds: Ints,
+    hop: Ints,
+    peer: Ints,
+    need: Boxes,
+    at: Ints,
+    low: Ints,
+    high: Ints,
+    item: Ints,
+    path: Ints,
+) -> Moves:
+    tensor = need.tensor[at]
     return Moves(
-        index.round_of(tensor, part),
+        rounds,
         hop,
         peer,
         tensor,
@@ -230,7 +251,8 @@ def _moves(index: SyncIndex, peer: Ints, hop: Ints, need: Boxes, at: Ints, low: 
         need.local[at],
         need.shift[at],
         (high - low).prod(axis=1) * index.itemsize[tensor],
-        index.item_of(tensor, part),
+        item,
+        path,
     )
 
 
@@ -241,8 +263,12 @@ def _with_local(moves: Moves, local: Ints, shift: Ints) -> Moves:
 
 
 def _message_order(index: SyncIndex, moves: Moves) -> Ints:
-    """Return the order by round, hop, peer and descending element size, which aligns every box to its elements."""
-    order: Ints = np.lexsort((-index.itemsize[moves.tensor], moves.peer, moves.hop, moves.round))
+    """Return the order by round, hop, peer, path and descending element size, which aligns every box to its elements.
+
+    Boxes of a message lie in the order of the tensors, so that a rank relays them as it received them.
+    """
+    columns = (*moves.start.T[::-1], moves.tensor, -index.itemsize[moves.tensor], moves.path)
+    order: Ints = np.lexsort((*columns, moves.peer, moves.hop, moves.round))
     return order
 
 
@@ -261,4 +287,4 @@ def _check_complete(index: SyncIndex, rank: int, need: Boxes, at: Ints, low: Int
 
 def _no_moves(width: int) -> Moves:
     flat, boxes = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
-    return Moves(flat, flat, flat, flat, boxes, boxes, flat, boxes, flat, flat)
+    return Moves(flat, flat, flat, flat, boxes, boxes, flat, boxes, flat, flat, flat)

@@ -2,8 +2,9 @@
 
     bucket of rank 2     | all-gather: part of rank 2, part of rank 3 | own boxes | from rank 0 | relayed by rank 3 |
 
-The boxes that a rank receives from one rank in one hop of a round form one message, except large boxes: each is a
-message of its own, which can be sent and received in place without packing.
+The boxes of one path that a rank receives from one rank in one hop of a round form one message, except large boxes:
+each is a message of its own, which can be sent and received in place without packing. A message is packed once for all
+its receivers, and relayed as it was received.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 
 from megarl.reshard.layout.box_index import SyncIndex
 from megarl.reshard.layout.boxes import Ints, hash_rows, local_extents
 from megarl.reshard.layout.layout import Box
-from megarl.reshard.layout.round_limits import are_contiguous
+from megarl.reshard.layout.slices import are_contiguous
 from megarl.reshard.planning.plan import Moves, RankPlan
 from megarl.reshard.transfer.bucket import BoxSlot
 
@@ -57,8 +58,8 @@ class Send:
     to: int
     parts: tuple[MessagePart, ...]
     staging_offset: int | None
-    """Offset in the staging buffer that the parts are packed at; None: the only part is sent from where it lies.
-    Messages to several ranks with equal parts have the same offset."""
+    """Offset in the staging buffer that the parts are packed at, one for all messages with equal parts; None: they are
+    sent from where they lie, several only if they were received in one message, one after another."""
 
     @property
     def num_bytes(self) -> int:
@@ -137,6 +138,12 @@ class Round:
         return copied + sum(receive.num_bytes for hop in self.hops for receive in hop.receives)
 
 
+def hops_of_step(rounds: Sequence[Round], step: int) -> list[tuple[int, int]]:
+    """Return what a rank starts in a step, as (round, hop): hop 0 of round `step`, hop 1 of `step` - 1..."""
+    num_hops = max((len(this.hops) for this in rounds[:1]), default=0)
+    return [(step - hop, hop) for hop in range(num_hops) if 0 <= step - hop < len(rounds)]
+
+
 def build_rounds(index: SyncIndex, plan: RankPlan) -> list[Round]:
     """Return all rounds of the plan, including empty ones: every rank has the same number."""
     with gc_disabled():
@@ -160,7 +167,7 @@ class _RoundBuilder:
 
     def __init__(self, index: SyncIndex, plan: RankPlan) -> None:
         self._index, self._plan = index, plan
-        self._dims = [len(spec.shape) for spec in index.specs]
+        self._dims, self._itemsize = [len(spec.shape) for spec in index.specs], index.itemsize.tolist()
         need = index.classes[index.class_of[plan.rank]].locals if plan.rank in index.class_of else ()
         self._need_locals, self._source_locals = need, index.sources[plan.rank].pieces.locals.strings
         receives, sends, held = plan.receives, plan.sends, plan.held
@@ -169,10 +176,10 @@ class _RoundBuilder:
         self._held_boxes = _lists(receives.start[plan.own_rows] + held.shift, receives.stop[plan.own_rows] + held.shift)
         self._send_boxes = _lists(sends.start + sends.shift, sends.stop + sends.shift)
         self._tensor, self._size = receives.tensor.tolist(), receives.num_bytes.tolist()
-        self._peer, self._hop = receives.peer.tolist(), receives.hop.tolist()
+        self._peer, self._hop, self._path = receives.peer.tolist(), receives.hop.tolist(), receives.path.tolist()
         self._local, self._item = receives.local.tolist(), receives.item.tolist()
         self._gathered = plan.gathered.tolist()
-        self._send_hop, self._send_peer = sends.hop.tolist(), sends.peer.tolist()
+        self._send_hop, self._send_peer, self._send_path = sends.hop.tolist(), sends.peer.tolist(), sends.path.tolist()
         self._send_size, self._send_local = sends.num_bytes.tolist(), sends.local.tolist()
         self._send_tensor = sends.tensor.tolist()
         self._in_place, self._send_key = self._find_equal_sends()
@@ -188,16 +195,17 @@ class _RoundBuilder:
         self._end = self._split = 0
         self._regions: list[int] = []
         self._bucket_offsets: dict[int, int] = {}
+        self._message_of: dict[int, int] = {}
         gathers = tuple(self._gathers([row for row in received if self._gathered[row]]))
         rest = [row for row in received if not self._gathered[row]]
-        self._end = _aligned(self._end)
-        copies = tuple(self._copy(row) for row in rest if self._peer[row] == rank)
+        self._end = aligned(self._end)
+        copies = tuple(self._copy(row) for row in self._by_element_size([r for r in rest if self._peer[r] == rank]))
         receives: list[list[Receive]] = [[] for _ in range(self._plan.num_hops)]
-        for hop, source, rows in _group_by_peer(
-            [row for row in rest if self._peer[row] != rank], self._hop, self._peer
+        others = [row for row in rest if self._peer[row] != rank]
+        for hop, source, message in _messages(
+            others, self._hop, self._peer, self._path, self._size, self._index.large_bytes
         ):
-            for message in _split_messages(rows, self._size):
-                receives[hop].append(self._receive(source, message))
+            receives[hop].append(self._receive(source, message))
         sends, staging = self._sends(sent, received)
         hops = tuple(Hop(tuple(sends[hop]), tuple(receives[hop]), staging[hop]) for hop in range(self._plan.num_hops))
         return Round(copies, gathers, hops, self._end, tuple(self._regions))
@@ -210,15 +218,17 @@ class _RoundBuilder:
             by_item.setdefault(self._item[row], []).append(row)
         bundles: list[list[int]] = [[]]
         for of_item in by_item.values():
-            is_large = all(self._size[row] >= LARGE_MESSAGE_BYTES for row in of_item)
+            is_large = all(self._size[row] >= self._index.large_bytes for row in of_item)
             if is_large and len(of_item) == len(members):  # one box per member
                 bundles.append(of_item)
             else:
                 bundles[0] += of_item
         for bundle in bundles:
             if bundle:
-                begin = self._end = _aligned(self._end)
-                of_members = [[row for row in bundle if self._peer[row] == member] for member in members]
+                begin = self._end = aligned(self._end)
+                of_members = [
+                    self._by_element_size([row for row in bundle if self._peer[row] == member]) for member in members
+                ]
                 slots = tuple(tuple(self._slot(row) for row in of_member) for of_member in of_members)
                 mine = members.index(self._plan.rank)
                 copies = tuple(
@@ -226,6 +236,10 @@ class _RoundBuilder:
                     for row, slot in zip(of_members[mine], slots[mine], strict=True)
                 )
                 yield Gather(begin, self._end - begin, copies, slots)
+
+    def _by_element_size(self, rows: list[int]) -> list[int]:
+        """Return rows of several paths in the order that aligns every box to its elements."""
+        return sorted(rows, key=lambda row: -self._itemsize[self._tensor[row]])
 
     def _copy(self, row: int) -> LocalCopy:
         return LocalCopy(self._held_part(row), self._slot(row))
@@ -236,8 +250,9 @@ class _RoundBuilder:
         return MessagePart(local, self._held_boxes[held][: self._dims[self._tensor[row]]], self._size[row])
 
     def _receive(self, source: int, rows: Sequence[int]) -> Receive:
-        begin = self._end = _aligned(self._end)
+        begin = self._end = aligned(self._end)
         slots = tuple([self._slot(row) for row in rows])
+        self._message_of |= dict.fromkeys([slot.offset for slot in slots], begin)
         self._regions += [begin - self._split, self._end - begin] if begin > self._split else [self._end - begin]
         self._split = self._end
         return Receive(source, begin, self._end - begin, slots)
@@ -260,18 +275,25 @@ class _RoundBuilder:
             if any(hop[row] for row in sent)
             else {}
         )
-        for number, to, rows in _group_by_peer(sent, hop, peer):
-            for message in _split_messages(rows, size):
-                parts = tuple([self._sent_part(row, size[row], bucket_offsets) for row in message])
-                if len(message) == 1 and self._in_place[message[0]]:
-                    sends[number].append(Send(to, parts, None))
-                    continue
-                key = tuple([self._send_key[row] for row in message])
-                if key not in packed[number]:
-                    packed[number][key] = begin = _aligned(ends[number])
-                    ends[number] = begin + sum([size[row] for row in message])
-                sends[number].append(Send(to, parts, packed[number][key]))
+        for number, to, message in _messages(sent, hop, peer, self._send_path, size, self._index.large_bytes):
+            parts = tuple([self._sent_part(row, size[row], bucket_offsets) for row in message])
+            if self._lies_in_a_row(message, parts):
+                sends[number].append(Send(to, parts, None))
+                continue
+            key = tuple([self._send_key[row] for row in message])
+            if key not in packed[number]:
+                packed[number][key] = begin = aligned(ends[number])
+                ends[number] = begin + sum([size[row] for row in message])
+            sends[number].append(Send(to, parts, packed[number][key]))
         return sends, ends
+
+    def _lies_in_a_row(self, rows: Sequence[int], parts: Sequence[MessagePart]) -> bool:
+        """Return whether the parts of a message can be sent from where they lie."""
+        if len(rows) == 1:
+            return self._in_place[rows[0]]
+        if any(part.local is not None for part in parts) or len({self._message_of[part.offset] for part in parts}) > 1:
+            return False
+        return all(one.offset + one.num_bytes == other.offset for one, other in pairwise(parts))
 
     def _find_equal_sends(self) -> tuple[list[bool], list[int]]:
         """Return, by row of the sends, whether its box is sent from where it lies, and a key equal for equal boxes."""
@@ -297,25 +319,27 @@ class _RoundBuilder:
         return int(moves.tensor[row]), *moves.start[row].tolist(), *moves.stop[row].tolist()
 
 
-def _group_by_peer(
-    rows: Sequence[int], hop: Sequence[int], peer: Sequence[int]
+def _messages(
+    rows: Sequence[int],
+    hop: Sequence[int],
+    peer: Sequence[int],
+    path: Sequence[int],
+    size: Sequence[int],
+    large_bytes: int,
 ) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield (hop, peer, rows); the rows are sorted by both."""
-    for (number, other), group in groupby(rows, key=lambda row: (hop[row], peer[row])):
-        yield number, other, list(group)
+    """Yield (hop, peer, rows) of each message; the rows are sorted by hop, peer and path."""
+    for (number, other, _), group in groupby(rows, key=lambda row: (hop[row], peer[row], path[row])):
+        of_path = list(group)
+        small = [row for row in of_path if size[row] < large_bytes]
+        if small:
+            yield number, other, small
+        for row in of_path:
+            if size[row] >= large_bytes:
+                yield number, other, [row]
 
 
-def _split_messages(rows: Sequence[int], size: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the rows of each message: all small boxes together, then each large box."""
-    small = [row for row in rows if size[row] < LARGE_MESSAGE_BYTES]
-    if small:
-        yield small
-    for row in rows:
-        if size[row] >= LARGE_MESSAGE_BYTES:
-            yield [row]
-
-
-def _aligned(offset: int) -> int:
+def aligned(offset: int) -> int:
+    """Return the next multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 

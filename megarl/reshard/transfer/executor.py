@@ -1,17 +1,18 @@
 """Executes the rounds of one rank as a pipeline: packing, transfer and delivery of consecutive rounds overlap.
 
-    round k        pack | hop 0 ..... | hop 1 | engine reads bucket 0 ..... |
-    round k + 1           pack | hop 0 ...... | hop 1 | engine reads bucket 1
-    round k + 2                                 pack: waits until bucket 0 is free
+    round k        pack | hop 0 ..... | hop 1 ..... | engine reads bucket 0 |
+    round k + 1           pack        | hop 0 ..... | hop 1 ..... | engine reads bucket 1
+    round k + 2                         pack        | hop 0 ..... | hop 1 ..... | engine reads bucket 2
+    round k + 3                                       pack: waits until bucket 0 is free
 
 Boxes arrive in the bucket in plan order, and the engine copies them straight into its parameters: full tensors are
 never assembled. If the engine's parameters are in this process, large boxes that are contiguous there are received in
 place, and relayed from there. Large boxes that are contiguous in the trainer's tensors are sent in place.
 
-A rank has two staging buffers to send from, and one bucket to receive into per hop, at least two. The messages of one
-hop of a round are started together, in one group. In step s, every rank starts hop 0 of round s, hop 1 of round s - 1
-and so on. Both ends of a message are in the same group then, so that the groups complete in this order even where a
-group occupies the connections of a rank until all its messages have arrived, as with NCCL.
+A rank has two staging buffers to send from, and buckets to receive into, one more than there are hops. In step s, every
+rank starts hop 0 of round s, hop 1 of round s - 1 and so on as one group: while bytes of one round cross the network,
+those of the round before are relayed. Both ends of a message are in the same step, so that the groups complete in this
+order even where a group occupies the connections of a rank until all its messages have arrived, as with NCCL.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import slices
-from megarl.reshard.planning.rounds import Gather, Hop, LocalCopy, MessagePart, Round
+from megarl.reshard.planning.rounds import Gather, Hop, LocalCopy, MessagePart, Round, aligned, hops_of_step
 from megarl.reshard.transfer.box_views import (
     consecutive,
     contiguous_bytes,
@@ -57,9 +58,12 @@ class BufferSizes:
     @classmethod
     def for_rounds(cls, rounds: Sequence[Round]) -> BufferSizes:
         """Return buffers that fit the largest round."""
-        bucket = max((r.bucket_bytes for r in rounds), default=0)
-        num_buckets = max(2, *(len(r.hops) for r in rounds[:1]))
-        return cls(bucket, num_buckets, max((hop.staging_bytes for r in rounds for hop in r.hops), default=0))
+        num_hops = max((len(this.hops) for this in rounds[:1]), default=1)
+        staging = [
+            sum(aligned(rounds[number].hops[hop].staging_bytes) for number, hop in hops_of_step(rounds, step))
+            for step in range(len(rounds) + num_hops - 1)
+        ]
+        return cls(max((this.bucket_bytes for this in rounds), default=0), num_hops + 1, max(staging, default=0))
 
     def total(self, *, receives: bool) -> int:
         """Return the bytes of all buffers together."""
@@ -180,9 +184,10 @@ class BoxExecutor:
     ) -> None:
         """Execute all rounds; `spaces`: the buckets, `buffers`: those that an engine in another process reads."""
         num_buckets = len(spaces)
+        num_hops = num_buckets - 1
         pending: list[Callable[[], None]] = [_noop] * num_buckets
         in_flight: list[_RoundInFlight | None] = [None] * num_buckets
-        for step in range(len(self._rounds) + num_buckets - 1):
+        for step in range(len(self._rounds) + num_hops):
             if step < len(self._rounds):
                 which = step % num_buckets
                 pending[which]()  # the engine has read the bucket
@@ -191,11 +196,9 @@ class BoxExecutor:
                 buffer = buffers[which] if buffers else None
                 in_flight[which] = flight = _RoundInFlight(step, self._rounds[step], buffer, spaces[which])
                 self._start(flight)
-            for hop in range(1, num_buckets):
-                started = in_flight[(step - hop) % num_buckets] if 0 <= step - hop < len(self._rounds) else None
-                if started is not None:
-                    self._relay(started, hop)
-            if 0 <= (number := step - num_buckets + 1) < len(self._rounds):
+            started = [(in_flight[number % num_buckets], hop) for number, hop in hops_of_step(self._rounds, step)]
+            self._exchange([(each, hop) for each, hop in started if each is not None])
+            if (number := step - num_hops) >= 0:
                 finished = in_flight[number % num_buckets]
                 assert finished is not None
                 pending[number % num_buckets] = self._finish(finished, loader)
@@ -216,15 +219,6 @@ class BoxExecutor:
             except WeightSyncError as e:
                 raise self._in_round(e, flight.index) from e
         self._copy(this.copies, flight)
-        flight.receiving += self._exchange(flight, this.hops[0])
-
-    def _relay(self, flight: _RoundInFlight, number: int) -> None:
-        """Start the messages of a hop after the first."""
-        if number < len(flight.round.hops):
-            hop = flight.round.hops[number]
-            if hop.sends:
-                self._wait(flight.receiving, flight.index)
-            flight.receiving += self._exchange(flight, hop)
 
     def _finish(self, flight: _RoundInFlight, loader: ShardSink | None) -> Callable[[], None]:
         """Deliver what has arrived; return a function that waits until the bucket may be overwritten."""
@@ -300,21 +294,34 @@ class BoxExecutor:
         found = contiguous_bytes(self._targets[slots[0].local][slices(union)])
         return None if found is None else found.view(-1)
 
-    def _exchange(self, flight: _RoundInFlight, hop: Hop) -> list[InFlight]:
-        """Start all messages of the hop; return the receives to wait for."""
-        if self._targets is None:
-            receives = [(flight.regions[message.offset], message.source) for message in hop.receives]
-        else:
-            receives = self._receive_targets(flight, hop)
-        sends = self._pack(hop, flight)
+    def _exchange(self, started: Sequence[tuple[_RoundInFlight, int]]) -> None:
+        """Start the messages of one step as one group: those of a hop, by its index, of each round."""
+        if not started:
+            return
+        hops = [flight.round.hops[hop] for flight, hop in started]
+        receives: list[tuple[Tensor, int]] = []
+        for (flight, _), hop in zip(started, hops, strict=True):
+            if self._targets is None:
+                receives += [(flight.regions[message.offset], message.source) for message in hop.receives]
+            else:
+                receives += self._receive_targets(flight, hop)
+        space = self._staging.acquire() if any(hop.staging_bytes for hop in hops) else None
+        sends: list[tuple[Tensor, int]] = []
+        begin = 0
+        for (flight, number), hop in zip(started, hops, strict=True):
+            if number and hop.sends:
+                self._wait(flight.receiving, flight.index)  # it relays what it has received
+            sends += self._pack(hop, flight, None if space is None else space[begin:])
+            begin = aligned(begin + hop.staging_bytes)
         try:
             received, sent = self.counter.exchange(sends, receives)
         except WeightSyncError as e:
-            raise self._in_round(e, flight.index) from e
-        if hop.staging_bytes:
-            self._staging.record_sends(sent, flight.index)
-        flight.sending += sent
-        return received
+            raise self._in_round(e, started[0][0].index) from e
+        if space is not None:
+            self._staging.record_sends(sent, started[0][0].index)
+        for flight, _ in started:  # the messages of a group may end together only
+            flight.receiving += received
+            flight.sending += sent
 
     def _wait(self, messages: Sequence[InFlight], index: int) -> None:
         try:
@@ -347,9 +354,8 @@ class BoxExecutor:
             messages.append((bucket[offset : offset + num_bytes], message.source))
         return messages
 
-    def _pack(self, hop: Hop, flight: _RoundInFlight) -> list[tuple[Tensor, int]]:
-        """Return (data, destination) per message; messages with equal parts are packed once."""
-        space = self._staging.acquire() if hop.staging_bytes else None
+    def _pack(self, hop: Hop, flight: _RoundInFlight, space: Tensor | None) -> list[tuple[Tensor, int]]:
+        """Return (data, destination) per message; messages with equal parts are packed once, into `space`."""
         packed: dict[int, Tensor] = {}
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -358,15 +364,18 @@ class BoxExecutor:
         for send in hop.sends:
             offset = send.staging_offset
             if offset is None:
-                part = send.parts[0]
+                part, num_bytes = send.parts[0], send.num_bytes
                 region = regions.get(part.offset) if part.local is None else None
-                if region is None or region.nbytes != part.num_bytes:
-                    region = self._in_place_bytes(part, flight)
+                if region is None or region.nbytes != num_bytes:
+                    region = self._in_place_bytes(part, num_bytes, flight)
                 messages.append((region, send.to))
                 continue
             if offset not in packed:
                 assert space is not None
-                boxes = [self._received(p, flight) if p.local is None else self._view(p) for p in send.parts]
+                boxes = [
+                    self._received(p.offset, p.num_bytes, flight) if p.local is None else self._view(p)
+                    for p in send.parts
+                ]
                 targets += views_like(space, offset, boxes)
                 sources += boxes
                 packed[offset] = space[offset : offset + send.num_bytes]
@@ -374,14 +383,14 @@ class BoxExecutor:
         copy_boxes(targets, sources)
         return messages
 
-    def _in_place_bytes(self, part: MessagePart, flight: _RoundInFlight) -> Tensor:
-        """Return a view of the part to send, a copy of it if the tensor is a transposed view.
+    def _in_place_bytes(self, part: MessagePart, num_bytes: int, flight: _RoundInFlight) -> Tensor:
+        """Return a view of the bytes to send from the part on, a copy of them if the tensor is a transposed view.
 
         Raises:
             WeightSyncError: the tensor is larger than in its layout.
         """
         if part.local is None:
-            return self._received(part, flight)
+            return self._received(part.offset, num_bytes, flight)
         held, box = self._held[part.local], part.box
         if not held.is_contiguous():
             held = view_box(held, box, part.num_bytes).contiguous()
@@ -391,13 +400,13 @@ class BoxExecutor:
             raise WeightSyncError(f"{part.local}: the tensor is larger than in its layout")
         return found
 
-    def _received(self, part: MessagePart, flight: _RoundInFlight) -> Tensor:
-        """Return the bytes of a part that was received in this round."""
-        region = flight.regions.get(part.offset)
-        if region is not None and region.nbytes == part.num_bytes:
+    def _received(self, offset: int, num_bytes: int, flight: _RoundInFlight) -> Tensor:
+        """Return bytes that were received in this round."""
+        region = flight.regions.get(offset)
+        if region is not None and region.nbytes == num_bytes:
             return region
         assert flight.bucket is not None
-        return flight.bucket[part.offset : part.offset + part.num_bytes]
+        return flight.bucket[offset : offset + num_bytes]
 
     def _view(self, part: MessagePart) -> Tensor:
         """Return a view of a box that this rank holds, of any shape if it is contiguous."""

@@ -96,7 +96,7 @@ def test_no_strategy_is_faster_than_the_bound_and_all_bytes_are_timed(strategy, 
     case = scenario(*layout, nodes=2, bucket_bytes=1 << 14)
     arrangement = arrange(strategy, case)
     found = time_sync(arrangement, case, RATES)
-    assert found.seconds_planned >= seconds_bound(case.sources, arrangement.needs, case.topology, RATES)
+    assert found.seconds_planned >= seconds_bound(case.sources, arrangement.needs, case.topology, RATES) * (1 - 1e-9)
     between = forecast(arrangement, case).bytes_between
     crossing = sum(n for (a, b), n in between.items() if not case.topology.same_node(a, b))
     assert (found.busiest_nic_bytes > 0) == (crossing > 0) == (found.nic_share is not None)

@@ -135,7 +135,7 @@ def test_strided_and_consecutive_placement():
         ({"tp": 4}, 2, 1, "micro_dp"),
         ({"tp": 4}, 2, 2, "exact"),
         ({"tp": 4, "dp": 2}, 2, 2, "micro_dp"),
-        ({"tp": 4}, 1, 4, "micro_dp"),
+        ({"tp": 4}, 1, 4, "exact"),
         ({"tp": 2}, 4, 1, "exact"),
         ({"tp": 3}, 2, 1, "exact"),
         ({"tp": 2, "dp": 2, "ep": 2}, 2, 1, "exact"),

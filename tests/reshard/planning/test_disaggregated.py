@@ -55,9 +55,11 @@ def check_sync(ranks, number):
     assert [mismatched for _, mismatched in results] == [0] * 4
     for rank, (stats, _) in enumerate(results):
         assert stats.bytes_received == (rank in RECEIVERS) * synthetic.MODEL_BYTES
-        # each byte enters the engines' node once, and each engine relays half of it
-        assert stats.bytes_sent == synthetic.MODEL_BYTES / 2
+        # each byte enters the engines' node once, and each engine relays about half of it: slices end between rows
+        slack = synthetic.MODEL_BYTES / 20 if rank in RECEIVERS else 0
+        assert abs(stats.bytes_sent - synthetic.MODEL_BYTES / 2) <= slack
         assert stats.peak_extra_bytes <= 2 * BUCKET_BYTES
+    assert sum(stats.bytes_sent for stats, _ in results) == 2 * synthetic.MODEL_BYTES
     return [stats for stats, _ in results]
 
 

@@ -44,8 +44,9 @@ def bound_by_sets(sources, needs, nodes, network, nvlink, nics):
         leaves = (set().union(*(needed[rank] for rank in outside)) & held_inside) - held_outside
         num_nics = nics or len(inside)
         times += [size(enters) / (num_nics * network), size(leaves) / (num_nics * network)]
-        of_rank = network * max(1, num_nics / len(inside)) if len(machines) > 1 else 0
+        of_rank = network * max(1, num_nics / len(inside))
         times += [size(needed[rank] - held[rank]) / (nvlink + of_rank) for rank in inside]
+        times += [size((needed[rank] & held_inside) - held[rank]) / nvlink for rank in inside]
     return max(times)
 
 

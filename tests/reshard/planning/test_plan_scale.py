@@ -8,6 +8,7 @@ from benchmarks.reshard.published import DEEPSEEK_V3, engine_layouts
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.megatron.families.load_architecture import load_architecture
 from megarl.megatron.families.trainer_layouts import PipelineSplit, trainer_layouts
+from megarl.reshard.analysis.nccl_progress import posted_groups
 from megarl.reshard.layout.layout import intersect, volume
 from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS
 from megarl.reshard.layout.topology import Topology
@@ -58,6 +59,14 @@ def test_planning_takes_few_calls_cold_and_hardly_any_cached(plan, rank):
 def test_received_bytes_equal_the_lower_bound(sources, needs, plan):
     received = sum(message.num_bytes for this in plan(5) for hop in this.hops for message in hop.receives)
     assert received == rank_bounds(sources, needs)[5] == missing_bytes(sources[5], needs[5])
+
+
+@pytest.mark.parametrize("rank", [5, 1500, pytest.param(700, marks=pytest.mark.slow)])
+def test_ranks_post_few_groups_and_messages(plan, rank):
+    """One message for each box would be 45,000 received by a rank, and as many relayed."""
+    groups = posted_groups(plan(rank))
+    assert len(groups) <= 600
+    assert sum(len(group.sends) + len(group.receives) for group in groups) <= 20_000
 
 
 def missing_bytes(held, need):

@@ -1,0 +1,275 @@
+"""Cuts the tensors of a sync into slices, and these into rounds whose messages fit the buffers of every rank.
+
+Tensors that the same ranks hold form a stage, such as those of a pipeline stage or of an expert-parallel rank. The
+bytes of a stage lie on an axis, tensor after tensor, which is cut at equal distances. A tensor is cut where the axis
+is, at the rows that are nearest, in the boxes of every rank alike:
+
+    stage 0     | qkv .. | gate_up ........... | down ....... | qkv .. | gate_up
+    slice       0       |   1       |   2       |   3       |   4       |   5
+    stage 1     | gate_up ........... | down ....... | qkv .. | gate_up ...........
+    round           0                  |           1           |           2            with two slices of a stage each
+
+So all links are used in every round, as much as in the sync as a whole. The slices of a stage take turns among equally
+good sources. A stage of few bytes takes part in some rounds only, others in the rounds between them.
+
+    loads     by group of ranks and slice: the bytes that a rank receives, or packs to send
+    rounds    consecutive slices, as many as fit: a load exceeds the limit only if it is that of a single slice
+
+A rank packs a box into a staging buffer before it sends it, once for all its receivers, unless the box is large and
+lies contiguously in the rank's tensor. What it relays, it sends from where it was received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.reshard.layout.boxes import Ints
+
+PADDING = 1024
+"""Bytes of each buffer reserved for alignment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The tensors of each stage: arrays by tensor."""
+
+    stage: Ints
+    """Index of the stage, in the order of their first ranks."""
+    offset: Ints
+    """Bytes of the stage before the tensor."""
+    size: Ints
+    """Bytes of the tensor that are held, each element once."""
+    total: Ints
+    """By stage, its bytes."""
+    num_holders: Ints
+    """By stage, the number of ranks that hold it."""
+
+    @classmethod
+    def of(cls, holders: Ints, size: Ints, num_ranks: Ints) -> Stages:
+        """Return the stages of tensors that the same ranks hold.
+
+        Args:
+            holders: by tensor, the index of the set of these ranks.
+            num_ranks: by set of ranks, their number.
+        """
+        found, stage = np.unique(holders, return_inverse=True)
+        stage = stage.reshape(-1)
+        count = int(stage.max(initial=-1)) + 1
+        order = np.argsort(stage, kind="stable")
+        before = np.cumsum(size[order]) - size[order]
+        total = np.zeros(count, np.int64)
+        np.add.at(total, stage, size)
+        offset = np.empty(len(size), np.int64)
+        offset[order] = before - (np.cumsum(total) - total)[stage[order]]
+        return cls(stage, offset, size, total, num_ranks[found])
+
+    @property
+    def progress(self) -> Ints:
+        """By tensor, the share of its stage that lies before its middle."""
+        share: Ints = (self.offset + self.size / 2) / np.maximum(self.total[self.stage], 1)
+        return share
+
+
+class Slices:
+    """The slices of all tensors for some number of rounds."""
+
+    def __init__(self, stages: Stages, count: Ints, num_bytes: Ints, num_rounds: int, num_lanes: int = 1) -> None:
+        """Args:
+        count: by stage, its number of slices.
+        num_bytes: by stage, the bytes of it that all receive.
+        num_rounds: the rounds that they are spread over.
+        num_lanes: the receivers of each lane get the slices of a stage that is in few rounds in rounds of their own.
+        """
+        self._stages, self._num_lanes = stages, num_lanes
+        of_tensor = count[stages.stage]
+        self._unit = np.maximum(stages.total, 1)[stages.stage] / of_tensor  # bytes of a slice, by tensor
+        end = stages.offset + np.maximum(stages.size, 1)
+        self._first = np.minimum((stages.offset / self._unit).astype(np.int64), of_tensor - 1)
+        """By tensor, the slice of its stage that it begins in."""
+        last = np.clip(np.ceil(end / self._unit).astype(np.int64) - 1, self._first, of_tensor - 1)
+        self.parts = last - self._first + 1
+        """By tensor, the number of slices that it lies in."""
+        self.first_item = np.cumsum(self.parts) - self.parts
+        self.num_items = int(self.parts.sum())
+        self.tensor_of_item = np.repeat(np.arange(len(self.parts)), self.parts)
+        """Number of items: slices of tensors."""
+        self.turn = np.arange(self.num_items) - (self.first_item - self._first)[self.tensor_of_item]
+        """By item, its turn among equally good sources."""
+        first = np.cumsum(count) - count
+        of_slice = _spread(count, num_bytes, num_rounds, num_lanes)
+        self.round = of_slice[first[stages.stage[self.tensor_of_item]] + self.turn].reshape(-1)
+        """By place, an item in a lane, the round in which it is sent."""
+        self.order = np.lexsort((np.repeat(self.turn, num_lanes), self.round))
+        """Places in transfer order."""
+
+    def place(self, item: Ints, receivers: Ints) -> Ints:
+        """Return the places of items [N] for the sets of receivers of these indices [N]."""
+        places: Ints = item * self._num_lanes + receivers % self._num_lanes
+        return places
+
+    def cut(self, tensor: Ints, low: Ints, high: Ints, first: Ints, last: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Cut N held parts of needed boxes at the edges of the slices.
+
+        Parts of fewer rows than slices, such as the experts of a needed box that are held one by one, lie in the slices
+        that are at the same share of the needed box.
+
+        Args:
+            tensor: [N].
+            low: [N, D], start of the parts.
+            high: [N, D], their stop.
+            first: [N], first row of the needed box.
+            last: [N], its end.
+
+        Returns:
+            for each part of a part: its row among the N, start, stop and item.
+        """
+        repeats = self.parts[tensor]
+        row = np.repeat(np.arange(len(tensor)), repeats)
+        number = np.arange(len(row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        of = tensor[row]
+        start, stop = low[row], high[row]
+        several = np.flatnonzero(repeats[row] > 1)
+        rows = (high[:, 0] - low[:, 0])[row[several]]
+        edge, is_last = self._first[of[several]] + number[several], number[several] + 1 == repeats[row[several]]
+        begin = self._share(of[several], edge)
+        end = np.where(is_last, 1.0, self._share(of[several], edge + 1))
+        base = start[several, 0]
+        middle = ((low[:, 0] + high[:, 0]) / 2 - first) / np.maximum(last - first, 1)
+        round_up = 1 - middle[row[several]]
+        start[several, 0] = base + (begin * rows + round_up).astype(np.int64)
+        stop[several, 0] = base + (end * rows + round_up).astype(np.int64)
+        some = np.flatnonzero(start[:, 0] < stop[:, 0])
+        return row[some], start[some], stop[some], self.first_item[of[some]] + number[some]
+
+    def _share(self, tensor: Ints, edge: Ints) -> Ints:
+        """Return the share of each tensor [N] that lies before an edge of its stage."""
+        before = edge * self._unit[tensor] - self._stages.offset[tensor]
+        share: Ints = np.clip(before / np.maximum(self._stages.size[tensor], 1), 0.0, 1.0)
+        return share
+
+
+def _spread(count: Ints, num_bytes: Ints, num_rounds: int, num_lanes: int) -> Ints:
+    """Return the rounds [num slices, num_lanes] of the slices of all stages, with equally many bytes in each round.
+
+    Stages of as many slices as there are rounds, or of several times as many, have equally many in each. The others
+    begin one after another, and the lanes of each.
+    """
+    stage = np.repeat(np.arange(len(count)), count)
+    turn = np.arange(len(stage)) - (np.cumsum(count) - count)[stage]
+    rounds = np.repeat((turn * num_rounds // np.maximum(count, 1)[stage])[:, None], num_lanes, axis=1)
+    others = np.flatnonzero(count[stage] % num_rounds > 0)
+    size = (num_bytes / np.maximum(count, 1))[stage[others]]
+    for lane in range(num_lanes if len(others) else 0):
+        phase = (stage[others] * 0.618034 + lane / num_lanes) % 1
+        order = np.argsort((turn[others] + phase) / count[stage[others]], kind="stable")
+        middle = np.cumsum(size[order]) - size[order] / 2
+        share = middle / max(middle[-1] + size[order[-1]] / 2, 1)
+        rounds[others[order], lane] = np.minimum((share * num_rounds).astype(np.int64), num_rounds - 1)
+    return rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """N loads of groups of ranks: arrays [N]."""
+
+    owner: Ints
+    """Index of the group; each of its ranks has the load."""
+    item: Ints
+    """Position of the slice of a tensor in transfer order."""
+    num_bytes: Ints
+
+    @classmethod
+    def of(cls, owner: Ints, item: Ints, num_bytes: Ints) -> Loads:
+        """Return the sums per owner and slice, without those of zero bytes."""
+        some = np.flatnonzero(num_bytes)
+        return cls(owner[some], item[some], num_bytes[some])._sums()
+
+    @classmethod
+    def join(cls, loads: Sequence[Loads]) -> Loads:
+        """Return all loads, with the owners of each sequence numbered after those of the previous one."""
+        first = np.cumsum([0, *(int(each.owner.max(initial=-1)) + 1 for each in loads)])
+        owners = [each.owner + number for each, number in zip(loads, first, strict=False)]
+        columns = ([getattr(each, name) for each in loads] for name in ("item", "num_bytes"))
+        return cls(np.concatenate(owners), *map(np.concatenate, columns))
+
+    def times(self, factor: float) -> Loads:
+        """Return `factor` times as large loads, rounded up."""
+        return Loads(self.owner, self.item, np.ceil(self.num_bytes * factor).astype(np.int64))
+
+    def largest(self, rounds: Ints) -> int:
+        """Return the largest sum of one owner's loads in one round; `rounds`: by slice."""
+        if not len(self.owner):
+            return 0
+        key = self.owner * (int(rounds.max()) + 1) + rounds[self.item]
+        return int(np.bincount(key, self.num_bytes).max())
+
+    def _sums(self) -> Loads:
+        """Return the sums per owner and slice, sorted by both."""
+        if not len(self.owner):
+            return self
+        key = self.owner * (self.item.max() + 1) + self.item
+        order = np.argsort(key, kind="stable")  # much faster than sorting by two keys, and than an unstable sort
+        key, owner, item = key[order], self.owner[order], self.item[order]
+        first = np.flatnonzero(np.r_[True, key[1:] != key[:-1]])
+        return Loads(owner[first], item[first], np.add.reduceat(self.num_bytes[order], first))
+
+
+def share_buffers(bucket_bytes: int, num_hops: int, received: int, packed: int) -> tuple[int, int]:
+    """Return the most bytes that a rank receives in a round, and the most that it packs.
+
+    A rank has one bucket more than there are hops, and two staging buffers. Together they have 2 `bucket_bytes`, which
+    are shared in the ratio of what would have to fit; neither gets less than a sixteenth of the other.
+
+    Args:
+        received: the most bytes that a rank receives in a round, of some number of rounds.
+        packed: the most bytes that a rank packs in a round, of as many.
+    """
+    received, packed = max(received, -(-packed // 16), 1), max(packed, -(-received // 16), 1)
+    whole = 2 * bucket_bytes / ((num_hops + 1) * received + 2 * packed)
+    bucket, staging = (int(whole * num_bytes) for num_bytes in (received, packed))
+    return max(bucket - PADDING, bucket // 2, 1), max(staging - PADDING, staging // 2, 1)
+
+
+def cut_rounds(loads: Loads, rounds: Ints, limit: int) -> Ints:
+    """Cut rounds of consecutive slices into the fewest that are within the limit; return the new round of each slice.
+
+    Args:
+        loads: sorted by owner and slice, one load of each.
+        rounds: by slice in transfer order, its round, ascending.
+        limit: the most bytes of an owner in one round; a slice whose own load is larger ends up in a round in which
+            that owner has no other load.
+    """
+    num_items = len(rounds)
+    end = np.cumsum(loads.num_bytes)
+    begin = end - loads.num_bytes
+    owner_start = np.searchsorted(loads.owner, loads.owner)
+    # the first load that may share a round with each load
+    first = np.clip(np.searchsorted(begin, end - limit), owner_start, np.arange(len(end)))
+    earliest = np.where(first > owner_start, loads.item[first - 1] + 1, 0)
+    starts = np.zeros(num_items, np.int64)
+    np.maximum.at(starts, loads.item, earliest)
+    starts = np.maximum(np.maximum.accumulate(starts), np.searchsorted(rounds, rounds))
+    found, start, number = np.zeros(num_items, np.int64), 0, 0
+    while start < num_items:
+        stop = int(np.searchsorted(starts, start, side="right"))
+        found[start:stop] = number
+        start, number = stop, number + 1
+    return found
+
+
+def are_contiguous(start: Ints, stop: Ints, extent: Ints) -> Ints:
+    """Return, by box [N], whether its elements are contiguous in a row-major tensor: bool.
+
+    Args:
+        start: [N, D].
+        stop: [N, D].
+        extent: [N, D], the tensor's size.
+    """
+    length = stop - start
+    leading = np.ones((len(length), length.shape[1] + 1), bool)
+    leading[:, 1:] = np.logical_and.accumulate(length == 1, axis=1)
+    contiguous: Ints = ((length == extent) | leading[:, :-1]).all(axis=1)
+    return contiguous
