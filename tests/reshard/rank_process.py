@@ -285,8 +285,8 @@ def _serve(end, make_member, rank, arguments):
             result = getattr(member, method)(*arguments)
         except WeightSyncError as e:
             error = str(e)
-        if error is not None:  # a gloo thread holds a message until its connection has ended
-            wait_until(partial(_has_no_other_byte_tensor, before), END_SECONDS)
+        # a gloo thread may hold a message for a moment after it was sent, or until its connection has ended
+        wait_until(partial(_has_no_other_byte_tensor, before), END_SECONDS)
         gc.collect()
         left = sum(id(tensor) not in before for tensor in _byte_tensors())
         end.send(Outcome(result, error, left))
