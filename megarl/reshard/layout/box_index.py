@@ -195,7 +195,6 @@ class SyncIndex:
             box[..., 1],
             local[..., 0] - box[..., 0],
             table.local[rows].astype(np.int64),
-            np.zeros(len(rows), np.int64),
         )
 
     def _numbers(self, names: Names) -> Ints:

@@ -27,8 +27,6 @@ class Boxes:
     """Offset from the box's coordinates to its coordinates in the local tensor."""
     local: Ints
     """Index of the local tensor's name."""
-    part: Ints
-    """Index of the part: a large box is split into parts that are sent in separate rounds."""
 
     def take(self, rows: Ints) -> Boxes:
         """Return the boxes of the given rows."""
@@ -64,26 +62,6 @@ def extents(tensor: Ints, count: int) -> tuple[Ints, Ints]:
     return starts[:-1], np.diff(starts)
 
 
-def split_boxes(table: Boxes, parts: Ints) -> Boxes:
-    """Split the boxes of tensors that have several parts along their first dimension."""
-    repeats = parts[table.tensor]
-    if (repeats == 1).all():
-        return table
-    at = np.repeat(np.arange(len(repeats)), repeats)
-    cut = table.take(at)
-    part = np.arange(len(at)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-    rows = cut.stop[:, 0] - cut.start[:, 0]
-    low = cut.start[:, 0] + rows * part // repeats[at]
-    high = cut.start[:, 0] + rows * (part + 1) // repeats[at]
-    start, stop = cut.start.copy(), cut.stop.copy()
-    start[:, 0], stop[:, 0] = low, high
-    split = Boxes(cut.tensor, start, stop, cut.shift, cut.local, part)
-    # within a tensor, sort by part: parts are sent in that order
-    order = np.arange(len(at))
-    order = np.lexsort((order, part, np.cumsum(np.r_[0, np.diff(cut.tensor) != 0])))
-    return split.take(order[(low < high)[order]])
-
-
 def volumes(boxes: Boxes) -> Ints:
     """Return the number of elements of each box [N]."""
     elements: Ints = (boxes.stop - boxes.start).prod(axis=1)
@@ -94,7 +72,7 @@ def concatenate(tables: Sequence[Boxes], width: int) -> Boxes:
     """Return the boxes of all tables, one table after another; `width` is their number of dimensions."""
     if not tables:
         nothing, flat = np.zeros((0, width), np.int64), np.zeros(0, np.int64)
-        return Boxes(flat, nothing, nothing, nothing, flat, flat)
+        return Boxes(flat, nothing, nothing, nothing, flat)
     return Boxes(*(np.concatenate([getattr(t, name) for t in tables]) for name in Boxes.__slots__))
 
 

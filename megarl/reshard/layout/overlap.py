@@ -58,7 +58,7 @@ def find_receiver_sets(tables: Sequence[Boxes], ranks: Sequence[Ranks], width: i
     """
     of_class = np.repeat(np.arange(len(tables)), [len(t.tensor) for t in tables])
     every = concatenate(tables, width)
-    keys = hash_rows([every.tensor, every.part, *every.start.T, *every.stop.T])
+    keys = hash_rows([every.tensor, *every.start.T, *every.stop.T])
     receivers, sets = of_class.copy(), list(ranks)
     # most boxes are needed by one class only: sort just those whose short hash is shared
     short = (keys >> np.uint64(64 - HASH_BITS)).astype(np.int64)
@@ -127,4 +127,4 @@ def _boxes(layout: WeightLayout, numbers: Ints, width: int) -> Boxes:
 def _bare(tensor: Ints, start: Ints, stop: Ints) -> Boxes:
     """Return boxes without their location in local tensors."""
     nothing = np.zeros(0, np.int64)
-    return Boxes(tensor, start, stop, nothing, nothing, nothing)
+    return Boxes(tensor, start, stop, nothing, nothing)

@@ -61,8 +61,12 @@ class Entry:
     """Position of the rank that fetches the box among those of its machine, modulo their number."""
 
 
-def distance(num_turns: int | None, sources: Ints) -> Ints:
-    """Return how far apart receivers begin their turns at sources so that all serve equally; by number of these [N]."""
+def turn_offset(num_turns: int | None, sources: Ints) -> Ints:
+    """Return by how many turns the first sources of two receivers differ, so that all sources send equally much.
+
+    Args:
+        sources: [N], numbers of sources.
+    """
     if num_turns is None:
         return np.ones_like(sources)
     found: Ints = np.where(num_turns % sources == 0, 1, num_turns)

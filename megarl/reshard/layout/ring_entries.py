@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.relay_tree import Entry, RemoteSources, distance
+from megarl.reshard.layout.relay_tree import Entry, RemoteSources, turn_offset
 from megarl.reshard.layout.remote_traffic import RemoteTraffic
 
 
@@ -44,10 +44,10 @@ class RingEntries:
         machines = ((traffic.needed > 0)[receivers] & (traffic.held == 0)[holders]).sum(axis=1)
         num_holders = np.array([len(traffic.holders[of]) for of in holders.tolist()], np.int64)
         order = _by_bytes(traffic, holders, receivers)
-        lengths = machines * distance(limits.num_turns, num_holders)
+        lengths = machines * turn_offset(limits.num_turns, num_holders)
         found.root[holders, receivers] = _starts(holders, lengths, order)
         num_fetchers = traffic.needed.max(axis=1)[receivers]
-        found.fetcher[holders, receivers] = _starts(receivers, distance(limits.num_turns, num_fetchers), order)
+        found.fetcher[holders, receivers] = _starts(receivers, turn_offset(limits.num_turns, num_fetchers), order)
         found.machine[holders, receivers] = -np.array([traffic.holders[of][0] for of in holders.tolist()], np.int64)
         num_sources = np.zeros(len(traffic.topology.nodes), np.int64)  # by rank, the roots that it receives from
         single = [number for number, ranks in enumerate(traffic.receivers) if ranks in limits.single_root]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Path, RemoteSources, distance
+from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Path, RemoteSources, turn_offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class SourceSelector:
         self._num_turns = remote.num_turns
         self._entry = entry or Entry(0, 0, 0)
         lacking = [number for number in range(len(self._machines)) if number not in self._tree.origins]
-        each = int(distance(remote.num_turns, np.array(len(holders))))
+        each = int(turn_offset(remote.num_turns, np.array(len(holders))))
         self._first_root = {number: place * each + self._entry.root for place, number in enumerate(lacking)}
         """By node that lacks the box, the position of its root in turn 0 if it gets all boxes from roots."""
 
