@@ -263,7 +263,7 @@ def holder_deviation(index: SyncIndex, plans: Sequence[RankPlan]) -> float:
     for plan in plans:
         moves = plan.receives
         moves = moves.take(np.flatnonzero((moves.hop == 0) & (nodes[moves.peer] != nodes[plan.rank]) & ~plan.gathered))
-        boxes = Boxes(moves.tensor, moves.start, moves.stop, moves.shift, moves.local, moves.item)
+        boxes = Boxes(moves.tensor, moves.start, moves.stop, moves.shift, moves.local)
         at, of, _, _ = intersections(boxes, index.held, index.held_start, index.held_count)
         np.add.at(sent, (index.held_by[of], moves.peer[at]), moves.num_bytes[at])
     total = sent.sum()
