@@ -40,7 +40,6 @@ FIXED_KEYS: Mapping[str, tuple[object, str]] = {
     "reward.terms.*.backoff_seconds": (0.5, "0.5 s"),
     "reward.terms.*.batch_wait_seconds": (0.02, "0.02 s"),
     "reward.terms.*.breaker": ({"failures": 5, "cooldown_seconds": 10.0}, "5 failures in a row and 10 s"),
-    "weight_sync.verify.sample": (16, "16 boxes"),
 }
 """Keys that earlier versions had and that are constants -> (value, in words). `*` stands for the name of a term."""
 

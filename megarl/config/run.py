@@ -149,6 +149,13 @@ class RunConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
+    def _compare_no_custom_engine(self) -> RunConfig:
+        """Set `weight_sync.verify` to null for an engine outside the package, unless the file says otherwise."""
+        if self.rollout.engine.is_custom and "verify" not in self.weight_sync.model_fields_set:
+            self.__dict__["weight_sync"] = self.weight_sync.model_copy(update={"verify": None})  # frozen
+        return self
+
+    @model_validator(mode="after")
     def _check_engines(self) -> RunConfig:
         tp, replicas, pool = self.rollout.tp, self.rollout.replicas, self.rollout_pool
         key = pool_key(self.placement.rollout.pool)

@@ -10,11 +10,10 @@ from megarl.config.section import Section
 
 
 class VerifyConfig(Section):
-    """Comparison of samples of the engines' weights with the trainer's, bit by bit, before engines serve them."""
+    """Comparison of all weights of the engines with the trainer's before engines serve them, by sums of their bits."""
 
     every: int = Field(default=1, ge=1)
-    """Compare in the sync of every policy version that this number divides: 16 boxes of at most 262,144 elements each.
-    Others are chosen for each policy version, and are the same in every engine."""
+    """Compare in the sync of every policy version that this number divides."""
 
 
 class WeightSyncConfig(Section):
@@ -42,10 +41,10 @@ class WeightSyncConfig(Section):
     compares by digests. The first sync, and the one after a failed sync or a restarted engine, sends all weights. Needs
     boxes (`micro_dp` or `exact`) and engines that keep their weights while the trainer works."""
 
-    verify: VerifyConfig | None = None
-    """Compare samples of what engines hold with what the trainer has sent, after every sync or some of them. An engine
-    that differs does not serve the new weights, and the run ends with an error. Default: no comparison; coverage,
-    dtypes and bytes are checked in every sync."""
+    verify: VerifyConfig | None = VerifyConfig()
+    """Compare what engines hold with what the trainer has sent, in every sync or some of them. An engine that differs
+    does not serve the new weights, and the run ends with an error. null, the default with an engine outside the
+    package: no comparison; coverage, dtypes and bytes are checked in every sync."""
 
     @model_validator(mode="after")
     def _check_delta(self) -> WeightSyncConfig:

@@ -13,15 +13,14 @@ from megarl.batch.routes import Routes, join_routes
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:  # these import torch, which checks of a configuration do without
+    from megarl.reshard.layout.boxes import Ints
     from megarl.reshard.layout.layout import WeightLayout, WeightNeeds
-    from megarl.reshard.layout.sampled_boxes import SampledBox
     from megarl.reshard.planning.disaggregated import TransferSpec
     from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
     from megarl.reshard.transfer.box_channel import BoxOffer
     from megarl.reshard.transfer.bucket import WeightBucket
     from megarl.reshard.transfer.commit_decision import CommitSpec
     from megarl.reshard.transfer.process_groups import TransferGroup
-    from megarl.reshard.transfer.sample_digests import ExpectedBox
 
 
 EngineMemory = Literal["weights", "kv_cache"]
@@ -307,18 +306,16 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    async def sample_boxes(self, policy_version: int, count: int) -> list[SampledBox]:
-        """Return boxes of the engine's weights that are to be compared in the sync of a policy version.
+    async def verify_weights(self, expected: Sequence[Ints]) -> str | None:
+        """Compare all weights after those of an update have arrived with the trainer's, by `sum_box`.
 
-        The choice depends on the engine's layout and the version only, so that all replicas return the same.
-        """
-        ...
+        Tensors and buffers that no update writes are compared with what they were when the engine had started.
 
-    async def verify_weights(self, expected: Sequence[ExpectedBox]) -> str | None:
-        """Compare boxes that have arrived since `begin_weights` with the trainer's values.
+        Args:
+            expected: by TP rank, the sums of the pieces of its layout.
 
         Returns:
-            Which box differs, on which TP rank; the update is then closed, and the engine serves no requests until an
-            update succeeds. None if all boxes are equal.
+            What differs, on which TP rank; the update is then closed, and the engine serves no requests until an
+            update succeeds. None if all is equal.
         """
         ...

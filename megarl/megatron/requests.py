@@ -256,6 +256,8 @@ class SyncSetup:
     """Trainer ranks of each micro-DP group."""
     full_tensors: tuple[str, ...] = ()
     """Tensors that engines receive in full, while all others are sent as boxes."""
+    engine: tuple[WeightLayout, ...] = ()
+    """Layouts of an engine by TP rank, to compare its weights; empty if they are not compared."""
     transfer_spec: TransferSpec | None = None
     """Set if the engine ranks receive the weights themselves; then only `config` of the fields above is used. The
     trainer fills in its `sources`."""

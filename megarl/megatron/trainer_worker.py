@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -49,9 +49,8 @@ if TYPE_CHECKING:
     from megarl.megatron.modeling.megatron_model import MegatronModel
     from megarl.megatron.runtime.offload import OffloadStats
     from megarl.megatron.training.trainer import MegatronTrainer
-    from megarl.reshard.layout.sampled_boxes import SampledBox
     from megarl.reshard.transfer.process_groups import TransferGroup
-    from megarl.reshard.transfer.sample_digests import PartDigests
+    from megarl.reshard.transfer.weight_sums import PartSums
 
 TORCH_MODULES = ("torch", "torch.distributed.tensor", "torch.distributed.checkpoint")
 """What megatron-core imports of torch; imported at low priority, because engines take longer to start than trainers."""
@@ -216,11 +215,11 @@ class TrainerWorker(ForwardWorker):
         self._offload_if_idle()
         return result
 
-    def digest_samples(self, samples: Sequence[SampledBox]) -> list[PartDigests]:
-        """Return the digests of the parts of the samples that this rank holds, as the only element of a list."""
-        assert self._weight_sync_worker is not None, "digest_samples needs prepare_sync first"
+    def sum_weights(self, _: None) -> list[PartSums]:
+        """Return the sums of what this rank holds of the engines' weights, as the only element of a list."""
+        assert self._weight_sync_worker is not None, "sum_weights needs prepare_sync first"
         self._ensure_onloaded()
-        return [self._weight_sync_worker.digest_samples(samples)]
+        return [self._weight_sync_worker.sum_weights()]
 
     def save_hf(self, folder: str) -> None:
         """Export the model in Hugging Face format to `folder`, with the tokenizer of the initial model.

@@ -20,7 +20,6 @@ from megarl.config.reward import NumericRewardConfig
 from megarl.errors import ConfigError
 from megarl.reward import services
 from megarl.run.supervision import restart_budget
-from megarl.run.sync import sync_update
 from tests.config.runs import REQUIRED, make_run
 from tests.errors import expect_error
 
@@ -118,9 +117,8 @@ CONSTANTS = {
     "reward.terms.*.backoff_seconds": services.BACKOFF_SECONDS,
     "reward.terms.*.batch_wait_seconds": services.BATCH_WAIT_SECONDS,
     "reward.terms.*.breaker": {"failures": services.MAX_FAILURES, "cooldown_seconds": services.COOLDOWN_SECONDS},
-    "weight_sync.verify.sample": sync_update.NUM_VERIFIED_BOXES,
 }
-FIXED = "algorithm: {type: vapo}\nreward: {terms: {x: {type: http, url: 'http://a'}}}\nweight_sync: {verify: {}}\n"
+FIXED = "algorithm: {type: vapo}\nreward: {terms: {x: {type: http, url: 'http://a'}}}\n"
 
 
 def write_fixed(path: Path, pattern: str, value: object) -> str:

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ from megarl.config import RunConfig
 from megarl.errors import MegarlError, WeightSyncError, WorkerError
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.trainer_layouts import trainer_layouts
-from megarl.reshard.layout.sampled_boxes import SampledBox
 from megarl.reshard.planning.disaggregated import TransferSpec
-from megarl.reshard.transfer.sample_digests import PartDigests
+from megarl.reshard.transfer.weight_sums import PartSums
 from megarl.run.sync.sync_connections import make_transfer_spec
 from tests.end_to_end.components import Components, engine_host, started
 from tests.end_to_end.launched import MISMATCH
@@ -73,16 +72,18 @@ def test_received_engine_weights_equal_the_export_bitwise(ranks, world, tmp_path
 
 
 def check_that_a_difference_is_found(components: Components, version: int) -> None:
-    """Push while the trainer ranks report another digest for one of the samples than that of their weights."""
-    digest_samples = components.trainer.digest_samples
+    """Push while the trainer ranks report another sum for one of the pieces than that of their weights."""
+    sum_weights = components.trainer.sum_weights
 
-    def altered(samples: Sequence[SampledBox]) -> list[PartDigests]:
-        assert len(samples) == 16
-        by_rank = digest_samples(samples)
-        return [[{part: bytes(16) for part in first}, *others] for first, *others in by_rank]
+    def altered() -> list[PartSums]:
+        by_rank = sum_weights()
+        assert len(by_rank) == 2
+        for sums in by_rank:
+            sums.total[0] += 1
+        return by_rank
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(components.trainer, "digest_samples", altered)
+        patch.setattr(components.trainer, "sum_weights", altered)
         with pytest.raises(WeightSyncError, match=rf"^version {version}: .*0: TP rank 0 does not hold the values of "):
             components.weights.push(version)
     assert components.weights.policy_version == version - 1

@@ -39,13 +39,12 @@ from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace
 from megarl.engines.sglang.weight_update.update_session import WeightSession, full_tensors
 from megarl.engines.update_runner import UpdateRunner
 from megarl.errors import LostEngineError, WorkerError
+from megarl.reshard.layout.boxes import Ints
 from megarl.reshard.layout.layout import Box, WeightLayout, WeightNeeds, share_tensors
-from megarl.reshard.layout.sampled_boxes import SampledBox
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.transfer.box_channel import BoxOffer
 from megarl.reshard.transfer.bucket import WeightBucket
 from megarl.reshard.transfer.process_groups import TransferGroup
-from megarl.reshard.transfer.sample_digests import ExpectedBox
 
 
 class ReleasedMemory:
@@ -283,11 +282,7 @@ class SglangEngine(RolloutEngine):
         return await self._weights.piece_hashes()
 
     @override
-    async def sample_boxes(self, policy_version: int, count: int) -> list[SampledBox]:
-        return await self._weights.sample(policy_version, count)
-
-    @override
-    async def verify_weights(self, expected: Sequence[ExpectedBox]) -> str | None:
+    async def verify_weights(self, expected: Sequence[Ints]) -> str | None:
         return await self._weights.verify(expected)
 
     async def read_weights(self, directory: str) -> None:

@@ -18,7 +18,6 @@ from megarl.megatron.requests import PreparedSync, PushRequest, PushResult, Sync
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import ModelReplica, model_replicas
 from megarl.reshard.layout.quantized_layout import cast_dtypes, cast_layout, quantized_tensors
-from megarl.reshard.layout.sampled_boxes import SampledBox
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
 from megarl.reshard.planning.strategy import Sinks, Strategy, SyncContext
@@ -28,8 +27,8 @@ from megarl.reshard.transfer.box_channel import BoxSender
 from megarl.reshard.transfer.bucket import torch_dtype
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec
 from megarl.reshard.transfer.process_groups import TransferGroup, exchange_layouts
-from megarl.reshard.transfer.sample_digests import PartDigests, digest_samples
 from megarl.reshard.transfer.sink import DiscardSink, ShardSink
+from megarl.reshard.transfer.weight_sums import PartSums, PartTable
 
 
 def make_strategy(config: WeightSyncConfig, context: SyncContext, heartbeat: HeartbeatSpec | None = None) -> Strategy:
@@ -68,6 +67,8 @@ class WeightSyncWorker:
         """Dtypes of the local tensors that are sent in another one than the model's."""
         self._quantizer = _make_quantizer(model, held, quantized) if quantized else None
         self._layout = held if self._quantizer is None else self._quantizer.layout
+        self._engine = setup.engine if setup.transfer_spec is None else setup.transfer_spec.needs
+        self._parts: PartTable | None = None
         layouts = exchange_layouts(self._layout, rank)
         self._transfer_spec: TransferSpec | None = None
         self._sender: BoxSender | None = None
@@ -115,10 +116,12 @@ class WeightSyncWorker:
         failure = self._sender.failure if self._sender is not None and boxes is self._sender else ""
         return PushResult(stats=stats, undelivered=(failure,) if failure else ())
 
-    def digest_samples(self, samples: Sequence[SampledBox]) -> PartDigests:
-        """Return the digests of the samples' parts that this rank sends. All ranks take part."""
+    def sum_weights(self) -> PartSums:
+        """Return the sums of what this rank holds of the engines' weights. All ranks take part."""
+        if self._parts is None:
+            self._parts = PartTable(self._layout, self._engine)
         with torch.no_grad():
-            return digest_samples(self._layout, self.sent_tensors(), samples)
+            return self._parts.sum(self.sent_tensors())
 
     @property
     def prepared(self) -> PreparedSync:

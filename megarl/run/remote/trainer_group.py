@@ -47,9 +47,8 @@ MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 if TYPE_CHECKING:
     from megarl.megatron.runtime.offload import OffloadStats
-    from megarl.reshard.layout.sampled_boxes import SampledBox
     from megarl.reshard.transfer.process_groups import TransferGroup
-    from megarl.reshard.transfer.sample_digests import PartDigests
+    from megarl.reshard.transfer.weight_sums import PartSums
 
 
 class ModelGroup[W: ForwardWorker]:
@@ -133,9 +132,9 @@ class TrainerGroup(ModelGroup[TrainerWorker]):
         """Begin to push the current weights to the engines, which have to receive at the same time."""
         return self.group.begin(TrainerWorker.push_weights, request, dispatch=PUSH)
 
-    def digest_samples(self, samples: Sequence[SampledBox]) -> list[PartDigests]:
-        """Return by rank the digests of the parts of the samples that it holds."""
-        return self.group.call(TrainerWorker.digest_samples, samples, dispatch=_DIGEST)
+    def sum_weights(self) -> list[PartSums]:
+        """Return by rank the sums of what it holds of the engines' weights."""
+        return self.group.call(TrainerWorker.sum_weights, None, dispatch=_SUM_WEIGHTS)
 
     def offload(self) -> OffloadStats:
         """Move what only training needs to host memory; return the totals of all ranks."""
@@ -173,11 +172,11 @@ class TrainerGroup(ModelGroup[TrainerWorker]):
         return self.group.call(TrainerWorker.load_training, folder, dispatch=_LOAD)
 
 
-def _join_digests(results: Sequence[list[PartDigests]], _: RankGrid) -> list[PartDigests]:
-    return [digests for of_rank in results for digests in of_rank]
+def _join_sums(results: Sequence[list[PartSums]], _: RankGrid) -> list[PartSums]:
+    return [sums for of_rank in results for sums in of_rank]
 
 
-_DIGEST: Dispatch[Sequence[SampledBox], list[PartDigests]] = Dispatch(to_all, _join_digests)
+_SUM_WEIGHTS: Dispatch[None, list[PartSums]] = Dispatch(to_all, _join_sums)
 
 
 def _sum_offload_stats(results: Sequence[OffloadStats], _: RankGrid) -> OffloadStats:

@@ -23,7 +23,7 @@ from megarl.config import RunConfig
 from megarl.errors import MegarlError, WeightSyncError
 from megarl.megatron.requests import PreparedSync, PushRequest, SyncSetup
 from megarl.reshard.layout.engine_ranks import resolve_strategy
-from megarl.reshard.layout.layout import WeightNeeds
+from megarl.reshard.layout.layout import WeightLayout, WeightNeeds
 from megarl.reshard.layout.micro_dp import micro_dp_groups
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.transfer.commit_decision import open_store
@@ -72,6 +72,11 @@ class SyncConnections(Protocol):
 
     def drop(self, *, trainer: bool) -> None:
         """Note that a push has failed: the engines have to connect again and, if `trainer`, so have all ranks."""
+        ...
+
+    @property
+    def engine_layouts(self) -> Sequence[WeightLayout]:
+        """Layouts of each connected engine by TP rank; empty if they are not to be compared."""
         ...
 
     @property
@@ -136,6 +141,12 @@ class ColocatedConnections:
         """Whether engine ranks receive boxes."""
         assert self._setup is not None
         return bool(self._setup.receivers)
+
+    @property
+    def engine_layouts(self) -> Sequence[WeightLayout]:
+        """Layouts of each connected engine by TP rank; empty if they are not to be compared."""
+        assert self._setup is not None
+        return self._setup.engine
 
     def connect(self, replicas: Sequence[int], engines: EngineHandles) -> None:
         """Connect trainer ranks that are not connected, then these engines if they are not."""
@@ -240,6 +251,12 @@ class DisaggregatedConnections:
         self._connected = None
 
     @property
+    def engine_layouts(self) -> Sequence[WeightLayout]:
+        """Layouts of each connected engine by TP rank."""
+        assert self._transfer_spec is not None
+        return self._transfer_spec.needs
+
+    @property
     def rank_legend(self) -> str:
         """Which rank numbers are the trainer's and which the engines'."""
         return "" if self._transfer_spec is None else self._transfer_spec.rank_legend
@@ -260,14 +277,15 @@ def make_sync_setup(
     Args:
         engine_slots: by replica, the trainer rank on the slot of each of its ranks.
         pool: slots of the trainer.
-        find_needs: returns what an engine needs; not called for `gather_hf`.
+        find_needs: returns what an engine needs; not called for `gather_hf` if weights are not to be compared.
     """
     tp, topology = config.rollout.tp, pool_topology(pool)
     strategy = resolve_strategy(config.weight_sync.strategy, grid, topology, gen_tp=tp)
     resolved = config.weight_sync.model_copy(update={"strategy": strategy})
     senders = tuple(sorted(ranks[0] for ranks in engine_slots))
     if strategy == "gather_hf":
-        return SyncSetup(config=resolved, senders=senders)
+        engine = () if resolved.verify is None else find_needs().layouts
+        return SyncSetup(config=resolved, senders=senders, engine=engine)
     needs = find_needs()
     roles = {
         rank: (replica, tp_rank) for replica, ranks in enumerate(engine_slots) for tp_rank, rank in enumerate(ranks)
@@ -280,6 +298,7 @@ def make_sync_setup(
         needs={rank: needs.layouts[tp_rank] for rank, (_, tp_rank) in roles.items()},
         groups=tuple(micro_dp_groups(grid, gen_tp=tp)) if strategy == "micro_dp" else (),
         full_tensors=needs.full_tensors,
+        engine=() if resolved.verify is None else needs.layouts,
     )
 
 

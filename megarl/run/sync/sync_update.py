@@ -8,9 +8,8 @@ bytes, samples compared; decide ------------------------------>    end: serve th
 
 Samples of the weights that engines have received are compared with the trainer's before they serve them:
 
-sample_boxes      engines    the boxes of this policy version
-digest_samples    trainer    digests of the parts that each rank holds
-verify_weights    engines    comparison with their own parameters
+sum_weights       trainer    sums of what each rank holds of the engines' weights
+verify_weights    engines    comparison with those of their own parameters
 """
 
 from __future__ import annotations
@@ -26,31 +25,30 @@ from megarl.config.weight_sync import WeightSyncConfig
 from megarl.engines.engine import EngineUpdate, UpdateReport
 from megarl.errors import MegarlError, WeightSyncError
 from megarl.megatron.requests import PushRequest, PushResult, sum_sync_stats
+from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, first_line
 from megarl.reshard.transfer.heartbeat import SyncMonitor
-from megarl.reshard.transfer.sample_digests import merge_digests
+from megarl.reshard.transfer.weight_sums import add_parts
 from megarl.run.remote.engine_group import EngineHandles
 from megarl.run.remote.trainer_group import TrainerGroup
 from megarl.run.sync.sync_connections import REPORT_GRACE_SECONDS, SyncConnections
 from megarl.tracking.phases import PhaseTimer
 
-NUM_VERIFIED_BOXES = 16
-"""Number of boxes of the engines' weights that are compared with the trainer's in a sync."""
 
+def verify_weights(
+    trainer: TrainerGroup, engines: EngineHandles, layouts: Sequence[WeightLayout], policy_version: int
+) -> None:
+    """Compare all weights of every engine with the trainer's, within an update that has not ended.
 
-def verify_weights(trainer: TrainerGroup, engines: EngineHandles, policy_version: int) -> None:
-    """Compare `NUM_VERIFIED_BOXES` boxes in every engine, within an update that has not ended.
+    Args:
+        layouts: of each engine, by TP rank.
 
     Raises:
-        WeightSyncError: a box differs; names tensor, box, engine and TP rank. The engine serves no requests until an
-            update succeeds.
+        WeightSyncError: some differ; names tensor, box, engine and TP rank. The engine serves no requests until an
+            update succeeds. Or trainer ranks hold different values of the same weights.
     """
-    samples, *others = engines.call("sample_boxes", policy_version, NUM_VERIFIED_BOXES)
-    for engine, of_engine in zip(engines.engines[1:], others, strict=True):
-        if of_engine != samples:
-            raise WeightSyncError(f"{engine.name} has another weight layout than {engines.engines[0].name}")
-    expected = merge_digests(samples, trainer.digest_samples(samples))
+    expected = add_parts(layouts, trainer.sum_weights())
     found = engines.call("verify_weights", expected)
     problems = [f"{engine.name}: {p}" for engine, p in zip(engines.engines, found, strict=True) if p is not None]
     if problems:
@@ -76,8 +74,8 @@ class PushReport:
 
     stats: SyncStats
     seconds: Mapping[str, float]
-    """Seconds by phase: `open`, until the engines have stopped decoding; `transfer`; `verify`, if samples are compared;
-    `commit`, until the engines resume."""
+    """Seconds by phase: `open`, until the engines have stopped decoding; `transfer`; `verify`, if the engines' weights
+    are compared; `commit`, until the engines resume."""
     bytes_moved: int
     """Bytes sent between trainer ranks and to engines."""
     bytes_saved: int = 0
@@ -218,7 +216,7 @@ class SyncUpdate:
         verify = self._config.verify
         if verify is not None and self._policy_version % verify.every == 0:
             with timer.phase("verify"):
-                verify_weights(self._trainer, self._engines, self._policy_version)
+                verify_weights(self._trainer, self._engines, self._connections.engine_layouts, self._policy_version)
 
     def _report(self, sent: PushResult, reports: Sequence[UpdateReport], seconds: Mapping[str, float]) -> PushReport:
         stats = sum_sync_stats([sent.stats, *chain.from_iterable(report.stats for report in reports)])

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
-from megarl.reshard.layout.sampled_boxes import SampledBox
+from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer import bucket as bucket_module
 from megarl.reshard.transfer.box_views import (
     consecutive,
@@ -35,7 +34,6 @@ from megarl.reshard.transfer.bucket import (
     BoxBucket,
     DeviceBuffer,
     SharedBuffer,
-    digest,
     identify_memory,
     lay_out,
     make_buffer,
@@ -43,7 +41,6 @@ from megarl.reshard.transfer.bucket import (
     open_bucket,
     torch_dtype,
 )
-from megarl.reshard.transfer.sample_digests import digest_samples, merge_digests
 from tests.errors import expect_error
 from tests.reshard.rank_process import call_in_process
 
@@ -325,38 +322,3 @@ def test_boxes_of_several_dtypes_are_copied_one_after_another():
 )
 def test_regions_that_follow_each_other_are_found(offsets, expected):
     assert consecutive(offsets, [10] * len(offsets)) == expected
-
-
-FULL = {"w": torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), "v": torch.arange(5.0)}
-TENSORS = {name: TensorSpec(tuple(tensor.shape), "float32") for name, tensor in FULL.items()}
-SAMPLES = [SampledBox(1, "w", ((2, 7), (0, 3)), "float32"), SampledBox(0, "v", ((0, 5),), "bfloat16")]
-
-
-def rank_digests(first, last, full=FULL):
-    """Return the digests of a trainer rank that holds some rows of `w`, behind two other rows, and all of `v`."""
-    local = {"w": torch.cat([torch.zeros(2, 3), full["w"][first:last]]), "v": full["v"]}
-    rows = ShardPiece("w", ((first, last), (0, 3)), "w", ((2, 2 + last - first), (0, 3)))
-    layout = WeightLayout(TENSORS, (rows, ShardPiece("v", ((0, 5),), "v", ((0, 5),))))
-    return digest_samples(layout, local, SAMPLES)
-
-
-def test_samples_are_put_together_from_the_parts_of_all_ranks():
-    expected = merge_digests(SAMPLES, [rank_digests(0, 4), rank_digests(4, 8), rank_digests(0, 4)])
-    boxes = [(1, "w", ((2, 4), (0, 3))), (1, "w", ((4, 7), (0, 3))), (0, "v", ((0, 5),))]
-    assert [(box.tp_rank, box.tensor, box.box) for box in expected] == boxes
-    dtypes = {"w": torch.float32, "v": torch.bfloat16}
-    for box in expected:
-        assert box.digest == digest(FULL[box.tensor][slices(box.box)].to(dtypes[box.tensor]))
-
-
-def test_trainer_ranks_that_differ_are_named():
-    """Data-parallel replicas that have diverged."""
-    other = {"w": FULL["w"].clone(), "v": FULL["v"]}
-    other["w"][3, 1] += 1e-6
-    with expect_error(WeightSyncError, "0", "2", "[(2", "4)", "different", "trainer"):
-        merge_digests(SAMPLES, [rank_digests(0, 4), rank_digests(4, 8), rank_digests(0, 4, other)])
-
-
-def test_a_sample_that_no_rank_holds_is_an_error():
-    with expect_error(WeightSyncError, "[(2", "7)", "(0", "3)]"):
-        merge_digests(SAMPLES, [rank_digests(0, 1)])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.exceptions import ActorDiedError, RayError
 
 from megarl.cluster.placement.pool import Slot, SlotPool
@@ -17,14 +18,13 @@ from megarl.cluster.workers.group import RemoteCall
 from megarl.engines.engine import UpdateReport
 from megarl.errors import ConfigError, LostWorkerError, OutdatedEngineError, WeightSyncError
 from megarl.megatron.requests import PreparedSync, PushResult
-from megarl.reshard.layout.layout import WeightLayout, WeightNeeds
-from megarl.reshard.layout.sampled_boxes import SampledBox
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, WeightNeeds, slices
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.commit_decision import CommitDecision, TransferredBytes
 from megarl.reshard.transfer.heartbeat import RankHeartbeat
 from megarl.reshard.transfer.process_groups import connect_group
-from megarl.reshard.transfer.sample_digests import ExpectedBox
 from megarl.reshard.transfer.transport import SyncActivity
+from megarl.reshard.transfer.weight_sums import PartTable, sum_box
 from megarl.run.remote.engine_group import EngineHandles, StartedEngine
 from megarl.run.sync import sync_update
 from megarl.run.sync.sync_update import verify_weights
@@ -189,7 +189,7 @@ def make(monkeypatch):
         cluster.config = run_config(
             {"type": "grpo"},
             rollout={"replicas": 2},
-            weight_sync={"strategy": "exact", **limits, **weight_sync},
+            weight_sync={"strategy": "exact", "verify": None, **limits, **weight_sync},
             placement={"nodes": 1, "slots_per_node": 2} | (pool if disaggregated else {}),
         )
         clusters.append(cluster)
@@ -546,54 +546,56 @@ def test_models_that_engines_cannot_serve_are_refused(make, head, dedicated, mod
         served_by(cluster, {"critic": critic}, dedicated=dedicated).serve(model)
 
 
-SAMPLES = [SampledBox(1, "w", ((0, 2),), "float32"), SampledBox(0, "v", ((3, 4),), "float32")]
-PART, DIGEST = ((0, 1),), b"digest of one part"
+def layout_of(first, last):
+    box = ((first, last),)
+    return WeightLayout({"w": TensorSpec((4,), "float32")}, (ShardPiece("w", box, "w", ((0, last - first),)),))
 
 
 class Trainer:
-    """Two ranks; the second holds a part of the first sample."""
+    """Two ranks that hold a half of the weights each."""
 
-    def digest_samples(self, samples):
-        assert samples == SAMPLES
-        return [[{((1, 2),): b"1"}, {((3, 4),): b"v"}], [{PART: DIGEST}, {}]]
+    def sum_weights(self):
+        return [
+            PartTable(layout_of(first, first + 2), ENGINE).sum({"w": torch.arange(float(first), first + 2)})
+            for first in (0, 2)
+        ]
+
+
+ENGINE = [layout_of(0, 3), layout_of(3, 4)]
 
 
 class Engines:
-    """Two engines, of which the second may differ."""
+    """Two engines of two ranks, of which the second may have a problem."""
 
-    def __init__(self, problem=None, other_samples=None):
+    def __init__(self, problem=None):
         self.engines = [SimpleNamespace(name="engine 0"), SimpleNamespace(name="engine 1")]
-        self._problem, self._samples = problem, [SAMPLES, other_samples or SAMPLES]
+        self._problem = problem
 
-    def call(self, method, *arguments):
-        if method == "sample_boxes":
-            assert arguments == (8, 16)
-            return self._samples
+    def call(self, method, expected):
         assert method == "verify_weights"
-        ((*expected,),) = arguments
-        assert ExpectedBox(1, "w", PART, DIGEST) in expected
-        assert len(expected) == 3
+        for layout, sums in zip(ENGINE, expected, strict=True):
+            (piece,) = layout.pieces
+            assert sums.tolist() == [int(sum_box(torch.arange(4.0)[slices(piece.box)], piece.box))]
         return [None, self._problem]
 
 
 def verify(engines):
-    verify_weights(Trainer(), engines, 8)
+    verify_weights(Trainer(), engines, ENGINE, 8)
 
 
 def test_engines_compare_what_all_trainer_ranks_hold_and_errors_name_the_engine():
     verify(Engines())
     with expect_error(WeightSyncError, "8", "1", "TP", "version", "engine"):
         verify(Engines("TP rank 1 does not hold w"))
-    with expect_error(WeightSyncError, "1", "0", "another", "engine"):
-        verify(Engines(other_samples=SAMPLES[:1]))
 
 
 def test_every_second_version_is_compared_before_it_is_served(make, monkeypatch):
     cluster, sync = make(verify={"every": 2})
     compared = []
 
-    def compare(trainer, engines, policy_version):
+    def compare(trainer, engines, layouts, policy_version):
         assert (trainer, len(engines.engines)) == (cluster, 2)
+        assert layouts
         assert ("serves", 0, policy_version) not in cluster.calls
         compared.append(policy_version)
         if policy_version == 4:

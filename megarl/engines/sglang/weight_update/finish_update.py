@@ -3,7 +3,7 @@
 finish        check that boxes and full tensors cover the model; fill padding, compute derived values
 report_trace  the layout of the rank's weights
 hash_boxes    digests of the parameters by box, for bitwise comparison
-hash_parts    digests of some boxes only
+sum_weights   sums of the same, which are compared after each update
 
 The TP ranks of an engine vote: a rank writes weights only if all ranks can.
 
@@ -22,8 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, box_text, fold, join_names, trace_live
-from megarl.engines.sglang.weight_update.messages import Command, Reply, decode_box, encode_traces
+from megarl.engines.sglang.weight_layout.engine_trace import (
+    TRANSPOSED,
+    EngineTrace,
+    box_text,
+    fold,
+    join_names,
+    trace_live,
+)
+from megarl.engines.sglang.weight_update.messages import Command, Reply, encode_traces
 from megarl.engines.sglang.weight_update.planned_boxes import (
     PlannedBoxes,
     TargetTensor,
@@ -33,8 +40,8 @@ from megarl.engines.sglang.weight_update.planned_boxes import (
 )
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import TensorSpec, slices
-from megarl.reshard.layout.sampled_boxes import find_copies
 from megarl.reshard.transfer.bucket import digest
+from megarl.reshard.transfer.weight_sums import sum_box
 
 
 class CommitVote:
@@ -77,6 +84,8 @@ class WriteSession:
 
 _session = WriteSession()
 _traces: weakref.WeakKeyDictionary[nn.Module, EngineTrace] = weakref.WeakKeyDictionary()
+_others: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
+"""By model, the sums of what no update writes, when it was traced."""
 
 
 def finish(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
@@ -114,18 +123,35 @@ def hash_boxes(model: nn.Module, command: Command, reply: Reply) -> None:
     ]
 
 
-def hash_parts(model: nn.Module, command: Command, reply: Reply) -> None:
-    """Return the digests of the command's boxes in the reply, for each box those of all its copies."""
-    targets, pieces = find_targets(model), _trace(model, command).layout.pieces
-    wanted = {tensor for tensor, _ in command["parts"]}
-    candidates = [piece for piece in pieces if piece.tensor in wanted]
-    reply.result = [
-        [
-            digest(fold(targets[local].tensor, len(local_box))[slices(local_box)]).hex()
-            for local, local_box in find_copies(candidates, decode_box(box), tensor)
-        ]
-        for tensor, box in command["parts"]
+def sum_weights(model: nn.Module, command: Command, reply: Reply) -> None:
+    """Return the sums of the layout's pieces, and the names of changed tensors that no update writes, in the reply."""
+    targets, trace = find_targets(model), _trace(model, command)
+    sums = [
+        sum_box(fold(targets[piece.local].tensor, len(piece.local_box))[slices(piece.local_box)], piece.box)
+        for piece in trace.layout.pieces
     ]
+    now, before = _sum_others(model, trace), _others[model]
+    reply.result = {
+        "sums": torch.stack(sums).tolist() if sums else [],
+        "changed": [name for name, value in before.items() if now.get(name) != value],
+    }
+
+
+def _sum_others(model: nn.Module, trace: EngineTrace) -> dict[str, int]:
+    """Return the sums of the parameters and buffers of which no part is in the layout, by name."""
+    targets = find_targets(model)
+    written = {targets[local].name.removesuffix(TRANSPOSED) for local in {p.local for p in trace.layout.pieces}}
+    written |= {targets[pad.local].name.removesuffix(TRANSPOSED) for pad in trace.padding}
+    others = {
+        name: target.tensor
+        for name, target in targets.items()
+        if target.name.removesuffix(TRANSPOSED) not in written and not name.endswith(TRANSPOSED)
+    }
+    return {
+        name: int(sum_box(tensor, tuple((0, length) for length in tensor.shape)))
+        for name, tensor in others.items()
+        if tensor.numel()
+    }
 
 
 def release(_: nn.Module, __: Command, ___: Reply) -> None:
@@ -192,4 +218,5 @@ def _trace(model: nn.Module, command: Command) -> EngineTrace:
         traced = {name: e for name, e in expected.items() if e.required or e.is_untrained}
         tensors = {name: TensorSpec(e.shape, command["dtype"]) for name, e in traced.items()}
         _traces[model] = trace_live(model, tensors).without(untrained)
+        _others[model] = _sum_others(model, _traces[model])
     return _traces[model]

@@ -161,13 +161,9 @@ def hash_command(model_path: str, dtype: str) -> Command:
     return {"op": "hash", "model_path": model_path, "dtype": dtype}
 
 
-def hash_parts_command(parts: Iterable[tuple[str, Box]], model_path: str, dtype: str) -> Command:
-    """Make the command to return the hexadecimal digests of some boxes, (tensor, box), that the rank holds.
-
-    The result lists for each box the digests of all places where the rank holds it.
-    """
-    encoded = [[tensor, encode_box(box)] for tensor, box in parts]
-    return {"op": "hash_parts", "parts": encoded, "model_path": model_path, "dtype": dtype}
+def sum_command(model_path: str, dtype: str) -> Command:
+    """Make the command to return the sum of each piece of the layout, in order, and what else has changed."""
+    return {"op": "sum", "model_path": model_path, "dtype": dtype}
 
 
 def repacking_command() -> Command:

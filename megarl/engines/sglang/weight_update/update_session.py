@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megarl.cluster.process.atomic_files import atomic_write
 from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, box_text, join_names
 from megarl.engines.sglang.weight_update.control_calls import RankCommands
@@ -37,26 +39,25 @@ from megarl.engines.sglang.weight_update.messages import (
     dump_command,
     finish_command,
     hash_command,
-    hash_parts_command,
     prepare_boxes_command,
     prepare_command,
     receive_boxes_command,
     receive_command,
     release_command,
     repacking_command,
+    sum_command,
     trace_command,
     write_command,
 )
 from megarl.engines.sglang.weight_update.planned_boxes import read_expected_tensors
 from megarl.errors import WeightSyncError
+from megarl.reshard.layout.boxes import Ints
 from megarl.reshard.layout.layout import Box
-from megarl.reshard.layout.sampled_boxes import SampledBox, sample_boxes
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.box_channel import BoxOffer
 from megarl.reshard.transfer.bucket import WeightBucket
 from megarl.reshard.transfer.process_groups import TransferGroup
-from megarl.reshard.transfer.sample_digests import ExpectedBox
 
 if TYPE_CHECKING:
     from megarl.engines.sglang.engine_host import EngineHost
@@ -262,36 +263,39 @@ class WeightSession:
         self._arrived.update(self._prepared_full_tensors)
         return [SyncStats(**reply.result) for reply in replies] if self._over_network else []
 
-    async def sample(self, policy_version: int, count: int) -> list[SampledBox]:
-        """Return boxes to compare in the sync of a policy version; raises as `traces`."""
-        return sample_boxes([trace.layout for trace in await self.traces()], policy_version, count)
+    async def verify(self, expected: Sequence[Ints]) -> str | None:
+        """Compare the weights in the open update with the trainer's; close the update if some differ.
 
-    async def verify(self, expected: Sequence[ExpectedBox]) -> str | None:
-        """Compare boxes of the open update with the trainer's; close the update if one differs.
+        Args:
+            expected: by TP rank, the sums of the pieces of its layout.
 
         Returns:
-            Which box differs, on which TP rank; None if all are equal.
+            What differs, on which TP rank; None if all is equal.
 
         Raises:
             WeightSyncError: a rank did not answer; the update is closed.
         """
         self._require_open("verify_weights")
-        by_rank = [[box for box in expected if box.tp_rank == rank] for rank in range(self._spec.tp)]
-        commands = [
-            hash_parts_command([(box.tensor, box.box) for box in boxes], self._spec.model_path, self._spec.dtype)
-            for boxes in by_rank
-        ]
-        replies = await self._execute_or_close(commands, what="the command to hash samples of the weights")
-        for boxes, reply in zip(by_rank, replies, strict=True):
-            for box, copies in zip(boxes, reply.result, strict=True):
-                if not copies or set(copies) != {box.digest.hex()}:
-                    problem = (
-                        f"TP rank {box.tp_rank} does not hold the values of {box.tensor} {box_text(box.box)} that the "
-                        f"trainer has sent"
-                    )
-                    self.commands.is_mixed = True
-                    await self.close(problem)
-                    return problem
+        command = sum_command(self._spec.model_path, self._spec.dtype)
+        replies = await self._execute_or_close(self.commands.for_all(command), what="the command to sum the weights")
+        traces = await self.traces()
+        for rank, (trace, sums, reply) in enumerate(zip(traces, expected, replies, strict=True)):
+            different = np.flatnonzero(np.array(reply.result["sums"], np.int64) != sums)
+            problem = None
+            if len(different):
+                piece = trace.layout.pieces[int(different[0])]
+                others = f", nor {len(different) - 1} other boxes" if len(different) > 1 else ""
+                problem = (
+                    f"TP rank {rank} does not hold the values of {piece.tensor} {box_text(piece.box)} that the trainer "
+                    f"has sent{others}"
+                )
+            elif reply.result["changed"]:
+                names = join_names(reply.result["changed"])
+                problem = f"TP rank {rank} has other values than at its start of what no update writes: {names}"
+            if problem is not None:
+                self.commands.is_mixed = True
+                await self.close(problem)
+                return problem
         return None
 
     async def end(self, policy_version: int) -> None:

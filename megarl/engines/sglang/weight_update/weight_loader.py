@@ -169,7 +169,7 @@ READERS: dict[str, Callable[[nn.Module, Command, Reply], None]] = {
     "prepare_boxes": shared_receive.prepare_boxes,
     "trace": finish_update.report_trace,
     "hash": finish_update.hash_boxes,
-    "hash_parts": finish_update.hash_parts,
+    "sum": finish_update.sum_weights,
     "repacking": _report_repacking,
     "release": finish_update.release,
     "dump": _dump,
