@@ -16,6 +16,7 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -27,6 +28,7 @@ from megarl.engines.sglang.weight_layout import offline_trace, trace_child
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.box_channel import BoxSender
 from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, dtype_name, lay_out, make_buffer
+from megarl.reshard.transfer.weight_sums import sum_box
 from tests.engines.engine_server import ForkedProcess, prefork_scheduler_server, start_server
 from tests.rollout.clock import run_in_event_loop
 from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
@@ -222,6 +224,14 @@ def begin_and_load(engine, weights, num_buckets=3):
     names = list(weights)
     for i in range(num_buckets):
         send_bucket(engine, {name: weights[name] for name in names[i::num_buckets]})
+
+
+def sums_of(layouts, weights):
+    """Return the sums that an engine has to find, by TP rank and piece."""
+    return [
+        np.array([int(sum_box(weights[piece.tensor][slices(piece.box)], piece.box)) for piece in layout.pieces])
+        for layout in layouts
+    ]
 
 
 def box_bucket(boxes, device="cpu"):

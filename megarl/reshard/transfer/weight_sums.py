@@ -7,9 +7,9 @@ union, wherever the boxes lie:
     engine, TP rank 1     q_proj rows 256:512                             5
     trainer               rows 256:384 on rank 2, 384:512 on rank 3       3 + 2
 
-A single element that differs always changes the sum; for several the chance that it stays is below 2**-38. The weight
-of element i, j, k is a(i) b(j) c(k), with factors of 64 bits, of 40 for the last dimension. Products with these are
-exact in float64, so that sums are equal on all devices and for any order.
+All weights are odd, so that a single 16-bit word that differs always changes the sum; for several the chance that it
+stays is below 2**-38. The weight of word i, j, k is a(i) b(j) c(k), with factors of 64 bits, of 40 for the last
+dimension. Products with these are exact in float64, so that sums are equal on all devices and for any order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_COLUMNS = 1 << 16
 """Products of 16 bits of an element with 20 of its weight are exact in float64 for a sum of so many."""
 
 _HALVES = 0x9E3779B97F4A7C15 - (1 << 64), 0xC2B2AE3D27D4EB4F - (1 << 64)
-"""Odd factors of the two times 20 bits of a weight of the last dimension."""
+"""Odd factors of the odd and the even 20 bits of a weight of the last dimension, whose sum is odd."""
 
 
 def sum_box(values: Tensor, box: Box) -> Tensor:
@@ -213,10 +213,10 @@ def _factors(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _column_factors(start: int, stop: int, device: torch.device) -> Tensor:
-    """Return two factors below 2**20 of the indices of the last dimension, float64 [stop - start, 2], odd."""
+    """Return an odd and an even factor below 2**20 of the indices of the last dimension, float64 [stop - start, 2]."""
     random = _random(0, start, stop)
-    halves = np.stack([random & np.uint64(0xFFFFF), (random >> np.uint64(40)) & np.uint64(0xFFFFF)], axis=1)
-    return torch.from_numpy((halves | np.uint64(1)).astype(np.float64)).to(device)
+    halves = np.stack([random & np.uint64(0xFFFFF), (random >> np.uint64(40)) & np.uint64(0xFFFFE)], axis=1)
+    return torch.from_numpy(halves.astype(np.float64)).to(device)
 
 
 def _random(dim: int, start: int, stop: int) -> np.ndarray:

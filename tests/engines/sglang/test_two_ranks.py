@@ -1,6 +1,5 @@
 """An engine with two TP ranks: weights in each, and ranks that hang or die in the middle of an update."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -8,10 +7,19 @@ from megarl.cluster.process.ports import find_unused_port
 from megarl.engines.sglang.engine_host import check_port
 from megarl.engines.sglang.weight_layout.offline_trace import trace_layouts
 from megarl.errors import ConfigError, WeightSyncError, WorkerError
-from megarl.reshard.layout.layout import contains, slices
-from megarl.reshard.transfer.weight_sums import sum_box
+from megarl.reshard.layout.layout import contains
 from tests.engines import reference, remote
-from tests.engines.remote import Senders, boxes_of, requests, send_bucket, send_rounds, started, sync, sync_boxes
+from tests.engines.remote import (
+    Senders,
+    boxes_of,
+    requests,
+    send_bucket,
+    send_rounds,
+    started,
+    sums_of,
+    sync,
+    sync_boxes,
+)
 from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_completes, assert_serves
 from tests.engines.sglang.test_in_flight import Versions, check_spans, generate_during_pushes, prompts
 from tests.errors import expect_error
@@ -123,14 +131,6 @@ def test_box_that_one_rank_rejects_ends_the_preparation(engine, layouts, uneven_
     assert_serves(engine, uneven_dir, served, 5, tmp_path, tp=2)
     sync_boxes(engine, layouts, weights, 13)
     assert_serves(engine, uneven_dir, weights, 13, tmp_path, tp=2)
-
-
-def sums_of(layouts, weights):
-    """Return the sums that an engine has to find, by TP rank and piece."""
-    return [
-        np.array([int(sum_box(weights[piece.tensor][slices(piece.box)], piece.box)) for piece in layout.pieces])
-        for layout in layouts
-    ]
 
 
 def send(engine, way, layouts, weights):

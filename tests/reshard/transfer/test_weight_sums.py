@@ -36,7 +36,8 @@ def slow_sum(values, box):
         place = [start + n for (start, _), n in zip(box, at, strict=True)]
         random = weight_of(place[-1] * halves + half, 0)
         first, second = weight_sums._HALVES
-        weight = ((random & 0xFFFFF) | 1) * first + (((random >> 40) & 0xFFFFF) | 1) * second
+        weight = (random & 0xFFFFF) * first + ((random >> 40) & 0xFFFFE) * second
+        assert weight % 2 == 1
         for dim, index in enumerate(reversed(place[:-1]), start=1):
             weight *= weight_of(index, dim)
         if len(place) == 1:

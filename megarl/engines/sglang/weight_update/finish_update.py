@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from megarl.engines.sglang.weight_update.planned_boxes import (
     read_expected_tensors,
 )
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import TensorSpec, slices
+from megarl.reshard.layout.layout import Box, TensorSpec, slices
 from megarl.reshard.transfer.bucket import digest
 from megarl.reshard.transfer.weight_sums import sum_box
 
@@ -84,8 +84,8 @@ class WriteSession:
 
 _session = WriteSession()
 _traces: weakref.WeakKeyDictionary[nn.Module, EngineTrace] = weakref.WeakKeyDictionary()
-_others: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
-"""By model, the sums of what no update writes, when it was traced."""
+_others: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Box, int]]] = weakref.WeakKeyDictionary()
+"""By model, the sums of what no update writes when it was traced: by name, the box of the whole tensor and its sum."""
 
 
 def finish(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
@@ -130,28 +130,33 @@ def sum_weights(model: nn.Module, command: Command, reply: Reply) -> None:
         sum_box(fold(targets[piece.local].tensor, len(piece.local_box))[slices(piece.local_box)], piece.box)
         for piece in trace.layout.pieces
     ]
-    now, before = _sum_others(model, trace), _others[model]
+    others = _others_of(targets, trace)
     reply.result = {
         "sums": torch.stack(sums).tolist() if sums else [],
-        "changed": [name for name, value in before.items() if now.get(name) != value],
+        "changed": [
+            name
+            for name, (box, total) in _others[model].items()
+            if name not in others or _sum_first(others[name], box) != total
+        ],
     }
 
 
-def _sum_others(model: nn.Module, trace: EngineTrace) -> dict[str, int]:
-    """Return the sums of the parameters and buffers of which no part is in the layout, by name."""
-    targets = find_targets(model)
-    written = {targets[local].name.removesuffix(TRANSPOSED) for local in {p.local for p in trace.layout.pieces}}
-    written |= {targets[pad.local].name.removesuffix(TRANSPOSED) for pad in trace.padding}
-    others = {
+def _others_of(targets: Mapping[str, TargetTensor], trace: EngineTrace) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of which no part is in the layout, by name."""
+    local = {piece.local for piece in trace.layout.pieces} | {pad.local for pad in trace.padding}
+    written = {targets[name].name.removesuffix(TRANSPOSED) for name in local}
+    return {
         name: target.tensor
         for name, target in targets.items()
         if target.name.removesuffix(TRANSPOSED) not in written and not name.endswith(TRANSPOSED)
     }
-    return {
-        name: int(sum_box(tensor, tuple((0, length) for length in tensor.shape)))
-        for name, tensor in others.items()
-        if tensor.numel()
-    }
+
+
+def _sum_first(tensor: torch.Tensor, box: Box) -> int | None:
+    """Return the sum of the first elements, None if there are fewer: SGLang appends rows to caches of RoPE's angles."""
+    if tensor.dim() != len(box) or any(size < stop for size, (_, stop) in zip(tensor.shape, box, strict=True)):
+        return None
+    return int(sum_box(tensor[slices(box)], box))
 
 
 def release(_: nn.Module, __: Command, ___: Reply) -> None:
@@ -217,6 +222,11 @@ def _trace(model: nn.Module, command: Command) -> EngineTrace:
         untrained = {name for name, e in expected.items() if e.is_untrained}
         traced = {name: e for name, e in expected.items() if e.required or e.is_untrained}
         tensors = {name: TensorSpec(e.shape, command["dtype"]) for name, e in traced.items()}
-        _traces[model] = trace_live(model, tensors).without(untrained)
-        _others[model] = _sum_others(model, _traces[model])
+        trace = _traces[model] = trace_live(model, tensors).without(untrained)
+        boxes = {
+            name: (TensorSpec(tuple(tensor.shape), "").box, tensor)
+            for name, tensor in _others_of(find_targets(model), trace).items()
+            if tensor.numel()
+        }
+        _others[model] = {name: (box, int(sum_box(tensor, box))) for name, (box, tensor) in boxes.items()}
     return _traces[model]

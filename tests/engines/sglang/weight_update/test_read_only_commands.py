@@ -8,7 +8,7 @@ import pytest
 
 from megarl.errors import WeightSyncError
 from tests.engines import reference
-from tests.engines.remote import RemoteEngine, Senders, boxes_of, send_rounds, started, sync
+from tests.engines.remote import RemoteEngine, Senders, begin_and_load, boxes_of, send_rounds, started, sums_of, sync
 from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_completes
 from tests.errors import expect_error
 from tests.time_limits import HANG_SECONDS
@@ -16,9 +16,30 @@ from tests.time_limits import HANG_SECONDS
 PLUGIN = """
 import os
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+embeddings = []
+initialize = RotaryEmbedding.__init__
+
+def keep(self, *args, **options):
+    initialize(self, *args, **options)
+    embeddings.append(self)
+
+RotaryEmbedding.__init__ = keep
+
+def alter_angles(how):
+    for embedding in embeddings:
+        if how == "append":
+            embedding._ensure_cos_sin_cache_length(len(embedding.cos_sin_cache))
+        elif how:
+            embedding.cos_sin_cache[1] *= 2 if how == "double" else 0.5
 
 def count(call, name):
     def counted(self, layer):
+        if os.path.exists(os.environ["MEGARL_TEST_ANGLES"]):
+            with open(os.environ["MEGARL_TEST_ANGLES"]) as file:
+                alter_angles(file.read())
+            os.remove(os.environ["MEGARL_TEST_ANGLES"])
         with open(os.environ["MEGARL_TEST_CALLS"], "a") as file:
             print(name, file=file)
         return call(self, layer)
@@ -41,10 +62,13 @@ class CountingEngine(RemoteEngine):
         (package / "count.py").write_text(PLUGIN)
         self.calls = folder / "calls"
         self.calls.touch()
+        self.angles = folder / "angles"
+        """What happens to the cached angles of RoPE in the next update: append, double or halve."""
         variables = {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])),
             "SGLANG_EXTERNAL_MODEL_PACKAGE": package.name,
             "MEGARL_TEST_CALLS": str(self.calls),
+            "MEGARL_TEST_ANGLES": str(self.angles),
             "MEGARL_TEST_REPACKS": "1" if repacks else "",
         }
         with pytest.MonkeyPatch.context() as patch:
@@ -99,6 +123,27 @@ def test_an_update_processes_weights_once_also_if_they_are_read_meanwhile(engine
     engine.call("piece_hashes")
     engine.call("end_weights", 1)
     assert engine.count() == ONE_UPDATE
+
+
+def test_changed_buffers_that_no_update_writes_are_found(engine, model_dir):
+    """SGLang appends to its angles of RoPE if sequences are longer than the cache, which changes no angle before."""
+    layouts, weights = engine.call("layouts"), reference.changed(model_dir, seed=4)
+
+    def update(version, angles):
+        engine.angles.write_text(angles)
+        begin_and_load(engine, weights)
+        problem = engine.call("verify_weights", sums_of(layouts, weights))
+        if problem is None:
+            engine.call("end_weights", version)
+        return problem
+
+    assert update(4, "append") is None
+    problem = update(5, "double")
+    assert problem.startswith("TP rank 0 has other values than at its start of what no update writes: ")
+    assert problem.endswith(".cos_sin_cache")
+    assert_blocked(engine, 4)
+    assert update(5, "halve") is None
+    assert_completes(engine, model_dir, weights)
 
 
 def count_mapped_buckets(process):
