@@ -189,7 +189,7 @@ def forecast(arrangement: Arrangement, scenario: Scenario) -> Forecast:
 
 
 def sampled_disagreements(arrangement: Arrangement, scenario: Scenario) -> list[str] | None:
-    """Return how the plans of some ranks disagree, which decides about progress at any scale; see `plan_agreement`.
+    """Return how the plans of some ranks disagree, which decides about progress at any scale; see above.
 
     Returns None if even those are too many to plan. For any strategy other than `gather_hf`.
     """

@@ -104,7 +104,7 @@ class Explanation:
     """Largest number of nodes that the tensor ranks of one engine stage span; a run needs 1."""
     stalls: tuple[str, ...] | None
     """What keeps the messages from completing under NCCL's rules, one clause per rank or pair of ranks: found by
-    simulation if all ranks are planned (`nccl_progress`), else by comparing plans (`plan_agreement`). None: unknown, as
+    simulation if all ranks are planned (`nccl_progress`), else by comparing plans (`forecast`). None: unknown, as
     even that takes too long."""
     seconds_bound: float
     """Least seconds of a sync with any method, for this placement."""

@@ -34,7 +34,7 @@ CHUNK_ELEMENTS = 1 << 22
 MAX_COLUMNS = 1 << 16
 """Products of 16 bits of an element with 20 of its weight are exact in float64 for a sum of so many."""
 
-_HALVES = 0x9E3779B97F4A7C15 - (1 << 64), 0xC2B2AE3D27D4EB4F - (1 << 64)
+HALVES = 0x9E3779B97F4A7C15 - (1 << 64), 0xC2B2AE3D27D4EB4F - (1 << 64)
 """Odd factors of the odd and the even 20 bits of a weight of the last dimension, whose sum is odd."""
 
 
@@ -68,7 +68,7 @@ def sum_box(values: Tensor, box: Box) -> Tensor:
             low, high = (bits.to(torch.float64) @ factors).to(torch.int64).unbind(1)
             begin = box[0][0] + row
             weights = _factors(1, begin, begin + len(chunk), values.device)
-            total += ((low * _HALVES[0] + high * _HALVES[1]) * weights).sum()
+            total += ((low * HALVES[0] + high * HALVES[1]) * weights).sum()
     return total
 
 
@@ -208,18 +208,18 @@ def _describe(engine: Sequence[WeightLayout], number: int) -> str:
 @lru_cache(maxsize=512)
 def _factors(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
     """Return odd factors int64 [stop - start] of the indices of a dimension, counted from the last one."""
-    return torch.from_numpy(_random(dim, start, stop).view(np.int64)).to(device)
+    return torch.from_numpy(random_factors(dim, start, stop).view(np.int64)).to(device)
 
 
 @lru_cache(maxsize=64)
 def _column_factors(start: int, stop: int, device: torch.device) -> Tensor:
     """Return an odd and an even factor below 2**20 of the indices of the last dimension, float64 [stop - start, 2]."""
-    random = _random(0, start, stop)
+    random = random_factors(0, start, stop)
     halves = np.stack([random & np.uint64(0xFFFFF), (random >> np.uint64(40)) & np.uint64(0xFFFFE)], axis=1)
     return torch.from_numpy(halves.astype(np.float64)).to(device)
 
 
-def _random(dim: int, start: int, stop: int) -> np.ndarray:
+def random_factors(dim: int, start: int, stop: int) -> np.ndarray:
     """Return odd pseudo-random numbers uint64 [stop - start] of the indices of a dimension."""
     index = np.arange(start, stop, dtype=np.int64)
     found: np.ndarray = hash_rows([np.full_like(index, dim + 1), index]) | np.uint64(1)

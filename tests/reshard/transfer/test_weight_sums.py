@@ -23,7 +23,7 @@ def random_values(shape, dtype, seed=0):
 
 def weight_of(index, dim):
     """Return the factor of an index in a dimension, counted from the last."""
-    return int(weight_sums._random(dim, index, index + 1)[0])
+    return int(weight_sums.random_factors(dim, index, index + 1)[0])
 
 
 def slow_sum(values, box):
@@ -35,7 +35,7 @@ def slow_sum(values, box):
     for *at, half in np.ndindex(*bits.shape):
         place = [start + n for (start, _), n in zip(box, at, strict=True)]
         random = weight_of(place[-1] * halves + half, 0)
-        first, second = weight_sums._HALVES
+        first, second = weight_sums.HALVES
         weight = (random & 0xFFFFF) * first + ((random >> 40) & 0xFFFFE) * second
         assert weight % 2 == 1
         for dim, index in enumerate(reversed(place[:-1]), start=1):
