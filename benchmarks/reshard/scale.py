@@ -17,7 +17,7 @@ Seconds are CPU seconds, MB are 10**6 bytes; figures per rank are the worst of t
     engine_host_serial_seconds     what the one process that hosts an engine spends in a sync for all its TP ranks
     engine_rank_connect_cpu_seconds, _sync_cpu_seconds
                                    what a TP rank of a colocated engine spends on its boxes, without kernels and copies
-    controller_sync_cpu_seconds    `WeightSync.push`
+    controller_sync_cpu_seconds    `WeightSync.push`, without a comparison of weights (`weight_sync.verify: null`)
     ray_calls_connect, _sync       calls of actors and of ray.put, whose own time is not part of the controller's
     fan_outs_connect, _sync        how often the controller calls ranks or engines and waits for all of them
     peers_outside_machine_max      ranks on other machines that a rank has messages with

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,8 @@ class WeightSyncWorker:
         self._layout = held if self._quantizer is None else self._quantizer.layout
         self._engine = setup.engine if setup.transfer_spec is None else setup.transfer_spec.needs
         self._parts: PartTable | None = None
+        self._ready_seconds = setup.config.timeout_seconds / 2
+        """An engine that takes longer to stop generating counts as lost; what is left is for the transfer."""
         layouts = exchange_layouts(self._layout, rank)
         self._transfer_spec: TransferSpec | None = None
         self._sender: BoxSender | None = None
@@ -100,11 +103,13 @@ class WeightSyncWorker:
             The result of this rank. Statistics are not reduced: a collective would wait for ranks that have failed.
         """
         boxes: ShardSink | None = self._sender
+        wait_ready: Callable[[], None] | None = None
         if self._sender is not None and self._rank in request.skipped:
             boxes = DiscardSink()
         elif self._sender is not None:
             self._sender.begin()
-        sinks = Sinks(full_tensors=request.sinks.get(self._rank, ()), boxes=boxes)
+            wait_ready = partial(self._sender.wait_ready, self._ready_seconds)
+        sinks = Sinks(full_tensors=request.sinks.get(self._rank, ()), boxes=boxes, wait_ready=wait_ready)
         with torch.no_grad():
             if request.delta is None:
                 stats = self.strategy.push(self.sent_tensors(), sinks)

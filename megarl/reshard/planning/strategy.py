@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -96,6 +96,8 @@ class Sinks:
     full_tensors: tuple[WeightSink, ...] = ()
     """Engines that load full tensors by name; may be combined with `boxes`, for different tensors."""
     boxes: ShardSink | Parameters | None = None
+    wait_ready: Callable[[], None] | None = None
+    """Called between full tensors and boxes; returns once boxes can be delivered."""
     """The engine rank that this trainer rank serves with boxes."""
 
 

@@ -90,6 +90,8 @@ class BoxStrategy:
         """
         deadline = Deadline(self._transport.timeout_seconds)
         full_stats = self._full_gather.push(tensors, sinks, deadline) if self._full_gather else None
+        if sinks.wait_ready is not None:
+            sinks.wait_ready()
         with self._transport.syncing():
             box_stats = self._push_boxes(tensors, sinks.boxes, delta, deadline)
         return box_stats if full_stats is None else full_stats + box_stats

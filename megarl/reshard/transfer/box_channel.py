@@ -2,6 +2,7 @@
 
     trainer rank (BoxSender)                            engine rank (BoxReceiver)
     offer        slots of all rounds, in shared memory --> connect: reads them               once
+    wait_ready                           "ready" <-------- the engine has stopped generating every sync
     select_boxes "some boxes come, listed there" --------> reads the list          every sync that leaves out boxes
     load_boxes   "round 7 is in this bucket" ------------> copies its boxes into parameters  every round
                                         "copied" <-------- the bucket may be overwritten
@@ -41,8 +42,8 @@ MESSAGE_BYTES = 4096
 SELECTED_COLUMNS = 5
 """Columns of a list of boxes: round, slot, first row, row after the last, and offset in the bucket."""
 
-_COPIED, _FAILED = b"+", b"-"
-"""First byte of a receiver's answer; after `_FAILED` comes the reason."""
+_READY, _COPIED, _FAILED = b"=", b"+", b"-"
+"""First byte of a receiver's message; after `_FAILED` comes the reason."""
 
 _CREDENTIALS = struct.Struct("3i")
 """Result of SO_PEERCRED: pid, user and group of the process at the other end (unix(7))."""
@@ -109,18 +110,27 @@ class BoxSender:
         """The list of the latest `select_boxes`."""
         self._connection: socket.socket | None = None
         self._num_sent = self._num_copied = 0
+        self._is_ready = False
         self.failure = ""
         """Why the receiver has not received all boxes of the latest sync; empty if it has."""
         self.offer = BoxOffer(name, address, self._plan.path, len(encoded))
 
     def begin(self) -> None:
         """Prepare for a sync, with the engine process that has connected last."""
-        self.failure = ""
+        self.failure, self._is_ready = "", False
         while (connection := _accept(self._listener)) is not None:
             self._disconnect()
             self._connection, self._num_sent, self._num_copied = connection, 0, 0
         if self._connection is None:
             self.failure = f"{self._receiver} has not connected"
+
+    def wait_ready(self, seconds: float) -> None:
+        """Wait until the engine receives boxes; what takes longer counts as failed.
+
+        Engines that generate complete their step first. No other rank waits for this one meanwhile: the sync that
+        heartbeats watch, and the stall time of rounds, begin after it.
+        """
+        self._wait(lambda: self._is_ready, f"did not begin to receive weights within {seconds:g} s", seconds)
 
     def select_boxes(self, rounds: Sequence[Ints]) -> None:
         """List the boxes that come in this sync, as `ShardSink.select_boxes`."""
@@ -144,7 +154,11 @@ class BoxSender:
             return _noop
         self._num_sent += 1
         number = self._num_sent
-        return lambda: self._wait(number)
+        return lambda: self._wait(
+            lambda: self._num_copied >= number,
+            f"did not copy its weights within {self.stall_seconds:g} s",
+            self.stall_seconds,
+        )
 
     def close(self) -> None:
         """Close the connection and withdraw the offer."""
@@ -165,19 +179,21 @@ class BoxSender:
             return False
         return True
 
-    def _wait(self, number: int) -> None:
-        """Wait until the receiver has copied message `number`, or has failed."""
-        end = time.monotonic() + self.stall_seconds
-        while self._connection is not None and self._num_copied < number:
+    def _wait(self, is_done: Callable[[], bool], problem: str, seconds: float) -> None:
+        """Wait for messages until `is_done`, or the receiver has failed, at the latest after `seconds` by `problem`."""
+        end = time.monotonic() + seconds
+        while self._connection is not None and not is_done():
             self._check()
-            answer = _receive(self._connection, POLL_SECONDS)
-            if answer is None and time.monotonic() > end:
-                self._fail(f"{self._receiver} did not copy its weights within {self.stall_seconds:g} s")
-            elif answer == b"":
+            message = _receive(self._connection, POLL_SECONDS)
+            if message is None and time.monotonic() > end:
+                self._fail(f"{self._receiver} {problem}")
+            elif message == b"":
                 self._fail(f"{self._receiver} has closed its connection")
-            elif answer is not None and answer[:1] == _FAILED:
-                self._fail(f"{self._receiver}: {answer[1:].decode()}")
-            elif answer is not None:
+            elif message is not None and message[:1] == _FAILED:
+                self._fail(f"{self._receiver}: {message[1:].decode()}")
+            elif message == _READY:
+                self._is_ready = True
+            elif message is not None:
                 self._num_copied += 1
 
     def _fail(self, reason: str) -> None:
@@ -253,6 +269,10 @@ class BoxReceiver:
             if message is not None:
                 fields: dict[str, Any] = json.loads(message)
                 return fields
+
+    def report_ready(self) -> None:
+        """Tell the trainer rank that this rank receives boxes from now on."""
+        self._send(_READY)
 
     def acknowledge(self) -> None:
         """Tell the trainer rank that the bucket of the latest round may be overwritten."""

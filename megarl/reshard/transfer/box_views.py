@@ -45,9 +45,19 @@ def views_like(data: Tensor, offset: int, boxes: Sequence[Tensor]) -> list[Tenso
 
 
 def copy_boxes(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into the target of the same shape."""
-    if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+    """Copy each source into the target of the same shape and dtype.
+
+    On GPUs, boxes with one kernel for many, if each has the strides of its target and all have the same dtype (torch's
+    `_check_tensors_share_sizes_and_strides`); a single other pair would make it one kernel for each box.
+    """
+    groups: dict[torch.dtype | None, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        alike = target.dtype if target.stride() == source.stride() else None
+        into, out_of = groups.setdefault(alike, ([], []))
+        into.append(target)
+        out_of.append(source)
+    for into, out_of in groups.values():
+        torch._foreach_copy_(into, out_of, non_blocking=True)
 
 
 def view_box(tensor: Tensor, box: Box, num_bytes: int) -> Tensor:

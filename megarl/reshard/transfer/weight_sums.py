@@ -171,9 +171,9 @@ def add_parts(engine: Sequence[WeightLayout], by_rank: Sequence[PartSums]) -> li
     different = np.flatnonzero(total != total[first])
     if len(different):
         row = different[0]
+        tensor, box = _piece(engine, int(piece[row]))
         raise WeightSyncError(
-            f"trainer ranks {rank[first[row]]} and {rank[row]} hold different values of "
-            f"{_describe(engine, int(piece[row]))}"
+            f"trainer ranks {rank[first[row]]} and {rank[row]} hold different values of {tensor} at {box}"
         )
     count = sum(len(layout.pieces) for layout in engine)
     sums, covered = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -183,8 +183,8 @@ def add_parts(engine: Sequence[WeightLayout], by_rank: Sequence[PartSums]) -> li
     needed = np.concatenate([_volumes(box, layout.pieces.dims) for box, layout in zip(boxes, engine, strict=True)])
     lacking = np.flatnonzero(covered != needed)
     if len(lacking):
-        what = _describe(engine, int(lacking[0]))
-        raise WeightSyncError(f"trainer ranks do not hold all of {what}, or hold parts of it twice")
+        tensor, box = _piece(engine, int(lacking[0]))
+        raise WeightSyncError(f"trainer ranks do not hold all of {tensor} at {box}, or hold parts of it twice")
     return np.split(sums, np.cumsum([len(layout.pieces) for layout in engine])[:-1])
 
 
@@ -196,11 +196,12 @@ def _volumes(boxes: Ints, dims: Ints) -> Ints:
     return found
 
 
-def _describe(engine: Sequence[WeightLayout], number: int) -> str:
+def _piece(engine: Sequence[WeightLayout], number: int) -> tuple[str, list[tuple[int, int]]]:
+    """Return tensor and box of a piece, counted over all layouts."""
     for layout in engine:
         if number < len(layout.pieces):
             piece = layout.pieces[number]
-            return f"{piece.tensor} at {list(piece.box)}"
+            return piece.tensor, list(piece.box)
         number -= len(layout.pieces)
     raise AssertionError("the number of a piece is one of those of the layouts")
 

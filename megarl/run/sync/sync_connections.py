@@ -278,13 +278,19 @@ def make_sync_setup(
         engine_slots: by replica, the trainer rank on the slot of each of its ranks.
         pool: slots of the trainer.
         find_needs: returns what an engine needs; not called for `gather_hf` if weights are not to be compared.
+
+    Raises:
+        WeightSyncError: `find_needs` cannot tell, with advice.
     """
     tp, topology = config.rollout.tp, pool_topology(pool)
     strategy = resolve_strategy(config.weight_sync.strategy, grid, topology, gen_tp=tp)
     resolved = config.weight_sync.model_copy(update={"strategy": strategy})
     senders = tuple(sorted(ranks[0] for ranks in engine_slots))
     if strategy == "gather_hf":
-        engine = () if resolved.verify is None else find_needs().layouts
+        try:
+            engine = () if resolved.verify is None else find_needs().layouts
+        except WeightSyncError as e:
+            raise WeightSyncError(f"engines' weights cannot be compared: set weight_sync.verify: null ({e})") from e
         return SyncSetup(config=resolved, senders=senders, engine=engine)
     needs = find_needs()
     roles = {

@@ -4,9 +4,9 @@ controller                          trainer ranks                 engines
 call ----------------------------->  push        boxes ------->    begin, receive
 wait: all have sent                                                report "received" to the store
 wait: all have received <----------------------------------------
-bytes, samples compared; decide ------------------------------>    end: serve the weights, or abort
+bytes, weights compared; decide ------------------------------>    end: serve the weights, or abort
 
-Samples of the weights that engines have received are compared with the trainer's before they serve them:
+All weights of the engines are compared with the trainer's before they serve them (`weight_sums`):
 
 sum_weights       trainer    sums of what each rank holds of the engines' weights
 verify_weights    engines    comparison with those of their own parameters

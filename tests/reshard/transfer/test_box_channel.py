@@ -10,7 +10,14 @@ import pytest
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.transfer import box_channel
-from megarl.reshard.transfer.box_channel import BoxOffer, BoxReceiver, BoxSender, decode_slots, encode_slots
+from megarl.reshard.transfer.box_channel import (
+    POLL_SECONDS,
+    BoxOffer,
+    BoxReceiver,
+    BoxSender,
+    decode_slots,
+    encode_slots,
+)
 from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, map_bucket
 from tests.errors import expect_error
 from tests.time_limits import HANG_SECONDS, wait_until
@@ -153,6 +160,23 @@ def test_sender_survives_a_dead_or_stalled_receiver_and_serves_its_successor(sen
     receiver[0].fail("a parameter has gone")
     wait()
     assert sender.failure == "engine 0 rank 1: a parameter has gone"
+
+
+def test_time_until_an_engine_stops_generating_is_no_stall(sender, buffer):
+    receiver, sender.stall_seconds = BoxReceiver(sender.offer), 0.0
+    sender.begin()
+    stopping = threading.Timer(5 * POLL_SECONDS, receiver.report_ready)
+    stopping.start()
+    sender.wait_ready(HANG_SECONDS)
+    assert sender.failure == ""
+    sender.load_boxes(0, bucket_of(buffer))()
+    assert sender.failure == "engine 0 rank 1 did not copy its weights within 0 s"
+    stopping.join()
+    receiver.close()
+    receiver = BoxReceiver(sender.offer)
+    sender.begin()
+    sender.wait_ready(0.0)
+    assert sender.failure == "engine 0 rank 1 did not begin to receive weights within 0 s"
 
 
 def test_receiver_names_a_sender_that_ends_is_late_or_out_of_order(sender, buffer):

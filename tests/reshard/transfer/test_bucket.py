@@ -311,6 +311,25 @@ def test_boxes_of_several_dtypes_are_copied_one_after_another():
     copy_boxes([], [])
 
 
+def test_boxes_that_one_kernel_can_copy_are_not_slowed_by_others(monkeypatch):
+    """On CUDA, `_foreach_copy_` copies a list at once if all pairs have equal strides, and all boxes one dtype."""
+    calls, copy = [], torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *lists, **_: calls.append(lists) or copy(*lists))
+    plain, rows = [torch.zeros(4, 6), torch.zeros(8)], [torch.zeros(4, 8)[:, 2:5], torch.zeros(3, 4).T]
+    targets = [plain[0], rows[0], torch.zeros(3, 2).bfloat16(), plain[1], rows[1]]
+    sources = [torch.randn(target.shape).to(target.dtype) for target in targets]
+    copy_boxes(targets, sources)
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+    at_once = [
+        into
+        for into, out_of in calls
+        if all(t.stride() == s.stride() for t, s in zip(into, out_of, strict=True))
+        and len({t.dtype for t in into}) == 1
+    ]
+    assert sorted(len(into) for into in at_once) == [1, 2]
+    assert all(any(t is one for one in at_once[0] + at_once[1]) for t in plain)
+
+
 @pytest.mark.parametrize(
     ("offsets", "expected"),
     [

@@ -7,7 +7,7 @@ from megarl.cluster.placement.pool import Slot, SlotPool
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.engines.sglang.weight_layout import offline_trace
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, WeightSyncError
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.reshard.analysis.scenario import arrange
@@ -177,12 +177,16 @@ def trainer_pool(nodes_used=2):
     return SlotPool(None, tuple(Slot(i, 1.0, 0.0, f"node {i * nodes_used // 8}", None) for i in range(8)), "cpu")
 
 
-def make_setup(strategy, slots, needs, *, nodes_used=2):
+def make_setup(strategy, slots, needs, *, nodes_used=2, compares=True):
     def find_needs():
         assert needs is not None, "the strategy does not plan from what engines need"
         return needs
 
-    return make_sync_setup(sync_config(strategy, slots), GRID, slots, trainer_pool(nodes_used), find_needs)
+    config = sync_config(strategy, slots)
+    if not compares:
+        weight_sync = config.weight_sync.model_copy(update={"verify": None})
+        config = config.model_copy(update={"weight_sync": weight_sync})
+    return make_sync_setup(config, GRID, slots, trainer_pool(nodes_used), find_needs)
 
 
 STRIDED = [(0, 2), (1, 3), (4, 6)]
@@ -211,10 +215,24 @@ def test_full_tensors_come_from_the_first_rank_of_each_engine(strategy):
     assert len(setup.receivers) == 6
 
 
-def test_gather_hf_sends_only_full_tensors():
-    setup = make_setup("gather_hf", [(0, 1), (2, 3)], None)
+@pytest.mark.parametrize("compares", [False, True])
+def test_gather_hf_sends_only_full_tensors(compares):
+    """What engines need is asked for to compare it only."""
+    slots = [(0, 1), (2, 3)]
+    needs = make_needs(slots) if compares else None
+    setup = make_setup("gather_hf", slots, needs, compares=compares)
     assert setup.senders == (0, 2)
     assert (setup.receivers, setup.needs, setup.full_tensors) == ({}, {}, ())
+    assert setup.engine == (() if needs is None else needs.layouts)
+
+
+def test_engines_whose_weights_cannot_be_compared_need_the_comparison_off():
+    def find_needs():
+        raise WeightSyncError("SGLang repacks the weights of 2 modules")
+
+    slots = [(0, 1), (2, 3)]
+    with expect_error(WeightSyncError, "weight_sync.verify: null", "repacks"):
+        make_sync_setup(sync_config("gather_hf", slots), GRID, slots, trainer_pool(2), find_needs)
 
 
 def test_auto_is_exact_if_strided_engines_would_span_nodes():

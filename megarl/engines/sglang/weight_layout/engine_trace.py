@@ -26,7 +26,7 @@ import json
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -88,6 +88,8 @@ class EngineTrace:
     padding: tuple[Padding, ...]
     derived: tuple[str, ...]
     """Tensors from which the loader computes values; they must be loaded with `load_weights`, not as boxes."""
+    computed: frozenset[str] = field(default=frozenset(), compare=False)
+    """Parameters and buffers that hold such values, by name; of `trace_live`, files of traces leave them out."""
 
     def without(self, names: Collection[str]) -> EngineTrace:
         """Return the trace without tensors `names`, whose parameters keep the values that they have."""
@@ -96,7 +98,7 @@ class EngineTrace:
         kept = {name: spec for name, spec in self.layout.tensors.items() if name not in names}
         pieces = tuple(piece for piece in self.layout.pieces if piece.tensor not in names)
         derived = tuple(name for name in self.derived if name not in names)
-        return EngineTrace(WeightLayout(kept, pieces), self.padding, derived)
+        return EngineTrace(WeightLayout(kept, pieces), self.padding, derived, self.computed)
 
 
 def trace_live(
@@ -150,7 +152,7 @@ def _read(
 ) -> EngineTrace:
     pieces: list[ShardPiece] = []
     padding: list[Padding] = []
-    derived = set(recorder.derived)
+    derived, computed = set(recorder.derived), set[str]()
     dtypes: dict[str, str] = {}
     uncovered: list[str] = []
     for local, contents in recorder.targets.items():
@@ -163,6 +165,7 @@ def _read(
                 padding.append(Padding(local, box, source.value))
             else:
                 derived.add(source.cause or source.tensor or AFTER_LAST_TENSOR)
+                computed.add(local)
         hole = contents.covered.first_gap(tuple((0, n) for n in contents.shape)) if prod(contents.shape) else None
         if hole is not None and local in parameters and not (hole == () and local.endswith(CONSTANT_PARAMETERS)):
             uncovered.append(f"{local} {list(contents.shape)} at {box_text(hole)}")
@@ -180,7 +183,7 @@ def _read(
     in_order = {name: i for i, name in enumerate(tensors)}
     pieces.sort(key=lambda piece: (in_order[piece.tensor], piece.box, piece.local))
     named = tuple(sorted(derived - {AFTER_LAST_TENSOR}, key=in_order.__getitem__))
-    return EngineTrace(WeightLayout(specs, tuple(pieces)), tuple(padding), named)
+    return EngineTrace(WeightLayout(specs, tuple(pieces)), tuple(padding), named, frozenset(computed))
 
 
 def _piece(

@@ -142,8 +142,8 @@ def sum_weights(model: nn.Module, command: Command, reply: Reply) -> None:
 
 
 def _others_of(targets: Mapping[str, TargetTensor], trace: EngineTrace) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of which no part is in the layout, by name."""
-    local = {piece.local for piece in trace.layout.pieces} | {pad.local for pad in trace.padding}
+    """Return the parameters and buffers that no update writes, by name."""
+    local = {piece.local for piece in trace.layout.pieces} | {pad.local for pad in trace.padding} | trace.computed
     written = {targets[name].name.removesuffix(TRANSPOSED) for name in local}
     return {
         name: target.tensor

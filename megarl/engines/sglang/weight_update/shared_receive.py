@@ -62,6 +62,7 @@ def receive_boxes(model: nn.Module, command: Command, reply: Reply, vote: Commit
         session.boxes = prepared.boxes
         if not vote.all_ready(ready=True):
             return
+        prepared.receiver.report_ready()
         selected: dict[int, Ints] | None = None
         if command["selected"]:
             lines = prepared.receiver.receive_selection(command["seconds"], check)

@@ -231,6 +231,8 @@ class WeightSession:
     async def receive(self, delta: DeltaUpdate | None = None) -> list[SyncStats]:
         """Have the TP ranks receive their boxes; over the network, also the tensors that they need in full.
 
+        The ranks then check that all weights have arrived, fill padding and compute derived values.
+
         Args:
             delta: what the trainer ranks leave out; None: nothing.
 
@@ -238,8 +240,8 @@ class WeightSession:
             The statistics of each rank; none for boxes from the same slot, which the trainer ranks count.
 
         Raises:
-            WeightSyncError: a rank refused, or a rank of trainer or engine was lost or timed out; the update is closed.
-                Or the engine does not hold the weights that the update builds on.
+            WeightSyncError: a rank refused, a box did not arrive, or a rank of trainer or engine was lost or timed out;
+                the update is closed. Or the engine does not hold the weights that the update builds on.
         """
         self._require_open("receive_weights")
         is_delta = delta is not None and delta.base is not None
@@ -261,6 +263,8 @@ class WeightSession:
         commands = self.commands.for_all(command)
         replies = await self._execute_or_close(commands, what=what, extra_seconds=self.sync_seconds)
         self._arrived.update(self._prepared_full_tensors)
+        finish = finish_command(self._num_updates, self._arrived, self._spec.model_path, self._spec.dtype)
+        await self._execute_or_close(self.commands.for_all(finish), what="the command to finish the update")
         return [SyncStats(**reply.result) for reply in replies] if self._over_network else []
 
     async def verify(self, expected: Sequence[Ints]) -> str | None:
@@ -273,9 +277,10 @@ class WeightSession:
             What differs, on which TP rank; None if all is equal.
 
         Raises:
-            WeightSyncError: a rank did not answer; the update is closed.
+            WeightSyncError: a tensor did not arrive, or a rank did not answer; the update is closed.
         """
         self._require_open("verify_weights")
+        await self._check_arrived()
         command = sum_command(self._spec.model_path, self._spec.dtype)
         replies = await self._execute_or_close(self.commands.for_all(command), what="the command to sum the weights")
         traces = await self.traces()
@@ -302,14 +307,10 @@ class WeightSession:
         """Set the new version and resume generation.
 
         Raises:
-            WeightSyncError: a tensor or box did not arrive; the update is closed and the version stays.
+            WeightSyncError: a tensor did not arrive; the update is closed and the version stays.
         """
         self._require_open("end_weights")
-        if self._received:
-            command = finish_command(self._num_updates, self._arrived, self._spec.model_path, self._spec.dtype)
-            await self._execute_or_close(self.commands.for_all(command), what="the command to finish the update")
-        else:
-            await self._check_arrived(policy_version)
+        await self._check_arrived()
         async with self.commands.one_at_a_time:
             self._require_open("end_weights")
             with self._block_on_failure():
@@ -354,8 +355,8 @@ class WeightSession:
             if repacked:
                 raise WeightSyncError(
                     f"SGLang repacks the weights of {len(repacked)} modules after loading them, so that shards cannot "
-                    f"be written into them: {join_names(repacked)}; set weight_sync.strategy: gather_hf or, for "
-                    f"experts, rollout.engine.extra_args.moe_runner_backend: triton"
+                    f"be written into them: {join_names(repacked)}; set weight_sync.strategy: gather_hf and "
+                    f"weight_sync.verify: null or, for experts, rollout.engine.extra_args.moe_runner_backend: triton"
                 )
             command = trace_command(self._spec.model_path, self._spec.dtype)
             replies = await self._query(self.commands.for_all(command))
@@ -392,15 +393,15 @@ class WeightSession:
             last = f"; the last update was closed: {self._closed_reason}" if self._closed_reason else ""
             raise WeightSyncError(f"{method} needs begin_weights first{last}")
 
-    async def _check_arrived(self, policy_version: int) -> None:
+    async def _check_arrived(self) -> None:
+        """Raise WeightSyncError if full tensors are missing; `receive` has checked those of boxes."""
+        if self._received:
+            return
         expected = read_expected_tensors(self._spec.model_path)
         required = [name for name, tensor in expected.items() if tensor.required]
         missing = [name for name in required if name not in self._arrived]
         if missing:
-            error = WeightSyncError(
-                f"{len(missing)} of {len(required)} tensors did not arrive for version {policy_version}: "
-                f"{join_names(missing)}"
-            )
+            error = WeightSyncError(f"{len(missing)} of {len(required)} tensors did not arrive: {join_names(missing)}")
             await self.close(str(error))
             raise error
 

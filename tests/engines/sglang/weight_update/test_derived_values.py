@@ -11,7 +11,7 @@ from megarl.engines.sglang.weight_update.update_session import full_tensors
 from megarl.errors import WeightSyncError
 from tests.engines import reference
 from tests.engines.conftest import SIZES, save_tiny
-from tests.engines.remote import Senders, boxes_of, fork_traces, send_bucket, send_rounds, started
+from tests.engines.remote import Senders, boxes_of, fork_traces, send_bucket, send_rounds, started, sums_of
 from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_completes
 from tests.engines.sglang.weight_update.test_network_receive import World
 from tests.errors import expect_error
@@ -51,12 +51,16 @@ def rank_boxes(engine, weights, without):
     return [boxes_of(layout, weights, without) for layout in engine.call("layouts")]
 
 
-def update(engine, weights, full_names, version):
+def begin(engine, weights, full_names):
     """Send derived tensors in full, and everything else as boxes in two rounds."""
     boxes = rank_boxes(engine, weights, full_names)
     engine.call("begin_weights")
     send_bucket(engine, {name: weights[name] for name in full_names})
     send_rounds(engine, [[boxes_of_rank[part::2] for boxes_of_rank in boxes] for part in range(2)])
+
+
+def update(engine, weights, full_names, version):
+    begin(engine, weights, full_names)
     engine.call("end_weights", version)
 
 
@@ -80,6 +84,20 @@ def test_full_tensors_are_the_same_with_an_engine_and_offline(full_names, gemma_
     assert len(full_names) == NUM_NORMS
     assert all("norm" in name for name in full_names)
     assert full_tensors(trace_engine(gemma_dir, tp=TP)) == full_names
+
+
+def test_values_that_the_engine_computes_may_change(engine, full_names, gemma_dir):
+    """All else has to be the trainer's or as it was, also in parameters and buffers that no update writes."""
+    layouts = engine.call("layouts")
+    for version in (1, 2):
+        weights = reference.changed(gemma_dir, seed=version)
+        begin(engine, weights, full_names)
+        assert engine.call("verify_weights", sums_of(layouts, weights)) is None
+        engine.call("end_weights", version)
+        assert_completes(engine, gemma_dir, weights, version)
+    engine.call("randomize_weights")
+    begin(engine, weights, full_names)
+    assert "model.normalizer" in engine.call("verify_weights", sums_of(layouts, weights))
 
 
 def test_successive_updates_recompute_derived_values(engine, full_names, gemma_spec, tmp_path):

@@ -114,8 +114,8 @@ class World:
     def sync(self, version, delta=None):
         """Run a sync; return the statistics of all four ranks."""
         receiving = self.begin(version, delta=delta)
-        received = receiving.result(HANG_SECONDS)
         sent = [trainer.result() for trainer in self.trainers]
+        received = receiving.result(HANG_SECONDS)
         assert [outcome.error for outcome in sent] == [None, None]
         self.engine.call("end_weights", version)
         self.version = version
@@ -238,7 +238,7 @@ def test_plan_that_does_not_fit_is_rejected_before_connecting(world):
     assert_serves(world)
 
 
-def test_gap_in_the_plan_is_found_at_the_end(world):
+def test_gap_in_the_plan_is_found_before_the_engine_serves(world):
     layout = world.layouts[1]
     short = WeightLayout(layout.tensors, tuple(p for p in layout.pieces if "down_proj" not in p.local))
     world.prepare(dataclasses.replace(world.transfer_spec, needs=[world.layouts[0], short]))
