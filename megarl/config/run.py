@@ -150,7 +150,7 @@ class RunConfig(StageConfig):
 
     @model_validator(mode="after")
     def _compare_no_custom_engine(self) -> RunConfig:
-        """Set `weight_sync.verify` to null for an engine outside the package, unless the file says otherwise."""
+        """Turn the comparison of weights off by default for custom engines."""
         if self.rollout.engine.is_custom and "verify" not in self.weight_sync.model_fields_set:
             self.__dict__["weight_sync"] = self.weight_sync.model_copy(update={"verify": None})  # frozen
         return self

@@ -43,8 +43,8 @@ class WeightSyncConfig(Section):
 
     verify: VerifyConfig | None = VerifyConfig()
     """Compare what engines hold with what the trainer has sent, in every sync or some of them. An engine that differs
-    does not serve the new weights, and the run ends with an error. null, the default with an engine outside the
-    package: no comparison; coverage, dtypes and bytes are checked in every sync."""
+    does not serve the new weights, and the run ends with an error. null, the default with a custom engine: no
+    comparison; coverage, dtypes and bytes are checked in every sync."""
 
     @model_validator(mode="after")
     def _check_delta(self) -> WeightSyncConfig:

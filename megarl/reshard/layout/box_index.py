@@ -143,7 +143,7 @@ class SyncIndex:
             self.remote = overlaps.traffic.limit()
             self.num_hops = overlaps.traffic.num_hops(self.remote)
             self._entries = RingEntries.choose(overlaps.traffic, self.remote)
-        self._cut_to_fit(tables, overlaps, bytes_of, bucket_bytes)
+        self._cut_to_fit(tables, overlaps, bytes_of, needed, bucket_bytes)
         self.receiver_sets = overlaps.receiver_sets
         self.classes: tuple[NeedClass, ...] = tuple(
             NeedClass(ranks, table, layout.pieces.locals.strings, receivers)
@@ -224,16 +224,23 @@ class SyncIndex:
 
     # -- needs
 
-    def _cut_to_fit(self, tables: Sequence[Boxes], overlaps: Overlaps, bytes_of: Ints, bucket_bytes: int) -> None:
-        """Cut the tensors into slices and number the rounds, so that no rank's load of a round exceeds the limits."""
-        needed = int(bytes_of.sum(axis=1).max(initial=0))
+    def _cut_to_fit(
+        self, tables: Sequence[Boxes], overlaps: Overlaps, bytes_of: Ints, needed: int, bucket_bytes: int
+    ) -> None:
+        """Cut the tensors into slices and number the rounds, so that no rank's load of a round exceeds the limits.
+
+        Args:
+            bytes_of: as `_stage_bytes` returns.
+            needed: the most bytes that a rank needs.
+        """
         self.round_bytes, _ = share_buffers(bucket_bytes, self.num_hops, needed, 0)
         """The most that a rank receives in one round."""
         num_rounds = max(-(-needed // self.round_bytes), 1)
         num_items = 0
+        per_round = overlaps.traffic.num_turns(self.remote) if overlaps.traffic is not None else 1
         num_lanes = 1 if self.groups or overlaps.traffic is None else min(len(overlaps.receiver_sets), MAX_LANES)
         while True:
-            count = self._count_slices(bytes_of, num_rounds, overlaps)
+            count = self._count_slices(bytes_of, needed, num_rounds, per_round)
             self.slices = Slices(self.stages, count, bytes_of.sum(axis=0), num_rounds, num_lanes)
             received, packed = self._loads(tables, overlaps)
             rounds = self.slices.round[self.slices.order]
@@ -259,10 +266,9 @@ class SyncIndex:
             [np.bincount(self.stages.stage[t.tensor], volumes(t) * self.itemsize[t.tensor], count) for t in tables]
         ).reshape(len(tables), count)
 
-    def _count_slices(self, bytes_of: Ints, num_rounds: int, overlaps: Overlaps) -> Ints:
-        """Return, by stage, the number of its slices."""
-        per_round = overlaps.traffic.num_turns(self.remote) if overlaps.traffic is not None else 1
-        least = max(self.round_bytes // SLICES_PER_ROUND, int(bytes_of.sum(axis=1).max(initial=0)) // MAX_MESSAGES, 1)
+    def _count_slices(self, bytes_of: Ints, needed: int, num_rounds: int, per_round: int) -> Ints:
+        """Return, by stage, the number of its slices, at most `per_round` in a round; others as of `_cut_to_fit`."""
+        least = max(self.round_bytes // SLICES_PER_ROUND, needed // MAX_MESSAGES, 1)
         most = np.maximum(bytes_of.max(axis=0, initial=0) // least, 1).astype(np.int64)
         whole: Ints = np.minimum(np.maximum(most // num_rounds, 1), per_round) * num_rounds
         # a stage that is hardly a slice of each round: what matters is that its holders have equally many

@@ -107,8 +107,7 @@ def overlap_bytes(sources: Sequence[WeightLayout], needs: Sequence[WeightLayout]
 
 def layout_bytes(layout: WeightLayout) -> int:
     """Return the bytes of all boxes of the layout; a box that it has twice counts twice."""
-    table, sizes = layout.pieces, layout.tensors.itemsizes
-    return int(((table.boxes[..., 1] - table.boxes[..., 0]).prod(axis=1, dtype=np.int64) * sizes[table.tensor]).sum())
+    return int((layout.pieces.num_elements * layout.tensors.itemsizes[layout.pieces.tensor]).sum())
 
 
 def _boxes(layout: WeightLayout, numbers: Ints, width: int) -> Boxes:

@@ -174,6 +174,12 @@ class PieceTable(Sequence[ShardPiece]):
         """[N, D, 2], by piece, its box in the local tensor, like `boxes`."""
         return self.columns.local_boxes
 
+    @property
+    def num_elements(self) -> NDArray[np.int64]:
+        """[N], by piece, the number of elements of its box."""
+        found: NDArray[np.int64] = (self.boxes[..., 1] - self.boxes[..., 0]).prod(axis=1, dtype=np.int64)
+        return found
+
     @cached_property
     def box_digest(self) -> bytes:
         """A digest of all but the names of local tensors, equal in all processes for equal pieces in equal order."""

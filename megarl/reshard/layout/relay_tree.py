@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -184,9 +184,14 @@ def num_passed(places: Ints) -> Ints:
 
 
 def _without_highest_digit(places: Ints) -> Ints:
-    powers = np.array([_power(place) for place in range(int(places.max(initial=0)) + 1)], np.int64)
-    rest: Ints = places % powers[places]
+    rest: Ints = places % _powers(int(places.max(initial=0)) + 1)[places]
     return rest
+
+
+@lru_cache
+def _powers(count: int) -> Ints:
+    """Return `_power` of the places below `count`."""
+    return np.array([_power(place) for place in range(count)], np.int64)
 
 
 def _power(place: int) -> int:

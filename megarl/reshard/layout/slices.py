@@ -94,8 +94,8 @@ class Slices:
         """By tensor, the number of slices that it lies in."""
         self.first_item = np.cumsum(self.parts) - self.parts
         self.num_items = int(self.parts.sum())
-        self.tensor_of_item = np.repeat(np.arange(len(self.parts)), self.parts)
         """Number of items: slices of tensors."""
+        self.tensor_of_item = np.repeat(np.arange(len(self.parts)), self.parts)
         self.turn = np.arange(self.num_items) - (self.first_item - self._first)[self.tensor_of_item]
         """By item, its turn among equally good sources."""
         first = np.cumsum(count) - count

@@ -96,9 +96,9 @@ class Sinks:
     full_tensors: tuple[WeightSink, ...] = ()
     """Engines that load full tensors by name; may be combined with `boxes`, for different tensors."""
     boxes: ShardSink | Parameters | None = None
+    """The engine rank that this trainer rank serves with boxes."""
     wait_ready: Callable[[], None] | None = None
     """Called between full tensors and boxes; returns once boxes can be delivered."""
-    """The engine rank that this trainer rank serves with boxes."""
 
 
 class Strategy(Protocol):

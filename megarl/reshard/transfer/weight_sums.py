@@ -179,21 +179,12 @@ def add_parts(engine: Sequence[WeightLayout], by_rank: Sequence[PartSums]) -> li
     sums, covered = np.zeros(count, np.int64), np.zeros(count, np.int64)
     np.add.at(sums, piece[is_first], total[is_first])
     np.add.at(covered, piece[is_first], elements[is_first])
-    boxes = [layout.pieces.boxes for layout in engine]
-    needed = np.concatenate([_volumes(box, layout.pieces.dims) for box, layout in zip(boxes, engine, strict=True)])
+    needed = np.concatenate([layout.pieces.num_elements for layout in engine])
     lacking = np.flatnonzero(covered != needed)
     if len(lacking):
         tensor, box = _piece(engine, int(lacking[0]))
         raise WeightSyncError(f"trainer ranks do not hold all of {tensor} at {box}, or hold parts of it twice")
     return np.split(sums, np.cumsum([len(layout.pieces) for layout in engine])[:-1])
-
-
-def _volumes(boxes: Ints, dims: Ints) -> Ints:
-    """Return the number of elements of boxes [N, D, 2] of which the first `dims` [N] dimensions count."""
-    lengths = (boxes[..., 1] - boxes[..., 0]).astype(np.int64)
-    lengths[np.arange(lengths.shape[1]) >= dims[:, None]] = 1
-    found: Ints = lengths.prod(axis=1)
-    return found
 
 
 def _piece(engine: Sequence[WeightLayout], number: int) -> tuple[str, list[tuple[int, int]]]:

@@ -103,7 +103,7 @@ def finish(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -
         return
     reply.wrote = True
     for pad in trace.padding:
-        fold(targets[pad.local].tensor, len(pad.local_box))[slices(pad.local_box)].fill_(pad.value)
+        _view(targets, pad.local, pad.local_box).fill_(pad.value)
     post_load_weights: Callable[[], object] | None = getattr(model, "post_load_weights", None)
     if post_load_weights is not None:
         post_load_weights()
@@ -118,18 +118,14 @@ def hash_boxes(model: nn.Module, command: Command, reply: Reply) -> None:
     """Return the digests of the layout's pieces in the reply."""
     targets = find_targets(model)
     reply.result = [
-        digest(fold(targets[p.local].tensor, len(p.local_box))[slices(p.local_box)]).hex()
-        for p in _trace(model, command).layout.pieces
+        digest(_view(targets, piece.local, piece.local_box)).hex() for piece in _trace(model, command).layout.pieces
     ]
 
 
 def sum_weights(model: nn.Module, command: Command, reply: Reply) -> None:
     """Return the sums of the layout's pieces, and the names of changed tensors that no update writes, in the reply."""
     targets, trace = find_targets(model), _trace(model, command)
-    sums = [
-        sum_box(fold(targets[piece.local].tensor, len(piece.local_box))[slices(piece.local_box)], piece.box)
-        for piece in trace.layout.pieces
-    ]
+    sums = [sum_box(_view(targets, piece.local, piece.local_box), piece.box) for piece in trace.layout.pieces]
     others = _others_of(targets, trace)
     reply.result = {
         "sums": torch.stack(sums).tolist() if sums else [],
@@ -139,6 +135,11 @@ def sum_weights(model: nn.Module, command: Command, reply: Reply) -> None:
             if name not in others or _sum_first(others[name], box) != total
         ],
     }
+
+
+def _view(targets: Mapping[str, TargetTensor], local: str, local_box: Box) -> torch.Tensor:
+    """Return the box of a parameter or buffer, with as many dimensions as the box has."""
+    return fold(targets[local].tensor, len(local_box))[slices(local_box)]
 
 
 def _others_of(targets: Mapping[str, TargetTensor], trace: EngineTrace) -> dict[str, torch.Tensor]:
@@ -224,7 +225,7 @@ def _trace(model: nn.Module, command: Command) -> EngineTrace:
         tensors = {name: TensorSpec(e.shape, command["dtype"]) for name, e in traced.items()}
         trace = _traces[model] = trace_live(model, tensors).without(untrained)
         boxes = {
-            name: (TensorSpec(tuple(tensor.shape), "").box, tensor)
+            name: (tuple((0, length) for length in tensor.shape), tensor)
             for name, tensor in _others_of(find_targets(model), trace).items()
             if tensor.numel()
         }
