@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import WeightSyncConfig
 from megarl.megatron.requests import SyncSetup
 from megarl.reshard.layout.layout import slices
 from tests.megatron.fidelity.measure import as_trajectory
