@@ -1,4 +1,4 @@
-"""The section `algorithm`: the fields of each algorithm, chosen by `type`; one outside the package by its import path."""
+"""The section `algorithm`: the fields of each algorithm, by `type`; one outside the package by its import path."""
 
 from __future__ import annotations
 

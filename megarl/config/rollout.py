@@ -1,4 +1,4 @@
-"""The sections `rollout`, `schedule` and `weight_sync`: engines and sampling, how far they run ahead, and their weights."""
+"""The sections `rollout`, `schedule` and `weight_sync`: sampling, how far it runs ahead, and the engines' weights."""
 
 from __future__ import annotations
 
