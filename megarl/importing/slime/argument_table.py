@@ -504,7 +504,7 @@ ENGINES: Sequence[Row] = (
         "--update-weight-mode",
         "weight_sync.delta",
         lambda s: {"weight_sync.delta": s.text("--update-weight-mode") == "delta"},
-        "delta: only tensors that changed are sent",
+        "delta: only elements that changed are sent",
     ),
     no_effect(
         ("--update-weight-*", "--custom-update-weight-*", "--check-weight-update-equal", "--release-train"),
