@@ -24,7 +24,12 @@ def test_every_row_says_what_becomes_of_its_keys(name: str):
         assert row.note or (row.kind == "mapped" and row.to), row.keys
 
 
-RUN_TABLES = {"verl": VERL, "slime": SLIME_RL, "slime sft": SLIME_SFT, **{f"nemo-rl {kind}": table for kind, table in TABLES.items()}}
+RUN_TABLES = {
+    "verl": VERL,
+    "slime": SLIME_RL,
+    "slime sft": SLIME_SFT,
+    **{f"nemo-rl {kind}": table for kind, table in TABLES.items()},
+}
 """The tables by which runs are converted: one per trainer, or per kind of run."""
 
 

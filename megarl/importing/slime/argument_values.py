@@ -257,7 +257,7 @@ def convert_sft_function(s: Settings) -> Mapping[str, object]:
     if any(name in path for name in SAMPLING_FUNCTIONS):
         raise Refused(
             "--rollout-function-path",
-            f"the run trains on completions that it samples; megarl sft trains on rows of a file, as {SFT_FUNCTION} does",
+            f"the run trains on completions that it samples; megarl sft trains on rows, as {SFT_FUNCTION} does",
         )
     raise NotConvertible("write what the function makes as rows of the file data.path, with their messages")
 
@@ -425,7 +425,8 @@ def convert_engine_options(s: Settings) -> Mapping[str, object]:
         if setting.unknown or name in ("mem_fraction_static", "max_running_requests", "enable_fp32_lm_head"):
             continue
         if name in ("ep_size", "expert_parallel_size") and setting.value not in (1, engine_tp(s)):
-            problems.append(f"ep_size needs to be 1 or the engine's tp, {engine_tp(s)}")
+            values["rollout.engine.extra_args.ep_size"] = engine_tp(s)
+            problems.append(f"ep_size needs to be 1 or the engine's tp: {setting.value} becomes {engine_tp(s)}")
         elif problem := next(find_option_problems({name: setting.value}), None):
             problems.append(problem)
         else:

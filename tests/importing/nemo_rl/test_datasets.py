@@ -203,7 +203,8 @@ def test_a_prompt_file_and_a_context_make_one_template(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("Q: {}\nA:")
     conversion = convert(
         tmp_path,
-        "sft: {max_num_steps: 5}\ndata: {train: {dataset_name: squad}, default: {prompt_file: p.txt}, validation: null}\n",
+        "sft: {max_num_steps: 5}\n"
+        "data: {train: {dataset_name: squad}, default: {prompt_file: p.txt}, validation: null}\n",
     )
     assert data_of(conversion)["prompt_template"] == "{context}\n\nQ: {question}\nA:"
 

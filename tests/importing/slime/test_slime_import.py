@@ -256,8 +256,9 @@ def test_engines_that_are_cut_to_a_node_have_experts_on_its_gpus(tmp_path: Path)
     )
     conversion = import_run("slime", script, {})
     assert value_of(conversion, "rollout.tp") == 8
+    assert value_of(conversion, "rollout.engine.extra_args.ep_size") == 8
     assert not conversion.problems
-    assert "ep_size needs to be 1 or the engine's tp, 8" in conversion.yaml()
+    assert "32 becomes 8" in conversion.yaml()
 
 
 def test_a_wrong_type_names_file_line_and_argument(tmp_path: Path) -> None:
