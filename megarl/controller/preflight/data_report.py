@@ -219,8 +219,8 @@ class FileReport:
         found += self._find_rivals()
         if account.num_usable and self._has_template and not self.reader.has_filled_template:
             found.append(
-                f"{self.source.key}.prompt_template is applied to no row: it wraps prompts that are texts, and these are "
-                "messages"
+                f"{self.source.key}.prompt_template is applied to no row: it wraps prompts that are texts, and these "
+                "are messages"
             )
         terms = find_answer_terms(self.config, self.source) if isinstance(self.config, RunConfig) else {}
         if terms and not account.num_answers and account.num_usable:
@@ -248,17 +248,17 @@ class FileReport:
         """Return a sentence for each column from which another format would read what is read from one of this."""
         kinds = (PROMPT_COLUMNS, ANSWER_COLUMNS) if isinstance(self.config, RunConfig) else (SAMPLE_COLUMNS,)
         found = []
-        for columns, field in zip(kinds, ("prompt", "answer"), strict=False):
+        for columns, kind in zip(kinds, ("prompt", "answer"), strict=False):
             read = [name for name in columns if name in self.used]
-            chosen = {"prompt": ("prompt", "messages", "response"), "answer": ("answer",)}[field]
+            chosen = {"prompt": ("prompt", "messages", "response"), "answer": ("answer",)}[kind]
             names = [getattr(self.source.config.fields, each) for each in chosen]
             if not read or names != [getattr(DEFAULT_FIELDS, each) for each in chosen]:
                 continue
-            for name in columns:
-                if name not in self.used and name in self.account.columns and self.account.columns[name]:
-                    found.append(
-                        f"column {name!r} is not read, because rows have {read[0]!r}; data.fields chooses another one"
-                    )
+            found += [
+                f"column {name!r} is not read, because rows have {read[0]!r}; data.fields chooses another one"
+                for name in columns
+                if name not in self.used and self.account.columns.get(name)
+            ]
         return found
 
     def lines(self) -> list[str]:
