@@ -116,6 +116,7 @@ ARCHITECTURES: Mapping[str, str] = {
 MTP_KEY, OTHER_MTP_KEY = "num_nextn_predict_layers", "num_mtp_layers"
 """Key of config.json with the number of MTP layers, and another name of it that transformers accepts."""
 
+
 def _defaults(
     hidden: int, ffn: int, layers: int, heads: int, vocabulary: int, positions: int, eps: float, **further: object
 ) -> JsonObject:
