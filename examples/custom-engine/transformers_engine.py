@@ -23,14 +23,23 @@ class TransformersEngine:
         torch.set_num_threads(threads)
 
     async def start(self) -> None:
-        dtype, trust = getattr(torch, self._spec.dtype), self._spec.trust_remote_code
-        model = AutoModelForCausalLM.from_pretrained(self._spec.model_path, dtype=dtype, trust_remote_code=trust)
+        model = AutoModelForCausalLM.from_pretrained(
+            self._spec.model_path,
+            dtype=getattr(torch, self._spec.dtype),
+            attn_implementation="eager",  # others leave out the score caps of Gemma 2
+            trust_remote_code=self._spec.trust_remote_code,
+        )
         self._model = model.to(self._spec.device).eval()
 
     def _use_next_weights(self) -> None:
         # transformers holds some tensors in another form than folders, such as all experts of a layer in one
         model, info = type(self._model).from_pretrained(
-            None, config=self._model.config, state_dict=self._next, dtype=self._model.dtype, output_loading_info=True
+            None,
+            config=self._model.config,
+            state_dict=self._next,
+            dtype=self._model.dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
         )
         if info["missing_keys"]:
             raise ValueError(f"the weight update lacks {sorted(info['missing_keys'])}")
