@@ -53,7 +53,7 @@ class Word:
 
     @property
     def where(self) -> str:
-        """`<file>:<line>`."""
+        """Where it is, as `<file>:<line>`."""
         return f"{self.file}:{self.line}"
 
 
