@@ -16,7 +16,8 @@
     |-- LostNodeError              a node of a run was lost and not replaced in time; exit code 4
     |-- LaunchError                nodes did not join the launch, or one was lost; exit code 1
     |-- WeightSyncError            a weight sync did not complete; exit code 1
-    |   `-- LostRankError          because another rank has ended or aborted
+    |   |-- LostRankError          because another rank has ended or aborted
+    |   `-- WeightDifferenceError  an engine holds other weights than the trainer has sent
     |-- LimitError                 a monitored quantity passed its configured limit; exit code 3
     `-- EarlyStop                  a run stopped gracefully before its last step, on request; exit code 75
 
@@ -110,6 +111,10 @@ class WeightSyncError(MegarlError):
 
 class LostRankError(WeightSyncError):
     """Another rank has ended or aborted; that rank reports the cause."""
+
+
+class WeightDifferenceError(WeightSyncError):
+    """An engine holds other weights than the trainer has sent; the message names tensor, box and engine."""
 
 
 class LimitError(MegarlError):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+import tempfile
 from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -107,17 +107,30 @@ def measure_check(folder: Path, counts: Counts) -> CheckReport:
     return CheckReport(check_cpu_seconds=cpu_seconds, check_peak_mb=peak / 1e6)
 
 
+LAUNCHER = """
+import os, sys
+file, *command = sys.argv[1:]
+_, status, usage = os.wait4(os.posix_spawn(command[0], command, os.environ), 0)
+with open(file, "w") as out:
+    print(usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, file=out)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+"""A process of 10 MB that runs a command and writes its CPU seconds and its peak memory in bytes.
+
+Linux counts the memory of the process that starts a command as the command's own.
+"""
+
+
 def _run(*words: str) -> tuple[str, float, int]:
     """Run a command; return what it prints, its CPU seconds and its peak memory in bytes."""
-    command = [sys.executable, "-m", "megarl", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        out = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise DataError(f"megarl {' '.join(words)} ended with code {process.returncode}")
-    return out.decode(), usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+    with tempfile.NamedTemporaryFile("r") as usage:
+        command = [sys.executable, "-m", "megarl", *words]
+        launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, usage.name, *command]
+        done = subprocess.run(launcher, stdout=subprocess.PIPE, check=False)
+        if done.returncode:
+            raise DataError(f"megarl {' '.join(words)} ended with code {done.returncode}")
+        cpu_seconds, peak = usage.read().split()
+    return done.stdout.decode(), float(cpu_seconds), int(peak)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from megarl_kernels import (
-    BoxTable,
-    copy_boxes,
     fp8_block_dequantize,
     fp8_block_quantize,
     linear_logprob_entropy,
@@ -48,7 +46,7 @@ class Case:
 def make_cases(sizes: Sizes, device: str, *, compiled: bool) -> Iterator[Case]:
     """Yield a case for each op; with `compiled`, also what torch.compile makes of the PyTorch implementation."""
     torch.manual_seed(0)
-    for make in (_linear_scores, _scores, _quantize, _dequantize, _copies, _scan):
+    for make in (_linear_scores, _scores, _quantize, _dequantize, _scan):
         yield from make(sizes, device, compiled)
 
 
@@ -188,43 +186,6 @@ def _dequantize(sizes: Sizes, device: str, compiled: bool) -> Iterator[Case]:
         min_bytes=3 * n * k + 4 * scales.numel(),
         flops=0,
         tolerance=4e-3 if interpreted() else 0.0,  # the interpreter cuts bfloat16 off
-    )
-
-
-def _copies(sizes: Sizes, device: str, compiled: bool) -> Iterator[Case]:
-    # as an expert's rows for one of two tensor-parallel ranks: half of the columns
-    n, rows, columns = sizes.boxes, 64, 128
-    source = torch.randn(n, rows, 2 * columns, device=device).bfloat16()
-    packed = torch.zeros(n, rows, columns, device=device, dtype=torch.bfloat16)
-    pairs = [(box[:, columns:], out) for box, out in zip(source, packed, strict=True)]
-    sources, destinations = [a for a, _ in pairs], [b for _, b in pairs]
-    table = BoxTable.of(pairs)
-
-    def op(checksum: bool) -> Results:
-        copy_boxes(table, checksum=checksum)
-        return (packed,)
-
-    def loop() -> Results:
-        for a, b in pairs:
-            b.copy_(a)
-        return (packed,)
-
-    def foreach() -> Results:
-        torch._foreach_copy_(destinations, sources)
-        return (packed,)
-
-    yield Case(
-        op="copy_boxes",
-        workload=f"{n} boxes of {rows} x {columns}, bfloat16",
-        implementations={
-            "megarl": lambda: op(False),
-            "megarl, checksums": lambda: op(True),
-            "torch": loop,
-            "torch._foreach_copy_": foreach,
-        },
-        min_bytes=2 * packed.numel() * 2,
-        flops=0,
-        tolerance=0.0,
     )
 
 

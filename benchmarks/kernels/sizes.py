@@ -19,8 +19,6 @@ class Sizes:
     rows: int
     columns: int
     """Shape of the weight that is quantized."""
-    boxes: int
-    """Number of boxes that are copied."""
     scan: int
     """Length of the scan."""
 
@@ -32,7 +30,6 @@ GPU = Sizes(
     dtype=torch.bfloat16,
     rows=14_336,
     columns=4096,
-    boxes=20_000,
     scan=1_000_000,
 )
 """A micro-batch and layers of a model of 8 billion parameters."""
@@ -44,7 +41,6 @@ CPU = Sizes(
     dtype=torch.float32,
     rows=300,
     columns=520,
-    boxes=20,
     scan=10_001,
 )
 """Odd sizes that take a second in all."""

@@ -97,8 +97,9 @@ REPLAYED = {f"{name} R3": name for name, config in FAMILIES.items() if "num_expe
 DIFFERENCES = {"gemma2": "no soft cap in attention, which the CPU engine lacks"}
 DIFFERENCES |= dict.fromkeys(REPLAYED, "the engine's experts are replayed")
 
-SHARPNESS = {"gemma2": 0.4}
-"""Factor of the final norm's weight, and with it of the logits, by family; default: 3."""
+SHARPNESS = {"gemma2": 0.4, "gemma3_text": 0.4}
+"""Factor of the final norm's weight, and with it of the logits, by `model_type`, of those whose norms multiply by
+1 + weight and whose heads are tied to the embedding; for all others it is 3."""
 
 OVERRIDES = {
     "algorithm": "{kl_loss: null, group_size: 4, prompts_per_step: 16}",
@@ -136,10 +137,10 @@ def build(config: dict[str, Any]) -> PreTrainedModel:
     """Return a random model in float32 whose logits are scaled by `SHARPNESS`."""
     import torch
 
-    model = build_random_model(config)
+    model, kind = build_random_model(config), config["model_type"]
     with torch.no_grad():
-        offset = 1.0 if config["model_type"] == "gemma2" else 0.0  # of a norm's weight, as stored
-        model.model.norm.weight.add_(offset).mul_(SHARPNESS.get(config["model_type"], 3.0)).sub_(offset)
+        offset = 1.0 if kind in SHARPNESS else 0.0  # of a norm's weight, as stored
+        model.model.norm.weight.add_(offset).mul_(SHARPNESS.get(kind, 3.0)).sub_(offset)
     return model
 
 

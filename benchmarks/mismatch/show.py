@@ -36,7 +36,8 @@ FAMILIES_TITLE = """
 Random models with four layers, whose final norm is scaled so that the entropy is far from that of the uniform
 distribution over 320 tokens (5.8 nats); twelve steps of 64 samples. "rounding kl" is the KL divergence of the model in
 {dtype} from the same model in float32, both computed by transformers on random tokens: what rounding alone does to one
-side.
+side. "R3" is `trainer.moe.router_replay: R3`; R2 replays the trainer's own choices from the first pass on, so that it
+does not change this difference.
 
 """
 RECIPE_COLUMNS = ("recipe", "changes", "ended", "steps", "entropy", "kl", "of limit", "p99", "of limit")

@@ -149,6 +149,10 @@ def _require_valid(args: argparse.Namespace) -> None:
             raise ConfigError(f"--network-mb-per-second needs strategies of {', '.join(BOXES)}, got {left_out[0]}")
     if len(args.train) != len(args.gen):
         raise ConfigError(f"--gen needs as many layouts as --train, got {len(args.gen)} and {len(args.train)}")
+    if not 0.0 < args.changed_share <= 1.0 or (args.changed_share < 1.0 and args.delta is None):
+        raise ConfigError(
+            f"--changed-share needs a share above 0 and up to 1, with --delta, got {args.changed_share:g}"
+        )
     if args.plot and len(args.train) > 1:
         raise ConfigError(f"--plot needs one layout, got {len(args.train)}")
 
@@ -263,7 +267,7 @@ def _report_left_out(name: str, scenario: Scenario, error: ConfigError, args: ar
 
 def _contender(name: str, model: ModelArchitecture, scenario: Scenario, args: argparse.Namespace) -> Contender:
     if name not in (MEGATRON_CORE, NCCL_M2N):
-        return MegarlContender(name, scenario, args.hand_over, args.transport, args.delta)
+        return MegarlContender(name, scenario, args.hand_over, args.transport, args.delta, args.changed_share)
     require_megatron_core_support(model, *megatron_grids(scenario))
     platform.prepare()
     from benchmarks.reshard.megatron_core import MegatronCore
@@ -349,6 +353,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LAYERS",
         help="only so many last layers change from one sync to the next, and only what has changed is sent; for the "
         "strategies that send boxes; the others are left out",
+    )
+    parser.add_argument(
+        "--changed-share",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="of the elements of these layers, the share that changes: 0.011 as with a learning rate of 1e-6",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")

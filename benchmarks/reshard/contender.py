@@ -95,6 +95,7 @@ class MegarlContender:
         hand_over: HandOver,
         transport: TransportName,
         trained_layers: int | None = None,
+        changed_share: float = 1.0,
         links: SlowedLinks | None = None,
     ) -> None:
         """Plan and create the strategy; raises ConfigError if it does not support these sizes.
@@ -102,6 +103,7 @@ class MegarlContender:
         Args:
             links: of given rates, over which messages move in NCCL's order; None: as fast as possible.
             trained_layers: send only what has changed, of a model of which only so many last layers are trained.
+            changed_share: of the elements of these layers, the share that changes.
         """
         self.trained_layers = trained_layers
         self._num_syncs = 0
@@ -113,10 +115,11 @@ class MegarlContender:
         self.plan_seconds = time_planning(self.arrangement, scenario, rank)
         self._plan = forecast(self.arrangement, scenario)
         self._strategy = self._build(scenario, transport, links)
+        share = None if trained_layers is None else changed_share
         frozen = () if trained_layers is None else frozen_tensors(scenario.sources[rank].tensors, trained_layers)
-        self._held = Shard(scenario.sources[rank], frozen=frozen)
+        self._held = Shard(scenario.sources[rank], frozen=frozen, changed_share=share)
         need = self.arrangement.needs.get(rank)
-        self._served = Shard(need, frozen=frozen) if need is not None else None
+        self._served = Shard(need, frozen=frozen, changed_share=share) if need is not None else None
 
     def _build(self, scenario: Scenario, transport: TransportName, links: SlowedLinks | None) -> Strategy:
         if self.arrangement.strategy == "gather_hf" and self.hand_over == "direct":
@@ -155,7 +158,7 @@ class MegarlContender:
         update = DeltaUpdate(number=number, base=number - 1 if number else None)
         counted = self._strategy.push(self._held.tensors, self._sinks(), update)
         self._num_syncs += 1
-        received = counted.bytes_received - counted.mark_bytes + counted.bytes_not_received
+        received = counted.bytes_received - counted.count_bytes + counted.bytes_not_received
         delivered = counted.bytes_delivered + counted.bytes_not_delivered
         assert (received, delivered) == (planned.bytes_received, planned.bytes_delivered), (counted, planned)
         return counted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,10 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.megatron.runtime.platform import device
+from megarl.reshard.layout.boxes import Ints
 from megarl.reshard.layout.layout import Box, ShardPiece, WeightLayout, extent, slices
 from megarl.reshard.transfer.bucket import BoxBucket, TensorSlot, WeightBucket, identify_memory, map_bucket, torch_dtype
+from megarl.reshard.transfer.element_code import decode_boxes
 
 BUCKETS_OF_A_PUSH = 2
+
+CHANGES = -2
+"""Number of a sync whose hashes say which elements change."""
 
 INTEGERS = {4: torch.int32, 2: torch.int16}
 """By element size in bytes, the integer dtype used to compare bits."""
@@ -75,12 +80,24 @@ class Shard:
     """Local tensors of one layout; also a sink for the weights that one engine rank needs."""
 
     def __init__(
-        self, layout: WeightLayout, tensors: Mapping[str, Tensor] | None = None, frozen: Container[str] = ()
+        self,
+        layout: WeightLayout,
+        tensors: Mapping[str, Tensor] | None = None,
+        frozen: Container[str] = (),
+        changed_share: float | None = None,
     ) -> None:
-        """`frozen`: tensors of the model that have the weights of sync 0 in every sync."""
-        self._frozen = frozen
+        """Take or allocate the tensors.
+
+        Args:
+            frozen: with `changed_share`, tensors of the model that have the weights of sync 0 in every sync.
+            changed_share: of the elements of the others, the share that differs from sync to sync, in low bits of
+                the mantissa; None: all elements are others in each sync, which may be equal by chance.
+        """
+        self._frozen, self._changed_share = frozen, changed_share
         self.tensors = dict(tensors) if tensors is not None else _allocate(layout)
         self._mapped: dict[tuple[int | str, ...], Tensor] = {}
+        self._codes: dict[int, Ints] = {}
+        """By round of the sync that begins, the codes that come in place of boxes."""
         self._pieces: dict[str, list[ShardPiece]] = {}
         for piece in layout.pieces:
             self._pieces.setdefault(piece.tensor, []).append(piece)
@@ -105,9 +122,17 @@ class Shard:
                 wrong += int((got != want).sum()) * box.dtype.itemsize
         return wrong
 
+    def expect_codes(self, rounds: Sequence[Ints]) -> None:
+        """Expect codes in the sync that begins, as `CodeSink.expect_codes`."""
+        self._codes = dict(enumerate(rounds))
+
     def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
         """Copy the boxes of a round, as `ShardSink.load_boxes`; blocks until done."""
-        if bucket is not None:
+        codes = self._codes.pop(index, None)
+        if bucket is not None and codes is not None:
+            boxes = [self.tensors[slot.local][slices(slot.local_box)] for slot in bucket.slots]
+            decode_boxes(self._map(bucket), codes, boxes)
+        elif bucket is not None:
             data = self._map(bucket)
             for slot in bucket.slots:
                 flat = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
@@ -124,7 +149,13 @@ class Shard:
         return _noop
 
     def _content(self, piece: ShardPiece, dtype: torch.dtype, sync: int) -> Tensor:
-        return content(piece.tensor, piece.box, dtype, 0 if piece.tensor in self._frozen else sync)
+        if self._changed_share is None:
+            return content(piece.tensor, piece.box, dtype, sync)
+        first = content(piece.tensor, piece.box, dtype, 0)
+        if piece.tensor not in self._frozen:  # the elements that change are the same ones in all syncs
+            draw = content(piece.tensor, piece.box, torch.float32, CHANGES).view(torch.int32) & 0xFFFF
+            first.view(INTEGERS[dtype.itemsize])[draw < self._changed_share * 2**16] ^= sync & 0x3F
+        return first
 
     def _map(self, bucket: BoxBucket | WeightBucket) -> Tensor:
         """Return the bucket's bytes, from a cache: mapping a bucket costs as much as copying a good part of it."""

@@ -108,6 +108,6 @@ def _with_delta(report: SyncReport, trained_layers: int, stats: Sequence[SyncSta
         bytes_cross_node=None,
         trained_layers=trained_layers,
         bytes_unchanged=sum(of_rank.bytes_not_received for of_rank in stats),
-        mark_bytes=sum(of_rank.mark_bytes for of_rank in stats),
-        changed_share=sum(of_rank.changed_pieces for of_rank in stats) / sum(of_rank.pieces for of_rank in stats),
+        count_bytes=sum(of_rank.count_bytes for of_rank in stats),
+        changed_share=sum(of_rank.changed_elements for of_rank in stats) / sum(of_rank.elements for of_rank in stats),
     )

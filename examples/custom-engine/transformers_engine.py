@@ -19,12 +19,31 @@ class TransformersEngine:
     def __init__(self, spec: engines.EngineSpec, *, threads: int = 1) -> None:
         self._spec = spec
         self._one_at_a_time = asyncio.Lock()
+        self._next: dict[str, Tensor] = {}
         torch.set_num_threads(threads)
 
     async def start(self) -> None:
-        dtype, trust = getattr(torch, self._spec.dtype), self._spec.trust_remote_code
-        model = AutoModelForCausalLM.from_pretrained(self._spec.model_path, dtype=dtype, trust_remote_code=trust)
+        model = AutoModelForCausalLM.from_pretrained(
+            self._spec.model_path,
+            dtype=getattr(torch, self._spec.dtype),
+            attn_implementation="eager",  # others leave out the score caps of Gemma 2
+            trust_remote_code=self._spec.trust_remote_code,
+        )
         self._model = model.to(self._spec.device).eval()
+
+    def _use_next_weights(self) -> None:
+        # transformers holds some tensors in another form than folders, such as all experts of a layer in one
+        model, info = type(self._model).from_pretrained(
+            None,
+            config=self._model.config,
+            state_dict=self._next,
+            dtype=self._model.dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+        if info["missing_keys"]:
+            raise ValueError(f"the weight update lacks {sorted(info['missing_keys'])}")
+        self._model, self._next = model.to(self._spec.device).eval(), {}
 
     async def generate(self, request: engines.GenerationRequest) -> engines.Generation:
         async with self._one_at_a_time:  # in a thread, so that the event loop answers meanwhile
@@ -32,6 +51,8 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _sample(self, request: engines.GenerationRequest) -> engines.Generation:
+        if self._next:
+            self._use_next_weights()
         sampling, device = request.sampling, self._spec.device
         generator = torch.Generator(device)
         if sampling.seed is None:
@@ -61,11 +82,8 @@ class TransformersEngine:
             finish_reason=finish_reason,
         )
 
-    @torch.inference_mode()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        parameters = self._model.state_dict()
-        for name, tensor in tensors.items():
-            parameters[name].copy_(tensor)
+        self._next |= {name: tensor.clone() for name, tensor in tensors.items()}
 
     async def shutdown(self) -> None:
         del self._model

@@ -3,9 +3,6 @@
 The package needs PyTorch only, and imports nothing of megarl. `MEGARL_KERNELS=torch` turns the Triton kernels off.
 """
 
-from megarl_kernels.boxes import BoxTable as BoxTable
-from megarl_kernels.boxes import checksum_boxes as checksum_boxes
-from megarl_kernels.boxes import copy_boxes as copy_boxes
 from megarl_kernels.fp8_block import fp8_block_dequantize as fp8_block_dequantize
 from megarl_kernels.fp8_block import fp8_block_encode as fp8_block_encode
 from megarl_kernels.fp8_block import fp8_block_maxima as fp8_block_maxima

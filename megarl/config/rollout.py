@@ -461,9 +461,10 @@ class WeightSyncConfig(Section):
     or if all wait for each other for this long. A rank that is busy may hold the others up three times as long."""
 
     delta: bool = False
-    """Send only weights that have changed since the previous sync, in pieces of up to 256 KiB, which every sending rank
-    compares by digests. The first sync, and the one after a failed sync or a restarted engine, sends all weights. Needs
-    boxes (`micro_dp` or `exact`) and engines that keep their weights while the trainer works."""
+    """Send only the elements that have changed since the previous sync, as places and values. Every sending rank keeps
+    a copy of what it has sent, in host memory. The first sync, and the one after a failed sync or a restarted engine,
+    sends all weights. Needs boxes (`micro_dp` or `exact`) and engines that keep their weights while the trainer
+    works."""
 
     verify: VerifyConfig | None = VerifyConfig()
     """Compare what engines hold with what the trainer has sent, in every sync or some of them. An engine that differs

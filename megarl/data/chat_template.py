@@ -163,6 +163,11 @@ class PromptTemplate:
         """File and line of the last row whose tools the template was seen to write."""
 
     @property
+    def _model_name(self) -> str:
+        """Name of the tokenizer's model, for messages."""
+        return self.tokenizer.name_or_path or "this model"
+
+    @property
     def source(self) -> str:
         """The source of the chat template."""
         return chat_template_source(self.tokenizer, self._config.chat_template_name)
@@ -251,7 +256,7 @@ class PromptTemplate:
                     raise DataError(
                         f"{row.where}: the tokenizer's chat template does not write the tools of field "
                         f"{self._config.fields.tools!r} ({self._key}.fields.tools), so that the policy would not see "
-                        f"them; choose another template, or name a field that no row has in {self._key}.fields.tools"
+                        "them; choose another template, or remove the tools from the rows"
                     )
                 self._checked = (row.path, row.line)
         except ChatTemplateError as e:
@@ -422,8 +427,9 @@ class PromptTemplate:
 
     def _reason_without(self) -> str:
         """Return why there is no chat template."""
-        is_off = self._config.chat_template == "never"
-        return f"got {self._key}.chat_template: never" if is_off else _no_template(self.tokenizer)
+        if self._config.chat_template == "never":
+            return f"got {self._key}.chat_template: never"
+        return f"the tokenizer of {self._model_name} has none"
 
 
 def as_question(text: str) -> Messages:

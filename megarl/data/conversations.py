@@ -170,17 +170,27 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
+WEIGHTS = ("weight", "train", "step_loss_mask")
+"""Keys of a message that say whether it is trained on: OpenAI's, a boolean, slime's."""
+
+
 def find_trained(messages: Sequence[Mapping[str, Any]], start: int = 0) -> list[int]:
     """Return the indices of the assistant's messages from `start` on, less those with weight 0 or train false.
+
+    slime's `step_loss_mask` is a weight.
 
     Raises:
         MessageError: a weight is neither 0 nor 1, or a message of another role is to be trained on.
     """
     found = []
     for i, message in enumerate(messages):
-        weight = message.get("weight", message.get("train"))
+        weights = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
+        weight = next(iter(weights.values()), None)
         if weight not in (None, 0, 1):
             raise MessageError(f"needs weights of 0 or 1, got {weight!r} in message {i + 1}")
+        if any(each != weight for each in weights.values()):
+            named = ", ".join(f"{key}: {each!r}" for key, each in weights.items())
+            raise MessageError(f"needs weights that agree, got {named} in message {i + 1}")
         if message["role"] != "assistant" and message.get("train"):
             raise MessageError(f"trains on the assistant's messages alone, got train: true in message {i + 1}")
         if message["role"] == "assistant" and i >= start and weight != 0:
@@ -195,7 +205,7 @@ def has_text(message: Mapping[str, Any]) -> bool:
 
 def without_weights(messages: Messages) -> Messages:
     """Return the messages without the keys that choose what is trained on."""
-    return [{key: each for key, each in message.items() if key not in ("weight", "train")} for message in messages]
+    return [{key: each for key, each in message.items() if key not in WEIGHTS} for message in messages]
 
 
 def split_pair(chosen: Messages, rejected: Messages) -> tuple[Messages, dict[str, Any], dict[str, Any]]:

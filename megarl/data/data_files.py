@@ -289,6 +289,7 @@ def _read_table(path: Path, batches: Iterator[pa.RecordBatch], name: str) -> Ite
     number = 0
     try:
         for batch in batches:
+            _refuse_equal_names(batch.schema)
             for fields in _to_rows(_with_short_floats(batch)):
                 number += 1
                 yield number, fields
@@ -299,6 +300,13 @@ def _read_table(path: Path, batches: Iterator[pa.RecordBatch], name: str) -> Ite
         OSError,
     ) as e:  # also bytes that are no text, and dates of no year
         raise DataError(f"{path}:{number + 1}: not readable as {name}: {e}") from e
+
+
+def _refuse_equal_names(schema: pa.Schema) -> None:
+    """Raise a `ValueError` if several columns have one name: of each row, one value would be lost."""
+    repeated = next((name for name in schema.names if schema.names.count(name) > 1), None)
+    if repeated is not None:
+        raise ValueError(f"the table names column {repeated!r} more than once")
 
 
 def _to_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:

@@ -124,6 +124,7 @@ class PairReader:
     | `chosen`, `rejected`: conversations                | the messages that both begin with                  |
     | `chosen`, `rejected`: HH-RLHF's texts              | the text up to the last `Assistant:`               |
     | `context`, `response1`, `response2`, `overall_preference` (HelpSteer3) | `context`                      |
+    | `context`, two `completions` with a `rank` (NeMo-RL) | `context`                                        |
     """
 
     def __init__(self, config: DataConfig, template: PromptTemplate) -> None:
@@ -139,6 +140,8 @@ class PairReader:
         names, has = self._fields, row.fields
         if "overall_preference" in has and names.chosen not in has:
             return self._rated(row)
+        if "completions" in has and "context" in has and names.chosen not in has:
+            return self._ranked(row)
         chosen, rejected = (
             row.value(names.chosen, "data.fields.chosen"),
             row.value(names.rejected, "data.fields.rejected"),
@@ -208,7 +211,7 @@ class PairReader:
     def _rated(self, row: Row) -> Pair | None:
         """Return the pair of a row of HelpSteer3: a preference below 0 is for the first response."""
         preference = row.fields["overall_preference"]
-        if isinstance(preference, bool) or not isinstance(preference, int | float) or not -3 <= preference <= 3:
+        if not (_is_number(preference) and -3 <= preference <= 3):
             raise DataError(f"{row.where}: field 'overall_preference' needs a number from -3 to 3, got {preference!r}")
         if preference == 0:
             return None
@@ -216,14 +219,41 @@ class PairReader:
             row.response(f"response{i}", f"data.fields.{'chosen' if is_better else 'rejected'}")
             for i, is_better in ((1, preference < 0), (2, preference > 0))
         )
+        before = self._context(row)
+        answers = [[*before, {"role": "assistant", "content": text}] for text in (first, second)]
+        return self._split(row, *(answers if preference < 0 else answers[::-1]))
+
+    def _ranked(self, row: Row) -> Pair | None:
+        """Return the pair of a row of NeMo-RL's format: the completion with the lower rank is the preferred one."""
+        completions = row.fields["completions"]
+        are_two = isinstance(completions, list) and len(completions) == 2
+        if not are_two or not all(isinstance(each, dict) and _is_number(each.get("rank")) for each in completions):
+            got = f"{len(completions)} entries" if isinstance(completions, list) else type(completions).__name__
+            raise DataError(
+                f"{row.where}: field 'completions' needs two entries {{rank, completion}}, whose ranks are numbers, "
+                f"got {got if not are_two else completions!r}"
+            )
+        better, worse = sorted(completions, key=lambda each: each["rank"])
+        if better["rank"] == worse["rank"]:
+            return None
+        before = self._context(row)
+        answers = [
+            self._template.messages(row, each.get("completion"), "completions", f"data.fields.{key}")
+            for each, key in ((better, "chosen"), (worse, "rejected"))
+        ]
+        return self._split(row, *([*before, *answer] for answer in answers))
+
+    def _context(self, row: Row) -> Messages:
+        """Return the messages in the column `context`, a list or the text of one."""
         context = row.value("context", "data.fields.prompt")
         self._template.require_chat(row, "field 'context'")
         if isinstance(context, str):
-            before = as_question(self._template.reader.fill(row, context))
-        else:
-            before = self._template.messages(row, context, "context", "data.fields.prompt")
-        answers = [[*before, {"role": "assistant", "content": text}] for text in (first, second)]
-        return self._split(row, *(answers if preference < 0 else answers[::-1]))
+            return as_question(self._template.reader.fill(row, context))
+        return self._template.messages(row, context, "context", "data.fields.prompt")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _equal_answers_message(row: Row, fields: FieldsConfig) -> str:
@@ -243,7 +273,7 @@ def read_margin(row: Row, field: str) -> float:
     value = row.find(field)
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_REWARD:
+    if not (_is_number(value) and 0 <= value <= MAX_REWARD):
         raise DataError(
             f"{row.where}: field {field!r} (data.fields.margin) needs a number from 0 to {MAX_REWARD:g}, got {value!r}"
         )

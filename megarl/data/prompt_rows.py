@@ -96,6 +96,8 @@ class PromptReader:
             )
         self.needs_prompt = "prompt" in names
         """Whether the prompt template has `{prompt}`, not only other columns."""
+        self.has_filled = False
+        """Whether the prompt template was applied to any row."""
 
     def prompt(self, row: Row) -> str | list[Any]:
         """Return the prompt of a row: a text, with the prompt template applied, or a list of messages.
@@ -147,6 +149,7 @@ class PromptReader:
         Raises:
             DataError: a name in braces is no column.
         """
+        self.has_filled = True
 
         def replace(match: re.Match[str]) -> str:
             name = match["name"]

@@ -235,7 +235,7 @@ def _is_off(row: Row, setting: Setting, defaults: Mapping[str, object]) -> bool:
     value = setting.value.lower() if isinstance(setting.value, str) else setting.value
     value = words.get(value, value) if isinstance(value, str) else value
     lowered = [off.lower() if isinstance(off, str) else off for off in row.off]
-    if any(type(value) is type(off) and value == off for off in lowered):
+    if any(isinstance(value, bool) == isinstance(off, bool) and value == off for off in lowered):
         return True
     return setting.key in defaults and setting.value == defaults[setting.key]
 
@@ -277,8 +277,15 @@ def _listed(settings: Sequence[Unmapped]) -> list[str]:
 def _comment_block(heading: str, lines: Sequence[str]) -> list[str]:
     if not lines:
         return [f"# {heading}", "#"] if heading.endswith(".") else []
-    wrapped = [part for line in lines for part in wrap(line, WIDTH, initial_indent="- ", subsequent_indent="  ")]
+    wrapped = [part for line in lines for part in _wrapped(line)]
     return [f"# {heading}", *(f"# {part}" for part in wrapped), "#"]
+
+
+def _wrapped(line: str) -> list[str]:
+    """Return the lines of an item; names of files and arguments are not broken."""
+    return wrap(
+        line, WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
 
 
 def _yaml_lines(node: Mapping[str, object], prefix: str, comments: Mapping[str, str], indent: str = "") -> list[str]:

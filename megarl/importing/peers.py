@@ -13,6 +13,7 @@ from megarl.importing.nemo_rl.yaml_settings import read_run as read_nemo_rl
 from megarl.importing.nemo_rl.yaml_settings import table_of as nemo_rl_table_of
 from megarl.importing.peer_settings import Setting
 from megarl.importing.slime.argument_table import SLIME
+from megarl.importing.slime.argument_table import table_of as slime_table_of
 from megarl.importing.slime.launch_arguments import read_run as read_slime
 from megarl.importing.tables import PeerTable
 from megarl.importing.verl.run_settings import read_run as read_verl
@@ -38,7 +39,7 @@ class Peer:
 
 PEERS: Mapping[str, Peer] = {
     "verl": Peer(table=VERL, read=read_verl),
-    "slime": Peer(table=SLIME, read=read_slime),
+    "slime": Peer(table=SLIME, read=read_slime, table_of=slime_table_of),
     "nemo-rl": Peer(table=NEMO_RL, read=read_nemo_rl, table_of=nemo_rl_table_of),
 }
 

@@ -44,10 +44,17 @@ class Word:
     """A word of a command after expansion."""
 
     text: str
+    file: str
+    """Name of the script in which the word, or the array element that it comes from, is written."""
     line: int
-    """Line of the script, from 1, on which the word, or the array element that it comes from, begins."""
+    """Line on which it begins, from 1."""
     unknown: tuple[str, ...] = ()
     """Expansions in `text` whose values only a run of the script would give, as they are written: `$1`, `$(date)`."""
+
+    @property
+    def where(self) -> str:
+        """Where it is, as `<file>:<line>`."""
+        return f"{self.file}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +164,7 @@ class _Script:
         first = words[0].text
         if self.launches and (first.startswith("-") or "=" in first):
             self.notes.append(
-                f"{self.origin}:{words[0].line}: {first} begins a command of its own, because the line before does not "
+                f"{words[0].where}: {first} begins a command of its own, because the line before does not "
                 "end with a backslash, and was not read"
             )
         for word in words[1:]:  # bash -c "python3 ...", eval "..."
@@ -257,7 +264,7 @@ class _Reader:
 
     def _word(self) -> list[Word]:
         """Read one word; its unquoted expansions are split at blanks, as bash splits them."""
-        line = self.line
+        file, line = self.script.origin.name, self.line
         before = self.at
         fields: list[Word] = []
         text, unknown, begun = "", list[str](), False
@@ -265,22 +272,22 @@ class _Reader:
             if piece.elements is not None:
                 for i, element in enumerate(piece.elements):
                     if i:
-                        fields.append(Word(text=text, line=line, unknown=tuple(unknown)))
+                        fields.append(Word(text=text, file=file, line=line, unknown=tuple(unknown)))
                         text, unknown = "", []
-                    text, begun, line = text + element.text, True, element.line
+                    text, begun, file, line = text + element.text, True, element.file, element.line
                     unknown += element.unknown
                 continue
             splits = piece.splits and not piece.value.unknown
             parts = re.split(r"[ \t\n]+", piece.value.text) if splits else [piece.value.text]
             for i, part in enumerate(parts):
                 if i and begun:
-                    fields.append(Word(text=text, line=line, unknown=tuple(unknown)))
+                    fields.append(Word(text=text, file=file, line=line, unknown=tuple(unknown)))
                     text, unknown, begun = "", [], False
                 if part or not splits:
                     text, begun = text + part, True
                     unknown += [name for name in piece.value.unknown if name in part]
         if begun:
-            fields.append(Word(text=text, line=line, unknown=tuple(unknown)))
+            fields.append(Word(text=text, file=file, line=line, unknown=tuple(unknown)))
         if self.at == before:
             self._advance(1)
         return fields
@@ -426,7 +433,8 @@ class _Reader:
         elements: Sequence[Word] = self.script.arrays.get(name, ())
         if name not in self.script.arrays and name in self.script.variables:
             scalar = self.script.variables[name]
-            elements = [Word(text=scalar.text, line=self.line, unknown=scalar.unknown)]
+            origin = self.script.origin.name
+            elements = [Word(text=scalar.text, file=origin, line=self.line, unknown=scalar.unknown)]
         if index.isdigit():
             chosen = elements[int(index)] if int(index) < len(elements) else None
             return _Piece(_Text(chosen.text, chosen.unknown) if chosen else _known(""), splits=not quoted)

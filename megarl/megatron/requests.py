@@ -391,9 +391,10 @@ def sum_sync_stats(results: Sequence[SyncStats]) -> SyncStats:
         collectives=sum(r.collectives for r in results),
         bytes_not_received=sum(r.bytes_not_received for r in results),
         bytes_not_delivered=sum(r.bytes_not_delivered for r in results),
-        mark_bytes=sum(r.mark_bytes for r in results),
-        pieces=sum(r.pieces for r in results),
-        changed_pieces=sum(r.changed_pieces for r in results),
+        count_bytes=sum(r.count_bytes for r in results),
+        copied_bytes=sum(r.copied_bytes for r in results),
+        elements=sum(r.elements for r in results),
+        changed_elements=sum(r.changed_elements for r in results),
     )
 
 

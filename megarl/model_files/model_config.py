@@ -113,6 +113,56 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 """`model_type` of config.json -> architecture of the language model, where config.json names none."""
 
+MTP_KEY, OTHER_MTP_KEY = "num_nextn_predict_layers", "num_mtp_layers"
+"""Key of config.json with the number of MTP layers, and another name of it that transformers accepts."""
+
+
+def _defaults(
+    hidden: int, ffn: int, layers: int, heads: int, vocabulary: int, positions: int, eps: float, **further: object
+) -> JsonObject:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": eps,
+        "tie_word_embeddings": False,
+        **further,
+    }
+
+
+_DEEPSEEK_V3 = _defaults(7168, 18432, 61, 128, 129_280, 4096, 1e-6, **{MTP_KEY: 1})
+_GEMMA3 = _defaults(2304, 9216, 26, 8, 262_208, 131_072, 1e-6, tie_word_embeddings=True)
+_QWEN3_5 = _defaults(4096, 12288, 32, 16, 248_320, 32_768, 1e-6)
+_QWEN3_5_MOE = _defaults(2048, 1, 40, 16, 248_320, 32_768, 1e-6)  # no layer has an MLP of `intermediate_size`
+
+DEFAULTS: Mapping[str, JsonMapping] = {
+    "DeepseekV3": _DEEPSEEK_V3,
+    "DeepseekV32": _defaults(7168, 18432, 61, 128, 129_280, 163_840, 1e-6),
+    "Gemma2": _defaults(2304, 9216, 26, 8, 256_000, 8192, 1e-6, tie_word_embeddings=True),
+    "Gemma3": _GEMMA3,
+    "Gemma3Text": _GEMMA3,
+    "Glm4Moe": _defaults(4096, 10944, 46, 96, 151_552, 131_072, 1e-5, **{MTP_KEY: 1}),
+    "Glm4MoeLite": _defaults(2048, 10240, 47, 20, 154_880, 202_752, 1e-5),
+    "GlmMoeDsa": _defaults(6144, 12288, 78, 64, 154_880, 202_752, 1e-5),
+    "GptOss": _defaults(2880, 2880, 36, 64, 201_088, 131_072, 1e-5),
+    "KimiK25": _DEEPSEEK_V3 | {"tie_word_embeddings": True},
+    "Llama": _defaults(4096, 11008, 32, 32, 32_000, 2048, 1e-6),
+    "MiMo": _defaults(4096, 22016, 32, 32, 151_936, 32_768, 1e-6),
+    "MiniMaxM2": _defaults(3072, 1536, 62, 48, 200_064, 196_608, 1e-6, head_dim=128),
+    "Mixtral": _defaults(4096, 14336, 32, 32, 32_000, 131_072, 1e-5),
+    "Qwen2": _defaults(4096, 22016, 32, 32, 151_936, 32_768, 1e-6),
+    "Qwen3": _defaults(4096, 22016, 32, 32, 151_936, 32_768, 1e-6),
+    "Qwen3Moe": _defaults(2048, 6144, 24, 32, 151_936, 32_768, 1e-6),
+    "Qwen3Next": _defaults(2048, 5632, 48, 16, 151_936, 32_768, 1e-6),
+    "Qwen3_5": _QWEN3_5,
+    "Qwen3_5Text": _QWEN3_5,
+    "Qwen3_5Moe": _QWEN3_5_MOE,
+}
+"""Architecture up to `For` -> keys of config.json that all readers share, with transformers' defaults."""
+
 UNTRAINED_TENSORS: Mapping[str, tuple[str, ...]] = {
     "Gemma3ForConditionalGeneration": ("vision_tower.*", "multi_modal_projector.*"),
     "KimiK25ForConditionalGeneration": ("vision_tower.*", "mm_projector.*"),
@@ -144,14 +194,21 @@ def read_model_config(path: str | Path) -> JsonObject:
 def language_config(config: JsonMapping) -> JsonObject:
     """Return the keys of a config.json with those of its language model, which `text_config` holds in some folders.
 
-    The folder's architecture stays: it names the model that holds the language model and, for instance, a vision tower.
-    So does its `tie_word_embeddings`, which transformers takes for such a model.
+    Keys of `DEFAULTS` that the file leaves out have their defaults. The folder's architecture stays: it names the model
+    that holds the language model and, for instance, a vision tower. So does its `tie_word_embeddings`, which
+    transformers takes for such a model.
     """
-    text = config.get("text_config")
+    names, text = config.get("architectures"), config.get("text_config")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    defaults = DEFAULTS.get(name.split("For", maxsplit=1)[0], {})
+    stated = {**config, **(text if isinstance(text, Mapping) else {})}
+    if OTHER_MTP_KEY in stated:
+        defaults = {key: value for key, value in defaults.items() if key != MTP_KEY}
     if not isinstance(text, Mapping):
-        return dict(config)
-    kept = ("architectures", "tie_word_embeddings")
-    return {**config, **text} | {key: config[key] for key in kept if key in config}
+        return {**defaults, **stated}
+    outer = {key: defaults[key] for key in ("tie_word_embeddings",) if key in defaults}
+    outer |= {key: config[key] for key in ("architectures", "tie_word_embeddings") if key in config}
+    return {**defaults, **stated, **outer}
 
 
 def alternating_layers(num_layers: int, interval: int, nth: str, others: str) -> list[str]:

@@ -39,8 +39,7 @@ COMMANDS = {
     "gateway --sessions=2 --many=3 --turns=2 --engine-seconds=0.01": "latency memory http_latency http_memory seconds",
     "checkpoint --models=demo --ranks=1 --repeats=1": "model ranks",
     "schedule --events": "open_groups by_deadline_event_us in_order_event_us group_us",
-    "reshard.changed_weights --lr=1e-6 --steps=2 --mib=1": """lr step dtype changed_elements changed_pieces
-        indexed_bytes""",
+    "reshard.changed_weights --lr=1e-6 --steps=2 --mib=1": "lr step dtype changed_elements pieces entropy codecs",
     "sandbox --runs=1": "results lacking missed",
 }
 """Benchmark with its arguments -> the first fields of each JSON object. Runs that take minutes are faked."""

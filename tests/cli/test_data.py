@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,62 @@ def test_pairs_that_cannot_be_used_are_counted_by_reason(reports, tmp_path):
     uses = {name: column["use"] for name, column in report["columns"].items()}
     assert uses["margin"] == "margin"
     assert report["notices"] == ["column 'system', which 5 rows have, is not rendered (ignored)"]
+
+
+def test_prompts_that_end_with_the_assistant_cannot_be_used(reports, tmp_path):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": messages, "answer": "1"}])
+    report = reports(file)["data.path"]
+    assert (report["num_usable"], report["format"]) == (0, "prompts, none of which can be used")
+    assert "end with one of the assistant" in next(iter(report["left_out"]))
+    for choice in ("drop", "continue"):
+        assert reports(file, "--set", f"data.last_assistant={choice}")["data.path"]["num_usable"] == 1
+
+
+def test_messages_without_a_chat_template_cannot_be_used(reports, tree, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": [{"role": "user", "content": "Hi"}], "answer": "1"}])
+    report = reports(file, "--model", tree["model"]["path"], "--set", "rollout.max_new_tokens=28")["data.path"]
+    assert report["left_out"] == {
+        "field 'prompt' (data.fields.prompt) holds messages, which need a chat template, the tokenizer of "
+        f"{tree['model']['path']} has none": {"count": 1, "example": f"{file}:1"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "notice"),
+    [
+        (
+            "train",
+            {"prompt": "p", "answer": "1", "label": "2"},
+            "column 'label' is not read, because rows have 'answer'",
+        ),
+        ("train", {"prompt": "p", "question": "q", "answer": "1"}, "column 'question' is not read, .* have 'prompt'"),
+        ("sft", {"prompt": "p", "response": "r", "completion": "c"}, "column 'completion' is not read, .* 'response'"),
+    ],
+)
+def test_columns_that_another_format_reads_are_noticed(reports, tmp_path, stage, row, notice):
+    file = write_rows(tmp_path / "rows.jsonl", [row])
+    (found,) = reports(file, "--stage", stage)["data.path"]["notices"]
+    assert re.match(notice, found)
+    if stage == "train":  # a name of the user's own is no accident
+        assert reports(file, "--set", "data.fields={prompt: prompt, answer: label}")["data.path"]["notices"] != [found]
+
+
+def test_a_prompt_template_that_no_row_uses_is_noticed(reports, tmp_path):
+    text, messages = {"prompt": "Hi", "answer": "1"}, {"prompt": [{"role": "user", "content": "Hi"}], "answer": "1"}
+    for row, expected in ((text, 0), (messages, 1)):
+        file = write_rows(tmp_path / "rows.jsonl", [row])
+        notices = reports(file, "--set", "data.prompt_template='Q: {prompt}'")["data.path"]["notices"]
+        assert sum("data.prompt_template is applied to no row" in notice for notice in notices) == expected
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_fields_that_no_row_has_are_refused_after_the_account(run, tmp_path, words):
+    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "p", "answer": "1"}])
+    code, out, err = run("data", file, "--set", "data.fields.tools=functions", *words)
+    assert code == 2
+    assert "1 rows" in out or '"num_rows": 1' in out
+    assert f"{file}: no row has field 'functions' (data.fields.tools); the columns are 'answer', 'prompt'" in err
 
 
 def test_lengths_are_those_of_the_tokenizer(reports, tree, tmp_path):

@@ -168,7 +168,9 @@ def test_nulls_of_parquet_are_missing_keys(tmp_path: Path, marked: Tokenizer, ch
         check(sample, expected_tokens(marked, messages))
 
 
-@pytest.mark.parametrize("off", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+@pytest.mark.parametrize(
+    "off", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"step_loss_mask": 0}, {"weight": 0, "train": False}]
+)
 def test_messages_with_weight_0_are_not_trained_on(off: dict[str, Any], jsonl: Jsonl, chatml: Tokenizer) -> None:
     first, second = assistant("Yes"), assistant("4", weight=1)
     on, without = ([user("Hi"), first | keys, user("2+2?"), second] for keys in ({"weight": None}, off))
@@ -220,6 +222,11 @@ def test_alpaca_without_a_chat_template(jsonl: Jsonl, tokenizer: Tokenizer) -> N
         ({"messages": [user("Hi")]}, ["no turn", "assistant"]),
         ({"messages": [user("Hi"), assistant("Yes", weight=0)]}, ["no turn"]),
         ({"messages": [user("Hi"), assistant("Yes", weight=0.5)]}, ["message 2", "0.5"]),
+        ({"messages": [user("Hi"), assistant("Yes", step_loss_mask=2)]}, ["message 2", "2"]),
+        (
+            {"messages": [user("Hi"), assistant("Yes", weight=1, train=False)]},
+            ["weight: 1", "train: False", "message 2"],
+        ),
         ({"messages": [user("Hi") | {"train": True}, assistant("Yes")]}, ["message 1", "train"]),
         ({"messages": []}, ["'messages'", "empty list"]),
         ({"messages": "Hi"}, ["'messages'", "str"]),
@@ -270,6 +277,14 @@ PAIRS: dict[str, dict[str, Any]] = {
         "response2": "4",
         "overall_preference": 1,
     },
+    "NeMo-RL, first is better": {
+        "context": GOOD[:3],
+        "completions": [{"rank": 0, "completion": GOOD[3:]}, {"rank": 1, "completion": BAD[3:]}],
+    },
+    "NeMo-RL, second is better": {
+        "context": GOOD[:3],
+        "completions": [{"rank": 2, "completion": BAD[3:]}, {"rank": 1, "completion": GOOD[3:]}],
+    },
     "texts after messages": {"prompt": GOOD[:3], "chosen": "4", "rejected": "22"},
 }
 
@@ -295,6 +310,13 @@ def test_ties_are_dropped_and_counted(jsonl: Jsonl, chatml: Tokenizer, caplog: p
     assert "dropped 1 row" in caplog.text
     with expect_error(DataError, "rows.jsonl", "2", "equal"):
         load_pairs(jsonl(*[row | {"overall_preference": 0}] * 2), chatml)
+
+
+def test_equal_ranks_are_dropped(jsonl: Jsonl, chatml: Tokenizer) -> None:
+    row = PAIRS["NeMo-RL, first is better"]
+    tie = {**row, "completions": [{**each, "rank": 1} for each in row["completions"]]}
+    (pair,) = load_pairs(jsonl(tie, row), chatml)
+    assert pair.chosen.prompt_id == "rows.jsonl:2"
 
 
 def test_hh_without_a_chat_template(jsonl: Jsonl, tokenizer: Tokenizer) -> None:
@@ -323,6 +345,13 @@ def test_empty_answers_of_hh_are_refused(jsonl: Jsonl, tokenizer: Tokenizer, cha
         ({**PAIRS["HelpSteer3, first is better"], "overall_preference": 7}, ["overall_preference", "7"]),
         ({**PAIRS["HelpSteer3, first is better"], "overall_preference": None}, ["overall_preference", "None"]),
         ({**PAIRS["HelpSteer3, first is better"], "response2": "4"}, ["same answer"]),
+        ({"context": "a", "completions": [{"rank": 0, "completion": GOOD[3:]}]}, ["'completions'", "1 entries"]),
+        ({"context": "a", "completions": [{"rank": "0"}, {"rank": 1}]}, ["'completions'", "ranks are numbers", "'0'"]),
+        ({"context": "a", "completions": "b"}, ["'completions'", "str"]),
+        (
+            {"context": "a", "completions": [{"rank": 0, "completion": GOOD[3:]}, {"rank": 1}]},
+            ["'completions'", "data.fields.rejected", "NoneType"],
+        ),
     ],
 )
 def test_bad_pairs_are_reported(row: object, words: list[str], jsonl: Jsonl, chatml: Tokenizer) -> None:

@@ -155,6 +155,16 @@ MESSAGES = [{"role": "user", "content": "a"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    for name in ("rows.parquet", "rows.arrow"):
+        with pytest.raises(DataError, match=f"{name}:1: .* names column 'prompt' more than once"):
+            next(read_rows(tmp_path / name))
+
+
 @pytest.mark.parametrize(
     ("content", "rows"),
     [

@@ -7,7 +7,7 @@ import pytest
 from megarl.cli.schema import make_reference
 from megarl.importing.nemo_rl.key_tables import TABLES
 from megarl.importing.peers import PEERS
-from megarl.importing.slime.argument_table import SLIME
+from megarl.importing.slime.argument_table import SLIME_RL, SLIME_SFT
 from megarl.importing.verl.table import VERL
 from tests.docs.peer_tables import PAGE, begin, end, generated
 
@@ -24,7 +24,12 @@ def test_every_row_says_what_becomes_of_its_keys(name: str):
         assert row.note or (row.kind == "mapped" and row.to), row.keys
 
 
-RUN_TABLES = {"verl": VERL, "slime": SLIME, **{f"nemo-rl {kind}": table for kind, table in TABLES.items()}}
+RUN_TABLES = {
+    "verl": VERL,
+    "slime": SLIME_RL,
+    "slime sft": SLIME_SFT,
+    **{f"nemo-rl {kind}": table for kind, table in TABLES.items()},
+}
 """The tables by which runs are converted: one per trainer, or per kind of run."""
 
 

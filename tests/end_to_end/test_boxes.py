@@ -75,8 +75,8 @@ def check_served(components: Components, exported: Mapping[str, Tensor]) -> None
 def check_that_unchanged_weights_stay(components: Components, whole: PushReport, exported: dict[str, Tensor]) -> None:
     """Push weights again that the engines hold."""
     again = components.weights.push(3)
-    assert again.bytes_moved == again.stats.mark_bytes
-    assert (again.bytes_saved, again.stats.changed_pieces) == (whole.bytes_moved, 0)
+    assert again.bytes_moved == again.stats.count_bytes
+    assert (again.bytes_saved, again.stats.changed_elements) == (whole.bytes_moved, 0)
     check_served(components, exported)
 
 

@@ -1,4 +1,7 @@
-"""A run whose engine, tracker, optimizer and learning-rate decay are a user's: the example's engine on transformers."""
+"""A run whose engine, tracker, optimizer and learning-rate decay are a user's: the example's engine on transformers.
+
+The model has gated delta nets, which SGLang does not run on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launched import list_steps, run_program
+from tests.end_to_end.test_families import save_with_tokenizer
 from tests.end_to_end.tiny_world import LR, write_run
 
 EXAMPLE = Path(__file__).parents[2] / "examples/custom-engine"
@@ -52,6 +56,7 @@ def test_a_run_with_parts_from_outside(world, tmp_path):
     config = write_run(
         world,
         tmp_path,
+        model={"path": str(save_with_tokenizer("qwen3_5", tmp_path, world))},
         trainer={"steps": 3, "optimizer": {"lr": LR, "decay": "parts:square"} | SIGNS},
         rollout={"max_new_tokens": 12, "engine": {"type": "transformers_engine:TransformersEngine"}, "replicas": 2},
         weight_sync={"strategy": "gather_hf"},

@@ -1,7 +1,5 @@
-"""Kernels on a GPU: results and roofline at the sizes of a model of 8 billion parameters, memory, shared buckets."""
+"""Kernels on a GPU: results and roofline at the sizes of a model of 8 billion parameters, and memory."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -13,19 +11,10 @@ from benchmarks.kernels.cases import make_cases
 from benchmarks.kernels.measure import measure
 from benchmarks.kernels.rooflines import find_roofline
 from benchmarks.kernels.show import COLUMNS, row
-from megarl.reshard.transfer.bucket import make_buffer
-from megarl_kernels import (
-    BoxTable,
-    clear_dummy_gradients,
-    copy_boxes,
-    linear_logprob_entropy,
-    logprob_entropy_,
-)
-from tests.reshard.transfer import boxes_reader
-from tests.reshard.transfer.boxes_reader import NUM_BOXES, boxes
+from megarl_kernels import clear_dummy_gradients, linear_logprob_entropy, logprob_entropy_
 
 HEADS = ("linear_logprob_entropy", "logprob_entropy_")
-OPS = (*HEADS, "fp8_block_quantize", "fp8_block_dequantize", "copy_boxes", "segmented_reverse_scan")
+OPS = (*HEADS, "fp8_block_quantize", "fp8_block_dequantize", "segmented_reverse_scan")
 TOKENS = 2048
 """Fewer than in the benchmark: the reference computes in float32, without tensor cores."""
 
@@ -140,27 +129,3 @@ def test_scores_at_a_real_vocabulary_are_those_of_log_softmax():
         want = exact.gather(1, targets[rows][:, None])[:, 0]
         torch.testing.assert_close(logprobs[rows].double(), want, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(entropy[rows].double(), -(exact.exp() * exact).sum(-1), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.gpu
-def test_boxes_of_another_process_are_copied_with_their_checksums():
-    buffer = make_buffer(2**20, torch.device("cuda"))
-    buffer.bytes.copy_(torch.arange(2**20, device="cuda").remainder(251))
-    torch.cuda.synchronize()
-    own = torch.zeros_like(buffer.bytes)
-    table = BoxTable.of(list(zip(boxes(buffer.bytes), boxes(own), strict=True)))
-    want = copy_boxes(table, checksum=True).tolist()
-    command = [sys.executable, "-m", boxes_reader.__name__, buffer.path, str(buffer.num_bytes)]
-    out = subprocess.check_output(command, text=True)
-    assert [int(line) for line in out.split()] == want
-    assert len(set(want)) == NUM_BOXES
-    buffer.close()
-
-
-def test_reader_copies_what_the_owner_describes(capsys):
-    """The same code on host memory."""
-    buffer = make_buffer(2**20, torch.device("cpu"))
-    buffer.bytes.copy_(torch.arange(2**20).remainder(251))
-    boxes_reader.main(buffer.path, buffer.num_bytes)
-    assert len({int(line) for line in capsys.readouterr().out.split()}) == NUM_BOXES
-    buffer.close()

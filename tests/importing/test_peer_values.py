@@ -33,7 +33,6 @@ from megarl.functional import (
     value_loss,
 )
 from megarl.importing.conversion import Conversion, convert
-from megarl.importing.nemo_rl.yaml_settings import table_of
 from megarl.importing.peer_settings import Setting
 from megarl.importing.peers import PEERS
 from megarl.losses.loss import LossBatch, TokenScores
@@ -116,8 +115,8 @@ def conversion_of(peer: str, case: dict[str, Any]) -> Conversion:
         if section == "grpo" and "grpo.use_leave_one_out_baseline" not in given:
             given["grpo.use_leave_one_out_baseline"] = False
     settings = {key: Setting(key=key, value=value, origin="run.sh:1") for key, value in given.items()}
-    table = table_of(settings) if peer == "nemo-rl" else PEERS[peer].table
-    return convert(table, settings)
+    table_of = PEERS[peer].table_of
+    return convert(PEERS[peer].table if table_of is None else table_of(settings), settings)
 
 
 def algorithm_of(conversion: Conversion) -> Any:

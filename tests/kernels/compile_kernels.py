@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import megarl_kernels as kernels
-from megarl_kernels import boxes, fp8_block, logprob_entropy, reverse_scan
+from megarl_kernels import fp8_block, logprob_entropy, reverse_scan
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8"}
 OPTIONS = ("num_warps", "num_stages")
@@ -64,7 +64,7 @@ def resources(code: bytes) -> dict[str, int]:
 
 def main(capability: int) -> None:
     """Call every op once, and some with other options."""
-    for module in (logprob_entropy, fp8_block, boxes, reverse_scan):
+    for module in (logprob_entropy, fp8_block, reverse_scan):
         module.uses_triton = lambda _: True
     triton.JITFunction.__getitem__ = lambda kernel, _: lambda *a, **k: compile_launch(kernel, a, k, capability)
 
@@ -83,10 +83,6 @@ def main(capability: int) -> None:
     kernels.fp8_block_dequantize(values, scales)
     kernels.fp8_block_encode(big, scales, values)
     kernels.fp8_block_maxima(big)
-    for part in (big.view(torch.float64), big, big.view(torch.uint8)[:, 1:]):
-        kernels.copy_boxes(kernels.BoxTable.of([(part, part)]), checksum=True)
-    kernels.copy_boxes(kernels.BoxTable.of([(big, big)]))
-    kernels.checksum_boxes([big])
     kernels.segmented_reverse_scan(torch.zeros(5000), torch.zeros(5000))
 
 

@@ -16,7 +16,6 @@ from megarl_kernels import (
     segmented_reverse_scan,
 )
 from megarl_kernels.backend import uses_triton
-from tests.kernels.test_boxes import CASES, check_boxes
 from tests.kernels.test_fp8_block import random_weight
 from tests.kernels.test_logprob_entropy import (
     OPTIONS,
@@ -153,13 +152,6 @@ def test_rounding_to_bfloat16(monkeypatch):
     # the interpreter cuts off instead of rounding
     steps = (got.view(torch.int16) - want.view(torch.int16)).abs().max()
     assert steps <= (1 if INTERPRETED else 0)
-
-
-@pytest.mark.parametrize(("dtype", "offset", "unit"), CASES, ids=str)
-def test_boxes(dtype, offset, unit, monkeypatch):
-    monkeypatch.setattr("megarl_kernels.boxes.TILE_WORDS", 4)
-    monkeypatch.setattr("megarl_kernels.boxes.MAX_PROGRAMS", 2)
-    check_boxes(dtype, offset, unit, DEVICE)
 
 
 @pytest.mark.parametrize(("t", "block"), [*((t, 16) for t in (0, 1, 15, 16, 17, 300)), (1500, None)])

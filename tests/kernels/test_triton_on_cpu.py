@@ -57,7 +57,6 @@ TRITON_FOLDER = Path(sys.prefix) / "triton"
 KERNELS = {
     "logprob_entropy": ("statistics", "gradient"),
     "fp8_block": ("quantize", "dequantize", "maxima", "encode"),
-    "boxes": ("copy",),
     "reverse_scan": ("block_heads", "scan"),
 }
 """Names of the kernels, by module."""

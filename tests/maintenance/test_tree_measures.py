@@ -65,6 +65,14 @@ def test_each_measure_finds_its_places(tree: list[str]) -> None:
     }
 
 
+def test_sizes_count_files_and_lines(tree: list[str], tmp_path: Path) -> None:
+    (tmp_path / "megarl/run/sync").mkdir()
+    (tmp_path / "megarl/run/sync/push.py").write_text("a = 1\n\nb = 2\n")
+    before = sum(file.startswith("megarl/") for file in tree)
+    counted = tree_measures.sizes([*tree, "megarl/run/sync/push.py", "megarl/run/sync/page.md"])
+    assert counted == {"Python files of megarl": before + 1, "lines of the weight sync": 3}
+
+
 def test_a_figure_above_its_limit_fails_and_lists_its_places(
     tree: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

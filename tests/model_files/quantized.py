@@ -42,7 +42,10 @@ INT4: dict[str, Any] = {
     },
 }
 """`quantization_config` of Kimi-K2.5."""
-_PROJECTION = re.compile(r"model\.layers\.\d+\..*((?<!\.eh)(?<!weights)_proj(_with_mqa)?|\.wq_b|\.wk)\.weight")
+_PROJECTION = re.compile(
+    r"(model\.(language_model\.)?|mtp\.)layers\.\d+\."
+    r".*((?<!\.eh)(?<!weights)_proj(_with_mqa)?|\.in_proj_(qkv|z)|\.wq_b|\.wk)\.weight"
+)
 
 
 def is_quantized(name: str) -> bool:

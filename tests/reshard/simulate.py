@@ -1,11 +1,13 @@
 """Simulation of all ranks' rounds in one process on NumPy arrays, without an executor."""
 
 import numpy as np
+import torch
 
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.planning.plan import plan_rank
 from megarl.reshard.planning.plan_cache import cached_index
 from megarl.reshard.planning.rounds import build_rounds
+from megarl.reshard.transfer.element_code import decode_boxes
 
 
 def plans(sources, needs, topology, bucket_bytes, groups=(), *, relay=True):
@@ -40,13 +42,14 @@ def local_tensors(layout, whole=None):
     return tensors
 
 
-def run(rounds, held, targets, groups=()):
+def run(rounds, held, targets, groups=(), codes=None):
     """Execute all ranks' rounds.
 
     Args:
         rounds: by rank.
         held: by rank, name -> array.
         targets: by rank, name -> array; written.
+        codes: by rank and round, `CodedRound.lines` of a delta sync; None: boxes are sent as they are.
 
     Returns:
         (source, destination, bytes) of every message between two ranks.
@@ -57,7 +60,7 @@ def run(rounds, held, targets, groups=()):
         buckets = [np.full(of_rank[number].bucket_bytes, 0xEE, np.uint8) for of_rank in rounds]
         for rank, of_rank in enumerate(rounds):
             for copy in of_rank[number].copies:
-                _put(buckets[rank], copy.slot, _bytes(held[rank], copy.part))
+                _put(buckets[rank], copy, _bytes(held[rank], copy.part))
         _gather(rounds, number, held, buckets, group_of, messages)
         for hop in range(len(rounds[0][number].hops)):
             sent = {}
@@ -71,13 +74,17 @@ def run(rounds, held, targets, groups=()):
             for rank, of_rank in enumerate(rounds):
                 for message in of_rank[number].hops[hop].receives:
                     data = sent[message.source, rank].pop(0)
-                    assert len(data) == message.num_bytes == sum(slot.num_bytes for slot in message.slots)
+                    assert len(data) == message.num_bytes
+                    assert codes is not None or len(data) == sum(slot.num_bytes for slot in message.slots)
                     buckets[rank][message.offset : message.offset + message.num_bytes] = data
                     messages.append((message.source, rank, message.num_bytes))
             assert not any(sent.values())
         for rank, of_rank in enumerate(rounds):
-            for slot in of_rank[number].slots:
-                target = targets[rank][slot.local][slices(slot.local_box)]
+            boxes = [targets[rank][slot.local][slices(slot.local_box)] for slot in of_rank[number].slots]
+            if codes is not None:
+                decode_boxes(torch.from_numpy(buckets[rank]), codes[rank][number], [*map(torch.from_numpy, boxes)])
+                continue
+            for slot, target in zip(of_rank[number].slots, boxes, strict=True):
                 assert slot.offset % target.itemsize == 0
                 data = buckets[rank][slot.offset : slot.offset + slot.num_bytes]
                 target[...] = data.view(target.dtype).reshape(target.shape)
@@ -100,16 +107,17 @@ def _gather(rounds, number, held, buckets, group_of, messages):
             for member, slots in zip(group, gather.slots, strict=True):
                 theirs = rounds[member][number].gathers[index]
                 assert (theirs.offset, theirs.num_bytes) == (gather.offset, gather.num_bytes)
-                for copy, slot in zip(theirs.own_copies, slots, strict=True):
-                    _put(buckets[rank], slot, _bytes(held[member], copy.part))
+                for copy in theirs.own_copies:
+                    _put(buckets[rank], copy, _bytes(held[member], copy.part))
                 if member != rank:
-                    assert sum(slot.num_bytes for slot in slots) == gather.share
+                    assert sum(copy.part.num_bytes for copy in theirs.own_copies) <= gather.share
+                    assert len(theirs.own_copies) == len(slots)
                     messages.append((member, rank, gather.share))
 
 
-def _put(bucket, slot, data):
-    assert len(data) == slot.num_bytes
-    bucket[slot.offset : slot.offset + slot.num_bytes] = data
+def _put(bucket, copy, data):
+    assert len(data) == copy.part.num_bytes
+    bucket[copy.slot.offset : copy.slot.offset + len(data)] = data
 
 
 def _bytes(tensors, part):

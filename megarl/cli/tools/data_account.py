@@ -14,7 +14,7 @@ from megarl.cli.options import add_overrides, console, file_path, home_path
 from megarl.config import STAGES, load_config
 from megarl.config.load import make_config
 from megarl.config.run import StageConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the account of each file.
 
     Raises:
-        MegarlError: the options, the configuration or the model are invalid, or a file cannot be read.
+        MegarlError: the options, the configuration or the model are invalid, a file cannot be read, or no row has a
+            field that the configuration names; the accounts are printed in this case too.
     """
     if args.rows < 0:
         raise ConfigError(f"--rows needs at least 0, got {args.rows}")
@@ -65,13 +66,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         for report in reports:
             print(json.dumps(report.as_json()), flush=True)
-        return 0
+    else:
+        _print_reports(reports)
+    if problems := [problem for report in reports for problem in report.problems()]:
+        raise DataError("\n".join(problems))
+    return 0
+
+
+def _print_reports(reports: Sequence[FileReport]) -> None:
     out = console()
     for number, report in enumerate(reports):
         if number:
             out.print()
         _print_report(out, report)
-    return 0
 
 
 def _make_config(args: argparse.Namespace) -> StageConfig:

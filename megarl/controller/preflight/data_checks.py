@@ -17,6 +17,7 @@ from megarl.controller.preflight.data_report import (
     start_report,
 )
 from megarl.controller.preflight.model_checks import find_token_limit
+from megarl.controller.preflight.row_reading import TokenReader
 from megarl.data.account import SAMPLE_ROWS
 from megarl.data.rows import Row, read_rows
 from megarl.errors import ConfigError, DataError
@@ -97,7 +98,7 @@ def find_data_problems(
                     report = start_report(config, source, name, tokenizer, sample_rows=sample_rows)
                 _read_data(config, source, path, tokenizer, limit, report)
                 if report is not None and tokenizer is not None and limit is not None:
-                    measure_sample(report, tokenizer, limit)
+                    measure_sample(report, TokenReader(config, source, tokenizer), limit)
             except (DataError, ConfigError) as e:
                 # Problems of the whole section start with their own key.
                 problems.append(str(e) if str(e).startswith("data.") else f"{source.key}.{name}: {e}")

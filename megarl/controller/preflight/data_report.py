@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.data import Source
+from megarl.config.data import PromptFormat, Source
 from megarl.config.reward import JudgeRewardConfig, MathRewardConfig, NumericRewardConfig
 from megarl.config.run import PreferenceConfig, RunConfig, StageConfig
 from megarl.controller.preflight.model_checks import find_token_limit, will_write_model
 from megarl.controller.preflight.row_reading import PlainReader, TokenReader
 from megarl.data.account import SAMPLE_ROWS, EqualRows, FileAccount, LeftOut, Lengths, Segment, measure_lengths
+from megarl.data.prompt_rows import ANSWER_FIELDS, DEFAULT_FIELDS, PROMPT_FIELDS, ExplicitFields
 from megarl.data.prompts import batch_rows
 from megarl.data.rows import MEDIA, read_rows, track
 from megarl.errors import DataError
@@ -42,8 +43,14 @@ FORMATS = {
     "ShareGPT": {"conversations"},
     "Alpaca": {"instruction"},
     "HelpSteer3": {"overall_preference"},
+    "NeMo-RL preferences": {"completions", "context"},
 }
 """Format -> columns that are read of its rows; the first one is named."""
+
+PROMPT_COLUMNS = tuple(name for name in PROMPT_FIELDS if "." not in name)
+ANSWER_COLUMNS = tuple(name for name in ANSWER_FIELDS if "." not in name)
+SAMPLE_COLUMNS = ("response", "messages", "conversations", "completion")
+"""Columns of which one is read, for a prompt, an answer and a demonstration: the first that a row has."""
 
 AnswerTerms = dict[str, NumericRewardConfig | MathRewardConfig | JudgeRewardConfig]
 
@@ -60,7 +67,7 @@ def find_answer_terms(config: RunConfig, source: Source) -> AnswerTerms:
     }
 
 
-TRAINED_COLUMNS = ("conversations", "completion", "output", "history", "response1", "response2")
+TRAINED_COLUMNS = ("conversations", "completion", "completions", "output", "history", "response1", "response2")
 """Columns of known formats that are trained on, or have turns that are; others are named by `data.fields`."""
 
 
@@ -74,6 +81,8 @@ class FileReport:
     config: StageConfig
     source: Source
     account: FileAccount
+    reader: PlainReader
+    explicit: ExplicitFields
     num_overlong: int = 0
     """Usable rows that `data.overlong_prompts: drop` leaves out; counted where all rows are tokenized."""
     training_prompts: dict[str, EqualRows] = field(default_factory=dict)
@@ -102,6 +111,8 @@ class FileReport:
             return "passed to rewards" if is_run else "ignored"
         if column not in self.account.used:
             return "answer"
+        if column == "overall_preference":
+            return "order of the answers"
         for key in ("tools", "margin", "chosen_safe", "rejected_safe"):
             if column == getattr(fields, key).partition(".")[0]:
                 return key.replace("_", " ")
@@ -121,6 +132,8 @@ class FileReport:
         account = self.account
         num_messages = account.num_usable - account.num_texts
         name = next((f" ({name})" for name, columns in FORMATS.items() if columns <= self.used), "")
+        if not account.num_usable:
+            return f"{self.kind}{name}, none of which can be used"
         if not num_messages or not account.num_texts:
             return f"{self.kind} of {'messages' if num_messages else 'texts'}{name}"
         return f"{self.kind}{name}, {account.num_texts:,} of texts and {num_messages:,} of messages"
@@ -162,6 +175,7 @@ class FileReport:
                 for place, texts in self.shown.items()
             },
             "notices": self.notices(),
+            "problems": self.problems(),
         }
 
     def facts(self, *, only_problems: bool = False) -> list[str]:
@@ -201,6 +215,12 @@ class FileReport:
                 found.append(
                     f"column {name!r}, which {account.columns[name].total():,} rows have, is not rendered ({use})"
                 )
+        found += self._find_rivals()
+        if account.num_usable and self._has_template and not self.reader.has_filled_template:
+            found.append(
+                f"{self.source.key}.prompt_template is applied to no row: it wraps prompts that are texts, and these "
+                "are messages"
+            )
         terms = find_answer_terms(self.config, self.source) if isinstance(self.config, RunConfig) else {}
         if terms and not account.num_answers and account.num_usable:
             term, section = next(iter(terms.items()))
@@ -209,6 +229,35 @@ class FileReport:
                 f"no row has an answer in {field!r} ({key}), which "
                 f"reward.terms.{term} ({section.type}) needs; the columns are {', '.join(account.columns)}"
             )
+        return found
+
+    @property
+    def _has_template(self) -> bool:
+        return self.source.config.prompt_template != PromptFormat().prompt_template
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each field that the configuration names and that no row has."""
+        try:
+            self.explicit.require_found(Path(self.path))
+        except DataError as e:
+            return [str(e)]
+        return []
+
+    def _find_rivals(self) -> list[str]:
+        """Return a sentence for each column from which another format would read what is read from one of this."""
+        kinds = (PROMPT_COLUMNS, ANSWER_COLUMNS) if isinstance(self.config, RunConfig) else (SAMPLE_COLUMNS,)
+        found = []
+        for columns, kind in zip(kinds, ("prompt", "answer"), strict=False):
+            read = [name for name in columns if name in self.used]
+            chosen = {"prompt": ("prompt", "messages", "response"), "answer": ("answer",)}[kind]
+            names = [getattr(self.source.config.fields, each) for each in chosen]
+            if not read or names != [getattr(DEFAULT_FIELDS, each) for each in chosen]:
+                continue
+            found += [
+                f"column {name!r} is not read, because rows have {read[0]!r}; data.fields chooses another one"
+                for name in columns
+                if name not in self.used and self.account.columns.get(name)
+            ]
         return found
 
     def lines(self) -> list[str]:
@@ -255,6 +304,7 @@ def report_files(config: StageConfig, *, num_shown: int, sample_rows: int = SAMP
             for rows in track(batch_rows(read_rows(path)), f"reading {Path(path).name}"):
                 for row in rows:
                     report.account.add(row)
+                    report.explicit.see(row)
             _add_texts(report, tokenizer, hf_config)
             reports.append(report)
     find_shared_prompts(reports)
@@ -278,7 +328,15 @@ def start_report(
     has_chat = tokenizer is None or TokenReader(config, source, tokenizer).has_chat
     reader, path = PlainReader(config, source, has_chat=has_chat), getattr(source.config, name)
     account = FileAccount(path, reader.read, reader.has_answer, num_first=num_shown, sample_rows=sample_rows)
-    return FileReport(key=f"{source.key}.{name}", path=path, config=config, source=source, account=account)
+    return FileReport(
+        key=f"{source.key}.{name}",
+        path=path,
+        config=config,
+        source=source,
+        account=account,
+        reader=reader,
+        explicit=ExplicitFields(source.config.fields, source.key),
+    )
 
 
 def find_shared_prompts(reports: Sequence[FileReport]) -> None:
@@ -307,8 +365,8 @@ def _add_texts(report: FileReport, tokenizer: PreTrainedTokenizerBase | None, hf
         reader = PlainReader(report.config, report.source)
         report.shown = {row.where: reader.show(row) for row in account.first}
         return
-    measure_sample(report, tokenizer, find_token_limit(report.config, hf_config, report.source))
     tokens = TokenReader(report.config, report.source, tokenizer)
+    measure_sample(report, tokens, find_token_limit(report.config, hf_config, report.source))
     for row in account.first:
         try:
             report.shown[row.where] = tokens.show(tokens.tokenize(row))
@@ -316,13 +374,13 @@ def _add_texts(report: FileReport, tokenizer: PreTrainedTokenizerBase | None, hf
             continue  # counted above, or named by the error of the run
 
 
-def measure_sample(report: FileReport, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
+def measure_sample(report: FileReport, tokens: TokenReader, limit: int) -> None:
     """Measure the lengths in tokens of the sample of a file's rows; count those that cannot be tokenized by reason.
 
     Args:
         limit: the most tokens that a row may have.
     """
-    tokens, lengths = TokenReader(report.config, report.source, tokenizer), list[int]()
+    lengths = list[int]()
     for row in report.account.sample:
         try:
             lengths.append(max(len(each.ids) for each in tokens.tokenize(row).values()))

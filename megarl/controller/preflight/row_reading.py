@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, override
 
 import numpy as np
 
@@ -26,10 +26,15 @@ Example = TextExample | Conversation
 class PlainTemplate(PromptTemplate):
     """Reads prompts as training does, and renders messages as lines `role: content`, without a tokenizer."""
 
-    def __init__(self, config: PromptFormat, *, key: str, has_chat: bool) -> None:
-        """`has_chat`: whether the model's tokenizer has a chat template; without one, messages are refused."""
+    def __init__(self, config: PromptFormat, *, key: str, has_chat: bool, model: str) -> None:
+        """`has_chat`: whether the tokenizer of `model` has a chat template; without one, messages are refused."""
         self.reader = PromptReader(config, key=key)
-        self._config, self._key, self.has_chat = config, key, has_chat
+        self._config, self._key, self.has_chat, self._model = config, key, has_chat, model
+
+    @property
+    @override
+    def _model_name(self) -> str:
+        return self._model
 
     def render_messages(
         self, row: Row, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **_: object
@@ -48,10 +53,15 @@ class PlainReader:
 
     def __init__(self, config: StageConfig, source: Source, *, has_chat: bool = True) -> None:
         """`has_chat`: as for `PlainTemplate`."""
-        self._template = PlainTemplate(source.config, key=source.key, has_chat=has_chat)
+        self._template = PlainTemplate(source.config, key=source.key, has_chat=has_chat, model=config.model.path)
         self._reader = _make_reader(config, self._template)
         self._fields = source.config.fields
         self._is_cost_model = isinstance(config, RmConfig) and config.rm.kind == "cost"
+
+    @property
+    def has_filled_template(self) -> bool:
+        """Whether the prompt template was applied to any row."""
+        return self._template.reader.has_filled
 
     def read(self, row: Row) -> RowContent | None:
         """Return the prompt of a row; None if the row is dropped because its answers are rated as equal.
@@ -74,7 +84,7 @@ class PlainReader:
 
     def _prompt(self, row: Row) -> str:
         template = self._template
-        return template.render_messages(row, template.conversation(row), template.tools(row))
+        return template.render_messages(row, template.question(row), template.tools(row))
 
     def has_answer(self, row: Row) -> bool:
         """Return whether a row has a reference answer for rewards; demonstrations and pairs have none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from megarl.importing.nemo_rl import datasets
 from megarl.importing.nemo_rl import setting_values as run
 from megarl.importing.nemo_rl.setting_values import DTENSOR, GENERATION, MEGATRON, TRUNCATED
 from megarl.importing.tables import (
@@ -63,8 +64,8 @@ GRPO_DEFAULTS: Mapping[str, object] = {
     "checkpointing.checkpoint_dir": "results/grpo",
     "checkpointing.save_period": 10,
     "data.default.env_name": "math",
+    "data.default.prompt_file": "examples/prompts/cot.txt",
     "data.train.dataset_name": "OpenMathInstruct-2",
-    "data.train.split_validation_size": 0.05,
     "grpo.adv_estimator.minus_baseline": True,
     "grpo.adv_estimator.name": "grpo",
     "grpo.dynamic_sampling_max_gen_batches": 10,
@@ -102,7 +103,7 @@ PPO_DEFAULTS: Mapping[str, object] = {
     "checkpointing.checkpoint_dir": "results/ppo_dapo",
     "checkpointing.keep_top_k": 5,
     "data.train.dataset_name": "DAPOMath17K",
-    "data.train.split_validation_size": 0,
+    "data.default.prompt_file": None,
     "data.validation.dataset_name": "DAPOMathAIME2024",
     "loss_fn.ratio_clip_c": 10,
     "loss_fn.ratio_clip_max": 0.28,
@@ -145,6 +146,8 @@ SFT_DEFAULTS: Mapping[str, object] = {
     "checkpointing.checkpoint_dir": "results/sft",
     "checkpointing.save_period": 10,
     "data.train.dataset_name": "squad",
+    "data.validation.dataset_name": "squad",
+    "data.validation.split": "validation",
     "policy.model_name": "meta-llama/Llama-3.2-1B",
     "policy.train_global_batch_size": 32,
     "policy.train_micro_batch_size": 1,
@@ -159,6 +162,8 @@ DPO_DEFAULTS: Mapping[str, object] = {
     "checkpointing.checkpoint_dir": "results/dpo",
     "checkpointing.save_period": 50,
     "data.train.dataset_name": "HelpSteer3",
+    "data.validation.dataset_name": "HelpSteer3",
+    "data.validation.split": "validation",
     "dpo.max_num_steps": 150,
     "dpo.preference_loss_weight": 1,
     "dpo.reference_policy_kl_penalty": 0.05,
@@ -175,6 +180,8 @@ RM_DEFAULTS: Mapping[str, object] = {
     "checkpointing.checkpoint_dir": "results/rm",
     "checkpointing.save_period": 16,
     "data.train.dataset_name": "HelpSteer3",
+    "data.validation.dataset_name": "HelpSteer3",
+    "data.validation.split": "validation",
     "policy.max_total_sequence_length": 8192,
     "policy.model_name": "meta-llama/Llama-3.2-1B-Instruct",
     "policy.optimizer.kwargs.lr": 2e-6,
@@ -239,6 +246,8 @@ def _batches(section: str) -> Sequence[Row]:
                 f"{section}.seq_logprob_error_threshold",
                 f"{section}.invalid_tool_call_advantage",
                 f"{section}.malformed_thinking_advantage",
+                f"{section}.invalid_tool_call_strategy",
+                f"{section}.penalize_*",
                 f"{section}.stop_at_validation_*",
                 f"{section}.reward_shaping.stop_properly_penalty_coef",
                 "reward_penalties.*",
@@ -261,16 +270,26 @@ def _batches(section: str) -> Sequence[Row]:
     )
 
 
+def _eval_every(section: str) -> Row:
+    return mapped(
+        f"{section}.val_period",
+        "trainer.eval_every",
+        lambda s: {"trainer.eval_every": max(0, s.whole(f"{section}.val_period") or 0)},
+        "-1 is 0: only before the first step and after the last",
+        always=True,
+    )
+
+
 def _evaluation(section: str) -> Sequence[Row]:
     """Return the rows of evaluation, seed, turns and schedule."""
     return (
+        _eval_every(section),
         mapped(
-            f"{section}.val_period",
-            "trainer.eval_every",
-            lambda s: {"trainer.eval_every": max(0, s.whole(f"{section}.val_period") or 0)},
-            always=True,
+            f"{section}.max_val_samples",
+            ("data.eval_size", "data.sources.NAME.eval_size"),
+            lambda s: datasets.convert_eval_size(s, f"{section}.max_val_samples"),
+            "prompts",
         ),
-        whole(f"{section}.max_val_samples", "data.eval_size", "prompts"),
         mapped(
             f"{section}.val_num_generations_per_prompt",
             "eval.samples",
@@ -295,6 +314,10 @@ def _evaluation(section: str) -> Sequence[Row]:
                 f"{section}.val_*",
                 f"{section}.batch_multiplier",
                 f"{section}.skip_reference_policy_logprobs_calculation",
+                f"{section}.calculate_advantages_on_gpu",
+                f"{section}.debug_payload_metrics",
+                f"{section}.deduplicate_multimodal_data",
+                f"{section}.async_{section}",
             ),
             "follows from other keys, or a run evaluates first and last",
         ),
@@ -479,7 +502,8 @@ POLICY: Sequence[Row] = (
     mapped(
         ("policy.max_grad_norm", f"{MEGATRON}.optimizer.clip_grad"),
         "trainer.optimizer.clip_grad",
-        lambda s: {"trainer.optimizer.clip_grad": s.number("policy.max_grad_norm")},
+        lambda s: {"trainer.optimizer.clip_grad": s.number("policy.max_grad_norm") or 0.0},
+        "0 instead of null: no limit",
         always=True,
     ),
     missing(
@@ -534,6 +558,10 @@ POLICY: Sequence[Row] = (
         lambda s: run.convert_fields(s, f"{MEGATRON}.model_overrides.*", "model"),
         "fields of `TransformerConfig`",
     ),
+    missing(
+        ("policy.quant_*", "policy.disable_modelopt_layer_spec", "policy.dequantize_base_checkpoint"),
+        "no training for quantized weights, and none from a quantized folder",
+    ),
     flag(f"{MEGATRON}.fp32_lm_head", "model.fp32_lm_head", "trainer and engines"),
     refused(
         (f"{DTENSOR}.lora_cfg.enabled", f"{MEGATRON}.peft.enabled"),
@@ -567,6 +595,7 @@ POLICY: Sequence[Row] = (
             f"{MEGATRON}.*",
             f"{DTENSOR}.*",
             "policy.hf_config_overrides",
+            "policy.activation_checkpointing_enabled",
             "policy.refit_*",
         ),
         "of the other backend, or without effect on results",
@@ -604,33 +633,60 @@ POLICY: Sequence[Row] = (
     ),
     no_effect("logger.*", "logs"),
     mapped("data.shuffle", "data.shuffle", lambda s: {"data.shuffle": s.flag("data.shuffle")}),
-    mapped("data.train.split_validation_size", "data.eval_size", run.convert_split, always=True),
-    mapped(("data.validation.dataset_name", "data.validation.data_path"), "data.eval_path", run.convert_eval_data),
-    missing(
-        ("data.default.prompt_file", "data.default.system_prompt_file", "data.train.prompt_file"),
-        "copy the text of the file to data.prompt_template, with {prompt}, or to data.system_prompt",
+    mapped(
+        ("data.train.split_validation_size", "data.default.split_validation_size"),
+        (),
+        datasets.convert_split,
+        "held-out rows are those of `data.eval_path`",
+        always=True,
     ),
     whole("cluster.segment_size", "placement.nvlink_domain_nodes", "nodes per NVLink domain"),
     no_effect(("cluster.*", "data.*", "data"), "without effect on results"),
-    no_effect(("data_plane.*", "on_policy_distillation"), "tokens stay in the workers"),
+    no_effect(("data_plane.*", "data_plane", "on_policy_distillation"), "tokens stay in the workers"),
     refused("on_policy_distillation.*", "write the configuration of algorithm.type: distillation by hand"),
 )
 
 
-def _training_rows(output: str) -> Row:
-    """Return the row of the training file, whose second column is `data.fields.OUTPUT`."""
-    return mapped(
-        (
-            "data.train.data_path",
-            "data.train.dataset_name",
-            "data.train.input_key",
-            "data.train.output_key",
-            "data.train",
+def _data(stage: str, *fields: str) -> Sequence[Row]:
+    """Return the rows of training and held-out files of a command of megarl.
+
+    Args:
+        fields: names of `data.fields` that a row may be converted to.
+    """
+
+    def keys(section: str) -> list[str]:
+        return [f"data.{section}", *(f"data.{section}.{key}" for key in datasets.READ_KEYS)]
+
+    prompts = [f"data.{part}.{name}" for part in ("train", "default") for name in datasets.PROMPT_FILES]
+    return (
+        mapped(
+            [*keys("train"), *(f"data.default.{key}" for key in datasets.READ_KEYS)],
+            ("data.path", *(f"data.fields.{name}" for name in fields), *(["data.sources"] if stage == "train" else [])),
+            lambda s: datasets.convert_data(s, stage),
+            "files, also those of most data sets that NeMo-RL knows by name, on the hub",
+            always=True,
         ),
-        ("data.path", "data.fields.prompt", f"data.fields.{output}"),
-        lambda s: run.convert_data(s, {"input_key": "prompt", "output_key": output}),
-        "files; there are no named data sets",
-        always=True,
+        mapped(
+            keys("validation"),
+            ("data.eval_path", *(["data.sources.NAME.eval_path"] if stage == "train" else [])),
+            lambda s: datasets.convert_eval_data(s, stage),
+            "the fields are those of training rows",
+            always=True,
+        ),
+        mapped(
+            prompts,
+            ("data.prompt_template", "data.system_prompt"),
+            lambda s: datasets.convert_prompt_files(s, stage),
+            "`{}` is `{prompt}`; the file is sought in the folders above the configuration",
+            always=True,
+        ),
+        no_effect([datasets.text_key(key) for key in prompts], "content of a file, which its own key names"),
+        missing(
+            [f"data.{part}.{name}" for part in ("train", "default") for name in ("max_samples", "repeat")],
+            "megarl trains on each row of a file once in an epoch: shorten the file, or repeat its rows",
+            off=(None, 1),
+        ),
+        missing("data.custom_dataloader", "prompts are taken in a shuffled order, from each source in its ratio"),
     )
 
 
@@ -685,8 +741,20 @@ ENGINES: Sequence[Row] = (
         "engines that quantize: see rollout.engine.extra_args.quantization",
         off=("bfloat16", "float32", None),
     ),
+    mapped(
+        "policy.router_replay.enabled",
+        "trainer.moe.router_replay",
+        lambda s: {"trainer.moe.router_replay": "R3"} if s.flag("policy.router_replay.enabled") else {},
+        "`R3`",
+    ),
+    missing(
+        "async_rl.*",
+        "of the single controller: set schedule.type: async and schedule.max_staleness, the versions that a sampler "
+        "allows",
+    ),
     no_effect(f"{GENERATION}.*", "of vLLM or another engine, or without effect on results"),
-    _training_rows("answer"),
+    *_data("train", "prompt", "answer", "messages", "tools"),
+    mapped("data.validation.repeat", "eval.samples", datasets.convert_repeat, "several completions of each row"),
     mapped(
         ("data.default.env_name", "data.train.env_name", "env.reward_model.model_name"),
         "reward.terms.NAME",
@@ -702,18 +770,10 @@ SFT: Sequence[Row] = (
     mapped("sft.max_num_steps", "trainer.steps", lambda s: run.convert_steps(s, "sft"), always=True),
     whole("policy.train_global_batch_size", "trainer.batch_size", "demonstrations", always=True),
     whole("sft.seed", "seed"),
-    whole("sft.val_period", "trainer.eval_every", always=True),
+    _eval_every("sft"),
     missing("sft.only_unmask_final", "all answers of a conversation are trained"),
     no_effect("sft.*", "a run evaluates before the first step and after the last"),
-    _training_rows("response"),
-)
-
-PAIRS = mapped(
-    ("data.train.data_path", "data.train.dataset_name", "data.train.*_key", "data.train"),
-    ("data.path", "data.fields.prompt", "data.fields.chosen", "data.fields.rejected"),
-    lambda s: run.convert_data(s, {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}),
-    "files; there are no named data sets",
-    always=True,
+    *_data("sft", "prompt", "response", "messages", "tools"),
 )
 
 DPO: Sequence[Row] = (
@@ -733,16 +793,16 @@ DPO: Sequence[Row] = (
         always=True,
     ),
     whole("dpo.seed", "seed"),
-    whole("dpo.val_period", "trainer.eval_every", always=True),
+    _eval_every("dpo"),
     no_effect("dpo.*", "a run evaluates before the first step and after the last"),
-    PAIRS,
+    *_data("dpo", "prompt", "chosen", "rejected"),
 )
 
 RM: Sequence[Row] = (
     mapped("rm.max_num_steps", "trainer.steps", lambda s: run.convert_steps(s, "rm"), always=True),
     whole("policy.train_global_batch_size", "trainer.batch_size", "pairs", always=True),
     whole("rm.seed", "seed"),
-    whole("rm.val_period", "trainer.eval_every", always=True),
+    _eval_every("rm"),
     no_effect("rm.*", "a run evaluates before the first step and after the last"),
     refused(
         "policy.reward_model_cfg.reward_model_type",
@@ -750,14 +810,14 @@ RM: Sequence[Row] = (
         off=("bradley_terry", None),
     ),
     no_effect("policy.reward_model_cfg.*", "megarl rm always gives the model a head for scores"),
-    PAIRS,
+    *_data("rm", "prompt", "chosen", "rejected"),
 )
 
 SUPERVISED_ENGINES: Sequence[Row] = (
     whole("cluster.num_nodes", "placement.nodes", always=True),
     whole("cluster.gpus_per_node", "placement.slots_per_node", always=True),
     read_elsewhere("policy.max_total_sequence_length", "trainer.max_tokens_per_micro_batch"),
-    no_effect((f"{GENERATION}.*", "env.*"), "nothing is generated"),
+    no_effect((f"{GENERATION}.*", "env.*", "policy.router_replay.*"), "nothing is generated"),
 )
 
 WARMUP = Difference(
@@ -799,6 +859,10 @@ DIFFERENCES: Sequence[Difference] = (
         text="The critic's loss is not multiplied by value_loss_fn.scale, which Adam does not notice but the limit of "
         "the gradient norm does.",
         applies=lambda s: s.text(run.estimator(s, "name")) == "gae" and s.number("value_loss_fn.scale") != 1.0,
+    ),
+    Difference(
+        text="Validation: NeMo-RL samples with the temperature val_temperature, 1 by default; megarl takes one greedy "
+        "completion, or eval.samples completions with the temperature of training.",
     ),
     Difference(
         text="Engines are SGLang's; sampled tokens and speed differ from those of other engines.",

@@ -298,7 +298,7 @@ def convert_steps(s: Settings, section: str) -> Mapping[str, object]:
     """Return the number of steps, unless only epochs limit it."""
     steps = s.whole(f"{section}.max_num_steps")
     if steps is None or steps < 1 or steps >= 100_000:
-        raise NotConvertible("megarl counts steps, not epochs: set trainer.steps to epochs * rows / prompts of a step")
+        raise NotConvertible("megarl counts steps, not epochs: set trainer.steps to epochs * rows / rows of a step")
     return {"trainer.steps": steps}
 
 
@@ -511,44 +511,6 @@ def convert_async(s: Settings) -> Mapping[str, object]:
         "schedule.lookahead": age,
         "schedule.update": update,
     }
-
-
-def convert_data(s: Settings, fields: Mapping[str, str]) -> Mapping[str, object]:
-    """Return the training data.
-
-    Args:
-        fields: NeMo-RL's name of a field -> megarl's.
-    """
-    names = {
-        f"data.fields.{to}": s.text(f"data.train.{key}") or s.text(f"data.default.{key}") for key, to in fields.items()
-    }
-    values: dict[str, object] = {key: name for key, name in names.items() if name is not None}
-    if s.is_given("data.train"):
-        raise NotConvertible("write the data sets as data.sources", {"data.path": "DATA.jsonl"})
-    if path := s.text("data.train.data_path"):
-        return {"data.path": path, **values}
-    name = s.text("data.train.dataset_name") or "DATA"
-    raise NotConvertible(
-        f"megarl has no data set by the name {name}: write it as JSONL or Parquet, or name its files on the hub, hf://",
-        {"data.path": f"{name}.jsonl", **values},
-    )
-
-
-def convert_eval_data(s: Settings) -> Mapping[str, object]:
-    """Return the file of held-out rows."""
-    if path := s.text("data.validation.data_path"):
-        return {"data.eval_path": path}
-    if name := s.text("data.validation.dataset_name"):
-        raise NotConvertible(f"megarl has no data set by the name {name}: set data.eval_path to a file")
-    return {}
-
-
-def convert_split(s: Settings) -> Mapping[str, object]:
-    """Return nothing: megarl holds out a number of rows, not a share."""
-    share = s.number("data.train.split_validation_size") or 0.0
-    if share:
-        raise NotConvertible(f"megarl holds out a number of rows: set data.eval_size to {share:g} of them")
-    return {}
 
 
 def convert_rewards(s: Settings) -> Mapping[str, object]:

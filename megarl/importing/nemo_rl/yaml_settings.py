@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.config.load import find_leaves
 from megarl.errors import ConfigError, DataError
+from megarl.importing.nemo_rl.datasets import PROMPT_FILES, text_key
 from megarl.importing.nemo_rl.key_tables import TABLES
 from megarl.importing.peer_settings import Setting
 from megarl.importing.shell_script import Word, find_launch_command
@@ -37,7 +39,7 @@ def read_run(text: str, path: Path, variables: Mapping[str, str]) -> tuple[dict[
     notes: list[str] = []
     if path.suffix in (".yaml", ".yml"):
         given = _read_yaml(text, path, notes)
-        return _finish(given), notes
+        return _finish(given, path), notes
     command = find_launch_command(text, path, lambda word: bool(ENTRY.search(word)), variables=variables)
     notes += command.notes
     match = ENTRY.search(command.words[command.entry].text)
@@ -48,7 +50,7 @@ def read_run(text: str, path: Path, variables: Mapping[str, str]) -> tuple[dict[
             f"{path}: run_{script}.py has no equivalent; megarl import reads run_{', run_'.join(EXAMPLES)}"
         )
     given = _read_arguments(command.arguments, path, script, notes)
-    return _finish(given), notes
+    return _finish(given, path), notes
 
 
 def table_of(given: Mapping[str, Setting]) -> PeerTable:
@@ -80,7 +82,7 @@ def _read_arguments(words: Sequence[Word], path: Path, script: str, notes: list[
         elif word.text == "--config":
             is_config = True
         elif word.text.startswith("--config="):
-            config = Word(text=word.text.partition("=")[2], line=word.line, unknown=word.unknown)
+            config = replace(word, text=word.text.partition("=")[2])
         else:
             overrides.append(word)
     given: dict[str, Setting] = {}
@@ -88,25 +90,23 @@ def _read_arguments(words: Sequence[Word], path: Path, script: str, notes: list[
         notes.append(
             f"{path.name}: without --config, run_{script}.py reads {EXAMPLES[script]}, whose values are defaults"
         )
-    elif (file := _find(config, path)) is None:
+    elif config.unknown or (file := _find(config.text, path)) is None:
         notes.append(
-            f"{path.name}:{config.line}: the configuration {config.text} was not found: other keys have the "
+            f"{config.where}: the configuration {config.text} was not found: other keys have the "
             f"values of {EXAMPLES[script]}"
         )
     else:
         given = _read_yaml(file.read_text(encoding="utf-8"), file, notes)
     given.setdefault(f"{script}.seed", Setting(key=f"{script}.seed", value=42, origin=path.name))
     for word in overrides:
-        _apply(word, given, path, notes)
+        _apply(word, given, notes)
     return given
 
 
-def _find(config: Word, script: Path) -> Path | None:
-    """Return the file, sought from the working directory and from the folders above the script."""
-    if config.unknown:
-        return None
-    folders = [Path(), *(folder for folder in script.absolute().parents)]
-    return next((file for folder in folders if (file := folder / config.text).is_file()), None)
+def _find(name: str, path: Path) -> Path | None:
+    """Return a file, sought from the working directory and from the folders above the script or configuration."""
+    folders = [Path(), *(folder for folder in path.absolute().parents)]
+    return next((file for folder in folders if (file := folder / name).is_file()), None)
 
 
 def _read_yaml(text: str, path: Path, notes: list[str], depth: int = 0) -> dict[str, Setting]:
@@ -161,9 +161,9 @@ def _remove(given: dict[str, Setting], key: str) -> None:
         del given[other]
 
 
-def _apply(word: Word, given: dict[str, Setting], path: Path, notes: list[str]) -> None:
+def _apply(word: Word, given: dict[str, Setting], notes: list[str]) -> None:
     """Apply one override, such as `a.b=1`, `++a.b=1` or `~a.b`."""
-    origin = f"{path.name}:{word.line}"
+    origin = word.where
     if word.text.startswith("~"):
         _remove(given, word.text[1:].partition("=")[0])
         return
@@ -188,6 +188,14 @@ def _put_value(given: dict[str, Setting], key: str, value: object, origin: str, 
         _put(given, Setting(key=key, value=value, origin=origin, unknown=unknown))
 
 
-def _finish(given: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Resolve interpolations, also of keys that are as in NeMo-RL's own file of defaults."""
-    return resolve_all(given, table_of(given).defaults)
+def _finish(given: Mapping[str, Setting], path: Path) -> dict[str, Setting]:
+    """Resolve interpolations, also of keys that are as in NeMo-RL's own file of defaults, and read files of prompts."""
+    defaults = table_of(given).defaults
+    resolved = resolve_all(given, defaults)
+    for key in (f"data.{part}.{name}" for part in ("train", "default") for name in PROMPT_FILES):
+        name = resolved[key].value if key in resolved else defaults.get(key)
+        file = _find(name, path) if isinstance(name, str) and name else None
+        if file is not None:
+            text = file.read_text(encoding="utf-8", errors="replace")
+            resolved[text_key(key)] = Setting(key=text_key(key), value=text, origin=file.name)
+    return resolved

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megarl.config.megatron import Part
-from megarl.importing.peer_settings import Settings
+from megarl.importing.peer_settings import Setting, Settings
 from megarl.importing.slime import argument_values as run
 from megarl.importing.tables import (
     Difference,
@@ -47,6 +48,7 @@ DEFAULTS: Mapping[str, object] = {
     "--n-samples-per-eval-prompt": 1,
     "--n-samples-per-prompt": 1,
     "--num-gpus-per-node": 8,
+    "--rollout-function-path": "slime.rollout.sglang_rollout.generate_rollout",
     "--rollout-num-gpus-per-engine": 1,
     "--rollout-seed": 42,
     "--rollout-temperature": 1.0,
@@ -142,9 +144,8 @@ BATCHES: Sequence[Row] = (
 LOSS: Sequence[Row] = (
     refused(
         "--loss-type",
-        "megarl import slime converts runs of the policy loss; write a supervised run as the configuration of "
-        "megarl sft, and a loss of yours as an algorithm",
-        off=("policy_loss",),
+        "write a loss of yours as an algorithm of yours, algorithm.type; a run with sft_loss becomes one of megarl sft",
+        off=("policy_loss", "sft_loss"),
     ),
     mapped(
         (
@@ -373,6 +374,7 @@ OPTIMIZER: Sequence[Row] = (
             "--log-probs-chunk-size",
             "--qwen-gdn-backend",
             "--no-gradient-accumulation-fusion",
+            "--no-masked-softmax-fusion",
             "--no-check-for-nan-in-loss-and-grad",
             "--no-rope-fusion",
             "--transformer-impl",
@@ -404,6 +406,8 @@ OPTIMIZER: Sequence[Row] = (
             "--use-rotary-*",
             "--use-rope-scaling",
             "--no-rope-*",
+            "--no-position-embedding",
+            "--post-*-layernorm",
             "--position-embedding-type",
             "--max-position-embeddings",
             "--original-max-position-embeddings",
@@ -431,6 +435,23 @@ OPTIMIZER: Sequence[Row] = (
         ),
         "the architecture is that of config.json",
     ),
+)
+
+USER_CODE = missing(
+    (
+        "--buffer-filter-path",
+        "--rollout-sample-filter-path",
+        "--rollout-all-samples-process-path",
+        "--rollout-data-postprocess-path",
+        "--rollout-sample-hook-path",
+        "--data-source-path",
+        "--eval-function-path",
+        "--custom-model-provider-path",
+        "--custom-megatron-*",
+        "--custom-config-path",
+        "--megatron-config-path",
+    ),
+    "no such function or file of the user's",
 )
 
 ENGINES: Sequence[Row] = (
@@ -504,7 +525,7 @@ ENGINES: Sequence[Row] = (
         "--update-weight-mode",
         "weight_sync.delta",
         lambda s: {"weight_sync.delta": s.text("--update-weight-mode") == "delta"},
-        "delta: only tensors that changed are sent",
+        "delta: only elements that changed are sent",
     ),
     no_effect(
         ("--update-weight-*", "--custom-update-weight-*", "--check-weight-update-equal", "--release-train"),
@@ -525,22 +546,7 @@ ENGINES: Sequence[Row] = (
         run.convert_turns,
         "`run(episode)` instead of `generate(args, sample, sampling_params)`",
     ),
-    missing(
-        (
-            "--buffer-filter-path",
-            "--rollout-sample-filter-path",
-            "--rollout-all-samples-process-path",
-            "--rollout-data-postprocess-path",
-            "--rollout-sample-hook-path",
-            "--data-source-path",
-            "--eval-function-path",
-            "--custom-model-provider-path",
-            "--custom-megatron-*",
-            "--custom-config-path",
-            "--megatron-config-path",
-        ),
-        "no such function or file of the user's",
-    ),
+    USER_CODE,
     no_effect(
         ("--use-fault-tolerance", "--rollout-health-check-*"),
         "always; see `recovery.engine_stall_seconds`",
@@ -552,11 +558,11 @@ ENGINES: Sequence[Row] = (
 )
 
 DATA: Sequence[Row] = (
-    text("--prompt-data", "data.path", always=True),
+    mapped("--prompt-data", "data.path", run.convert_prompt_data, run.SLICES, always=True),
     text("--input-key", "data.fields.prompt", "slime: input", always=True),
     text("--label-key", "data.fields.answer"),
     no_effect("--metadata-key", "rewards and environments read all columns of a row"),
-    missing(("--tool-key", "--eval-tool-key"), "prompts are rendered without tools", off=("tools",)),
+    text("--tool-key", "data.fields.tools", "tools in both"),
     missing("--multimodal-keys", "prompts are texts"),
     mapped(
         "--apply-chat-template",
@@ -581,9 +587,9 @@ DATA: Sequence[Row] = (
     no_effect("--rollout-seed", "`seed` is for everything"),
     mapped(
         "--eval-prompt-data",
-        "data.eval_path",
+        ("data.eval_path", "data.eval_size"),
         run.convert_eval_data,
-        "one file; slime takes pairs of a name and a path",
+        "one file; slime takes pairs of a name and a path. `@[:N]` at its end is `data.eval_size`",
     ),
     whole("--eval-interval", "trainer.eval_every"),
     mapped(
@@ -603,13 +609,21 @@ DATA: Sequence[Row] = (
             "--eval-top-p",
             "--eval-input-key",
             "--eval-label-key",
+            "--eval-tool-key",
         ),
         "evaluation has the limits, fields and sampling of training",
         off=(1, 1.0, -1),
     ),
     no_effect("--skip-eval-before-train", "a run evaluates once before it trains, if it has held-out rows"),
-    mapped("--save", "run_dir", run.convert_run_dir, "checkpoints, logs, rollouts and model of a run", always=True),
     whole("--save-interval", "checkpoint.every"),
+    refused(
+        ("--debug-rollout-only", "--debug-train-only", "--load-debug-rollout-data", "--load-forge-rollout-data"),
+        "the run only generates, or only trains on recorded rollouts; see `megarl replay`",
+    ),
+)
+
+RUN: Sequence[Row] = (
+    mapped("--save", "run_dir", run.convert_run_dir, "checkpoints, logs, rollouts and model of a run", always=True),
     flag("--async-save", "checkpoint.asynchronous", "on by default"),
     mapped(
         "--save-hf",
@@ -648,10 +662,83 @@ DATA: Sequence[Row] = (
         ),
         "logs, profiles and transport",
     ),
-    refused(
-        ("--debug-rollout-only", "--debug-train-only", "--load-debug-rollout-data", "--load-forge-rollout-data"),
-        "the run only generates, or only trains on recorded rollouts; see `megarl replay`",
+)
+
+SFT: Sequence[Row] = (
+    mapped(
+        ("--rollout-batch-size", "--n-samples-per-prompt", "--global-batch-size", "--num-steps-per-rollout"),
+        "trainer.batch_size",
+        run.convert_sft_batch,
+        "samples of an optimizer step: global_batch_size, or rollout_batch_size / num_steps_per_rollout",
+        always=True,
     ),
+    mapped(
+        ("--num-rollout", "--num-epoch"),
+        "trainer.steps",
+        run.convert_sft_steps,
+        "optimizer steps: rollouts * rollout_batch_size / global_batch_size; epochs are not counted",
+        always=True,
+    ),
+    mapped("--save-interval", "checkpoint.every", run.convert_sft_save_interval, "optimizer steps"),
+    mapped(
+        ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "--micro-batch-size"),
+        "trainer.max_tokens_per_micro_batch",
+        run.convert_micro_batch,
+        "always packed, up to a number of tokens over all context-parallel ranks",
+        always=True,
+    ),
+    whole("--actor-num-nodes", "placement.nodes", always=True),
+    whole("--actor-num-gpus-per-node", "placement.slots_per_node", always=True),
+    mapped("--prompt-data", "data.path", run.convert_prompt_data, run.SLICES, always=True),
+    text("--input-key", "data.fields.messages", "slime: input", always=True),
+    text("--tool-key", "data.fields.tools", "tools in both"),
+    mapped("--rollout-shuffle", "data.shuffle", lambda s: {"data.shuffle": s.flag("--rollout-shuffle")}, always=True),
+    mapped("--seed", "seed", lambda s: {"seed": s.whole("--seed")}, "one seed for everything"),
+    mapped(
+        "--rollout-function-path",
+        (),
+        run.convert_sft_function,
+        "slime.rollout.sft_rollout.generate_rollout; rows of a file are trained on",
+        always=True,
+    ),
+    mapped(
+        "--calculate-per-token-loss",
+        (),
+        run.convert_sft_loss,
+        "always: the mean over the tokens of a step",
+        always=True,
+    ),
+    no_effect("--loss-type", "the loss of megarl sft"),
+    no_effect(
+        "--loss-mask-type", "tokens to train on are found by rendering each turn with the chat template of the model"
+    ),
+    no_effect(("--apply-chat-template", "--apply-chat-template-kwargs"), "slime's masks do not depend on them"),
+    missing("--multimodal-keys", "conversations are texts"),
+    missing(
+        "--custom-convert-samples-to-train-data-path", "write what the function makes as rows of the file data.path"
+    ),
+    USER_CODE,
+    refused(
+        ("--debug-rollout-only", "--load-debug-rollout-data", "--load-forge-rollout-data"),
+        "the run only generates, or only trains on recorded rollouts",
+    ),
+    no_effect(
+        ("--debug-train-only", "--offload-train", "--use-rollout-routing-replay", "--use-routing-replay"),
+        "there are no engines",
+    ),
+    no_effect(("--eval-*", "--n-samples-per-eval-prompt"), "slime's SFT does not evaluate; see `data.eval_path`"),
+)
+
+
+def _keys(rows: Sequence[Row]) -> list[str]:
+    return [key for row in rows for key in row.keys]
+
+
+SFT_OPTIMIZER = [row for row in OPTIMIZER if not set(row.keys) & set(_keys(SFT))]
+
+ONLY_SAMPLED = no_effect(
+    [key for key in _keys([*LOSS, *BATCHES, *ENGINES, *DATA]) if key not in _keys([*SFT, *SFT_OPTIMIZER, *RUN])],
+    "only read where a policy samples what it is trained on",
 )
 
 
@@ -659,6 +746,16 @@ def _without_dropout(s: Settings) -> bool:
     return any(s.number(key) for key in ("--attention-dropout", "--hidden-dropout"))
 
 
+LINEAR_DECAY = Difference(
+    text="The learning-rate schedule counts optimizer steps in both; Megatron's default is linear decay to --min-lr "
+    "over the run.",
+    applies=lambda s: not s.is_given("--lr-decay-style"),
+)
+DROPOUT = Difference(
+    text="slime trains with Megatron's dropout of 0.1 where --attention-dropout and --hidden-dropout are not 0; megarl "
+    "has none.",
+    applies=_without_dropout,
+)
 DIFFERENCES: Sequence[Difference] = (
     Difference(
         text="--global-batch-size counts completions; algorithm.num_mini_batches is a number of mini-batches, and the "
@@ -668,11 +765,7 @@ DIFFERENCES: Sequence[Difference] = (
         text="Aggregation: seq-mean-token-mean is slime's mean of each sample's mean, over ranks and micro-batches.",
         applies=lambda s: not s.flag("--calculate-per-token-loss"),
     ),
-    Difference(
-        text="The learning-rate schedule counts optimizer steps in both; Megatron's default is linear decay to "
-        "--min-lr over the run.",
-        applies=lambda s: not s.is_given("--lr-decay-style"),
-    ),
+    LINEAR_DECAY,
     Difference(
         text="slime loads a reference model with --use-kl-loss and a coefficient of 0, to log the divergence; megarl "
         "loads none.",
@@ -692,11 +785,7 @@ DIFFERENCES: Sequence[Difference] = (
         text="slime computes GAE over tool outputs between turns, too; megarl skips tokens that were not sampled.",
         applies=lambda s: s.text(run.ESTIMATOR) == "ppo" and s.is_given("--custom-generate-function-path"),
     ),
-    Difference(
-        text="slime trains with Megatron's dropout of 0.1 where --attention-dropout and --hidden-dropout are not 0; "
-        "megarl has none.",
-        applies=_without_dropout,
-    ),
+    DROPOUT,
     Difference(
         text="--sglang-mem-fraction-static was copied to rollout.engine.mem_fraction, a share of the memory that is "
         "free when the engine starts: remove it to let megarl compute it.",
@@ -714,7 +803,44 @@ DIFFERENCES: Sequence[Difference] = (
     Difference(text="A run does not resume by itself: use `megarl train CONFIG --resume auto`."),
 )
 
-SLIME = PeerTable(
+SFT_DIFFERENCES: Sequence[Difference] = (
+    Difference(
+        text="Thoughts of earlier turns: slime renders each message by itself, which keeps them. megarl renders a turn "
+        "after those before it, as generation does: where the template rewrites earlier turns, a row becomes several "
+        "samples, which trainer.batch_size counts.",
+        applies=lambda s: s.text("--loss-mask-type") != "distill_qwen",
+    ),
+    Difference(
+        text="slime with distill_qwen trains on the last message after the first one, and leaves out those between "
+        "them; megarl trains on all turns of the assistant after all messages before them. Set weight: 0 in turns "
+        "that are not to be trained on.",
+        applies=lambda s: s.text("--loss-mask-type") == "distill_qwen",
+    ),
+    Difference(
+        text="slime also trains on what the template writes after the end of a turn, such as a line break; in megarl a "
+        "turn ends with the token that ends generation.",
+        applies=lambda s: s.text("--loss-mask-type") != "distill_qwen",
+    ),
+    Difference(
+        text="slime reads tools from the column --tool-key, else from `tools` in the column --metadata-key: set "
+        "data.fields.tools: metadata.tools for these.",
+        applies=lambda s: not s.is_given("--tool-key"),
+    ),
+    Difference(
+        text="slime trains on conversations of any length. megarl refuses rows longer than the model's context, or "
+        "leaves them out with data.overlong_prompts: drop.",
+    ),
+    Difference(
+        text="A step has trainer.batch_size samples; --save-interval and --num-rollout count rollouts, which are "
+        "rollout_batch_size samples: they were multiplied by the optimizer steps of a rollout.",
+        applies=lambda s: run.batch(s)[2] > 1,
+    ),
+    LINEAR_DECAY,
+    DROPOUT,
+    Difference(text="A run does not resume by itself: use `megarl sft CONFIG --resume auto`."),
+)
+
+SLIME_RL = PeerTable(
     name="slime",
     repository="https://github.com/THUDM/slime",
     versions="0.3.1, August 2026, commit `624b824a898a`",
@@ -723,8 +849,28 @@ SLIME = PeerTable(
         "Loss and algorithm": LOSS,
         "Optimizer, parallelism, memory": OPTIMIZER,
         "Engines, schedule, rewards, agents": ENGINES,
-        "Data, checkpoints, logs": DATA,
+        "Data, checkpoints, logs": (*DATA, *RUN),
     },
     defaults=DEFAULTS,
     differences=DIFFERENCES,
 )
+SLIME_SFT = replace(
+    SLIME_RL,
+    command="sft",
+    topics={
+        "Supervised fine-tuning": SFT,
+        "Optimizer, parallelism, memory": SFT_OPTIMIZER,
+        "Checkpoints, logs": RUN,
+        "Policies": (ONLY_SAMPLED,),
+    },
+    differences=SFT_DIFFERENCES,
+)
+
+SLIME = replace(SLIME_RL, topics={**SLIME_RL.topics, "Supervised fine-tuning": [*SFT, ONLY_SAMPLED]})
+"""The arguments of all runs, for the documentation."""
+
+
+def table_of(given: Mapping[str, Setting]) -> PeerTable:
+    """Return the table of a run: of supervised fine-tuning with the loss sft_loss, else of sampled completions."""
+    loss = given.get("--loss-type")
+    return SLIME_SFT if loss is not None and loss.value == "sft_loss" else SLIME_RL

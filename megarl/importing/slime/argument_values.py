@@ -43,6 +43,13 @@ KL_KINDS: Mapping[str, str] = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl":
 MATH_REWARDS = ("math", "dapo", "deepscaler")
 OPTIMIZER = ("lr", "weight_decay", "beta1", "beta2", "clip_grad")
 
+SFT_FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
+SAMPLING_FUNCTIONS = ("slime.rollout.sglang_rollout.", "slime.rollout.sleep_rollout.", "fully_async_rollout.")
+"""Beginnings, or the last parts, of slime's rollout functions that sample completions of the policy."""
+
+SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>-?\d*):(?P<end>-?\d*)\]")
+SLICES = "`@[A:B]` at its end is left out: megarl trains on whole files"
+
 
 def algorithm_type(s: Settings) -> str:
     """Return `algorithm.type`.
@@ -218,6 +225,50 @@ def convert_steps(s: Settings) -> Mapping[str, object]:
     return {"trainer.steps": steps}
 
 
+def convert_sft_batch(s: Settings) -> Mapping[str, object]:
+    """Return the samples of an optimizer step of supervised fine-tuning."""
+    prompts, group, steps = batch(s)
+    return {"trainer.batch_size": s.whole("--global-batch-size") or max(1, prompts * group // steps)}
+
+
+def convert_sft_steps(s: Settings) -> Mapping[str, object]:
+    """Return the number of optimizer steps of supervised fine-tuning."""
+    if (rollouts := s.whole("--num-rollout")) is None:
+        raise NotConvertible("megarl counts steps: set trainer.steps to epochs * rows / trainer.batch_size")
+    return {"trainer.steps": rollouts * batch(s)[2]}
+
+
+def convert_sft_save_interval(s: Settings) -> Mapping[str, object]:
+    """Return the optimizer steps between checkpoints."""
+    rollouts = s.whole("--save-interval")
+    return {} if rollouts is None else {"checkpoint.every": rollouts * batch(s)[2]}
+
+
+def convert_sft_function(s: Settings) -> Mapping[str, object]:
+    """Return nothing where rows of the file are trained on.
+
+    Raises:
+        Refused: the run trains on samples of the policy.
+        NotConvertible: a function of the user's makes what is trained on.
+    """
+    path = s.text("--rollout-function-path") or ""
+    if path == SFT_FUNCTION:
+        return {}
+    if any(name in path for name in SAMPLING_FUNCTIONS):
+        raise Refused(
+            "--rollout-function-path",
+            f"the run trains on completions that it samples; megarl sft trains on rows, as {SFT_FUNCTION} does",
+        )
+    raise NotConvertible("write what the function makes as rows of the file data.path, with their messages")
+
+
+def convert_sft_loss(s: Settings) -> Mapping[str, object]:
+    """Return nothing: the loss is a mean over tokens."""
+    if not s.flag("--calculate-per-token-loss"):
+        raise NotConvertible("megarl sft averages over all tokens of a step; slime averages over those of each sample")
+    return {}
+
+
 def convert_warmup(s: Settings) -> Mapping[str, object]:
     """Return the warm-up in optimizer steps."""
     fraction, updates = s.number("--lr-warmup-fraction"), (s.whole("--num-rollout") or 0) * batch(s)[2]
@@ -342,19 +393,23 @@ def is_colocated(s: Settings) -> bool:
     return s.flag("--colocate")
 
 
+def engine_tp(s: Settings) -> int:
+    """Return the tensor-parallel size of an engine; one that shares the trainer's GPUs fits on a node."""
+    wanted = s.whole("--rollout-num-gpus-per-engine") or 1
+    return min(wanted, s.whole("--actor-num-gpus-per-node") or 8) if is_colocated(s) else wanted
+
+
 def convert_slots(s: Settings) -> Mapping[str, object]:
     """Return the slots of trainer and engines, and the engines that fill theirs."""
     nodes, per_node = s.whole("--actor-num-nodes") or 1, s.whole("--actor-num-gpus-per-node") or 8
     values: dict[str, object] = {"placement.nodes": nodes, "placement.slots_per_node": per_node}
     wanted, total = s.whole("--rollout-num-gpus-per-engine") or 1, nodes * per_node
-    if is_colocated(s):
-        tp = min(wanted, per_node)
-    else:
+    tp = engine_tp(s)
+    if not is_colocated(s):
         total, on_node = s.whole("--rollout-num-gpus") or per_node, s.whole("--num-gpus-per-node") or 8
         pool_nodes = max(1, math.ceil(total / on_node))
         values["placement.pools.engines"] = {"nodes": pool_nodes, "slots_per_node": max(1, total // pool_nodes)}
         values["placement.rollout.pool"] = "engines"
-        tp = wanted
     values |= {"rollout.tp": tp, "rollout.replicas": max(1, total // tp)}
     if tp != wanted:
         raise NotConvertible(f"engines that share the trainer's GPUs fit on one node: tp {wanted} becomes {tp}", values)
@@ -369,7 +424,10 @@ def convert_engine_options(s: Settings) -> Mapping[str, object]:
         name = setting.key.removeprefix("--sglang-").replace("-", "_")
         if setting.unknown or name in ("mem_fraction_static", "max_running_requests", "enable_fp32_lm_head"):
             continue
-        if problem := next(find_option_problems({name: setting.value}), None):
+        if name in ("ep_size", "expert_parallel_size") and setting.value not in (1, engine_tp(s)):
+            values["rollout.engine.extra_args.ep_size"] = engine_tp(s)
+            problems.append(f"ep_size needs to be 1 or the engine's tp: {setting.value} becomes {engine_tp(s)}")
+        elif problem := next(find_option_problems({name: setting.value}), None):
             problems.append(problem)
         else:
             values[f"rollout.engine.extra_args.{name}"] = setting.value
@@ -427,15 +485,33 @@ def convert_turns(s: Settings) -> Mapping[str, object]:
     )
 
 
+def convert_prompt_data(s: Settings) -> Mapping[str, object]:
+    """Return the file of training rows, of which slime may take a slice."""
+    path = s.text("--prompt-data")
+    if path is None or (match := SLICE.fullmatch(path)) is None:
+        return {} if path is None else {"data.path": path}
+    rows = f"{match['start']}:{match['end']}"
+    raise NotConvertible(
+        f"megarl trains on the whole file: write the rows [{rows}] to a file of their own", {"data.path": match["path"]}
+    )
+
+
 def convert_eval_data(s: Settings) -> Mapping[str, object]:
-    """Return the file of held-out rows; slime takes pairs of a name and a path."""
+    """Return the file of held-out rows; slime takes pairs of a name and a path, which may end in a slice of rows."""
     names = s.texts("--eval-prompt-data")
     paths = names[1::2] if len(names) > 1 else names
     if not paths:
         return {}
+    match = SLICE.fullmatch(paths[0])
+    values: dict[str, object] = {"data.eval_path": match["path"] if match else paths[0]}
+    if match and match["start"] in ("", "0") and match["end"].isdecimal() and int(match["end"]):
+        values["data.eval_size"] = int(match["end"])
+    elif match:
+        rows = f"{match['start']}:{match['end']}"
+        raise NotConvertible(f"megarl evaluates on the first rows of a file: write the rows [{rows}] to one", values)
     if len(paths) > 1:
-        raise NotConvertible("megarl evaluates on one file: concatenate them", {"data.eval_path": paths[0]})
-    return {"data.eval_path": paths[0]}
+        raise NotConvertible("megarl evaluates on one file: concatenate them", values)
+    return values
 
 
 def convert_eval_sampling(s: Settings) -> Mapping[str, object]:

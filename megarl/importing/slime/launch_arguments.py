@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.errors import ConfigError
@@ -29,35 +30,36 @@ def read_run(text: str, path: Path, variables: Mapping[str, str]) -> tuple[dict[
         raise ConfigError(f"{path}: slime is configured by arguments: give the script that starts train.py")
     command = find_launch_command(text, path, lambda word: bool(ENTRY.search(word)), variables=variables)
     notes = list(command.notes)
-    given = read_arguments(command.arguments, path, notes)
+    given = read_arguments(command.arguments, notes)
     entry = command.words[command.entry]
-    given[ENTRY_KEY] = Setting(key=ENTRY_KEY, value=entry.text, origin=f"{path.name}:{entry.line}")
+    given[ENTRY_KEY] = Setting(key=ENTRY_KEY, value=entry.text, origin=entry.where)
     return given, notes
 
 
-def read_arguments(words: Sequence[Word], path: Path, notes: list[str]) -> dict[str, Setting]:
+def read_arguments(words: Sequence[Word], notes: list[str]) -> dict[str, Setting]:
     """Return the settings of `--name`, `--name value ...` and `--name=value`; the last of equal names wins."""
     given: dict[str, Setting] = {}
-    name, values, line = "", list[Word](), 0
+    name, values, origin = "", list[Word](), ""
 
     def finish() -> None:
         if name:
             given.pop(name, None)
-            given[name] = _setting(name, values, f"{path.name}:{line}")
+            given[name] = _setting(name, values, origin)
 
     for word in words:
-        origin = f"{path.name}:{word.line}"
         if word.text.startswith("--") and len(word.text) > 2:
             finish()
             name, equals, value = word.text.partition("=")
-            values = [Word(text=value, line=word.line, unknown=word.unknown)] if equals else []
-            line = word.line
+            values = [replace(word, text=value)] if equals else []
+            origin = word.where
         elif word.unknown and (not name or ARRAY.fullmatch(word.text)) and "@" in word.text + "".join(word.unknown):
-            notes.append(f"{origin}: the arguments {word.text} come from a file that was not found, and were not read")
+            notes.append(
+                f"{word.where}: the arguments {word.text} come from a file that was not found, and were not read"
+            )
         elif name:
             values.append(word)
         elif word.text.strip():
-            notes.append(f"{origin}: {word.text!r} is no argument --name, and was not read")
+            notes.append(f"{word.where}: {word.text!r} is no argument --name, and was not read")
     finish()
     return given
 

@@ -190,7 +190,9 @@ def resolve_all(given: Mapping[str, Setting], defaults: Mapping[str, object]) ->
         try:
             resolved[key] = replace(setting, value=resolve(setting.value, look_up, key.rpartition(".")[0]))
         except LookupError as e:
-            named = given.get(str(e.args[0]).removeprefix("${").removesuffix("}"))
+            name = str(e.args[0]).removeprefix("${").removesuffix("}")
+            section = key.rpartition(".")[0] if name.startswith(".") else ""
+            named = given.get(f"{section}{name}".lstrip("."))
             if named is not None and named.value is None:
                 resolved[key] = replace(setting, value=None)
             else:

@@ -36,7 +36,7 @@ def read_run(text: str, path: Path, variables: Mapping[str, str]) -> tuple[dict[
         notes += command.notes
         given = _read_arguments(command.arguments, path, notes)
         entry = command.words[command.entry]
-        given[ENTRY_KEY] = Setting(key=ENTRY_KEY, value=entry.text, origin=f"{path.name}:{entry.line}")
+        given[ENTRY_KEY] = Setting(key=ENTRY_KEY, value=entry.text, origin=entry.where)
     return resolve_all(given, DEFAULTS), notes
 
 
@@ -55,7 +55,7 @@ def _read_arguments(words: Sequence[Word], path: Path, notes: list[str]) -> dict
             overrides.append(word)
     given = {setting.key: setting for setting in _read_config_files(options, path, notes)}
     for word in overrides:
-        _apply(word, given, path, notes)
+        _apply(word, given, notes)
     return given
 
 
@@ -84,9 +84,9 @@ def _read_yaml(text: str, path: Path, notes: list[str]) -> Iterator[Setting]:
             yield Setting(key=key, value=value, origin=f"{path.name}:{line}")
 
 
-def _apply(word: Word, given: dict[str, Setting], path: Path, notes: list[str]) -> None:
+def _apply(word: Word, given: dict[str, Setting], notes: list[str]) -> None:
     """Apply one override, such as `a.b=1`, `+a.b=1`, `++a.b=1` or `~a.b`."""
-    origin = f"{path.name}:{word.line}"
+    origin = word.where
     if word.text.startswith("~"):
         for key in [key for key in given if key == word.text[1:] or key.startswith(f"{word.text[1:]}.")]:
             del given[key]

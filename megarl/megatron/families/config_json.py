@@ -119,6 +119,8 @@ class HfConfig(BaseModel):
     """Hugging Face's default of `rope_theta`."""
     partial_rotary: ClassVar[bool] = False
     """The family may rotate a part of a head's dimensions."""
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """Other name that transformers accepts for a key -> the key."""
 
     @classmethod
     def read(cls, config: JsonMapping, *, origin: str) -> Self:
@@ -127,11 +129,12 @@ class HfConfig(BaseModel):
         Raises:
             ConfigError: keys are missing, have the wrong type or set unsupported options; one line each.
         """
-        problems = [f"{origin}: {problem}" for problem in cls._find_other_features(config)]
+        problems = [*cls._find_other_features(config), *cls._find_differing_names(config)]
         if problems:
-            raise ConfigError("\n".join(problems))
+            raise ConfigError("\n".join(f"{origin}: {problem}" for problem in problems))
+        renamed = {cls.other_names[name]: value for name, value in config.items() if name in cls.other_names}
         try:
-            return cls.model_validate_json(json.dumps(dict(config)))  # in strict mode, lists are tuples only in JSON
+            return cls.model_validate_json(json.dumps({**config, **renamed}))  # strict: lists are tuples only in JSON
         except ValidationError as e:
             raise ConfigError("\n".join(f"{origin}: {_error_message(error)}" for error in e.errors())) from e
 
@@ -142,6 +145,12 @@ class HfConfig(BaseModel):
             entries = stated if isinstance(stated, list) else [stated]
             if key not in cls.model_fields and not all(entry in neutral for entry in entries):
                 yield f"{key} {stated} is not supported: layers of this architecture have no {feature}"
+
+    @classmethod
+    def _find_differing_names(cls, config: JsonMapping) -> Iterator[str]:
+        for name, key in cls.other_names.items():
+            if name in config and key in config and config[name] != config[key]:
+                yield f"{name} {config[name]} and {key} {config[key]} differ; they are names of one key, remove one"
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

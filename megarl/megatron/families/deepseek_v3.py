@@ -9,8 +9,8 @@ the parameter maps leave the copies out, and an export writes them (`ModelArchit
 
 from __future__ import annotations
 
-from collections.abc import Container
-from typing import Literal, Self, override
+from collections.abc import Container, Mapping
+from typing import ClassVar, Literal, Self, override
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -19,20 +19,27 @@ from megarl.megatron.families.attention import Indexer, LatentAttention
 from megarl.megatron.families.config_json import HfConfig
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
 from megarl.model_files.json_object import JsonMapping
+from megarl.model_files.model_config import MTP_KEY, OTHER_MTP_KEY
 
 
 class _Config(HfConfig):
+    other_names: ClassVar[Mapping[str, str]] = {
+        "num_local_experts": "n_routed_experts",
+        OTHER_MTP_KEY: MTP_KEY,
+    }
+
     # Keys with a default have transformers', which SGLang also uses.
+    num_key_value_heads: PositiveInt | None = 128
     q_lora_rank: PositiveInt | None = 1536
-    kv_lora_rank: PositiveInt
-    qk_nope_head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
+    kv_lora_rank: PositiveInt = 512
+    qk_nope_head_dim: PositiveInt = 128
+    qk_rope_head_dim: PositiveInt = 64
+    v_head_dim: PositiveInt = 128
     rope_interleave: Literal[True] = True
-    n_routed_experts: PositiveInt
+    n_routed_experts: PositiveInt = 256
     num_experts_per_tok: PositiveInt = 8
-    moe_intermediate_size: PositiveInt
-    n_shared_experts: NonNegativeInt | None = 1
+    moe_intermediate_size: PositiveInt = 2048
+    n_shared_experts: NonNegativeInt = 1
     n_group: PositiveInt = 8
     topk_group: PositiveInt = 4
     routed_scaling_factor: PositiveFloat = 2.5
@@ -58,13 +65,16 @@ class _Config(HfConfig):
         # A group's score is the sum of its 2 best experts' scores; megatron-core sums the top_k // topk_group best.
         if self.n_group > 1 and self.num_experts_per_tok != 2 * self.topk_group:
             raise ValueError(
-                f"num_experts_per_tok needs to be 2 * topk_group, got {self.num_experts_per_tok} != 2 * "
-                f"{self.topk_group} = {2 * self.topk_group}: megatron-core would score expert groups differently"
+                f"num_experts_per_tok needs to be 2 * topk_group with n_group {self.n_group}, got "
+                f"{self.num_experts_per_tok} != 2 * {self.topk_group} = {2 * self.topk_group}: megatron-core would "
+                "score expert groups differently"
             )
         return self
 
 
 class _KindsConfig(_Config):
+    other_names: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
+
     mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
     """Feed-forward kind of each layer, as transformers 5 writes it in place of `first_k_dense_replace`."""
 
@@ -76,7 +86,14 @@ class _KindsConfig(_Config):
 
 
 class _GlmConfig(_KindsConfig):
+    other_names: ClassVar[Mapping[str, str]] = {**_KindsConfig.other_names, "head_dim": "qk_rope_head_dim"}
+
+    num_key_value_heads: PositiveInt = 20
     q_lora_rank: PositiveInt | None = 768
+    qk_nope_head_dim: PositiveInt = 192
+    v_head_dim: PositiveInt = 256
+    n_routed_experts: PositiveInt = 64
+    moe_intermediate_size: PositiveInt = 1536
     num_experts_per_tok: PositiveInt = 4
     n_group: PositiveInt = 1
     topk_group: PositiveInt = 1
@@ -86,6 +103,7 @@ class _GlmConfig(_KindsConfig):
 
 class _SparseConfig(_KindsConfig):
     attention_kinds = ("full_attention", "indexed_attention")
+    num_key_value_heads: PositiveInt = 128
     q_lora_rank: PositiveInt = 1536
     index_n_heads: PositiveInt = 64
     index_head_dim: PositiveInt = 128
@@ -120,7 +138,11 @@ class _V32Config(_SparseConfig):
 
 
 class _Glm5Config(_SparseConfig):
+    num_key_value_heads: PositiveInt = 64
+    head_dim: PositiveInt = 64
     q_lora_rank: PositiveInt = 2048
+    qk_nope_head_dim: PositiveInt = 192
+    v_head_dim: PositiveInt = 256
     n_group: PositiveInt = 1
     topk_group: PositiveInt = 1
     index_n_heads: PositiveInt = 32
@@ -181,7 +203,7 @@ def _architecture(name: str, c: _Config, *, origin: str) -> ModelArchitecture:
             topk_group=c.topk_group,
             routed_scaling_factor=c.routed_scaling_factor,
         ),
-        shared_ffn_size=c.moe_intermediate_size * (c.n_shared_experts or 0),
+        shared_ffn_size=c.moe_intermediate_size * c.n_shared_experts,
         expert_bias=True,
     )
     return c.to_architecture(

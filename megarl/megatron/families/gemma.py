@@ -24,12 +24,12 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 class _Config(HfConfig):
     attention_kinds: ClassVar[tuple[str, ...]] = (_SLIDING, _FULL)
 
-    num_key_value_heads: PositiveInt | None = 4
+    num_key_value_heads: PositiveInt = 4
     tie_word_embeddings: bool = True
     # a duplicate of hidden_activation; Hugging Face reads the latter
     hidden_act: Literal["gelu_pytorch_tanh", "gelu"] = "gelu_pytorch_tanh"  # type: ignore[assignment]
-    hidden_activation: Literal["gelu_pytorch_tanh"] | None = "gelu_pytorch_tanh"
-    head_dim: PositiveInt | None = 256
+    hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    head_dim: PositiveInt = 256
     query_pre_attn_scalar: PositiveFloat = 256
     sliding_window: PositiveInt | None = 4096
     sliding_window_pattern: PositiveInt = 2

@@ -5,6 +5,7 @@ As in a DeepSeek-V3 folder, each MTP layer holds a copy of the embedding and of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
@@ -13,13 +14,18 @@ from megarl.megatron.families.architecture import Layer, ModelArchitecture
 from megarl.megatron.families.config_json import HfConfig
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
 from megarl.model_files.json_object import JsonMapping
+from megarl.model_files.model_config import MTP_KEY, OTHER_MTP_KEY
 
 
 class _Config(HfConfig):
     partial_rotary: ClassVar[bool] = True
+    other_names: ClassVar[Mapping[str, str]] = {
+        "num_local_experts": "n_routed_experts",
+        OTHER_MTP_KEY: MTP_KEY,
+    }
 
     partial_rotary_factor: float | None = 0.5
-    num_key_value_heads: PositiveInt | None = 8
+    num_key_value_heads: PositiveInt = 8
     attention_bias: bool = False  # type: ignore[assignment]
     use_qk_norm: bool = False
     n_routed_experts: PositiveInt = 128

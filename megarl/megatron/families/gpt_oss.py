@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import PositiveFloat, PositiveInt, field_validator
@@ -29,9 +30,10 @@ _ROPE = {
 class _Config(HfConfig):
     attention_kinds: ClassVar[tuple[str, ...]] = _KINDS
     default_theta: ClassVar[float] = 150_000.0
+    other_names: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
 
-    num_key_value_heads: PositiveInt | None = 8
-    head_dim: PositiveInt | None = 64
+    num_key_value_heads: PositiveInt = 8
+    head_dim: PositiveInt = 64
     attention_bias: bool = True  # type: ignore[assignment]
     sliding_window: PositiveInt | None = 128
     num_local_experts: PositiveInt = 128

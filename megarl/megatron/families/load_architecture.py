@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config import RmConfig, StageConfig
@@ -82,16 +82,10 @@ class TextPart:
     read: FamilyReader
     renames: tuple[tuple[str, str], ...]
     """As `ModelArchitecture.hf_renames`."""
-    defaults: JsonMapping = field(default_factory=dict)
-    """Keys that published folders leave out, with transformers' defaults."""
-
-    def config(self, config: JsonMapping) -> JsonObject:
-        """Return the keys of the language model, with the defaults of those that are left out."""
-        return {**self.defaults, **language_config(config)}
 
     def architecture(self, config: JsonMapping, *, name: str, origin: str) -> ModelArchitecture:
         """Return the architecture of the language model in a folder of architecture `name`."""
-        model = self.read(self.config(config), origin=origin)
+        model = self.read(language_config(config), origin=origin)
         return replace(model, name=name, hf_renames=self.renames)
 
 
@@ -100,12 +94,6 @@ TEXT_PARTS: Mapping[str, TextPart] = {
     "Gemma3ForConditionalGeneration": TextPart(
         read=gemma.read_gemma3,
         renames=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
-        defaults={
-            "vocab_size": 262_208,
-            "num_attention_heads": 8,
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-6,
-        },
     ),
     "KimiK25ForConditionalGeneration": TextPart(
         read=deepseek_v3.read,
@@ -141,7 +129,8 @@ def load_architecture(
         ConfigError: the architecture or one of its options is not supported, a key is missing, the model has a value
             head while `head` is "lm", or `family` cannot be imported.
     """
-    problem = find_config_problem(language_config(config))
+    keys = language_config(config)
+    problem = find_config_problem(keys) or _find_unlisted_layers(keys)
     if problem is not None:
         raise ConfigError(f"{origin}: {problem}")
     architecture = _architecture_name(config, origin)
@@ -150,11 +139,11 @@ def load_architecture(
     if architecture in TEXT_PARTS and head == "value":
         raise ConfigError(f"{origin}: a value model starts from a folder of a language model, got {architecture}")
     if outside is not None and outside.architecture == language_model:
-        model = outside.read(language_config(config), origin=origin)
+        model = outside.read(keys, origin=origin)
     elif architecture in TEXT_PARTS:
         model = TEXT_PARTS[architecture].architecture(config, name=architecture, origin=origin)
     elif language_model in FAMILY_READERS:
-        model = FAMILY_READERS[language_model](config, origin=origin)
+        model = FAMILY_READERS[language_model](keys, origin=origin)
     else:
         raise ConfigError(_describe_unknown(architecture, config, origin=origin))
     model = _with_untrained(model)
@@ -163,6 +152,16 @@ def load_architecture(
     if is_value:
         _require_value_head(config, architecture, head, origin=origin)
     return model.with_value_head(from_lm=not is_value) if is_value or head == "value" else model
+
+
+def _find_unlisted_layers(config: JsonMapping) -> str | None:
+    """Return a message if a key that lists the kind of each layer does not list all layers; None if it does."""
+    layers = config.get("num_hidden_layers")
+    for key in ("layer_types", "mlp_layer_types"):
+        kinds = config.get(key)
+        if isinstance(kinds, list) and len(kinds) != layers:
+            return f"{key} needs num_hidden_layers = {layers} entries, got {len(kinds)}"
+    return None
 
 
 def _with_untrained(model: ModelArchitecture) -> ModelArchitecture:
@@ -325,22 +324,15 @@ def read_hf_config(folder: Path) -> JsonObject:
     """Return config.json of a folder, with the keys of its language model; each of `REQUIRED_SIZES` is positive.
 
     Raises:
-        DataError: the folder or file does not exist, the file is not a JSON object, a size is missing, as in those of
-            many unsupported architectures, or `layer_types` does not name the type of each layer.
+        DataError: the folder or file does not exist, the file is not a JSON object, or a size is missing, as in those
+            of many unsupported architectures.
     """
     if not folder.is_dir():
         raise DataError(f"needs a folder in Hugging Face format, there is no folder {folder}")
-    stated = read_model_config(folder)
-    part = TEXT_PARTS.get(_architecture_name(stated, str(folder / "config.json")))
-    tree = language_config(stated) if part is None else part.config(stated)
+    tree = language_config(read_model_config(folder))
     wrong = [key for key in REQUIRED_SIZES if not _is_positive_number(tree.get(key))]
     if wrong:
         raise DataError(_describe_missing_sizes(tree, wrong, origin=str(folder / "config.json")))
-    kinds, layers = tree.get("layer_types"), tree["num_hidden_layers"]
-    if isinstance(kinds, list) and len(kinds) != layers:
-        raise DataError(
-            f"{folder / 'config.json'}: layer_types needs num_hidden_layers = {layers} entries, got {len(kinds)}"
-        )
     return tree
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
@@ -20,9 +21,10 @@ _NAMES = HfExpertNames(
 class _Config(HfConfig):
     default_theta: ClassVar[float] = 5e6
     partial_rotary: ClassVar[bool] = True
+    other_names: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
 
-    num_key_value_heads: PositiveInt | None = 8
-    head_dim: PositiveInt | None = 128
+    num_key_value_heads: PositiveInt = 8
+    head_dim: PositiveInt = 128
     rotary_dim: PositiveInt | None = None
     """Number of dimensions of a head that are rotated."""
     num_local_experts: PositiveInt = 256
@@ -35,7 +37,7 @@ class _Config(HfConfig):
 
     def rope(self, *, origin: str) -> Rope:
         """Return the rotary position embedding of all layers, with the fraction that `rotary_dim` states."""
-        if self.rotary_dim is None or self.head_dim is None:
+        if self.rotary_dim is None:
             return super().rope(origin=origin)
         stated = self.model_copy(update={"partial_rotary_factor": self.rotary_dim / self.head_dim, "rotary_dim": None})
         return stated.rope(origin=origin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import PositiveInt
@@ -13,11 +14,13 @@ from megarl.model_files.json_object import JsonMapping
 
 
 class _Config(HfConfig):
-    num_key_value_heads: PositiveInt | None = 8
+    default_theta: ClassVar[float] = 1e6
+    other_names: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
+
+    num_key_value_heads: PositiveInt = 8
     num_local_experts: PositiveInt = 8
     num_experts_per_tok: PositiveInt = 2
     sliding_window: None = None
-    default_theta: ClassVar[float] = 1e6
 
 
 def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:

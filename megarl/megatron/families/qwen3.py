@@ -11,7 +11,7 @@ from megarl.model_files.json_object import JsonMapping
 
 class _Config(HfConfig):
     num_key_value_heads: PositiveInt | None = 32
-    head_dim: PositiveInt | None = 128
+    head_dim: PositiveInt = 128
 
 
 def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import NonNegativeInt, PositiveInt
 
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.config_json import HfConfig
@@ -11,11 +14,12 @@ from megarl.model_files.json_object import JsonMapping
 
 
 class _Config(HfConfig):
-    num_key_value_heads: PositiveInt | None = 4
-    # transformers 5 writes `num_local_experts`
-    num_experts: PositiveInt = Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    other_names: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}  # transformers 5 writes the first
+
+    num_key_value_heads: PositiveInt = 4
+    num_experts: PositiveInt = 128
     num_experts_per_tok: PositiveInt = 8
-    moe_intermediate_size: PositiveInt
+    moe_intermediate_size: PositiveInt = 768
     norm_topk_prob: bool = False
     decoder_sparse_step: PositiveInt = 1
     mlp_only_layers: tuple[NonNegativeInt, ...] | None = None

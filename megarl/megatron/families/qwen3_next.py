@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from megarl.megatron.families.architecture import Layer, ModelArchitecture
 from megarl.megatron.families.attention import Attention, GatedDeltaNet
@@ -24,8 +24,8 @@ class _Config(HfConfig):
     partial_rotary: ClassVar[bool] = True
 
     partial_rotary_factor: float | None = 0.25
-    num_key_value_heads: PositiveInt | None = 4
-    head_dim: PositiveInt | None = 256
+    num_key_value_heads: PositiveInt = 4
+    head_dim: PositiveInt = 256
     attn_output_gate: Literal[True] = True
     full_attention_interval: PositiveInt = 4
     linear_conv_kernel_dim: PositiveInt = 4
@@ -54,10 +54,10 @@ class _Config(HfConfig):
 
 
 class _MoeConfig(_Config):
-    num_key_value_heads: PositiveInt | None = 2
+    num_key_value_heads: PositiveInt = 2
     intermediate_size: PositiveInt = 1  # of layers without experts, which Qwen3.5 does not have
-    num_experts: PositiveInt = Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))
-    num_experts_per_tok: PositiveInt = 10
+    num_experts: PositiveInt = 256
+    num_experts_per_tok: PositiveInt = 8
     moe_intermediate_size: PositiveInt = 512
     shared_expert_intermediate_size: PositiveInt = 512
     norm_topk_prob: bool = True
@@ -81,9 +81,14 @@ class _MoeConfig(_Config):
         ]
 
 
+class _NextConfig(_MoeConfig):
+    num_experts: PositiveInt = 512
+    num_experts_per_tok: PositiveInt = 10
+
+
 def read_next(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture that the config.json of a Qwen3-Next model describes."""
-    c = _MoeConfig.read(config, origin=origin)
+    c = _NextConfig.read(config, origin=origin)
     layers = c.layers(origin=origin, fused_projections=True)
     return c.to_architecture("Qwen3NextForCausalLM", origin=origin, layers=layers, zero_centered_norms=True)
 

@@ -37,7 +37,13 @@ from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.load_architecture import STACKED_EXPERTS
 from megarl.model_files.file_plan import PlannedFile, TensorSpecs
 from megarl.model_files.json_object import JsonMapping, JsonObject
-from megarl.model_files.model_config import copy_companions, read_model_config
+from megarl.model_files.model_config import (
+    MTP_KEY,
+    OTHER_MTP_KEY,
+    copy_companions,
+    language_config,
+    read_model_config,
+)
 from megarl.model_files.quantization import CONFIG_KEY
 from megarl.model_files.reader import SafetensorsReader
 from megarl.model_files.weight_index import matches_any, merge_pairs, read_headers, stored_shape
@@ -527,13 +533,13 @@ def set_head(config: JsonObject, model: ModelArchitecture) -> None:
 
 def describe_weights(config: JsonObject, model: ModelArchitecture) -> None:
     """Describe the weights of `model` in `config`: their number of MTP layers, which may be missing, not quantized."""
-    key = "num_nextn_predict_layers"
     for keys in _language_keys(config):
         keys.pop(CONFIG_KEY, None)
         keys.pop(STACKED_EXPERTS, None)
-    keys = _language_keys(config)[-1]
-    if (keys.get(key) or 0) != model.num_mtp_layers:
-        keys[key] = model.num_mtp_layers
+        if OTHER_MTP_KEY in keys:
+            keys[MTP_KEY] = keys.pop(OTHER_MTP_KEY)
+    if (language_config(config).get(MTP_KEY) or 0) != model.num_mtp_layers:
+        _language_keys(config)[-1][MTP_KEY] = model.num_mtp_layers
 
 
 def _language_keys(config: JsonObject) -> list[JsonObject]:

@@ -37,7 +37,7 @@ RUN_ONLY_FIELDS = (
     "mismatched_bytes",
     "trained_layers",
     "bytes_unchanged",
-    "mark_bytes",
+    "count_bytes",
     "changed_share",
 )
 
@@ -80,10 +80,10 @@ class SyncReport:
     and there are none of the fields below."""
     bytes_unchanged: int | None = None
     """Bytes that a sync of all weights would have received in addition, over all ranks."""
-    mark_bytes: int | None = None
-    """Bytes of `bytes_total` that tell which weights have changed."""
+    count_bytes: int | None = None
+    """Bytes of `bytes_total` that tell how many weights have changed."""
     changed_share: float | None = None
-    """Share of the pieces of boxes that have changed, over all ranks that send or copy them."""
+    """Share of the elements of boxes that have changed, over all ranks that send or copy them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

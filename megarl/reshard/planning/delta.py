@@ -1,83 +1,63 @@
-"""The part of a plan that a delta sync executes: only pieces of boxes that have changed since an earlier sync.
+"""The part of a plan that a delta sync executes: codes of the elements that have changed since an earlier sync.
 
-    box of the plan    rows 0:4096 of an embedding                    32 MiB
-    its pieces         runs of rows, at most `PIECE_BYTES` each       a row that is larger is a piece
-    marks              one bit per piece: it has changed since the base, the sync that the receivers hold
+    box of the plan    rows 0:4096 of an embedding                          32 MiB
+    its count          elements that differ from the base, the sync that the receivers hold
+    its code           places and values of these elements (megarl.reshard.transfer.element_code)
 
-Plans stay static; a delta sync selects from one. Decisions:
+Plans stay static; a delta sync replaces the boxes of one by their codes. Decisions:
 
-- **Granularity.** A piece is at most `PIECE_BYTES`, so that a few changed rows of a large box do not send all of it.
-  Changed pieces that follow each other in a box travel as one. Both ends cut a box alike, since its rows and their
-  size are the same in every rank's tensors.
-- **Who decides.** The rank that sends a box first compares its pieces with digests of the base, which it keeps
-  (`megarl.reshard.transfer.delta_sync`). All copies of a piece come from that rank in every sync, because the plan does
-  not change, so its digests describe what every receiver holds.
-- **Who knows.** Before the rounds, marks travel along the messages of the plan: from a sender to its receivers in hop
-  0, then from ranks that relay. So both ends of each message, and ranks that pass a box on, select the same pieces.
-- **All-gathers** cannot be ragged: one runs in full if any member's share has changed, else it is left out.
-- **Progress.** Every message of the selection joins the group of its round and hop in the plan, at both ends. All ranks
-  start these groups in one order, with the marks' groups before them. Of all groups that have not ended, take the first
-  in that order: the peers of its messages are at that group or wait to begin it, so that it ends. This holds for any
-  selection, also under NCCL's rules.
+- **Who decides.** The rank that sends a box first compares it with the base, of which it keeps a copy
+  (`megarl.reshard.transfer.delta_sync`). All copies of a box come from that rank in every sync, because the plan does
+  not change, so its copy is what every receiver holds.
+- **Who knows.** Form and size of a code follow from the count. Before the rounds, counts travel along the messages of
+  the plan: from a sender to its receivers in hop 0, then from ranks that relay. So both ends of each message, and ranks
+  that pass a box on, know its size, and nothing else is negotiated.
+- **Memory.** A code is never larger than its box, so that the codes of a round fit where its boxes do. Large boxes are
+  sent from where they lie, but their codes are packed, for which each step has a limit: the largest boxes above it are
+  sent as they are (`limit_packed`).
+- **All-gathers** have equal shares, as large as the largest member's codes; one without any change is left out.
+- **Progress.** Every message with codes joins the group of its round and hop in the plan, at both ends. All ranks
+  start these groups in one order, with the counts' groups before them. Of all groups that have not ended, take the
+  first in that order: the peers of its messages are at that group or wait to begin it, so that it ends. This holds for
+  any counts, also under NCCL's rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import Box
-from megarl.reshard.planning.rounds import Gather, Hop, LocalCopy, MessagePart, Receive, Round, Send
+from megarl.reshard.layout.layout import Box, volume
+from megarl.reshard.planning.rounds import (
+    Gather,
+    Hop,
+    LocalCopy,
+    MessagePart,
+    Receive,
+    Round,
+    Send,
+    aligned,
+    hops_of_step,
+)
 from megarl.reshard.transfer.bucket import BoxSlot
-
-PIECE_BYTES = 1 << 18
-"""Largest piece in bytes, unless a single row is larger."""
+from megarl.reshard.transfer.element_code import CodeForm, code_form
 
 
 @dataclass(frozen=True, slots=True)
-class CutBox:
-    """A box that is cut into pieces along its first dimension."""
+class CodedBox:
+    """A box of the plan whose changed elements are counted."""
 
-    first: int
-    """Index of the first piece's mark."""
-    num_pieces: int
-    rows: int
-    rows_per_piece: int
-    row_bytes: int
+    index: int
+    """Of its count."""
+    elements: int
+    itemsize: int
 
-    @classmethod
-    def cut(cls, first: int, box: Box, num_bytes: int) -> CutBox:
-        """Cut a box of `num_bytes` bytes."""
-        rows = box[0][1] - box[0][0] if box else 1
-        row_bytes = num_bytes // rows
-        rows_per_piece = min(rows, max(1, PIECE_BYTES // row_bytes))
-        return cls(first, -(-rows // rows_per_piece), rows, rows_per_piece, row_bytes)
-
-    @property
-    def marks(self) -> slice:
-        """Where the marks of the pieces are."""
-        return slice(self.first, self.first + self.num_pieces)
-
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """The first row of each piece, and the first row after it."""
-        step = self.rows_per_piece
-        return [(start, min(start + step, self.rows)) for start in range(0, self.rows, step)]
-
-    def runs(self, marked: Sequence[bool]) -> list[tuple[int, int]]:
-        """Return the rows of marked pieces, first and after the last; pieces that follow each other are one run."""
-        if self.num_pieces == 1:
-            return [(0, self.rows)] if marked[self.first] else []
-        runs: list[tuple[int, int]] = []
-        for number, (start, stop) in enumerate(self.pieces):
-            if marked[self.first + number]:
-                if runs and runs[-1][1] == start:
-                    start = runs.pop()[0]
-                runs.append((start, stop))
-        return runs
+    def form(self, counts: Sequence[int]) -> CodeForm:
+        """Return the form of its code."""
+        return code_form(self.elements, self.itemsize, counts[self.index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,63 +66,103 @@ class HeldBox:
 
     local: str
     box: Box
-    cut: CutBox
+    coded: CodedBox
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the box in bytes."""
+        return self.coded.elements * self.coded.itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class RoundBoxes:
+class _RoundBoxes:
     """The boxes of one round, in the order of `Round`."""
 
-    copies: tuple[CutBox, ...]
-    gathers: tuple[tuple[tuple[CutBox, ...], ...], ...]
+    copies: tuple[CodedBox, ...]
+    gathers: tuple[tuple[tuple[CodedBox, ...], ...], ...]
     """By all-gather and member, the boxes of its share."""
-    sends: tuple[tuple[tuple[CutBox, ...], ...], ...]
+    sends: tuple[tuple[tuple[CodedBox, ...], ...], ...]
     """By hop and message."""
-    receives: tuple[tuple[tuple[CutBox, ...], ...], ...]
+    receives: tuple[tuple[tuple[CodedBox, ...], ...], ...]
     """By hop and message."""
 
 
 @dataclass(frozen=True, slots=True)
-class SelectedRound:
-    """What a delta sync executes of a round."""
+class CodedRound:
+    """A round with codes in place of its boxes."""
 
     round: Round
-    slots: Ints
-    """int64 [n, 4], one line per slot of `round`: its index among the slots of the full round, its first row in that
-    slot's box, the first row after it, and its offset in the bucket."""
+    """Parts named by `code_name` are codes; others are boxes that are sent as they are."""
+    lines: Ints
+    """int64 [n, 3], one line per code in the bucket: the slot's index in the plan's round, its number of changed
+    elements, and the code's offset in the bucket."""
+
+
+def code_name(index: int) -> str:
+    """Return the name of a held box's code among the tensors of a coded round; no tensor of a model has a space."""
+    return f"code {index}"
 
 
 class DeltaPlan:
-    """The pieces of the boxes in one rank's rounds, and which of them the rank tells others about."""
+    """The boxes of one rank's rounds whose changes are counted, and which counts the rank tells others."""
 
     def __init__(self, rounds: Sequence[Round], member: int = -1) -> None:
         """`member`: index of the rank in the plan's all-gather group; -1 without one."""
         self._rounds, self._member = rounds, member
         self.held: list[HeldBox] = []
-        """Every distinct box that this rank holds and sends or copies; their marks come first."""
-        self._held: dict[tuple[str, Box], CutBox] = {}
-        self.num_marks = 0
+        """Every distinct box that this rank holds and sends or copies; their counts come first."""
+        self._held: dict[tuple[str, Box], CodedBox] = {}
+        self.num_boxes = 0
+        """Number of counts."""
         for this in rounds:
             self._add_held(this)
-        self.num_held = self.num_marks
-        """Number of pieces of the boxes in `held`."""
-        self._gathered = [[self._gathered_boxes(gather) for gather in this.gathers] for this in rounds]
+        gathered = [[self._gathered_boxes(gather) for gather in this.gathers] for this in rounds]
         num_hops = max((len(this.hops) for this in rounds), default=0)
         self.incoming: list[dict[int, slice]] = []
-        """By hop and source, where the marks of the boxes that it sends are."""
+        """By hop and source, where the counts of the boxes that it sends are."""
         received = [self._add_received(hop) for hop in range(num_hops)]
         self._boxes = [
-            self._round_boxes(number, [of_hop[number] for of_hop in received]) for number in range(len(rounds))
+            self._round_boxes(number, gathered[number], [of_hop[number] for of_hop in received])
+            for number in range(len(rounds))
         ]
         self.outgoing = [self._outgoing(hop) for hop in range(num_hops)]
-        """By hop and destination, the indices of the marks of the boxes sent there."""
-        own = [of_gather[member] for of_round in self._gathered for of_gather in of_round]
-        self._gather_marks = [
-            (np.concatenate([_indices(boxes), np.zeros(0, np.int64)]), of_gather)
-            for boxes, of_gather in zip(own, (each for of_round in self._gathered for each in of_round), strict=True)
+        """By hop and destination, the indices of the counts of the boxes sent there."""
+        gathers = [of_gather for of_round in gathered for of_gather in of_round]
+        self.gathered = [
+            np.array([box.index for of_gather in gathers for box in of_gather[number]], np.int64)
+            for number in range(len(gathers[0]) if gathers else 0)
         ]
+        """By member of the all-gather group, the indices of the counts of its shares; empty without all-gathers."""
 
-    # -- which pieces there are
+    def limit_packed(self, counts: Ints, max_bytes: int) -> None:
+        """Count all elements of some boxes as changed, so that each step packs at most `max_bytes` of codes.
+
+        Only codes of boxes that the plan sends from where they lie; those of others are packed in their place.
+
+        Args:
+            counts: int64, of the boxes in `held`, which come first.
+        """
+        for boxes in self._sent_in_place():
+            forms = {box: code_form(box.elements, box.itemsize, int(counts[box.index])) for box in boxes}
+            packed = sum(aligned(form.num_bytes) for form in forms.values() if form.kind != "whole")
+            for box in sorted(forms, key=lambda box: -forms[box].num_bytes):
+                if packed <= max_bytes:
+                    break
+                if forms[box].kind != "whole":
+                    packed -= aligned(forms[box].num_bytes)
+                    counts[box.index] = box.elements
+
+    def _sent_in_place(self) -> Iterator[set[CodedBox]]:
+        """Yield, for each step, the boxes of this rank that are sent from where they lie."""
+        num_hops = max((len(this.hops) for this in self._rounds), default=0)
+        for step in range(len(self._rounds) + num_hops - 1):
+            sends = [
+                send
+                for number, hop in hops_of_step(self._rounds, step)
+                for send in self._rounds[number].hops[hop].sends
+            ]
+            parts = [part for send in sends if send.staging_offset is None for part in send.parts]
+            yield {self._held_box(part) for part in parts if part.local is not None}
 
     def _add_held(self, this: Round) -> None:
         parts = [copy.part for copy in this.copies]
@@ -150,44 +170,53 @@ class DeltaPlan:
         parts += [part for hop in this.hops for send in hop.sends for part in send.parts]
         for part in parts:
             if part.local is not None and (part.local, part.box) not in self._held:
-                cut = self._cut(part.box, part.num_bytes)
-                self._held[part.local, part.box] = cut
-                self.held.append(HeldBox(part.local, part.box, cut))
+                coded = self._count(volume(part.box), part.num_bytes)
+                self._held[part.local, part.box] = coded
+                self.held.append(HeldBox(part.local, part.box, coded))
 
-    def _cut(self, box: Box, num_bytes: int) -> CutBox:
-        cut = CutBox.cut(self.num_marks, box, num_bytes)
-        self.num_marks += cut.num_pieces
-        return cut
+    def _count(self, elements: int, num_bytes: int) -> CodedBox:
+        self.num_boxes += 1
+        return CodedBox(self.num_boxes - 1, elements, num_bytes // elements)
 
-    def _gathered_boxes(self, gather: Gather) -> tuple[tuple[CutBox, ...], ...]:
-        boxes = [tuple(self._cut(slot.local_box, slot.num_bytes) for slot in slots) for slots in gather.slots]
-        boxes[self._member] = tuple(self._held_box(copy.part) for copy in gather.own_copies)
-        return tuple(boxes)
+    def _count_slots(self, slots: Sequence[BoxSlot]) -> tuple[CodedBox, ...]:
+        return tuple([self._count(volume(slot.local_box), slot.num_bytes) for slot in slots])
 
-    def _held_box(self, part: MessagePart) -> CutBox:
+    def _gathered_boxes(self, gather: Gather) -> tuple[tuple[CodedBox, ...], ...]:
+        return tuple(
+            tuple(self._held_box(copy.part) for copy in gather.own_copies)
+            if number == self._member
+            else self._count_slots(slots)
+            for number, slots in enumerate(gather.slots)
+        )
+
+    def _held_box(self, part: MessagePart) -> CodedBox:
         assert part.local is not None
         return self._held[part.local, part.box]
 
-    def _add_received(self, hop: int) -> list[tuple[tuple[CutBox, ...], ...]]:
-        """Return, by round and message, the boxes received in a hop; those of one source have consecutive marks."""
+    def _add_received(self, hop: int) -> list[tuple[tuple[CodedBox, ...], ...]]:
+        """Return, by round and message, the boxes received in a hop; those of one source have consecutive counts."""
         messages = [
             (number, message) for number, this in enumerate(self._rounds) for message in this.hops[hop].receives
         ]
-        found: dict[int, tuple[CutBox, ...]] = {}
+        found: dict[int, tuple[CodedBox, ...]] = {}
         incoming: dict[int, slice] = {}
         for source in sorted({message.source for _, message in messages}):
-            first = self.num_marks
+            first = self.num_boxes
             for _, message in messages:
                 if message.source == source:
-                    cuts = [self._cut(slot.local_box, slot.num_bytes) for slot in message.slots]
-                    found[id(message)] = tuple(cuts)
-            incoming[source] = slice(first, self.num_marks)
+                    found[id(message)] = self._count_slots(message.slots)
+            incoming[source] = slice(first, self.num_boxes)
         self.incoming.append(incoming)
         return [tuple(found[id(message)] for message in this.hops[hop].receives) for this in self._rounds]
 
-    def _round_boxes(self, number: int, receives: Sequence[tuple[tuple[CutBox, ...], ...]]) -> RoundBoxes:
-        this, gathered = self._rounds[number], self._gathered[number]
-        of_offset: dict[int, CutBox] = {}
+    def _round_boxes(
+        self,
+        number: int,
+        gathered: Sequence[tuple[tuple[CodedBox, ...], ...]],
+        receives: Sequence[tuple[tuple[CodedBox, ...], ...]],
+    ) -> _RoundBoxes:
+        this = self._rounds[number]
+        of_offset: dict[int, CodedBox] = {}
         for gather, boxes in zip(this.gathers, gathered, strict=True):
             for slots, of_member in zip(gather.slots, boxes, strict=True):
                 of_offset |= {slot.offset: box for slot, box in zip(slots, of_member, strict=True)}
@@ -195,10 +224,10 @@ class DeltaPlan:
             for message, of_message in zip(hop.receives, of_hop, strict=True):
                 of_offset |= {slot.offset: box for slot, box in zip(message.slots, of_message, strict=True)}
 
-        def sent(part: MessagePart) -> CutBox:
+        def sent(part: MessagePart) -> CodedBox:
             return of_offset[part.offset] if part.local is None else self._held_box(part)
 
-        return RoundBoxes(
+        return _RoundBoxes(
             tuple(self._held_box(copy.part) for copy in this.copies),
             tuple(gathered),
             tuple(tuple(tuple(map(sent, send.parts)) for send in hop.sends) for hop in this.hops),
@@ -206,151 +235,125 @@ class DeltaPlan:
         )
 
     def _outgoing(self, hop: int) -> dict[int, Ints]:
-        boxes: dict[int, list[CutBox]] = {}
+        indices: dict[int, list[int]] = {}
         for this, of_round in zip(self._rounds, self._boxes, strict=True):
             for send, of_send in zip(this.hops[hop].sends, of_round.sends[hop], strict=True):
-                boxes.setdefault(send.to, []).extend(of_send)
-        return {to: _indices(boxes[to]) for to in sorted(boxes)}
+                indices.setdefault(send.to, []).extend(box.index for box in of_send)
+        return {to: np.array(indices[to], np.int64) for to in sorted(indices)}
 
-    # -- what is selected
-
-    @property
-    def num_gathers(self) -> int:
-        """Number of all-gathers of all rounds."""
-        return len(self._gather_marks)
-
-    def own_gather_marks(self, marks: Ints) -> Ints:
-        """Return bool [num_gathers]: whether this rank's share of each all-gather has changed."""
-        return np.array([marks[indices].any() for indices, _ in self._gather_marks], bool)
-
-    def mark_gathered(self, marks: Ints, gathers: Ints) -> None:
-        """Mark what comes through all-gathers that some member's share has changed of; `gathers`: [num_gathers]."""
-        for is_marked, (_, of_gather) in zip(gathers.tolist(), self._gather_marks, strict=True):
-            for number, boxes in enumerate(of_gather):
-                for box in boxes if number != self._member else ():
-                    marks[box.marks] = is_marked
-
-    def select(self, marks: Ints, gathers: Ints) -> list[SelectedRound]:
-        """Return what a sync executes of each round.
-
-        Args:
-            marks: bool [num_marks].
-            gathers: bool [num_gathers], whether each all-gather runs.
-        """
-        marked, runs = marks.tolist(), iter(gathers.tolist())
+    def select(self, counts: Ints) -> list[CodedRound]:
+        """Return what a sync executes of each round; `counts`: int64 [num_boxes], those of this rank and received."""
+        of_box = counts.tolist()
         return [
-            _Selection(this, marked).select(boxes, [next(runs) for _ in this.gathers])
+            _CodedRoundBuilder(of_box, self._member).build(this, boxes)
             for this, boxes in zip(self._rounds, self._boxes, strict=True)
         ]
 
 
-class _Selection:
-    """The selection from one round."""
+class _CodedRoundBuilder:
+    """Replaces the boxes of one round by codes, one after another in bucket and staging buffer."""
 
-    def __init__(self, this: Round, marked: Sequence[bool]) -> None:
-        self._this, self._marked = this, marked
-        self._slots: list[tuple[int, int, int, int]] = []
+    def __init__(self, counts: Sequence[int], member: int) -> None:
+        self._counts, self._member = counts, member
+        self._lines: list[tuple[int, int, int]] = []
         self._num_slots = 0
-        """Number of slots of the full round so far."""
-        self._received: dict[int, list[MessagePart]] = {}
-        """By offset of a slot in the full round's bucket, what is received of it."""
+        """Number of slots of the plan's round so far."""
+        self._received: dict[int, MessagePart] = {}
+        """By offset of a slot in the plan's bucket, its code in the bucket."""
         self._regions: list[int] = []
         self._end = self._split = 0
 
-    def select(self, boxes: RoundBoxes, runs: Sequence[bool]) -> SelectedRound:
-        gathers = tuple(
-            gather
-            for gather, of_gather, is_run in zip(self._this.gathers, boxes.gathers, runs, strict=True)
-            if self._gather(gather, of_gather, is_run=is_run)
-        )
-        copies: list[LocalCopy] = []
-        for copy, box in zip(self._this.copies, boxes.copies, strict=True):
-            copies += self._copy(copy, box)
-        hops = []
-        for hop, receives, sends in zip(self._this.hops, boxes.receives, boxes.sends, strict=True):
-            received = [part for pair in zip(hop.receives, receives, strict=True) for part in self._receive(*pair)]
-            sent = [part for pair in zip(hop.sends, sends, strict=True) for part in self._send(*pair)]
-            staged = (send.staging_offset + send.num_bytes for send in sent if send.staging_offset is not None)
-            hops.append(Hop(tuple(sent), tuple(received), max(staged, default=0)))
-        slots = np.array(self._slots, np.int64).reshape(-1, 4)
-        return SelectedRound(Round(tuple(copies), gathers, tuple(hops), self._end, tuple(self._regions)), slots)
+    def build(self, this: Round, boxes: _RoundBoxes) -> CodedRound:
+        gathers = [each for pair in zip(this.gathers, boxes.gathers, strict=True) for each in self._gather(*pair)]
+        self._end = aligned(self._end)
+        copies = [each for pair in zip(this.copies, boxes.copies, strict=True) for each in self._copy(*pair)]
+        receives = [
+            tuple(each for pair in zip(hop.receives, of_hop, strict=True) for each in self._receive(*pair))
+            for hop, of_hop in zip(this.hops, boxes.receives, strict=True)
+        ]
+        sends = [self._sends(hop, of_hop) for hop, of_hop in zip(this.hops, boxes.sends, strict=True)]
+        hops = [Hop(sent, received, staging) for (sent, staging), received in zip(sends, receives, strict=True)]
+        coded = Round(tuple(copies), tuple(gathers), tuple(hops), self._end, tuple(self._regions))
+        return CodedRound(coded, np.array(self._lines, np.int64).reshape(-1, 3))
 
-    def _gather(self, gather: Gather, boxes: Sequence[Sequence[CutBox]], *, is_run: bool) -> bool:
-        for slots, of_member in zip(gather.slots, boxes, strict=True):
-            for slot, box in zip(slots, of_member, strict=True):
-                if is_run:
-                    self._take(slot.offset, 0, box.rows, box)
-                    self._received[slot.offset] = [MessagePart(None, (), slot.num_bytes, slot.offset)]
-                self._num_slots += 1
-        return is_run
-
-    def _copy(self, copy: LocalCopy, box: CutBox) -> Iterator[LocalCopy]:
-        for start, stop in box.runs(self._marked):
-            offset = copy.slot.offset + start * box.row_bytes
-            part = MessagePart(copy.part.local, _rows(copy.part.box, start, stop), (stop - start) * box.row_bytes)
-            self._take(offset, start, stop, box)
-            yield LocalCopy(part, _slot(copy.slot, start, stop, offset))
-        self._num_slots += 1
-
-    def _receive(self, message: Receive, boxes: Sequence[CutBox]) -> Iterator[Receive]:
-        """Yield the messages for what has changed: one, or one for each run of a message that has a single box."""
-        offset, slots = message.offset, list[BoxSlot]()
-        for slot, box in zip(message.slots, boxes, strict=True):
-            for start, stop in box.runs(self._marked):
-                size = (stop - start) * box.row_bytes
-                self._received.setdefault(slot.offset, []).append(MessagePart(None, (), size, offset))
-                self._take(offset, start, stop, box)
-                slots.append(_slot(slot, start, stop, offset))
-                offset += size
-            self._num_slots += 1
-        if len(boxes) == 1:
-            for each in slots:
-                yield self._region(Receive(message.source, each.offset, each.num_bytes, (each,)))
-        elif slots:
-            yield self._region(Receive(message.source, message.offset, offset - message.offset, tuple(slots)))
-
-    def _send(self, send: Send, boxes: Sequence[CutBox]) -> Iterator[Send]:
-        """Yield the messages that `_receive` of the destination expects."""
-        parts: list[MessagePart] = []
-        for part, box in zip(send.parts, boxes, strict=True):
-            if part.local is None:
-                parts += self._received.get(part.offset, ())
-            else:
-                parts += [
-                    MessagePart(part.local, _rows(part.box, start, stop), (stop - start) * box.row_bytes)
-                    for start, stop in box.runs(self._marked)
-                ]
-        if len(boxes) > 1:
-            if parts:
-                yield Send(send.to, tuple(parts), send.staging_offset)
+    def _gather(self, gather: Gather, boxes: Sequence[Sequence[CodedBox]]) -> Iterator[Gather]:
+        sizes = [sum(box.form(self._counts).num_bytes for box in of_member) for of_member in boxes]
+        if not any(sizes):
+            self._num_slots += sum(map(len, gather.slots))
             return
-        offset = send.staging_offset
-        for part in parts:
-            yield Send(send.to, (part,), offset)
-            offset = None if offset is None else offset + part.num_bytes
+        share = min(aligned(max(sizes)), gather.share)
+        begin = aligned(self._end)
+        slots: list[tuple[BoxSlot, ...]] = []
+        for number, (of_member, of_boxes) in enumerate(zip(gather.slots, boxes, strict=True)):
+            self._end = begin + number * share
+            slots.append(tuple(self._take_all(of_member, of_boxes)))
+        self._end = begin + len(boxes) * share
+        parts = [
+            self._held_part(copy.part, box, alone=len(gather.own_copies) == 1)
+            for copy, box in zip(gather.own_copies, boxes[self._member], strict=True)
+            if box.form(self._counts).num_bytes
+        ]
+        copies = tuple(map(LocalCopy, parts, slots[self._member]))
+        yield Gather(begin, len(boxes) * share, copies, tuple(slots))
 
-    def _take(self, offset: int, start: int, stop: int, box: CutBox) -> None:
-        self._slots.append((self._num_slots, start, stop, offset))
-        self._end = max(self._end, offset + (stop - start) * box.row_bytes)
+    def _copy(self, copy: LocalCopy, box: CodedBox) -> Iterator[LocalCopy]:
+        # a code before it takes at most half of its box, so that this gap is free
+        if box.form(self._counts).kind == "whole":
+            self._end = -(-self._end // box.itemsize) * box.itemsize
+        for slot in self._take_all((copy.slot,), (box,)):
+            yield LocalCopy(self._held_part(copy.part, box, alone=True), slot)
 
-    def _region(self, message: Receive) -> Receive:
-        gap = message.offset - self._split
-        self._regions += [gap, message.num_bytes] if gap else [message.num_bytes]
-        self._split = message.offset + message.num_bytes
-        return message
+    def _receive(self, message: Receive, boxes: Sequence[CodedBox]) -> Iterator[Receive]:
+        before, begin = self._end, aligned(self._end)
+        self._end = begin
+        slots = tuple(self._take_all(message.slots, boxes))
+        if not slots:
+            self._end = before
+            return
+        self._regions += [begin - self._split, self._end - begin] if begin > self._split else [self._end - begin]
+        self._split = self._end
+        yield Receive(message.source, begin, self._end - begin, slots)
 
+    def _take_all(self, slots: Sequence[BoxSlot], boxes: Sequence[CodedBox]) -> Iterator[BoxSlot]:
+        """Yield the slots that have codes, at their places in the bucket."""
+        for slot, box in zip(slots, boxes, strict=True):
+            if size := box.form(self._counts).num_bytes:
+                self._lines.append((self._num_slots, self._counts[box.index], self._end))
+                self._received[slot.offset] = MessagePart(None, (), size, self._end)
+                yield replace(slot, offset=self._end)
+                self._end += size
+            self._num_slots += 1
 
-def _rows(box: Box, start: int, stop: int) -> Box:
-    """Return rows of the box, counted from its first."""
-    return ((box[0][0] + start, box[0][0] + stop), *box[1:]) if box else box
+    def _sends(self, hop: Hop, boxes: Sequence[Sequence[CodedBox]]) -> tuple[tuple[Send, ...], int]:
+        """Return the messages that `_receive` of the destinations expects, and their bytes in the staging buffer."""
+        sends: list[Send] = []
+        packed: dict[int | tuple[int, ...], int] = {}
+        end = 0
+        for send, of_send in zip(hop.sends, boxes, strict=True):
+            parts = tuple(
+                self._received[part.offset]
+                if part.local is None
+                else self._held_part(part, box, alone=send.staging_offset is None)
+                for part, box in zip(send.parts, of_send, strict=True)
+                if box.form(self._counts).num_bytes
+            )
+            if not parts:
+                continue
+            if send.staging_offset is None and all(part.local is None for part in parts):
+                sends.append(Send(send.to, parts, None))
+            elif send.staging_offset is None and parts == send.parts:
+                sends.append(send)
+            else:
+                key = tuple(box.index for box in of_send)
+                if key not in packed:
+                    packed[key] = begin = aligned(end)
+                    end = begin + sum(part.num_bytes for part in parts)
+                sends.append(Send(send.to, parts, packed[key]))
+        return tuple(sends), end
 
-
-def _slot(slot: BoxSlot, start: int, stop: int, offset: int) -> BoxSlot:
-    return BoxSlot(slot.local, _rows(slot.local_box, start, stop), slot.dtype, offset)
-
-
-def _indices(boxes: Sequence[CutBox]) -> Ints:
-    """Return the indices of the marks of all boxes, one after another."""
-    if not boxes:
-        return np.zeros(0, np.int64)
-    return np.concatenate([np.arange(box.first, box.first + box.num_pieces) for box in boxes])
+    def _held_part(self, part: MessagePart, box: CodedBox, *, alone: bool) -> MessagePart:
+        """Return the code of a box that this rank holds; the box, if it is sent as it is and not next to codes."""
+        form = box.form(self._counts)
+        if form.kind == "whole" and alone:
+            return part
+        return MessagePart(code_name(box.index), ((0, form.num_bytes),), form.num_bytes)

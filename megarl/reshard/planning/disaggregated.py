@@ -131,7 +131,7 @@ class TransferRank:
         """Make the plans of `rank`; raises as `TransferSpec.plan` does."""
         self.rank, self.plan, self.full_plans = rank, transfer_spec.plan(rank), transfer_spec.plan_full_tensors(rank)
         release_indexes()
-        self._fingerprint = transfer_spec.fingerprint()
+        self._fingerprint, self._bucket_bytes = transfer_spec.fingerprint(), transfer_spec.bucket_bytes
         self.transport: Transport | None = None
         """The connection with the other ranks; None before `connect`."""
         self._delta: DeltaSync | None = None
@@ -190,7 +190,7 @@ class TransferRank:
         if delta is None:
             return self._execute(self.plan, tensors, target)
         assert self.transport is not None
-        self._delta = self._delta or DeltaSync(self.rank, self.plan.rounds)
+        self._delta = self._delta or DeltaSync(self.rank, self.plan.rounds, self._bucket_bytes)
         return self._delta.run(tensors, target, delta, self.transport)
 
     def _run_full_plan(

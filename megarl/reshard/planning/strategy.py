@@ -34,12 +34,14 @@ class SyncStats:
     """Bytes that a full sync would have received, and that have not changed."""
     bytes_not_delivered: int = 0
     """Bytes that a full sync would have delivered to rollout engines, and that have not changed."""
-    mark_bytes: int = 0
-    """Bytes received that tell which weights have changed, contained in `bytes_received`."""
-    pieces: int = 0
-    """Number of pieces of the boxes that this rank sends or copies, if they are compared."""
-    changed_pieces: int = 0
-    """Number of these pieces that were sent or copied."""
+    count_bytes: int = 0
+    """Bytes received that tell how many weights have changed, contained in `bytes_received`."""
+    copied_bytes: int = 0
+    """Bytes of host memory of the weights that a delta sync compares with, and of the codes of what has changed."""
+    elements: int = 0
+    """Number of elements of the boxes that this rank sends or copies, if they are compared."""
+    changed_elements: int = 0
+    """Number of these elements that have changed; all in a full sync."""
 
     def __add__(self, after: SyncStats) -> SyncStats:
         """Combine two consecutive parts of a sync; the first frees its memory before the second begins."""
@@ -53,9 +55,10 @@ class SyncStats:
             collectives=self.collectives + after.collectives,
             bytes_not_received=self.bytes_not_received + after.bytes_not_received,
             bytes_not_delivered=self.bytes_not_delivered + after.bytes_not_delivered,
-            mark_bytes=self.mark_bytes + after.mark_bytes,
-            pieces=self.pieces + after.pieces,
-            changed_pieces=self.changed_pieces + after.changed_pieces,
+            count_bytes=self.count_bytes + after.count_bytes,
+            copied_bytes=self.copied_bytes + after.copied_bytes,
+            elements=self.elements + after.elements,
+            changed_elements=self.changed_elements + after.changed_elements,
         )
 
 

@@ -58,7 +58,7 @@ class BoxStrategy:
         Raises:
             WeightSyncError: a rank cannot plan, on all ranks; or a rank did not connect in time.
         """
-        self._rank = context.rank
+        self._rank, self._bucket_bytes = context.rank, bucket_bytes
         with raise_on_all_ranks():
             self._plan = plan_boxes(context, bucket_bytes)
         release_indexes()
@@ -104,7 +104,7 @@ class BoxStrategy:
         deadline: Deadline,
     ) -> SyncStats:
         if delta is not None:
-            self._delta = self._delta or DeltaSync(self._rank, self.rounds, self._gather_group)
+            self._delta = self._delta or DeltaSync(self._rank, self.rounds, self._bucket_bytes, self._gather_group)
             return self._delta.run(tensors, sink, delta, self._transport, deadline)
         executor = BoxExecutor(
             self._rank, self._plan.rounds, self._plan.buffer_sizes, self._gather_group, self._transport

@@ -39,8 +39,8 @@ POLL_SECONDS = 0.1
 MESSAGE_BYTES = 4096
 """Longest message; a path of GPU memory takes some hundreds of bytes."""
 
-SELECTED_COLUMNS = 5
-"""Columns of a list of boxes: round, slot, first row, row after the last, and offset in the bucket."""
+CODE_COLUMNS = 4
+"""Columns of a list of codes: round, slot, number of changed elements, and offset in the bucket."""
 
 _READY, _COPIED, _FAILED = b"=", b"+", b"-"
 """First byte of a receiver's message; after `_FAILED` comes the reason."""
@@ -106,8 +106,8 @@ class BoxSender:
         self._listener.bind(f"\0{address}")
         self._listener.listen()
         self._listener.setblocking(False)
-        self._selected: SharedBuffer | None = None
-        """The list of the latest `select_boxes`."""
+        self._codes: SharedBuffer | None = None
+        """The list of the latest `expect_codes`."""
         self._connection: socket.socket | None = None
         self._num_sent = self._num_copied = 0
         self._is_ready = False
@@ -132,16 +132,16 @@ class BoxSender:
         """
         self._wait(lambda: self._is_ready, f"did not begin to receive weights within {seconds:g} s", seconds)
 
-    def select_boxes(self, rounds: Sequence[Ints]) -> None:
-        """List the boxes that come in this sync, as `ShardSink.select_boxes`."""
-        if self._selected is not None:
-            self._selected.close()
-        lines = [np.insert(slots, 0, index, axis=1) for index, slots in enumerate(rounds)]
-        encoded = np.concatenate([np.zeros((0, SELECTED_COLUMNS), np.int64), *lines]).tobytes()
-        self._selected = SharedBuffer(len(encoded))
+    def expect_codes(self, rounds: Sequence[Ints]) -> None:
+        """List the codes that come in this sync, as `CodeSink.expect_codes`."""
+        if self._codes is not None:
+            self._codes.close()
+        lines = [np.insert(of_round, 0, index, axis=1) for index, of_round in enumerate(rounds)]
+        encoded = np.concatenate([np.zeros((0, CODE_COLUMNS), np.int64), *lines]).tobytes()
+        self._codes = SharedBuffer(len(encoded))
         if encoded:
-            self._selected.bytes[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        self._send({"selected": self._selected.path, "num_bytes": len(encoded)})
+            self._codes.bytes[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        self._send({"codes": self._codes.path, "num_bytes": len(encoded)})
 
     def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
         """Signal that the boxes of round `index` are in the bucket; the returned function waits until they are copied.
@@ -165,8 +165,8 @@ class BoxSender:
         self._disconnect()
         self._listener.close()
         self._plan.close()
-        if self._selected is not None:
-            self._selected.close()
+        if self._codes is not None:
+            self._codes.close()
 
     def _send(self, message: dict[str, str | int]) -> bool:
         """Send a message; return False if the receiver has failed, in this message or before."""
@@ -239,21 +239,21 @@ class BoxReceiver:
         """
         fields = self._next(f"round {index} of the weights", seconds, check)
         if fields.get("round") != index:
-            came = f"round {fields['round']}" if "round" in fields else "a list of boxes"
+            came = f"round {fields['round']}" if "round" in fields else "a list of codes"
             raise WeightSyncError(f"{came} came from {self.sender} instead of round {index}")
         return BoxBucket(fields["path"], fields["num_bytes"], ())
 
-    def receive_selection(self, seconds: float, check: Callable[[], None]) -> Ints:
-        """Wait for the list of the boxes that come in this sync; arguments and errors as for `receive`.
+    def receive_codes(self, seconds: float, check: Callable[[], None]) -> Ints:
+        """Wait for the list of the codes that come in this sync; arguments and errors as for `receive`.
 
         Returns:
-            int64 [n, SELECTED_COLUMNS]: the round of each box, and the columns of `SelectedRound.slots`.
+            int64 [n, CODE_COLUMNS]: the round of each code, and the columns of `CodedRound.lines`.
         """
-        fields = self._next("the list of changed boxes", seconds, check)
-        if "selected" not in fields:
-            raise WeightSyncError(f"round {fields['round']} came from {self.sender} instead of a list of boxes")
-        data = map_bucket(BoxBucket(fields["selected"], fields["num_bytes"], ()))
-        return np.frombuffer(data.numpy().tobytes(), np.int64).reshape(-1, SELECTED_COLUMNS)
+        fields = self._next("the list of codes of changed weights", seconds, check)
+        if "codes" not in fields:
+            raise WeightSyncError(f"round {fields['round']} came from {self.sender} instead of a list of codes")
+        data = map_bucket(BoxBucket(fields["codes"], fields["num_bytes"], ()))
+        return np.frombuffer(data.numpy().tobytes(), np.int64).reshape(-1, CODE_COLUMNS)
 
     def _next(self, what: str, seconds: float, check: Callable[[], None]) -> dict[str, Any]:
         """Return the next message; `what`: its name in errors."""

@@ -31,9 +31,10 @@ class ByteCounter:
     """Peak of the memory allocated beyond the parameters."""
     bytes_not_received: int = 0
     bytes_not_delivered: int = 0
-    mark_bytes: int = 0
-    pieces: int = 0
-    changed_pieces: int = 0
+    count_bytes: int = 0
+    copied_bytes: int = 0
+    elements: int = 0
+    changed_elements: int = 0
     """Of a delta sync; see `SyncStats`."""
     _extra_bytes: int = field(default=0, repr=False)
 
@@ -46,16 +47,16 @@ class ByteCounter:
         self.messages += len(receives)
         return self.transport.start(sends, receives)
 
-    def exchange_marks(
+    def exchange_counts(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> tuple[list[InFlight], list[InFlight]]:
-        """Start messages that tell which weights have changed, as `exchange`; counted as such, too."""
-        self.mark_bytes += sum([tensor.nbytes for tensor, _ in receives])
+        """Start messages that tell how many weights have changed, as `exchange`; counted as such, too."""
+        self.count_bytes += sum([tensor.nbytes for tensor, _ in receives])
         return self.exchange(sends, receives)
 
-    def gather_marks(self, out: Tensor, mine: Tensor, group: dist.ProcessGroup) -> list[InFlight]:
-        """Start an all-gather that tells which weights have changed; counted as such, too."""
-        self.mark_bytes += out.nbytes - mine.nbytes
+    def gather_counts(self, out: Tensor, mine: Tensor, group: dist.ProcessGroup) -> list[InFlight]:
+        """Start an all-gather that tells how many weights have changed; counted as such, too."""
+        self.count_bytes += out.nbytes - mine.nbytes
         return self.start_all_gathers([(out, mine)], group)
 
     def start_all_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
@@ -114,7 +115,8 @@ class ByteCounter:
             collectives=self.collectives,
             bytes_not_received=self.bytes_not_received,
             bytes_not_delivered=self.bytes_not_delivered,
-            mark_bytes=self.mark_bytes,
-            pieces=self.pieces,
-            changed_pieces=self.changed_pieces,
+            count_bytes=self.count_bytes,
+            copied_bytes=self.copied_bytes,
+            elements=self.elements,
+            changed_elements=self.changed_elements,
         )

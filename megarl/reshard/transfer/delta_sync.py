@@ -1,20 +1,19 @@
-"""One rank's part of delta syncs: digests of what it has sent, and the exchange of what has changed.
+"""One rank's part of delta syncs: copies of what it has sent, and the exchange of how much has changed.
 
-    base None     a full sync: keep digests of all pieces
-    base 41       compare with the digests of sync 41, exchange marks, select the rounds' changed pieces
+    base None     a full sync: copy all boxes that this rank sends to host memory
+    base 41       compare them with the copies of sync 41, exchange counts, send codes of the changed elements
 
-A rank keeps the digests of the latest sync only, and only once it has done its part of it. The controller gives the
-base: the sync after which every engine that takes part has served all of the weights. After a failed sync, new
-connections, a restarted engine or a resumed run there is none, and the sync is full.
+A rank has copies of the latest sync only, valid only once it has done its part of it. The controller gives the base:
+the sync after which every engine that takes part has served all of the weights. After a failed sync, new connections, a
+restarted engine or a resumed run there is none, and the sync is full.
 
-A changed piece is taken for unchanged if both contents have the same digest. A digest has 128 bits (BLAKE2b) on the
-CPU: for one piece of one sync, the chance is about 2**-128. On a GPU it is the sum of `megarl_kernels.checksum_boxes`,
-of 64 bits, computed where the weights are: about 2**-64, or 5e-8 for a run of a million syncs of a million pieces.
+The copies take as many bytes of host memory as the boxes that the rank sends: over all ranks, once the model and what
+single ranks send of tensors that several hold. During a sync, codes take at most half as much, mostly some percent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,31 +22,40 @@ from torch import Tensor
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.planning.delta import DeltaPlan, HeldBox, SelectedRound
+from megarl.reshard.layout.layout import slices
+from megarl.reshard.planning.delta import CodedRound, DeltaPlan, code_name
 from megarl.reshard.planning.rounds import Round
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.box_views import view_box
-from megarl.reshard.transfer.bucket import digest
+from megarl.reshard.transfer.bucket import BoxBucket, map_bucket
 from megarl.reshard.transfer.byte_counter import ByteCounter
+from megarl.reshard.transfer.element_code import as_integers, decode_boxes, encode, whole_bytes
 from megarl.reshard.transfer.executor import BoxExecutor, BufferSizes, device_of
-from megarl.reshard.transfer.sink import Parameters, SelectingSink, ShardSink
+from megarl.reshard.transfer.sink import CodeSink, Parameters, ShardSink
 from megarl.reshard.transfer.transport import Deadline, InFlight, Transport, closed_on_failure, wait_for
-from megarl_kernels import checksum_boxes
-
-DIGEST_BYTES = 16
-"""Of a digest on the CPU."""
 
 
 class DeltaSync:
-    """Runs the syncs of one rank's rounds, and keeps digests of what it has sent."""
+    """Runs the syncs of one rank's rounds, and keeps copies of what it has sent."""
 
-    def __init__(self, rank: int, rounds: Sequence[Round], gather_group: dist.ProcessGroup | None = None) -> None:
-        """`gather_group`: process group of the plan's all-gathers; None if it has none."""
+    def __init__(
+        self, rank: int, rounds: Sequence[Round], bucket_bytes: int, gather_group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Number the boxes of a plan.
+
+        Args:
+            bucket_bytes: the plan's rounds need two buckets of this size, with codes a quarter of one more at most.
+            gather_group: process group of the plan's all-gathers; None if it has none.
+        """
         self._rank, self._rounds, self._gather_group = rank, tuple(rounds), gather_group
+        unused = 2 * bucket_bytes - BufferSizes.for_rounds(self._rounds).total(receives=True)
+        self._packed_limit = max(unused // 2, bucket_bytes // 8)
         member = -1 if gather_group is None else gather_group.rank()
         self.plan = DeltaPlan(self._rounds, member)
-        self._base: tuple[int, Ints] | None = None
-        """Number of the latest sync, and the digests of what was sent, uint8 [num_held, bytes of a digest]."""
+        self._copies: list[Tensor] = []
+        """By box that this rank holds, integers [elements] in host memory: what it has sent in the latest sync."""
+        self._base: int | None = None
+        """Number of the sync that the copies are of; None while they are of none."""
 
     def run(
         self,
@@ -60,105 +68,171 @@ class DeltaSync:
         """Run a sync, as `BoxExecutor.run`; collective over all ranks of the plan, with the same `update`.
 
         Raises:
-            WeightSyncError: this rank has no digests of the base, or another rank is lost or late.
+            WeightSyncError: this rank has no copies of the base, or another rank is lost or late.
         """
         counter = ByteCounter(transport)
         deadline = deadline or Deadline(transport.timeout_seconds)
-        rounds = self._rounds
+        rounds, sent, device = self._rounds, tensors, device_of(tensors, sink)
         base, self._base = self._base, None
         with closed_on_failure(transport, self._gather_group):
-            digests = self._digest(tensors, transport)
-            counter.pieces = counter.changed_pieces = self.plan.num_held
-            if update.base is not None:
-                if base is None or base[0] != update.base:
-                    raise WeightSyncError(f"rank {self._rank} has no digests of sync {update.base}")
-                changed = (digests != base[1]).any(axis=1)
-                selected = self._select(changed, counter, deadline, device_of(tensors, sink))
-                rounds = tuple(each.round for each in selected)
-                if isinstance(sink, SelectingSink):
-                    sink.select_boxes([each.slots for each in selected])
-        sizes = BufferSizes.for_rounds(rounds)
-        BoxExecutor(self._rank, rounds, sizes, self._gather_group, counter=counter).run(tensors, sink, deadline)
-        self._base = update.number, digests
+            counter.elements = sum(held.coded.elements for held in self.plan.held)
+            if update.base is None:
+                self._copy_all(tensors, transport)
+                counter.changed_elements = counter.elements
+            else:
+                if base != update.base:
+                    raise WeightSyncError(f"rank {self._rank} has no copies of the weights of sync {update.base}")
+                counts, sent = self._encode(tensors, transport)
+                counter.changed_elements = int(counts.sum())
+                coded = self._code_rounds(counts, counter, deadline, device)
+                rounds = tuple(each.round for each in coded)
+                sink = self._expect_codes(sink, [each.lines for each in coded])
+            counter.copied_bytes = sum(copy.nbytes for copy in self._copies)
+            if isinstance(sent, CodedTensors):
+                counter.copied_bytes += sent.code_bytes
+        executor = BoxExecutor(
+            self._rank, rounds, BufferSizes.for_rounds(rounds), self._gather_group, counter=counter, device=device
+        )
+        executor.run(sent, sink, deadline)
+        self._base = update.number
         return counter.stats()
 
-    def _select(
+    def _copy_all(self, tensors: Mapping[str, Tensor], transport: Transport) -> None:
+        """Copy all boxes that this rank holds to host memory."""
+        if not self._copies:
+            self._copies = [
+                torch.empty(
+                    held.coded.elements,
+                    dtype=as_integers(tensors[held.local]).dtype,
+                    pin_memory=tensors[held.local].is_cuda,
+                )
+                for held in self.plan.held
+            ]
+        for held, copy in zip(self.plan.held, self._copies, strict=True):
+            box = as_integers(view_box(tensors[held.local], held.box, held.num_bytes))
+            copy.view(box.shape).copy_(box)
+            transport.activity.progress += 1  # the others wait for this rank
+
+    def _encode(self, tensors: Mapping[str, Tensor], transport: Transport) -> tuple[Ints, CodedTensors]:
+        """Return the changed elements of each box that this rank holds, int64 [num_held], and the codes of them."""
+        counts = np.zeros(len(self.plan.held), np.int64)
+        codes: dict[str, Tensor | Callable[[], Tensor]] = {}
+        for number, (held, copy) in enumerate(zip(self.plan.held, self._copies, strict=True)):
+            box = view_box(tensors[held.local], held.box, held.num_bytes)
+            counts[number], code = encode(box, copy)
+            if counts[number]:
+                codes[code_name(held.coded.index)] = code if code is not None else _reader_of(box)
+            transport.activity.progress += 1  # the others wait for this rank
+        changed = counts.copy()
+        self.plan.limit_packed(counts, self._packed_limit)
+        for number in np.flatnonzero(counts != changed).tolist():
+            held = self.plan.held[number]
+            box = view_box(tensors[held.local], held.box, held.num_bytes)
+            codes[code_name(held.coded.index)] = _reader_of(box)
+        return counts, CodedTensors(tensors, codes)
+
+    def _code_rounds(
         self, changed: Ints, counter: ByteCounter, deadline: Deadline, device: torch.device
-    ) -> list[SelectedRound]:
-        """Return the rounds to execute; `changed`: bool [num_held]."""
+    ) -> list[CodedRound]:
+        """Return the rounds to execute; `changed`: int64 [num_held]."""
         try:
-            marks, gathers = self._exchange(changed, counter, deadline, device)
+            counts = self._exchange(changed, counter, deadline, device)
         except WeightSyncError as e:
-            raise type(e)(f"rank {self._rank}: marks of changed weights: {e}") from e
-        selected = self.plan.select(marks, gathers)
-        counter.changed_pieces = int(changed.sum())
-        for full, some in zip(self._rounds, selected, strict=True):
+            raise type(e)(f"rank {self._rank}: numbers of changed weights: {e}") from e
+        coded = self.plan.select(counts)
+        for full, some in zip(self._rounds, coded, strict=True):
             counter.bytes_not_received += _bytes_received(full) - _bytes_received(some.round)
             counter.bytes_not_delivered += full.bytes_delivered - some.round.bytes_delivered
-        return selected
+        return coded
 
-    def _digest(self, tensors: Mapping[str, Tensor], transport: Transport) -> Ints:
-        """Return the digests of all pieces of the boxes that this rank holds, uint8 [num_held, bytes of a digest]."""
-        if self.plan.held and tensors[self.plan.held[0].local].is_cuda:
-            pieces = [piece for each in self.plan.held for piece in _pieces(each, tensors[each.local])]
-            return checksum_boxes(pieces).cpu().numpy().view(np.uint8).reshape(self.plan.num_held, -1)
-        found: list[bytes] = []
-        for each in self.plan.held:
-            found += [digest(piece) for piece in _pieces(each, tensors[each.local])]
-            transport.activity.progress += 1  # the others wait for this rank
-        return np.frombuffer(b"".join(found), np.uint8).reshape(self.plan.num_held, DIGEST_BYTES)
-
-    def _exchange(
-        self, changed: Ints, counter: ByteCounter, deadline: Deadline, device: torch.device
-    ) -> tuple[Ints, Ints]:
-        """Return the marks of all pieces [num_marks], and which all-gathers run [num_gathers]."""
-        plan, marks = self.plan, np.zeros(self.plan.num_marks, bool)
-        marks[: plan.num_held] = changed
-        gathers = self._exchange_gathers(plan.own_gather_marks(marks), counter, deadline, device)
-        plan.mark_gathered(marks, gathers)
+    def _exchange(self, changed: Ints, counter: ByteCounter, deadline: Deadline, device: torch.device) -> Ints:
+        """Return the changed elements of all boxes, int64 [num_boxes]."""
+        plan, counts = self.plan, np.zeros(self.plan.num_boxes, np.int64)
+        counts[: len(changed)] = changed
+        if plan.gathered:
+            self._gather_counts(counts, counter, deadline, device)
         sent: list[InFlight] = []
         for outgoing, incoming in zip(plan.outgoing, plan.incoming, strict=True):
-            sends = [(_pack(marks[indices], device), to) for to, indices in outgoing.items()]
-            receives = [(_space(which.stop - which.start, device), source) for source, which in incoming.items()]
-            received, started = counter.exchange_marks(sends, receives)
+            sends = [(torch.from_numpy(counts[indices]).to(device), to) for to, indices in outgoing.items()]
+            receives = [
+                (torch.empty(where.stop - where.start, dtype=torch.int64, device=device), source)
+                for source, where in incoming.items()
+            ]
+            received, started = counter.exchange_counts(sends, receives)
             sent += started
             wait_for(received, deadline)
-            for (data, _), which in zip(receives, incoming.values(), strict=True):
-                marks[which] = _unpack(data, which.stop - which.start)
+            for (data, _), where in zip(receives, incoming.values(), strict=True):
+                counts[where] = data.cpu().numpy()
         wait_for(sent, deadline)
-        return marks, gathers
+        return counts
 
-    def _exchange_gathers(self, own: Ints, counter: ByteCounter, deadline: Deadline, device: torch.device) -> Ints:
-        if not len(own):
-            return own
+    def _gather_counts(self, counts: Ints, counter: ByteCounter, deadline: Deadline, device: torch.device) -> None:
+        """Fill in the counts of the other members' shares of all-gathers."""
         assert self._gather_group is not None
-        mine = _pack(own, device)
-        out = torch.empty(self._gather_group.size() * len(mine), dtype=torch.uint8, device=device)
-        wait_for(counter.gather_marks(out, mine, self._gather_group), deadline)
-        of_members = out.view(self._gather_group.size(), -1)
-        gathers: Ints = np.any([_unpack(of_member, len(own)) for of_member in of_members], axis=0)
-        return gathers
+        of_members = self.plan.gathered
+        out = torch.zeros(len(of_members), max(map(len, of_members)), dtype=torch.int64, device=device)
+        own = of_members[self._gather_group.rank()]
+        mine = out[self._gather_group.rank()].clone()
+        mine[: len(own)] = torch.from_numpy(counts[own]).to(device)
+        wait_for(counter.gather_counts(out.view(-1), mine, self._gather_group), deadline)
+        for indices, of_member in zip(of_members, out.cpu().numpy(), strict=True):
+            counts[indices] = of_member[: len(indices)]
+
+    def _expect_codes(self, sink: ShardSink | Parameters | None, lines: Sequence[Ints]) -> ShardSink | None:
+        """Return a sink for the codes of each round, given by `CodedRound.lines`."""
+        if isinstance(sink, Parameters):
+            sink = CodeReader(sink.tensors)
+        if sink is not None:
+            assert isinstance(sink, CodeSink), "a delta sync needs a sink that takes codes"
+            sink.expect_codes(lines)
+        return sink
+
+
+class CodedTensors(Mapping[str, Tensor]):
+    """The tensors that a rank holds, and codes of their boxes by `code_name`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], codes: Mapping[str, Tensor | Callable[[], Tensor]]) -> None:
+        """`codes`: uint8 [bytes], or what returns them."""
+        self._tensors, self._codes = tensors, codes
+        self.code_bytes = sum(code.nbytes for code in codes.values() if isinstance(code, Tensor))
+        """Bytes of all codes."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        code = self._codes.get(name)
+        if code is None:
+            return self._tensors[name]
+        return code if isinstance(code, Tensor) else code()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._tensors, *self._codes))
+
+    def __len__(self) -> int:
+        return len(self._tensors) + len(self._codes)
+
+
+class CodeReader:
+    """A `ShardSink` that decodes into tensors of this process."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._lines: Sequence[Ints] = ()
+
+    def expect_codes(self, rounds: Sequence[Ints]) -> None:
+        """Expect these codes in the rounds of the next sync, as `CodeSink.expect_codes`."""
+        self._lines = rounds
+
+    def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
+        """Decode what round `index` brings; the returned function does not wait."""
+        if bucket is not None:
+            boxes = [self._tensors[slot.local][slices(slot.local_box)] for slot in bucket.slots]
+            decode_boxes(map_bucket(bucket), self._lines[index], boxes)
+        return lambda: None
+
+
+def _reader_of(box: Tensor) -> Callable[[], Tensor]:
+    return lambda: whole_bytes(box)
 
 
 def _bytes_received(this: Round) -> int:
     gathered = sum(gather.num_bytes - gather.share for gather in this.gathers)
     return gathered + sum(message.num_bytes for hop in this.hops for message in hop.receives)
-
-
-def _pieces(held: HeldBox, tensor: Tensor) -> list[Tensor]:
-    """Return the pieces of a box, [rows, elements of a row], in most cases as views."""
-    cut = held.cut
-    box = view_box(tensor, held.box, cut.rows * cut.row_bytes).reshape(cut.rows, -1)
-    return [box[start:stop] for start, stop in cut.pieces]
-
-
-def _pack(marks: Ints, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.packbits(marks)).to(device)
-
-
-def _space(num_marks: int, device: torch.device) -> Tensor:
-    return torch.empty(-(-num_marks // 8), dtype=torch.uint8, device=device)
-
-
-def _unpack(data: Tensor, num_marks: int) -> Ints:
-    return np.unpackbits(data.cpu().numpy(), count=num_marks).view(bool)

@@ -125,6 +125,7 @@ class BoxExecutor:
         gather_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
         counter: ByteCounter | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Prepare to execute `rounds`.
 
@@ -133,7 +134,9 @@ class BoxExecutor:
             gather_group: process group of the plan's all-gathers; None if it has none.
             transport: None: use torch's default group.
             counter: of the sync, over its transport; None: a new one.
+            device: of the buffers; None: that of the tensors.
         """
+        self._device = device
         self._rank, self._rounds, self._buffer_sizes, self._gather_group = rank, rounds, buffer_sizes, gather_group
         self.counter = counter or ByteCounter(transport or Transport())
 
@@ -156,7 +159,7 @@ class BoxExecutor:
         self._held = tensors
         self._targets = sink.tensors if isinstance(sink, Parameters) else None
         loader = None if isinstance(sink, Parameters) else sink
-        device = device_of(tensors, sink)
+        device = self._device or device_of(tensors, sink)
         num_bytes = self._buffer_sizes.total(receives=sink is not None)
         self.counter.allocate(num_bytes)
         size, num_buckets = max(self._buffer_sizes.bucket, mmap.PAGESIZE), self._buffer_sizes.num_buckets
@@ -272,7 +275,7 @@ class BoxExecutor:
             flight.unpack += [(slot, slot.num_bytes) for slots in others for slot in slots]
         own_share = output[member * share : (member + 1) * share]
         parts = [copy.part for copy in gather.own_copies]
-        held = contiguous_bytes(self._view(parts[0])) if len(parts) == 1 else None
+        held = contiguous_bytes(self._view(parts[0])) if [part.num_bytes for part in parts] == [share] else None
         if held is None:
             boxes = [self._view(part) for part in parts]
             copy_boxes(views_like(own_share, 0, boxes), boxes)

@@ -32,7 +32,7 @@ class ShardSink(Protocol):
         """Start to write the boxes of round `index`, once per round and in order.
 
         Args:
-            bucket: the boxes; None if the round has none.
+            bucket: the boxes, or their codes after `expect_codes`; None if the round has none.
 
         Returns:
             A function that blocks until the bucket may be overwritten; raises WeightSyncError on failure.
@@ -41,20 +41,23 @@ class ShardSink(Protocol):
 
 
 @runtime_checkable
-class SelectingSink(ShardSink, Protocol):
-    """A `ShardSink` that has to know before a sync which boxes come; others read that from the slots of each bucket."""
+class CodeSink(ShardSink, Protocol):
+    """A `ShardSink` that takes codes of changed elements, too (`megarl.reshard.transfer.element_code`)."""
 
-    def select_boxes(self, rounds: Sequence[Ints]) -> None:
-        """Expect a part of the boxes only, in the sync that begins.
+    def expect_codes(self, rounds: Sequence[Ints]) -> None:
+        """Expect codes in place of boxes, in the sync that begins.
 
         Args:
-            rounds: by round, `megarl.reshard.planning.delta.SelectedRound.slots`.
+            rounds: by round, `megarl.reshard.planning.delta.CodedRound.lines`.
         """
         ...
 
 
 class DiscardSink:
     """A `ShardSink` that drops the boxes: this rank takes part in the rounds for the sake of the others."""
+
+    def expect_codes(self, rounds: Sequence[Ints]) -> None:
+        """Drop the codes of the next sync, too."""
 
     def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
         """Drop the boxes; the returned function does not wait."""

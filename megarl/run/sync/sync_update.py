@@ -23,7 +23,7 @@ from itertools import chain
 from megarl.cluster.workers.group import RemoteCall, WorkerFuture
 from megarl.config.rollout import WeightSyncConfig
 from megarl.engines.engine import EngineUpdate, UpdateReport
-from megarl.errors import MegarlError, WeightSyncError
+from megarl.errors import MegarlError, WeightDifferenceError, WeightSyncError
 from megarl.megatron.requests import PushRequest, PushResult, sum_sync_stats
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
@@ -45,14 +45,15 @@ def verify_weights(
         layouts: of each engine, by TP rank.
 
     Raises:
-        WeightSyncError: some differ; names tensor, box, engine and TP rank. The engine serves no requests until an
-            update succeeds. Or trainer ranks hold different values of the same weights.
+        WeightDifferenceError: some differ; names tensor, box, engine and TP rank. The engine serves no requests until
+            an update succeeds.
+        WeightSyncError: trainer ranks hold different values of the same weights.
     """
     expected = add_parts(layouts, trainer.sum_weights())
     found = engines.call("verify_weights", expected)
     problems = [f"{engine.name}: {p}" for engine, p in zip(engines.engines, found, strict=True) if p is not None]
     if problems:
-        raise WeightSyncError(f"version {policy_version}: {'; '.join(problems)}")
+        raise WeightDifferenceError(f"version {policy_version}: {'; '.join(problems)}")
 
 
 POLL_SECONDS = 0.02
@@ -97,7 +98,8 @@ class PushReport:
         return metrics | {
             "weight_sync/is_full": float(self.delta.base is None),
             "weight_sync/bytes_saved": self.bytes_saved,
-            "weight_sync/changed_share": stats.changed_pieces / max(stats.pieces, 1),
+            "weight_sync/changed_share": stats.changed_elements / max(stats.elements, 1),
+            "weight_sync/copied_bytes": stats.copied_bytes,
         }
 
 

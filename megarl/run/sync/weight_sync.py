@@ -6,8 +6,8 @@ Disaggregated engines (slots of their own) receive the weights over the network.
 A push is one call of all trainer ranks and engines at the same time, which wait for each other. Engines report to a
 store that they have received everything; when all have, the controller lets them serve it (commit_decision).
 
-With `weight_sync.delta`, a push sends only the weights that have changed since the last one, unless that has failed or
-an engine has not received it.
+With `weight_sync.delta`, a push sends only the elements that have changed since the last one, unless that has failed or
+an engine has not received it. If engines then differ from the trainer (`weight_sync.verify`), all weights are sent.
 
 Engines serve one model at a time. Each model has connections of its own (`ModelSync`). A push of another model than the
 last one connects the engines with its ranks again and sends all weights.
@@ -20,14 +20,15 @@ A delta sync builds on the latest sync that engines and trainer ranks have in co
     sync 7   full    engines 0, 1     base of both: 7
     sync 8   delta   engines 0, 1     base of both: 8
     sync 9   full    engine 1         it was restarted; base of engine 1: 9, of engine 0: 8
-    sync 10  full    engines 0, 1     the trainer ranks have the digests of sync 9, engine 0 has not received it
+    sync 10  full    engines 0, 1     the trainer ranks have copies of sync 9, engine 0 has not received it
 
-Trainer ranks keep digests of the latest sync only, over connections that they have not made again since. A failed sync
+Trainer ranks keep copies of the latest sync only, over connections that they have not made again since. A failed sync
 leaves no base. All other engines and runs have none either: the sync is full.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from typing import TypeVar
 
 from megarl.cluster.placement.pool import SlotPool
 from megarl.config import RunConfig
-from megarl.errors import ConfigError, MegarlError, OutdatedEngineError, WeightSyncError
+from megarl.errors import ConfigError, MegarlError, OutdatedEngineError, WeightDifferenceError, WeightSyncError
 from megarl.megatron.requests import PushRequest
 from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.run.memory.step_ledger import Phase, StepMemory
@@ -160,6 +161,9 @@ class ModelSync:
             report = update.run(request)
         except MegarlError as error:
             connections.drop(trainer=update.breaks_trainer)
+            if isinstance(error, WeightDifferenceError) and delta is not None and delta.base is not None:
+                sys.stderr.write(f"{error}; all weights are sent again\n")
+                return self._push(replicas, policy_version)
             if isinstance(error, WeightSyncError) and connections.rank_legend:
                 raise type(error)(f"{error} ({connections.rank_legend})") from error
             raise

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.commands import STAGES
 from megarl.config.load import make_config
-from megarl.config.run import RunConfig
 from megarl.controller.preflight.run_checks import check_offline
 from megarl.errors import ConfigError
 from megarl.importing.conversion import Conversion
@@ -126,6 +126,26 @@ EXPECTED: Mapping[str, Mapping[str, object]] = {
         "tracking.wandb": {"project": "rl", "name": "cispo"},
         "weight_sync.delta": True,
     },
+    "sft.sh": {
+        "run_dir": "/runs/sft",
+        "seed": 5,
+        "data": {"path": "/data/chats.parquet", "fields": {"messages": "chat", "tools": "functions"}, "shuffle": True},
+        "trainer.batch_size": 64,
+        "trainer.steps": 200,  # 50 rollouts of 256 / 64 steps
+        "trainer.optimizer.warmup_steps": 20,
+        "trainer.optimizer.decay": "cosine",
+        "trainer.optimizer.beta2": 0.98,
+        "trainer.parallel": {"tp": 2},
+        "trainer.max_tokens_per_micro_batch": 8192,
+        "checkpoint.every": 40,
+        "placement": {"nodes": 2, "slots_per_node": 8},
+    },
+    "sft_epochs.sh": {
+        "data.path": "/data/p.jsonl",
+        "data.shuffle": False,
+        "data.fields.messages": "messages",
+        "trainer.batch_size": 64,  # 128 / 2
+    },
     "remote_reward.sh": {
         "seed": 7,
         "reward.terms.reward": {"type": "http", "url": "http://rewards:8000/score"},
@@ -136,7 +156,16 @@ REPORTED: Mapping[str, tuple[str, ...]] = {
     "dense_grpo.sh": ("seq-mean-token-mean is slime's mean", "counts completions"),
     "fully_async.sh": ("unfinished requests are continued", "linear decay", "dropout of 0.1"),
     "dynamic_sampling.sh": ("dapo",),
-    "multi_turn_tools.sh": ("run(episode)", "without tools", "generation_config.json"),
+    "multi_turn_tools.sh": ("run(episode)", "generation_config.json"),
+    "sft.sh": ("multiplied by the optimizer steps", "renders each message by itself", "overlong_prompts: drop"),
+    "sft_epochs.sh": (
+        "the rows [100:2000]",
+        "epochs * rows / trainer.batch_size",
+        "with distill_qwen",
+        "what the function makes",
+        "averages over those of each sample",
+        "data.fields.tools: metadata.tools",
+    ),
     "fp8_training.sh": ("look quantized",),
     "ppo_critic.sh": ("half of slime's",),
     "icepop_router.sh": ("no reward gpqa",),
@@ -146,7 +175,8 @@ REPORTED: Mapping[str, tuple[str, ...]] = {
 """Script -> parts of the account of its settings."""
 
 REFUSED: Mapping[str, str] = {
-    "refused_sft.sh": r"refused_sft.sh:1: --loss-type=sft_loss is refused: .* megarl sft",
+    "refused_loss.sh": r"refused_loss.sh:1: --loss-type=custom_loss is refused: .* algorithm.type",
+    "refused_rejection_sampling.sh": r"--rollout-function-path=slime.rollout.sglang_rollout.* trains on completions",
     "refused_distillation.sh": r"--use-opd=true is refused: .* algorithm.type: distillation",
 }
 
@@ -166,7 +196,7 @@ def test_scripts_become_configurations_that_are_accepted(name: str) -> None:
     conversion = imported(name)
     assert {key: value_of(conversion, key) for key in EXPECTED[name]} == dict(EXPECTED[name])
     assert not conversion.problems
-    check_offline(make_config(RunConfig, conversion.tree()))
+    check_offline(make_config(STAGES[conversion.command], conversion.tree()))
     assert not [unmapped for unmapped in conversion.unmapped if "not known" in unmapped.reason]
     account = conversion.yaml().replace("\n#   ", " ")
     for part in REPORTED.get(name, ()):
@@ -181,6 +211,54 @@ def test_refused_scripts_name_argument_and_line(name: str) -> None:
 
 def test_a_model_file_that_is_missing_is_reported() -> None:
     assert any("models/dense-4B.sh" in note for note in imported("dense_grpo.sh").notes)
+
+
+def test_the_command_is_that_of_the_loss() -> None:
+    names = ("sft.sh", "sft_epochs.sh", "dense_grpo.sh")
+    assert [imported(name).command for name in names] == ["sft", "sft", "train"]
+
+
+def test_arguments_of_a_sourced_file_have_its_name_and_line(tmp_path: Path) -> None:
+    (tmp_path / "model.sh").write_text("# first\nMODEL_ARGS=(\n  --num-layers 2\n  --never-heard-of 3\n)\n")
+    script = tmp_path / "run.sh"
+    script.write_text("source model.sh\npython3 train.py --hf-checkpoint /m --num-rollout 3 ${MODEL_ARGS[@]}\n")
+    conversion = import_run("slime", script, {})
+    assert {u.key: u.origin for u in conversion.unmapped if "not known" in u.reason} == {
+        "--never-heard-of": "model.sh:4"
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "reported"),
+    [
+        ("a.jsonl", {"eval_path": "a.jsonl"}, ""),
+        ("a.jsonl@[:8]", {"eval_path": "a.jsonl", "eval_size": 8}, ""),
+        ("a.jsonl@[0:8]", {"eval_path": "a.jsonl", "eval_size": 8}, ""),
+        ("a.jsonl@[-8:]", {"eval_path": "a.jsonl"}, "write the rows [-8:]"),
+        ("a.jsonl@[4:8]", {"eval_path": "a.jsonl"}, "write the rows [4:8]"),
+    ],
+)
+def test_slices_of_held_out_rows(tmp_path: Path, given: str, expected: dict[str, object], reported: str) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 train.py --hf-checkpoint /m --num-rollout 3 --eval-prompt-data a '{given}'\n")
+    conversion = import_run("slime", script, {})
+    data = conversion.tree()["data"]
+    assert isinstance(data, dict)
+    assert {key: value for key, value in data.items() if key.startswith("eval")} == expected
+    assert reported in conversion.yaml()
+
+
+def test_engines_that_are_cut_to_a_node_have_experts_on_its_gpus(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python3 train.py --hf-checkpoint /m --prompt-data d.jsonl --num-rollout 3 --n-samples-per-prompt 2 --colocate "
+        "--actor-num-nodes 4 --rollout-num-gpus-per-engine 32 --sglang-ep-size 32\n"
+    )
+    conversion = import_run("slime", script, {})
+    assert value_of(conversion, "rollout.tp") == 8
+    assert value_of(conversion, "rollout.engine.extra_args.ep_size") == 8
+    assert not conversion.problems
+    assert "32 becomes 8" in conversion.yaml()
 
 
 def test_a_wrong_type_names_file_line_and_argument(tmp_path: Path) -> None:

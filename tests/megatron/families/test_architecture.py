@@ -132,7 +132,7 @@ def test_both_config_keys_for_the_number_of_experts_are_accepted() -> None:
         ({"hidden_act": "relu"}, "hidden_act relu is not supported; supported is silu"),
         ({"rope_interleave": False}, "rope_interleave False is not supported; supported is True"),
         ({"norm_topk_prob": False}, "norm_topk_prob False is not supported; supported is True"),
-        ({"topk_group": 1}, r"num_experts_per_tok needs to be 2 \* topk_group, got 4 != 2 \* 1 = 2"),
+        ({"topk_group": 1}, r"num_experts_per_tok needs to be 2 \* topk_group with n_group 4, got 4 != 2 \* 1 = 2"),
         ({"kv_lora_rank": None}, "kv_lora_rank: .*, got None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: Input should be greater than 0, got 0"),
         ({"num_key_value_heads": 3}, r"needs to divide num_attention_heads, got 4 % 3 = 1"),

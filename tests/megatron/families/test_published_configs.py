@@ -5,6 +5,8 @@ model of a trillion parameters takes a second and no memory.
 """
 
 import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
@@ -19,8 +22,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from megarl.engines.unsupported_options import find_build_problems, find_engine_problems
 from megarl.errors import MegarlError
 from megarl.megatron.families.architecture import ModelArchitecture, hf_tensors_of
-from megarl.megatron.families.attention import GroupedQueryAttention
-from megarl.megatron.families.load_architecture import load_architecture, load_architecture_from_folder
+from megarl.megatron.families.load_architecture import (
+    REQUIRED_SIZES,
+    TEXT_PARTS,
+    load_architecture,
+    load_architecture_from_folder,
+    read_hf_config,
+)
+from megarl.model_files.model_config import ARCHITECTURES
 from megarl.model_files.weight_index import stored_shape
 
 FOLDER = Path(__file__).parent / "published"
@@ -117,18 +126,6 @@ def published_shapes(name: str) -> dict[str, tuple[int, ...]]:
     return {tensor: tuple(value.shape) for tensor, value in state.items() if tensor not in model.all_tied_weights_keys}
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_number_of_key_value_heads_that_is_left_out_is_the_default_of_transformers(name):
-    tree = published(name)
-    tree.get("text_config", tree).pop("num_key_value_heads", None)
-    kind = tree["model_type"]
-    options = {key: value for key, value in tree.items() if key != "model_type"}
-    config = AutoConfig.for_model(CLOSEST.get(kind, kind), **options).get_text_config()
-    if config.num_attention_heads % config.num_key_value_heads == 0:
-        attentions = load_architecture(tree, origin="config.json").attentions(GroupedQueryAttention)
-        assert {attention.num_kv_heads for attention in attentions} <= {config.num_key_value_heads}
-
-
 def num_mtp_parameters(name: str, layers: int) -> int:
     """Return the number of parameters of MTP layers, which transformers leaves out.
 
@@ -200,3 +197,106 @@ def test_transformers_reads_the_file(name: str, tmp_path: Path) -> None:
 def test_every_file_has_a_row_in_the_readme() -> None:
     rows = [line.split("|")[1].strip() for line in (FOLDER / "README.md").read_text().splitlines() if "|" in line]
     assert sorted(rows[2:]) == NAMES
+
+
+def normalized(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json with all keys that transformers writes after reading `tree`."""
+    stated = deepcopy(dict(tree))
+    kind = stated.pop("model_type")
+    config: dict[str, Any] = AutoConfig.for_model(CLOSEST.get(kind, kind), **stated).to_dict()
+    return config | {"architectures": tree["architectures"]}
+
+
+def architecture_or_refusal(tree: Mapping[str, Any]) -> ModelArchitecture | str:
+    try:
+        return load_architecture(tree, origin="config.json")
+    except MegarlError as error:
+        return str(error)
+
+
+def architecture_of_transformers(tree: Mapping[str, Any]) -> ModelArchitecture | str:
+    """Return what megarl reads from transformers' keys, or the message of transformers or megarl that refuses them."""
+    try:
+        return architecture_or_refusal(normalized(tree))
+    except (StrictDataclassError, TypeError) as error:
+        return str(error)
+
+
+def text_kinds() -> Iterator[tuple[str, str]]:
+    """Yield (model_type, architecture) of every model that megarl reads."""
+    yield from ARCHITECTURES.items()
+    for architecture in TEXT_PARTS:
+        yield from {(published(n)["model_type"], architecture) for n in ACCEPTED if architecture in architectures_of(n)}
+
+
+def architectures_of(name: str) -> list[str]:
+    names: list[str] = published(name)["architectures"]
+    return names
+
+
+@pytest.mark.parametrize(("kind", "architecture"), list(text_kinds()))
+def test_config_without_any_key_is_that_of_transformers(kind: str, architecture: str, tmp_path: Path) -> None:
+    tree = {"model_type": kind, "architectures": [architecture]}
+    tree |= {"text_config": {"topk_group": 4}} if architecture in TEXT_PARTS else {}
+    expected = normalized(tree)
+    assert load_architecture(tree, origin="config.json") == load_architecture(expected, origin="config.json")
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    read, sizes = read_hf_config(tmp_path), expected.get("text_config", expected)
+    assert {key: read[key] for key in REQUIRED_SIZES} == {key: sizes[key] for key in REQUIRED_SIZES}
+    assert read["tie_word_embeddings"] == expected["tie_word_embeddings"]
+
+
+ONE_EACH = {architectures_of(name)[0]: name for name in ACCEPTED}
+"""Architecture -> one of its published models."""
+
+UNREAD_BY_MEGARL = (
+    *("attention_dropout", "initializer_range", "max_window_layers", "output_router_logits", "router_aux_loss_coef"),
+    "use_cache",
+)
+"""Keys that transformers refuses to be null and that change neither shapes nor log-probabilities."""
+
+
+@pytest.mark.parametrize("name", ONE_EACH.values())
+def test_key_that_is_left_out_or_null_is_read_as_by_transformers_or_refused_by_name(name: str) -> None:
+    tree = published(name)
+    assert read(name) == load_architecture(normalized(tree), origin="config.json")
+    parts = ((), ("text_config",)) if "text_config" in tree else ((),)
+    for part in parts:
+        for key in nested(tree, part).keys() - {"architectures", "model_type", "text_config", "vision_config"}:
+            without, null = deepcopy(tree), deepcopy(tree)
+            del nested(without, part)[key]
+            nested(null, part)[key] = None
+            for changed in (without, null):
+                got, expected = architecture_or_refusal(changed), architecture_of_transformers(changed)
+                if isinstance(got, str):
+                    assert key in got, (key, got)
+                    continue
+                find_engine_problems(changed, "cpu", origin="config.json")
+                if isinstance(expected, str):
+                    is_shadowed = key in tree and part != ()
+                    assert changed is null, (key, expected)
+                    assert key in UNREAD_BY_MEGARL or key.endswith("_token_id") or is_shadowed, (key, expected)
+                else:
+                    assert got == expected, key
+
+
+def nested(tree: dict[str, Any], part: tuple[str, ...]) -> dict[str, Any]:
+    for key in part:
+        tree = tree[key]
+    return tree
+
+
+@pytest.mark.parametrize("name", ONE_EACH.values())
+def test_other_names_of_keys_are_those_of_transformers(name: str) -> None:
+    tree, config = published(name), transformers_config(name).get_text_config()
+    text = tree.get("text_config", tree)
+    for other, key in config.attribute_map.items():
+        first, second = sorted((other, key), key=lambda k: k not in text)
+        value = text.pop(first)
+        text[second] = value
+        assert load_architecture(tree, origin="config.json") == read(name), second
+        text[first] = value + 1
+        with pytest.raises(MegarlError, match=rf"({other} \d+ and {key}|{key} \d+ and {other}) \d+ differ"):
+            load_architecture(tree, origin="config.json")
+        del text[second]
+        text[first] = value

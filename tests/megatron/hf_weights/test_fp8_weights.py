@@ -1,17 +1,27 @@
 """FP8 weights: sync to engines, and folders as DeepSeek-V3 is published, against folders quantized by plain loops."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.config.rollout import WeightSyncConfig
+from megarl.megatron.families.load_architecture import find_weight_problems, load_architecture_from_folder
 from megarl.megatron.requests import SyncSetup
 from megarl.reshard.layout.layout import slices
 from tests.megatron.fidelity.measure import as_trajectory
-from tests.megatron.fidelity.models import CONFIGS, TWO_DTYPES, append_prediction_layer, build
+from tests.megatron.fidelity.models import (
+    CONFIGS,
+    STACKED,
+    TWO_DTYPES,
+    append_prediction_layer,
+    build,
+    save_vision_model,
+)
 from tests.megatron.fidelity.reference import SHORT, draw
 from tests.megatron.hf_weights.test_export import load_folder, same_bits
 from tests.megatron.rank_models import gather, make_model, model_spec
@@ -174,10 +184,10 @@ def read_shards(folder, grid, dtype):
     return ranks
 
 
-def compare_shards(quantized, dequantized):
+def compare_shards(quantized, dequantized, grids=GRIDS):
     compared = 0
     for dtype, folder in dequantized.items():
-        for grid in GRIDS if dtype == "bfloat16" else GRIDS[:1]:
+        for grid in grids if dtype == "bfloat16" else grids[:1]:
             pairs = zip(read_shards(quantized, grid, dtype), read_shards(folder, grid, dtype), strict=True)
             for rank, (got, want) in enumerate(pairs):
                 for name, tensor in want.items():
@@ -188,6 +198,46 @@ def compare_shards(quantized, dequantized):
 
 def test_shards_of_every_layout_are_those_of_the_dequantized_folder(folders, tmp_path):
     assert run_ranks(compare_shards, 1, tmp_path, *folders) > 1000
+
+
+def add_prediction_tensors(folder):
+    """Add two tensors of Qwen3.5's prediction layer, of which megarl has no description."""
+    file = folder / "model.safetensors"
+    generator = torch.Generator().manual_seed(1)
+    added = {"mtp.layers.0.self_attn.q_proj.weight": torch.randn(150, 48, generator=generator)}
+    added["mtp.norm.weight"] = torch.randn(48, generator=generator)
+    save_file(load_file(file) | added, file, metadata={"format": "pt"})
+
+
+def read_and_export(quantized, dequantized, target):
+    from megarl.megatron.hf_weights import export
+
+    export.save(make_model(model_spec(quantized, dtype="bfloat16")), quantized, target)
+    return compare_shards(quantized, {"bfloat16": dequantized}, GRIDS[:1] + GRIDS[3:])
+
+
+def test_folder_with_a_tower_and_experts_one_by_one_is_read_and_exported(tmp_path):
+    """As Qwen3.5 is published in FP8; in bfloat16 its experts are stacked."""
+    plain, _ = save_vision_model("qwen3_5_moe", tmp_path)
+    add_prediction_tensors(Path(plain))
+    quantized = quantize_folder(plain, tmp_path / "fp8")
+    stored = load_folder(quantized)
+    assert any(name.endswith("in_proj_qkv.weight_scale_inv") for name in stored)
+    assert "mtp.layers.0.self_attn.q_proj.weight_scale_inv" in stored
+    dequantized = dequantize_folder(quantized, tmp_path / "plain", dtype=torch.bfloat16)
+    assert run_ranks(read_and_export, 1, tmp_path, quantized, dequantized, str(tmp_path / "out")) > 1000
+    same_bits(tmp_path / "out", dequantized)
+
+
+def test_stacked_experts_in_fp8_are_refused(tmp_path):
+    folder = Path(save_vision_model(STACKED, tmp_path)[1])
+    name, tensors = "model.layers.0.mlp.experts.down_proj", load_folder(folder)
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    problems = find_weight_problems(folder, load_architecture_from_folder(folder))
+    assert problems == [
+        f"{folder / 'model.safetensors'}: {name} is float8_e4m3fn and needs 2 dimensions, got shape [8, 48, 24]"
+    ]
 
 
 def score_and_export(folders, target):

@@ -30,7 +30,7 @@ from tests.reshard.synthetic import MODEL_BYTES, scenario
 FIELDS = """strategy world train gen model bytes_total bytes_in_max bytes_in_mean bytes_in_bound_max bytes_cross_node
 peak_extra_bytes redundant_bytes_after messages collectives plan_seconds_cold plan_seconds_cached hand_over
 sync_seconds_p50 sync_seconds_min sync_seconds_max cpu_seconds_p50 mismatched_bytes trained_layers bytes_unchanged
-mark_bytes changed_share"""
+count_bytes changed_share"""
 
 
 def test_report_fields():

@@ -210,26 +210,27 @@ def test_rank_that_makes_no_progress_aborts_the_sync(ranks, tmp_path):
 def check_delta_sync(ranks, number, delta, changes):
     results = ranks.sync(number, delta=delta)
     assert [mismatched for _, mismatched in results] == [0] * 4
-    received = [stats.bytes_received - stats.mark_bytes for stats, _ in results]
+    received = [stats.bytes_received - stats.count_bytes for stats, _ in results]
     assert received == [0, 0, *[synthetic.MODEL_BYTES if changes else 0] * 2]
-    assert [stats.mark_bytes > 0 for stats, _ in results] == [False, False, *[delta.base is not None] * 2]
+    assert [stats.count_bytes > 0 for stats, _ in results] == [False, False, *[delta.base is not None] * 2]
 
 
 @pytest.mark.parametrize("ranks", ["gloo"], indirect=True)
 def test_all_weights_are_sent_after_a_rank_has_died_in_a_delta_sync(ranks):
-    """The rank dies while it computes digests, before the others have its marks."""
+    """The rank dies while it compares weights, before the others have its counts."""
     check_delta_sync(ranks, 8, DeltaUpdate(number=1), changes=True)
     check_delta_sync(ranks, 8, DeltaUpdate(number=2, base=1), changes=False)
     outcomes = ranks.failing_sync(9, (signal.SIGKILL, 1), DeltaUpdate(number=3, base=2))
     for rank in RECEIVERS:
-        assert outcomes[rank].error.startswith(f"rank {rank}: marks of changed weights: lost the connection to rank ")
+        assert outcomes[rank].error.startswith(f"rank {rank}: numbers of changed weights: lost the connection to rank ")
     assert outcomes[0].error.startswith("rank 0: ")
     ranks.replace(1)
     ranks.connect_all()
     outcomes = ranks.failing_sync(9, (None, 1), DeltaUpdate(number=4, base=2))
     # its own error, or the one of a rank that was faster and aborted the sync
     why = (
-        r"has no digests of sync 2|has no connections .* \(the sync was aborted: rank \d has no digests of sync 2\): .*"
+        r"has no copies of the weights of sync 2|"
+        r"has no connections .* \(the sync was aborted: rank \d has no copies of the weights of sync 2\): .*"
     )
     for rank, error in enumerate((outcomes[0].error, ranks.ranks[1].result().error)):
         assert re.fullmatch(f"rank {rank} ({why})", error), error

@@ -89,25 +89,25 @@ def test_rounds_arrive_in_order_and_the_bucket_is_free_once_copied(sender, buffe
     assert sender.failure == ""
 
 
-def test_list_of_selected_boxes_arrives_before_its_rounds(sender, buffer):
+def test_list_of_codes_arrives_before_its_rounds(sender, buffer):
     receiver = BoxReceiver(sender.offer)
     sender.begin()
-    rounds = [np.array([[1, 0, 2, 64]]), np.zeros((0, 4), np.int64), np.array([[0, 1, 2, 8], [1, 0, 1, 16]])]
-    sender.select_boxes(rounds)
+    rounds = [np.array([[1, 2, 64]]), np.zeros((0, 3), np.int64), np.array([[0, 1, 8], [1, 5, 16]])]
+    sender.expect_codes(rounds)
     sender.load_boxes(0, bucket_of(buffer))
-    lines = receiver.receive_selection(HANG_SECONDS, nothing)
-    assert lines.tolist() == [[0, 1, 0, 2, 64], [2, 0, 1, 2, 8], [2, 1, 0, 1, 16]]
+    lines = receiver.receive_codes(HANG_SECONDS, nothing)
+    assert lines.tolist() == [[0, 1, 2, 64], [2, 0, 1, 8], [2, 1, 5, 16]]
     assert receiver.receive(0, HANG_SECONDS, nothing).num_bytes == 4096
-    sender.select_boxes([np.zeros((0, 4), np.int64)] * 3)
+    sender.expect_codes([np.zeros((0, 3), np.int64)] * 3)
     with expect_error(WeightSyncError, "3", "2", "trainer", "instead"):
         receiver.receive(2, HANG_SECONDS, nothing)
-    sender.select_boxes([np.zeros((0, 4), np.int64)] * 3)
-    assert receiver.receive_selection(HANG_SECONDS, nothing).shape == (0, 5)
+    sender.expect_codes([np.zeros((0, 3), np.int64)] * 3)
+    assert receiver.receive_codes(HANG_SECONDS, nothing).shape == (0, 4)
     sender.load_boxes(2, bucket_of(buffer))
     with expect_error(WeightSyncError, "2", "3", "trainer", "instead"):
-        receiver.receive_selection(HANG_SECONDS, nothing)
+        receiver.receive_codes(HANG_SECONDS, nothing)
     receiver.close()
-    sender.select_boxes(rounds)
+    sender.expect_codes(rounds)
     assert "engine 0 rank 1 has closed its connection" in sender.failure
 
 

@@ -15,6 +15,7 @@ from megarl.reshard.planning.plan_cache import cached_index
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncContext
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.transfer.bucket import map_bucket, torch_dtype
+from megarl.reshard.transfer.element_code import decode_boxes
 from megarl.reshard.transfer.process_groups import NCCL_ORDER
 from megarl.reshard.transfer.sink import Parameters
 from tests.megatron.ranks import run_ranks
@@ -30,14 +31,21 @@ class MemorySink:
 
     def __init__(self, layout, device):
         self.tensors = empty_parameters(layout, device)
+        self.codes = {}
 
     def fill_nan(self):
         for tensor in self.tensors.values():
             tensor.fill_(float("nan"))
 
+    def expect_codes(self, rounds):
+        self.codes = dict(enumerate(rounds))
+
     def load_boxes(self, index, bucket):
-        del index
-        data = map_bucket(bucket) if bucket else None
+        data, codes = map_bucket(bucket) if bucket else None, self.codes.pop(index, None)
+        if bucket and codes is not None:
+            boxes = [self.tensors[slot.local][slices(slot.local_box)] for slot in bucket.slots]
+            decode_boxes(data, codes, boxes)
+            return lambda: None
         for slot in bucket.slots if bucket else ():
             flat = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
             self.tensors[slot.local][slices(slot.local_box)] = flat.view(extent(slot.local_box))
@@ -81,7 +89,7 @@ def reshard(grid, gen_pp, gen_tp, nodes, direct, large_bytes, backend):
         all_stats.append(strategy.push(mine, Sinks(boxes=boxes)))
         mismatched += wrong_elements(needs[rank], sink.tensors, value, sync)
     all_stats += push_deltas(strategy, sources[rank], needs[rank], sink, boxes)
-    mismatched += wrong_elements(needs[rank], sink.tensors, value, 5)
+    mismatched += wrong_elements(needs[rank], sink.tensors, mixed, 5)
     strategy.close()
     out = [None] * grid.size
     dist.all_gather_object(out, (mismatched, all_stats))
@@ -95,9 +103,9 @@ def transposed(tensor):
 
 
 def push_deltas(strategy, source, need, sink, boxes):
-    """Run a full sync that can be a base, one in which nothing has changed, and one in which four layers have.
+    """Run a full sync that can be a base, and others: nothing has changed, four layers have, some elements of all have.
 
-    The other layers have the values of sync 5 before. Return the statistics of each.
+    The layers other than the four have the values of sync 5 before. Return the statistics of each.
     """
     device = next(iter(sink.tensors.values())).device
     mine = {name: transposed(held.to(device)) for name, held in held_tensors(source, value, 5).items()}
@@ -113,7 +121,16 @@ def push_deltas(strategy, source, need, sink, boxes):
         if piece.tensor in CHANGED:
             sink.tensors[piece.local][slices(piece.local_box)] = float("nan")
     stats.append(strategy.push(mine, Sinks(boxes=boxes), DeltaUpdate(number=9, base=8)))
+    for piece in source.pieces:
+        mine[piece.local].copy_(mixed(piece.tensor, 5)[slices(piece.box)])
+    stats.append(strategy.push(mine, Sinks(boxes=boxes), DeltaUpdate(number=10, base=9)))
     return stats
+
+
+def mixed(tensor, sync):
+    """Return `value` with one in fifty elements changed."""
+    before = value(tensor, sync)
+    return torch.where(before > 0.98, before + 1.0, before)
 
 
 def arrangement(grid, gen_pp, gen_tp, nodes):
@@ -166,16 +183,18 @@ def check_syncs(layout, nodes, direct, large_bytes, backend, tmp_path, device):
     closed_form = (t * p - tg * pg) / (tg * pg * t * p) * synthetic.MODEL_BYTES
     sent = [stats.bytes_sent for _, all_stats in results for stats in all_stats[:4]]
     assert sum(sent) == 4 * grid.size * closed_form
-    for _, (*_, whole, unchanged, changed) in results:
-        assert whole.bytes_not_received == whole.mark_bytes == 0
-        assert unchanged.bytes_received == unchanged.mark_bytes == unchanged.bytes_received
-        assert (unchanged.bytes_delivered, unchanged.changed_pieces, unchanged.buckets) == (0, 0, 0)
+    for _, (*_, whole, unchanged, changed, sparse) in results:
+        assert whole.bytes_not_received == whole.count_bytes == 0
+        assert unchanged.bytes_received == unchanged.count_bytes == unchanged.bytes_received
+        assert (unchanged.bytes_delivered, unchanged.changed_elements, unchanged.buckets) == (0, 0, 0)
         assert unchanged.bytes_not_delivered == whole.bytes_delivered
-        for stats in (unchanged, changed):
-            assert stats.pieces == whole.pieces == whole.changed_pieces
-            assert stats.bytes_received - stats.mark_bytes + stats.bytes_not_received == whole.bytes_received
+        for stats in (unchanged, changed, sparse):
+            assert stats.elements == whole.elements == whole.changed_elements
+            assert stats.bytes_received - stats.count_bytes + stats.bytes_not_received == whole.bytes_received
             assert stats.bytes_delivered + stats.bytes_not_delivered == whole.bytes_delivered
         assert changed.bytes_delivered < whole.bytes_delivered / 2
+        assert 0.01 < sparse.changed_elements / sparse.elements < 0.03
+        assert sparse.bytes_delivered < 0.06 * whole.bytes_delivered
     check_changed_bytes(results, has_gathers=bool(groups))
     for rank, (_, all_stats) in enumerate(results):
         for stats in all_stats[:4]:
@@ -186,13 +205,13 @@ def check_syncs(layout, nodes, direct, large_bytes, backend, tmp_path, device):
 
 
 def check_changed_bytes(results, *, has_gathers):
-    """Four of 48 layers have changed. Without all-gathers, which bundle small layers, no other layer is sent."""
+    """Once, four of 48 layers have changed. Without all-gathers, which bundle small layers, no other layer is sent."""
     _, all_stats = zip(*results, strict=True)
 
     def total(name, index):
         return sum(getattr(of_rank[index], name) for of_rank in all_stats)
 
     share = len(CHANGED) / synthetic.LAYERS
-    received, whole = total("bytes_received", 5) - total("mark_bytes", 5), total("bytes_received", 3) * share
+    received, whole = total("bytes_received", 5) - total("count_bytes", 5), total("bytes_received", 3) * share
     delivered, of_whole = total("bytes_delivered", 5), total("bytes_delivered", 3) * share
     assert (received, delivered) == (whole, of_whole) or (has_gathers and received >= whole and delivered >= of_whole)

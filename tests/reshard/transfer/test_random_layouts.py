@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning import delta as delta_planning
 from megarl.reshard.planning import rounds as round_planning
 from megarl.reshard.planning.plan_cache import cached_plan
 from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.delta_sync import DeltaSync
+from megarl.reshard.transfer.element_code import code_form
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.nccl_order import NcclOrderTransport
 from megarl.reshard.transfer.sink import Parameters
@@ -96,7 +96,7 @@ class Cluster:
             cached_plan(self.sources, self.needs, Topology(self.nodes), rank, BUCKET_BYTES)
             for rank in range(self.world)
         ]
-        self.deltas = [DeltaSync(rank, plan.rounds) for rank, plan in enumerate(self.plans)]
+        self.deltas = []
         self.pool = ThreadPoolExecutor(self.world)
         self.connections = connect(self.transport, self.world)
 
@@ -130,7 +130,7 @@ class Cluster:
         return self.weights[tensor]
 
     def messages(self):
-        """Yield (source, destination, hop), tensor and rows of every box of the plan, without the selection's code."""
+        """Yield (source, destination, hop), tensor and rows of every box of the plan, from its rounds."""
         for rank, plan in enumerate(self.plans):
             piece_of = {piece.local: piece for piece in self.needs[rank].pieces}
             for this in plan.rounds:
@@ -174,89 +174,98 @@ def test_boxes_pass_several_nodes(transport):
     check_sync(transport, sources, needs, nodes)
 
 
-ROW_BYTES = COLUMNS * 4
-PIECE_BYTES = 2048
 LARGE_BYTES = 1024
-"""Small boxes share a message, large ones have one for each run of changed pieces."""
+"""Small boxes share a message, large ones have one of their own."""
+
+UNLIMITED_BYTES = 1 << 30
+"""Of buckets, so that codes are packed however large they are."""
+
+COUNT_BYTES = 8
+"""Of the number of changed elements of a box."""
 
 
 @contextmanager
-def delta_cluster(*arguments):
-    """Make a cluster for delta syncs of small pieces."""
-    with (
-        patch.object(delta_planning, "PIECE_BYTES", PIECE_BYTES),
-        patch.object(round_planning, "LARGE_MESSAGE_BYTES", LARGE_BYTES),
-        Cluster(*arguments) as cluster,
-    ):
+def delta_cluster(*arguments, bucket_bytes=BUCKET_BYTES):
+    """Make a cluster for delta syncs with small and large messages; `bucket_bytes`: limit of packed codes."""
+    with patch.object(round_planning, "LARGE_MESSAGE_BYTES", LARGE_BYTES), Cluster(*arguments) as cluster:
+        cluster.deltas = [DeltaSync(rank, plan.rounds, bucket_bytes) for rank, plan in enumerate(cluster.plans)]
         yield cluster
 
 
 def changed_bytes(cluster, before):
-    """Return the bytes of changed pieces that have to travel, by brute force, and those of their marks."""
-    total, marks = 0, {}
-    for ends, tensor, start, stop in cluster.messages():
-        is_changed = (before[tensor] != cluster.weights[tensor]).any(dim=1).tolist()
-        rows = max(1, PIECE_BYTES // ROW_BYTES)
-        for first in range(start, stop, rows):
-            last = min(first + rows, stop)
-            total += (last - first) * ROW_BYTES * any(is_changed[first:last])
-            marks[ends] = marks.get(ends, 0) + 1
-    return total, sum(-(-count // 8) for count in marks.values())
+    """Return the bytes of the codes that have to travel, from a comparison of all elements, and those of counts."""
+    total = count_bytes = 0
+    for _, tensor, start, stop in cluster.messages():
+        changed = int((bits(before[tensor]) != bits(cluster.weights[tensor]))[start:stop].sum())
+        total += code_form((stop - start) * COLUMNS, 4, changed).num_bytes
+        count_bytes += COUNT_BYTES
+    return total, count_bytes
+
+
+def bits(tensor):
+    return tensor.view(torch.int32)
 
 
 @st.composite
 def updates(draw, weights):
-    """Draw rows of some tensors that change."""
-    rows = {name: range(len(tensor)) for name, tensor in weights.items()}
-    some = {name: st.sets(st.sampled_from(each), min_size=1, max_size=6).map(list) for name, each in rows.items()}
-    return {name: draw(st.just([]) | some[name] | st.just(list(each))) for name, each in rows.items()}
+    """Draw the elements of each tensor that change, as a mask."""
+    masks = {}
+    for name, tensor in weights.items():
+        share = draw(st.sampled_from([0.0, 1e-3, 0.02, 0.3, 1.0]))
+        seed = draw(st.integers(0, 2**32 - 1))
+        masks[name] = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed)) < share
+    return masks
 
 
-def change(weights, rows_of):
+def change(weights, masks):
     before = {name: tensor.clone() for name, tensor in weights.items()}
-    for name, rows in rows_of.items():
-        weights[name][rows, 0] += 1.0
+    for name, mask in masks.items():
+        weights[name][mask] += 1.0
     return before
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @settings(max_examples=12)
 @given(drawn=layouts(), data=st.data())
-def test_changed_pieces_travel_and_nothing_else(transport, drawn, data):
-    """After a full sync, two sparse ones: engines hold all weights, and counted bytes are those of changed pieces."""
-    with delta_cluster(transport, *drawn) as cluster:
+def test_changed_elements_travel_and_nothing_else(transport, drawn, data):
+    """After a full sync, two sparse ones: engines hold all weights, and counted bytes are those of the codes."""
+    limit = data.draw(st.sampled_from([BUCKET_BYTES, UNLIMITED_BYTES]))
+    with delta_cluster(transport, *drawn, bucket_bytes=limit) as cluster:
         whole = cluster.sync(DeltaUpdate(number=0))
         assert cluster.wrong_elements() == 0
         whole_bytes = sum(stats.bytes_received for stats in whole)
-        assert sum(stats.mark_bytes + stats.bytes_not_received for stats in whole) == 0
+        assert sum(stats.count_bytes + stats.bytes_not_received for stats in whole) == 0
         for number in (1, 2):
             before = change(cluster.weights, data.draw(updates(cluster.weights)))
             stats = cluster.sync(DeltaUpdate(number=number, base=number - 1))
             assert cluster.wrong_elements() == 0
-            wanted, mark_bytes = changed_bytes(cluster, before)
-            assert sum(each.mark_bytes for each in stats) == mark_bytes
+            wanted, count_bytes = changed_bytes(cluster, before)
+            assert sum(each.count_bytes for each in stats) == count_bytes
             received = sum(each.bytes_received for each in stats)
             assert received == sum(each.bytes_sent for each in stats)
-            assert received - mark_bytes == wanted
-            assert sum(each.bytes_not_received for each in stats) == whole_bytes - wanted
+            sent = received - count_bytes
+            assert sent == wanted if limit == UNLIMITED_BYTES else wanted <= sent <= whole_bytes
+            assert sum(each.bytes_not_received for each in stats) == whole_bytes - sent
             before_of_rank = [each.bytes_delivered for each in whole]
             assert [each.bytes_delivered + each.bytes_not_delivered for each in stats] == before_of_rank
-            assert all(each.peak_extra_bytes <= max(2 * BUCKET_BYTES, 4 * mmap.PAGESIZE) for each in stats)
+            for rank, (each, full) in enumerate(zip(stats, whole, strict=True)):
+                held = sum(held.num_bytes for held in cluster.deltas[rank].plan.held)
+                assert held <= each.copied_bytes <= 1.5 * held
+                assert each.peak_extra_bytes <= max(2.25 * limit, 4 * mmap.PAGESIZE)
+                assert full.copied_bytes == held
 
 
-def test_a_rank_without_digests_of_the_base_fails_the_sync_for_all():
+def test_a_rank_without_copies_of_the_base_fails_the_sync_for_all():
     sources, needs = split_rows([64], [[0, 1]], [[1, 0]], 2)
     with delta_cluster("gloo", sources, needs, (0, 0)) as cluster:
         cluster.sync(DeltaUpdate(number=0))
-        cluster.deltas[1] = DeltaSync(1, cluster.plans[1].rounds)  # of a process that was replaced
+        cluster.deltas[1] = DeltaSync(1, cluster.plans[1].rounds, BUCKET_BYTES)  # of a process that was replaced
         first, second = cluster.sync(DeltaUpdate(number=1, base=0))
-        assert second == "rank 1 has no digests of sync 0"
-        assert first.startswith("rank 0: marks of changed weights: lost the connection to rank 1")
-    with delta_cluster(
-        "gloo", sources, needs, (0, 0)
-    ) as again:  # the digests of the base were dropped with the failed sync
+        assert second == "rank 1 has no copies of the weights of sync 0"
+        assert first.startswith("rank 0: numbers of changed weights: lost the connection to rank 1")
+    with delta_cluster("gloo", sources, needs, (0, 0)) as again:  # the copies are invalid since the sync has failed
         again.deltas = cluster.deltas
-        assert again.sync(DeltaUpdate(number=2, base=0))[0] == "rank 0 has no digests of sync 0"
+        assert again.sync(DeltaUpdate(number=2, base=0))[0] == "rank 0 has no copies of the weights of sync 0"
 
 
 def test_signs_and_nan_count_as_changes():
@@ -264,9 +273,9 @@ def test_signs_and_nan_count_as_changes():
     with delta_cluster("gloo", *split_rows([4], [[0]], [[1]], 2), (0, 0)) as cluster:
         cluster.weights["t0.4"] = torch.zeros(4, COLUMNS)
         cluster.sync(DeltaUpdate(number=0))
-        for number, content, changed in ((1, -0.0, 1), (2, torch.nan, 1), (3, torch.nan, 0)):
+        for number, content, changed in ((1, -0.0, 4 * COLUMNS), (2, torch.nan, 4 * COLUMNS), (3, torch.nan, 0)):
             cluster.weights["t0.4"].fill_(content)
             stats = cluster.sync(DeltaUpdate(number=number, base=number - 1))
-            assert [each.changed_pieces for each in stats] == [changed, 0]
+            assert [each.changed_elements for each in stats] == [changed, 0]
             got = cluster.targets[1]["gen.t0.4"].view(torch.int32)
             assert torch.equal(got, cluster.weights["t0.4"].view(torch.int32))

@@ -16,7 +16,7 @@ from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.workers import failures
 from megarl.cluster.workers.group import RemoteCall
 from megarl.engines.engine import UpdateReport
-from megarl.errors import ConfigError, LostWorkerError, OutdatedEngineError, WeightSyncError
+from megarl.errors import ConfigError, LostWorkerError, OutdatedEngineError, WeightDifferenceError, WeightSyncError
 from megarl.megatron.requests import PreparedSync, PushResult
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, WeightNeeds, slices
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
@@ -410,8 +410,31 @@ def test_a_delta_builds_on_the_last_push_unless_that_failed(make, disaggregated)
     assert last_delta(cluster) == (7, None)
 
 
+def test_all_weights_are_sent_again_if_engines_differ_after_a_delta(make, monkeypatch, capsys):
+    cluster, sync = make(delta=True, verify={"every": 1})
+    differs = iter([None, "engine 1: TP rank 0 does not hold w", None, None, "engine 0: TP rank 1 does not hold v"])
+
+    def compare(*_):
+        if (problem := next(differs)) is not None:
+            raise WeightDifferenceError(problem)
+
+    monkeypatch.setattr(sync_update, "verify_weights", compare)
+    sync.push(0)
+    assert sync.push(1).metrics()["weight_sync/is_full"] == 1.0
+    assert last_delta(cluster) == (3, None)
+    assert [delta.base for delta in cluster.deltas] == [None, 1, None]
+    assert sync.policy_version == 1
+    assert capsys.readouterr().err == "engine 1: TP rank 0 does not hold w; all weights are sent again\n"
+    assert sync.push(2).metrics()["weight_sync/is_full"] == 0.0
+    assert ("serves", 1, 1) in cluster.calls
+    assert cluster.calls.count(("aborts", 1, 1)) == 1
+    fail_push(cluster, sync, 3)
+    with expect_error(WeightDifferenceError, "v"):  # after a full sync, too: the run ends
+        sync.push(3)
+
+
 def test_a_restarted_engine_receives_all_weights_and_then_all_engines_do(make):
-    """The trainer ranks keep digests of the latest push only, in which the other engine has taken no part."""
+    """The trainer ranks keep copies of the latest push only, in which the other engine has taken no part."""
     cluster, sync = make(delta=True)
     sync.push(0)
     sync.push(1)

@@ -134,16 +134,16 @@ def prepare_boxes_command(offer: BoxOffer, model_path: str, dtype: str) -> Comma
     return {"op": "prepare_boxes", "offer": asdict(offer), "model_path": model_path, "dtype": dtype}
 
 
-def receive_boxes_command(session: int, abort_file: Path, seconds: float, *, selected: bool) -> Command:
+def receive_boxes_command(session: int, abort_file: Path, seconds: float, *, coded: bool) -> Command:
     """Make the command to copy the boxes of all rounds, as planned with `prepare_boxes`.
 
     Args:
         abort_file: the rank stops waiting once the host has created it; it contains the reason.
         seconds: longest wait for a round.
-        selected: the trainer rank lists the boxes that come; False: all of them come.
+        coded: codes of changed elements come, which the trainer rank lists; False: all boxes come.
     """
     command = {"op": "receive_boxes", "session": session, "abort_file": str(abort_file), "seconds": seconds}
-    return command | {"selected": selected}
+    return command | {"coded": coded}
 
 
 def finish_command(session: int, arrived: Iterable[str], model_path: str, dtype: str) -> Command:

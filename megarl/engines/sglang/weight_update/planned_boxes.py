@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import add
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +17,10 @@ from megarl.model_files.model_config import language_config, read_model_config, 
 from megarl.model_files.quantization import VALUES_DTYPE
 from megarl.model_files.weight_index import derived_tensor_patterns, matches_any, read_headers
 from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import Box, contains, extent, slices
+from megarl.reshard.layout.layout import Box, contains, extent, slices, volume
 from megarl.reshard.transfer.box_views import consecutive, copy_boxes, views_like
 from megarl.reshard.transfer.bucket import BoxSlot, TensorSlot, dtype_name, torch_dtype
+from megarl.reshard.transfer.element_code import decode_boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,45 +193,33 @@ class PlannedBoxes:
             sources += views_like(bucket, slots[run.start].offset, views[run])
         copy_boxes(views, sources)
 
-    def check_selected(self, lines: Ints) -> dict[int, Ints]:
-        """Return, by round, which of its boxes come in a sync that leaves out others.
+    def check_codes(self, lines: Ints) -> dict[int, Ints]:
+        """Return, by round, the lines of the codes that come in a sync of changed elements.
 
         Args:
-            lines: int64 [n, 5], see `BoxReceiver.receive_selection`; sorted by round.
+            lines: int64 [n, 4], see `BoxReceiver.receive_codes`; sorted by round.
 
         Raises:
-            WeightSyncError: a line names no rows of a planned box.
+            WeightSyncError: a line names no planned box, or more elements than the box has.
         """
         sizes = np.array([len(slots) for slots in self._rounds], np.int64)
         first = np.cumsum(sizes) - sizes
-        rows = np.array([_num_rows(slot) for slots in self._rounds for slot in slots], np.int64)
-        number, slot, start, stop, offset = lines.T
+        elements = np.array([volume(slot.local_box) for slots in self._rounds for slot in slots], np.int64)
+        number, slot, changed, offset = lines.T
         valid = (number >= 0) & (number < len(sizes)) & (slot >= 0)
         valid[valid] &= slot[valid] < sizes[number[valid]]
-        valid[valid] &= stop[valid] <= rows[first[number[valid]] + slot[valid]]
-        valid &= (start >= 0) & (start < stop) & (offset >= 0)
+        valid[valid] &= changed[valid] <= elements[first[number[valid]] + slot[valid]]
+        valid &= (changed > 0) & (offset >= 0)
         if not valid.all():
             round_, *line = lines[~valid][0].tolist()
-            raise WeightSyncError(f"round {round_} has no box for {line} (slot, rows and offset)")
-        changes = np.flatnonzero(np.diff(number)) + 1
-        return {int(lines[0, 0]): lines[:, 1:] for lines in np.split(lines, changes) if len(lines)}
+            raise WeightSyncError(f"round {round_} has no box for {line} (slot, changed elements and offset)")
+        ends = np.flatnonzero(np.diff(number)) + 1
+        return {int(lines[0, 0]): lines[:, 1:] for lines in np.split(lines, ends) if len(lines)}
 
-    def copy_selected(self, index: int, bucket: Tensor, lines: Ints) -> None:
-        """Copy some of the boxes of round `index`, given by lines of `check_selected`, as `copy_round`."""
+    def decode_round(self, index: int, bucket: Tensor, lines: Ints) -> None:
+        """Write the changed elements of round `index`, given by lines of `check_codes`, as `copy_round`."""
         views = self._round_views(index)
-        targets, offsets = [], []
-        for slot, start, stop, offset in lines.tolist():
-            view = views[slot]
-            targets.append(view[start:stop] if view.dim() else view)
-            offsets.append(offset)
-        sizes = [target.nbytes for target in targets]
-        end = max(map(add, offsets, sizes))
-        if end > bucket.numel():
-            raise WeightSyncError(f"round {index} ends at byte {end}, the bucket at {bucket.numel()}")
-        sources: list[Tensor] = []
-        for run in consecutive(offsets, sizes):
-            sources += views_like(bucket, offsets[run.start], targets[run])
-        copy_boxes(targets, sources)
+        decode_boxes(bucket, lines, [views[slot] for slot in lines[:, 0].tolist()])
 
     def _round_views(self, index: int) -> list[Tensor]:
         """Return the parts of the parameters that the boxes of a round are copied to."""
@@ -278,10 +266,6 @@ def find_box_problem(slot: BoxSlot, targets: dict[str, TargetTensor], written: W
         return f"{what} lies at byte {slot.offset} of the bucket, which is no multiple of {dtype.itemsize}"
     others = written.of(target, slot.local_box).overlapping(slot.local_box)
     return f"{what} is also written as part of {box_text(others[0])}" if others else None
-
-
-def _num_rows(slot: BoxSlot) -> int:
-    return slot.local_box[0][1] - slot.local_box[0][0] if slot.local_box else 1
 
 
 def _layout(tensor: Tensor) -> tuple[int, tuple[int, ...]]:

@@ -1,8 +1,8 @@
 """Receives boxes of weights from the trainer rank on the same slot into the parameters of one TP rank.
 
 prepare_boxes   read which boxes come in which round, check them against the model, connect     once
-receive_boxes   if every rank of the engine is ready, copy the boxes of all rounds, or those    every update
-                that the trainer rank lists
+receive_boxes   if every rank of the engine is ready, copy the boxes of all rounds, or decode   every update
+                the changed elements that the trainer rank lists
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ def receive_boxes(model: nn.Module, command: Command, reply: Reply, vote: Commit
         if not vote.all_ready(ready=True):
             return
         prepared.receiver.report_ready()
-        selected: dict[int, Ints] | None = None
-        if command["selected"]:
-            lines = prepared.receiver.receive_selection(command["seconds"], check)
-            selected = prepared.boxes.check_selected(lines)
-        rounds = prepared.rounds if selected is None else tuple(selected)
+        codes: dict[int, Ints] | None = None
+        if command["coded"]:
+            lines = prepared.receiver.receive_codes(command["seconds"], check)
+            codes = prepared.boxes.check_codes(lines)
+        rounds = prepared.rounds if codes is None else tuple(codes)
         reply.wrote = bool(rounds)
         for index in rounds:
             bucket = prepared.receiver.receive(index, command["seconds"], check)
-            if selected is None:
+            if codes is None:
                 prepared.boxes.copy_round(index, _map(bucket, mapped))
             else:
-                prepared.boxes.copy_selected(index, _map(bucket, mapped), selected[index])
+                prepared.boxes.decode_round(index, _map(bucket, mapped), codes[index])
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the sender reuses the bucket once it has the answer
             if index == rounds[-1]:

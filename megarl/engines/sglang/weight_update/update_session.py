@@ -257,7 +257,7 @@ class WeightSession:
         command = (
             receive_command(self._num_updates, delta)
             if self._over_network
-            else receive_boxes_command(self._num_updates, self._abort_file, self.sync_seconds, selected=is_delta)
+            else receive_boxes_command(self._num_updates, self._abort_file, self.sync_seconds, coded=is_delta)
         )
         what = "the command to receive weights"
         commands = self.commands.for_all(command)

@@ -17,6 +17,7 @@ from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.box_channel import BoxSender
 from megarl.reshard.transfer.bucket import BoxSlot
+from megarl.reshard.transfer.element_code import encode
 from tests.engines.remote import box_bucket
 from tests.errors import expect_error
 from tests.time_limits import UNREACHED_SECONDS
@@ -137,7 +138,7 @@ FAULTS = {
 def test_failed_receive_is_reported_to_both_sides(model, tmp_path, fault):
     (buffer, bucket), abort_file = box_bucket(BOXES[0]), tmp_path / "abort"
     sender = BoxSender("trainer rank 0", "engine 0 rank 0", [bucket.slots], UNREACHED_SECONDS)
-    receive = messages.receive_boxes_command(1, abort_file, UNREACHED_SECONDS, selected=False)
+    receive = messages.receive_boxes_command(1, abort_file, UNREACHED_SECONDS, coded=False)
     prepare = messages.prepare_boxes_command(sender.offer, "unused", "float32")
     assert execute(model, prepare, tmp_path).error is None
     sender.begin()
@@ -174,31 +175,30 @@ def planned_linear():
     return linear, PlannedBoxes(linear, [[], ROWS])
 
 
-def test_selected_rows_of_planned_boxes_are_copied():
+def test_codes_of_planned_boxes_are_written():
     linear, planned = planned_linear()
-    lines = np.array([[1, 0, 1, 3, 8], [1, 1, 3, 4, 32]])
-    selected = planned.check_selected(lines)
-    assert list(selected) == [1]
-    bucket = torch.arange(16, dtype=torch.float32)
+    weight, bias = torch.zeros(4, 3), torch.zeros(4)
+    weight[1, 2], weight[3, 0], bias[2] = 1.0, 2.0, 3.0
+    codes = [encode(box, torch.zeros(box.numel(), dtype=torch.int32))[1] for box in (weight, bias)]
+    bucket = torch.cat([torch.zeros(5, dtype=torch.uint8), *codes])  # at no multiple of an element's size
+    codes = planned.check_codes(np.array([[1, 0, 2, 5], [1, 1, 1, 5 + len(codes[0])]]))
+    assert list(codes) == [1]
     with torch.no_grad():
-        planned.copy_selected(1, bucket.view(torch.uint8), selected[1])
-    expected = torch.zeros(6, 3)
-    expected[3:5] = torch.arange(2, 8).view(2, 3)
-    assert torch.equal(linear.weight, expected)
-    assert linear.bias.tolist() == [0.0, 0.0, 0.0, 8.0, 0.0, 0.0]
-    assert planned.check_selected(np.zeros((0, 5), np.int64)) == {}
-    with expect_error(WeightSyncError, "1", "36", "35", "bucket", "round"):
-        planned.copy_selected(1, bucket.view(torch.uint8)[:35], selected[1])
+        planned.decode_round(1, bucket, codes[1])
+    assert torch.equal(linear.weight[2:], weight)
+    assert not linear.weight[:2].any()
+    assert linear.bias.tolist() == [0.0, 0.0, 3.0, 0.0, 0.0, 0.0]
+    assert planned.check_codes(np.zeros((0, 4), np.int64)) == {}
+    with expect_error(WeightSyncError, "1", str(len(bucket)), str(len(bucket) - 1), "bucket", "box"):
+        planned.decode_round(1, bucket[:-1], codes[1])
 
 
-@pytest.mark.parametrize(
-    "line", [[0, 0, 0, 1, 0], [2, 0, 0, 1, 0], [1, 2, 0, 1, 0], [1, 0, 0, 5, 0], [1, 1, 2, 2, 0], [1, 0, -1, 1, 0]]
-)
-def test_selected_rows_have_to_lie_in_planned_boxes(line):
+@pytest.mark.parametrize("line", [[0, 0, 1, 0], [2, 0, 1, 0], [1, 2, 1, 0], [1, 0, 13, 0], [1, 1, 0, 0], [1, 0, 1, -1]])
+def test_codes_have_to_be_of_planned_boxes(line):
     _, planned = planned_linear()
     number, *rest = line
-    with pytest.raises(WeightSyncError, match=re.escape(f"round {number} has no box for {rest} (slot, rows and")):
-        planned.check_selected(np.array([[1, 0, 0, 4, 0], line]))
+    with pytest.raises(WeightSyncError, match=re.escape(f"round {number} has no box for {rest} (slot, changed")):
+        planned.check_codes(np.array([[1, 0, 4, 0], line]))
 
 
 def linear(**changes):
