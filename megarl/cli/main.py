@@ -38,7 +38,7 @@ SUMMARIES = {
     "demo": "fine-tune a tiny model on this machine, then train it by reinforcement learning",
 }
 
-STAGES_WITHOUT_ENGINES = ("sft", "rm", "dpo")
+IN_TRAIN = ("sft", "rm", "dpo", "eval", "attach", "replay")
 """Commands that are objects in the module `train`; every other command is the module of its name."""
 
 MODULES = {"import": "tools.import_run", "data": "tools.data_account"}
@@ -104,8 +104,8 @@ def _parser(name: str | None, command: Command | None) -> argparse.ArgumentParse
 
 def import_command(name: str) -> Command:
     """Import the module of one of the commands in `SUMMARIES`, and no other."""
-    if name in STAGES_WITHOUT_ENGINES:
+    if name in IN_TRAIN:
         from megarl.cli import train
 
-        return train.STAGE_COMMANDS[name]
+        return train.COMMANDS[name]
     return cast("Command", import_module(f"megarl.cli.{MODULES.get(name, name)}"))

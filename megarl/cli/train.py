@@ -1,16 +1,20 @@
-"""`megarl train | sft | rm | dpo CONFIG`: train a policy by reinforcement learning, or another stage."""
+"""The commands that work on a run: `megarl train | sft | rm | dpo | eval CONFIG`, `megarl attach | replay RUN`."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.cli.options import add_config_options, add_resume_option, console
+from megarl.cli.options import add_config_options, add_resume_option, console, file_path
 from megarl.cluster.process.torchrun_env import TorchrunWorld, report_on_rank0, torchrun_world
 from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig, StageConfig, load_config
+from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
     from megarl.cluster.workers.group import Processes
@@ -20,19 +24,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class StageCommand:
-    """The command of one stage; satisfies `megarl.cli.main.Command`."""
+class RunCommand:
+    """A command in `COMMANDS`; satisfies `megarl.cli.main.Command`."""
 
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    """Declares the command's arguments."""
     run: Callable[[argparse.Namespace], int]
-    """Runs the stage and returns the exit code. Under torchrun the stage runs in its ranks, and Ray is not started."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare `CONFIG`, `--set` and `--resume`."""
-        add_config_options(parser)
-        add_resume_option(parser)
+    """Runs the command and returns its exit code."""
 
 
 # Controllers and stages are imported after the configuration is loaded: an unknown key is reported without that wait.
+
+
+def _add_stage_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare `CONFIG`, `--set` and `--resume`."""
+    add_config_options(parser)
+    add_resume_option(parser)
 
 
 def _run_sft(args: argparse.Namespace) -> int:
@@ -59,10 +66,6 @@ def _run_dpo(args: argparse.Namespace) -> int:
     return _run_stage(config, world, Controller.dpo, make_dpo, resume=args.resume)
 
 
-STAGE_COMMANDS = {"sft": StageCommand(_run_sft), "rm": StageCommand(_run_rm), "dpo": StageCommand(_run_dpo)}
-"""Name -> command of that stage."""
-
-
 def _load_stage[C: StageConfig](kind: type[C], args: argparse.Namespace) -> tuple[C, TorchrunWorld | None]:
     """Load the configuration, and the world of this process where torchrun started it."""
     world = torchrun_world()
@@ -81,7 +84,7 @@ def _run_stage[C: StageConfig](
     *,
     resume: str | None,
 ) -> int:
-    """Run the stage on the ranks of `world`, or on Ray where it is None, and print the model's folder.
+    """Run the stage on the ranks of `world`, under torchrun, or on Ray where it is None; print the model's folder.
 
     Args:
         method: controller method that runs the stage on Ray.
@@ -136,3 +139,88 @@ def print_results(config: RunConfig) -> None:
     if config.tracking.rollouts:
         out.print(f"rollouts     {config.run_dir}/rollouts/*.parquet", highlight=False)
     out.print(f"model        {config.export_path}", highlight=False)
+
+
+def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare `CONFIG [--set KEY=VALUE ...] [--json]`."""
+    add_config_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _run_eval(args: argparse.Namespace) -> int:
+    """Evaluate on the held-out rows and print the mean of the term `reward.eval_term`, and pass@k if configured."""
+    config = load_config(RunConfig, args.config, args.overrides)
+    if not config.data.held_out_files:
+        raise ConfigError("data.eval_path: evaluation needs held-out rows, got null")
+    from megarl.controller.actor import Controller
+    from megarl.controller.run_stage import run_stage
+
+    metrics = run_stage(config, Controller.evaluate, begins_run=False)
+    if args.json:
+        print(json.dumps({**metrics, "model": config.model.path}))
+    else:
+        for name, value in metrics.items():
+            console().print(f"{name} {value:.4f}", highlight=False)
+    return 0
+
+
+def _add_attach_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments `RUN [--stop] [--set KEY=VALUE ...]`."""
+    parser.add_argument("run", type=file_path, metavar="RUN", help="folder of the run")
+    parser.add_argument(
+        "--stop", action="store_true", help="stop the run after its current step; it writes a checkpoint first"
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="reward.terms.NAME.weight=VALUE",
+        help="change the weight of a reward term from the run's next step on",
+    )
+
+
+def _run_attach(args: argparse.Namespace) -> int:
+    """Print the run's progress until it ends. Ctrl-C stops following; the run continues."""
+    from megarl.controller.attach import attach
+
+    attach(args.run.absolute(), stop=args.stop, settings=args.settings)
+    console().print(f"the run has ended: {args.run}/summary.json", highlight=False)
+    return 0
+
+
+def _add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare `RUN [--out FOLDER] [--json]`."""
+    parser.add_argument("run_dir", type=file_path, metavar="RUN", help="folder of the run (its run_dir)")
+    parser.add_argument("--out", type=file_path, metavar="FOLDER", help="folder for the replay; default: RUN/replay")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _run_replay(args: argparse.Namespace) -> int:
+    """Replay the run without engines; exit code 1 if a checkpoint differs from that of the run."""
+    from megarl.controller.replay import replay_run  # imports Ray
+
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():  # progress
+        report = replay_run(args.run_dir.absolute(), (args.out or args.run_dir / "replay").absolute())
+    if args.json:
+        print(json.dumps({**asdict(report), "training_share": report.training_share}))
+    else:
+        for step, differing in report.checkpoints.items():
+            what = f"{len(differing)} values differ, such as {differing[0]}" if differing else "bitwise equal"
+            console().print(f"step {step}: {what}", highlight=False)
+        if report.first_difference is not None:
+            console().print(f"the first step whose training differs is {report.first_difference}", highlight=False)
+        console().print(report.line, highlight=False)
+    return 1 if any(report.checkpoints.values()) else 0
+
+
+COMMANDS = {
+    "sft": RunCommand(_add_stage_arguments, _run_sft),
+    "rm": RunCommand(_add_stage_arguments, _run_rm),
+    "dpo": RunCommand(_add_stage_arguments, _run_dpo),
+    "eval": RunCommand(_add_eval_arguments, _run_eval),
+    "attach": RunCommand(_add_attach_arguments, _run_attach),
+    "replay": RunCommand(_add_replay_arguments, _run_replay),
+}
+"""Command -> what it does, for those of this module other than `train`."""
