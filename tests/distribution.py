@@ -27,7 +27,7 @@ SHARED_FIXTURES = {
         "tests/end_to_end/test_schedules.py",
         "tests/run/remote/test_auxiliary_models.py",
         "tests/cluster/placement/test_pool.py",
-        "tests/controller/preflight/cluster/test_cluster_probe.py",
+        "tests/controller/preflight/test_cluster_check.py",
         "tests/cluster/workers/test_group.py",
     ),
     "slurm": ("tests/cluster/launch/slurm/test_*.py",),

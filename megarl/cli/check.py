@@ -16,7 +16,7 @@ from megarl.config import STAGES, dump_config, load_config
 from megarl.config.limits import describe_auto, describe_healthy
 from megarl.config.run import RunConfig, StageConfig
 from megarl.config.section import recorded_imports
-from megarl.controller.preflight.code_reward_checks import report_code_rows
+from megarl.controller.preflight.data_checks import find_template_notices, report_code_rows
 from megarl.controller.preflight.data_report import FileReport
 from megarl.controller.preflight.machine_checks import find_device
 from megarl.controller.preflight.model_checks import (
@@ -27,7 +27,6 @@ from megarl.controller.preflight.model_checks import (
 )
 from megarl.controller.preflight.run_checks import check_offline, check_or_raise, find_warmup_notices
 from megarl.controller.preflight.schedule_checks import find_journal_notices, find_schedule_notices
-from megarl.controller.preflight.template_checks import find_template_notices
 from megarl.controller.preflight.weight_sync_checks import describe_sync_time, find_weight_sync_notices
 from megarl.data.data_files import with_local_data
 from megarl.errors import ConfigError

@@ -130,8 +130,8 @@ def _run_cluster(args: argparse.Namespace) -> int:
     from rich.markup import escape
 
     from megarl.config.placement import PlacementConfig  # after the check of RAY_ADDRESS: Ray takes a second to import
-    from megarl.controller.preflight.cluster.cluster_check import RequiredPaths, check_cluster, required_paths
-    from megarl.controller.preflight.cluster.findings import nodes_table
+    from megarl.controller.preflight.cluster_check import RequiredPaths, check_cluster, required_paths
+    from megarl.controller.preflight.cluster_findings import nodes_table
 
     config = None if args.config is None else _load_config(args)
     placement = PlacementConfig() if config is None else config.placement

@@ -183,7 +183,7 @@ def _add_attach_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_attach(args: argparse.Namespace) -> int:
     """Print the run's progress until it ends. Ctrl-C stops following; the run continues."""
-    from megarl.controller.attach import attach
+    from megarl.controller.run_stage import attach
 
     attach(args.run.absolute(), stop=args.stop, settings=args.settings)
     console().print(f"the run has ended: {args.run}/summary.json", highlight=False)

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from megarl.cluster.placement.pool import SlotPool, reserve, start_cluster
 from megarl.cluster.workers.failures import to_megarl_error
 from megarl.config.placement import PlacementConfig
-from megarl.controller.preflight.cluster.cluster_check import RequiredPaths, check_nodes_or_raise
+from megarl.controller.preflight.cluster_check import RequiredPaths, check_nodes_or_raise
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,15 @@ from megarl.cluster.process import early_stop_signal
 from megarl.cluster.process.atomic_files import write_durably
 from megarl.cluster.process.torchrun_env import torchrun_world
 from megarl.cluster.workers.failures import to_megarl_error
-from megarl.config import RunConfig, StageConfig, dump_config
+from megarl.config import RunConfig, StageConfig, dump_config, load_config
 from megarl.config.paths import with_absolute_paths
 from megarl.config.run_outputs import RecoveryConfig
 from megarl.controller.actor import Controller
-from megarl.controller.detached import detach_run, detached_options
-from megarl.controller.preflight.cluster.cluster_check import check_nodes_or_raise, required_paths
+from megarl.controller.detached import detach_run, detached_options, find_controller
+from megarl.controller.preflight.cluster_check import check_nodes_or_raise, required_paths
+from megarl.controller.preflight.data_checks import find_template_notices
 from megarl.controller.preflight.model_checks import find_model_notices, write_missing_model
 from megarl.controller.preflight.run_checks import check_or_raise, find_warmup_notices
-from megarl.controller.preflight.template_checks import find_template_notices
 from megarl.controller.ray_session import (
     SigtermFlag,
     defer_sigterm,
@@ -333,3 +334,44 @@ def _cluster(config: StageConfig, startup: Startup) -> Iterator[None]:
         yield
     finally:
         leave_cluster()
+
+
+def attach(run_dir: Path, *, stop: bool = False, settings: Sequence[str] = ()) -> None:
+    """Show the latest events of a detached run, at most `run_events.MAX_EVENTS`, then its progress until it ends.
+
+    Several processes can be attached to one run; each shows all events.
+
+    SIGUSR1 and SIGTERM are forwarded to the run as a request to end early. Ctrl-C ends this process only.
+
+    Args:
+        stop: request that the run ends after the current step.
+        settings: `reward.terms.NAME.weight=VALUE` each: weights that the run has from its next step on.
+
+    Raises:
+        ConfigError: a setting is invalid; the run is not changed.
+        DataError: no detached run is active in `run_dir`.
+        MegarlError: the error that ended the run.
+    """
+    from megarl.run.reward_weights import parse_weights  # imports the whole of a rollout worker
+
+    config = load_config(RunConfig, run_dir / "train.yaml")
+    weights = parse_weights(config, settings)
+
+    def has_ended() -> bool:
+        # poll instead of a blocking call: that would outlive this process in one of the controller's three threads
+        time.sleep(POLL_SECONDS)
+        return bool(ray.get(controller.has_ended.remote()))
+
+    try:
+        controller = find_controller(run_dir)
+        if weights:
+            ray.get(controller.change_reward_weights.remote(weights))
+        if stop:
+            ray.get(controller.request_stop.remote("megarl attach --stop"))
+        with RunProgress(config.trainer.steps) as progress, defer_sigterm() as sigterm:
+            follow(controller, has_ended, progress, StopRequest(sigterm, math.inf))
+        ray.get(controller.outcome.remote())
+    except RayError as error:
+        raise to_megarl_error(error, what="train", name="the controller") from error
+    finally:
+        ray.shutdown()

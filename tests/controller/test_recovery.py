@@ -13,9 +13,8 @@ import pytest
 
 from megarl import errors
 from megarl.cluster.placement.pool import Slot, SlotPool
-from megarl.controller import assembly, recovery
-from megarl.controller.assembly import RunAssembly
-from megarl.controller.recovery import train_with_recovery
+from megarl.controller import recovery
+from megarl.controller.recovery import RunAssembly, train_with_recovery
 from megarl.run.run_events import EventLog, MessageEvent
 from megarl.run.supervision import restart_budget
 from megarl.tracking.startup import Startup
@@ -218,10 +217,10 @@ def fail_to_reserve(*_: Any) -> Any:
 def aborts(lost, patch, placement, *, is_up=True, reserve=fail_to_reserve, wait_seconds=0.0) -> bool:
     """Whether a run with a trainer on node `a` and engines on `b` and `c` aborts after the nodes in `lost` are lost."""
     there = {"a", "b", "c"} - lost
-    patch.setattr(assembly, "cluster_nodes", lambda: [SimpleNamespace(id=node, name=node) for node in sorted(there)])
-    patch.setattr(assembly, "remove_placement_group", lambda _: None)
-    patch.setattr(assembly, "reserve_pools", reserve)
-    patch.setattr(assembly, "NODE_POLL_SECONDS", 0.0)
+    patch.setattr(recovery, "cluster_nodes", lambda: [SimpleNamespace(id=node, name=node) for node in sorted(there)])
+    patch.setattr(recovery, "remove_placement_group", lambda _: None)
+    patch.setattr(recovery, "reserve_pools", reserve)
+    patch.setattr(recovery, "NODE_POLL_SECONDS", 0.0)
     found: Any = RunAssembly.__new__(RunAssembly)
     found._config = run_config({"type": "grpo"}, placement=placement, recovery={"node_wait_seconds": wait_seconds})
     found._notify = lambda text: None

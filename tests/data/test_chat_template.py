@@ -14,7 +14,7 @@ from megarl.config.data import DataConfig
 from megarl.config.engine_options import find_option_problems
 from megarl.config.load import make_config
 from megarl.config.run import SftConfig
-from megarl.controller.preflight.template_checks import find_template_notices, find_template_variables
+from megarl.controller.preflight.data_checks import find_template_notices, find_template_variables
 from megarl.data.chat_template import PromptTemplate
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.prompts import tokenize_prompts

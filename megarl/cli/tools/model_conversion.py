@@ -19,7 +19,7 @@ from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.workers.dispatch import BROADCAST
 from megarl.cluster.workers.group import WorkerFuture, WorkerGroup
 from megarl.config import ConvertConfig
-from megarl.controller.preflight.cluster.cluster_check import RequiredPaths
+from megarl.controller.preflight.cluster_check import RequiredPaths
 from megarl.controller.ray_session import reserved_slots
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, UntrustedIndexError, find_weights, read_index

@@ -18,7 +18,7 @@ from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.workers.group import Group, Processes, WorkerFuture, WorkerProcesses
 from megarl.cluster.workers.spmd import SpmdWorld
 from megarl.config import ScoreConfig
-from megarl.controller.preflight.cluster.cluster_check import RequiredPaths
+from megarl.controller.preflight.cluster_check import RequiredPaths
 from megarl.controller.ray_session import reserved_slots
 from megarl.data.token_file import TokenFile, TokenSequence
 from megarl.errors import ConfigError, DataError, MegarlError

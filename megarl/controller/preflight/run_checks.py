@@ -17,8 +17,7 @@ from megarl.config.reward import CodeRewardConfig, FormatRewardConfig, JudgeRewa
 from megarl.config.rollout import AgentConfig, EnvironmentConfig, HarnessConfig
 from megarl.config.run import DpoConfig, RunConfig, StageConfig
 from megarl.config.trainer import OptimizerConfig, load_decay
-from megarl.controller.preflight.code_reward_checks import find_test_case_problems
-from megarl.controller.preflight.data_checks import find_batch_problems, find_data_problems
+from megarl.controller.preflight.data_checks import find_batch_problems, find_data_problems, find_test_case_problems
 from megarl.controller.preflight.data_report import FileReport
 from megarl.controller.preflight.machine_checks import (
     find_allocation_problems,

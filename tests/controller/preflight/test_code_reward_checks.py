@@ -13,8 +13,8 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config import RunConfig
-from megarl.controller.preflight import code_reward_checks
-from megarl.controller.preflight.code_reward_checks import NUM_SOLUTIONS, find_test_case_problems, report_code_rows
+from megarl.controller.preflight import data_checks
+from megarl.controller.preflight.data_checks import NUM_SOLUTIONS, find_test_case_problems, report_code_rows
 from megarl.controller.preflight.run_checks import find_reward_problems
 from megarl.errors import ConfigError
 from megarl.run.remote.build import read_prompts
@@ -145,7 +145,7 @@ def test_solutions_that_all_fail_are_a_problem(tmp_path):
 
 def test_a_sample_is_spread_over_the_file(tmp_path, monkeypatch):
     tried: list[int] = []
-    monkeypatch.setattr(code_reward_checks, "find_failure", lambda tests, solution, _: tried.append(int(solution)))
+    monkeypatch.setattr(data_checks, "find_failure", lambda tests, solution, _: tried.append(int(solution)))
     for num_rows in (1, NUM_SOLUTIONS, NUM_SOLUTIONS + 1, 100):
         tried.clear()
         (report,) = report_code_rows(make_config(tmp_path, [mbpp_row(i, code=str(i)) for i in range(num_rows)]))

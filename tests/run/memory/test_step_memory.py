@@ -16,7 +16,7 @@ import torch
 from benchmarks.reshard.published import QWEN3_8B
 from megarl.config import RunConfig
 from megarl.config.trainer import OffloadConfig
-from megarl.controller.assembly import RunAssembly
+from megarl.controller.recovery import RunAssembly
 from megarl.errors import ConfigError
 from megarl.megatron.families.load_architecture import load_architecture
 from megarl.megatron.runtime import platform

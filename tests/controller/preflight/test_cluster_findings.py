@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from megarl.cluster.placement.hardware import Gpu
-from megarl.controller.preflight.cluster.findings import (
+from megarl.controller.preflight.cluster_findings import (
     GPU_MEMORY,
     Problem,
     UnreachableAddress,
@@ -20,8 +20,7 @@ from megarl.controller.preflight.cluster.findings import (
     messages,
     nodes_table,
 )
-from megarl.controller.preflight.cluster.node_report import SOURCE, Clock, NodeFacts, NodeReport, PathReport
-from megarl.controller.preflight.cluster.reachability import Interface
+from megarl.controller.preflight.node_report import SOURCE, Clock, Interface, NodeFacts, NodeReport, PathReport
 
 GIB = 2**30
 

@@ -22,7 +22,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megarl.controller.preflight.cluster.node_report import SOURCE, NodeFacts, NodeReport
+from megarl.controller.preflight.node_report import SOURCE, NodeFacts, NodeReport
 
 GIB = 2**30
 

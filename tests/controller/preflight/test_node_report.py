@@ -16,18 +16,22 @@ import torch
 
 from megarl.config import SftConfig
 from megarl.config.paths import with_absolute_paths
-from megarl.controller.preflight.cluster import node_report, reachability
-from megarl.controller.preflight.cluster.cluster_check import required_paths
-from megarl.controller.preflight.cluster.node_report import (
+from megarl.controller.preflight import node_report
+from megarl.controller.preflight.cluster_check import required_paths
+from megarl.controller.preflight.node_report import (
     SOURCE,
+    Address,
+    EchoServer,
+    Interface,
     ProbeRequest,
     check_readable,
     check_writable,
     collect_facts,
+    gloo_interface,
+    probe,
     source_hash,
     versions,
 )
-from megarl.controller.preflight.cluster.reachability import Address, EchoServer, Interface, gloo_interface, probe
 from tests.run.finished_groups import run_config
 from tests.time_limits import HANG_SECONDS
 
@@ -63,7 +67,7 @@ def test_source_hash_covers_names_and_contents(tmp_path: Path) -> None:
 
 def test_collecting_facts_imports_neither_torch_nor_ray() -> None:
     code = (
-        "import sys; from megarl.controller.preflight.cluster.node_report import *; versions(); "
+        "import sys; from megarl.controller.preflight.node_report import *; versions(); "
         "collect_facts(ProbeRequest(readable={}, writable={}, token='t')); "
         "print('torch' in sys.modules, 'ray' in sys.modules)"
     )
@@ -141,7 +145,7 @@ def test_all_paths_of_a_run_are_checked(tmp_path: Path) -> None:
 
 PROGRAM = """
 import sys, time
-from megarl.controller.preflight.cluster.cluster_probe import ProbeActor
+from megarl.controller.preflight.cluster_check import ProbeActor
 
 actor = ProbeActor()
 while "torch._C" not in sys.modules:
@@ -204,6 +208,6 @@ def test_the_interface_of_the_host_name(resolves_to: list[str], want: str, monke
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in resolves_to]
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(reachability.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(node_report.socket, "getaddrinfo", resolve)
     found = gloo_interface()
     assert (found.address, found.is_chosen) == (want, False)

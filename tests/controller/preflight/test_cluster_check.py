@@ -19,11 +19,10 @@ import ray
 from megarl.cluster.placement.assign import ClusterNode, cluster_nodes
 from megarl.cluster.placement.hardware import free_shared_memory
 from megarl.config.placement import PlacementConfig
-from megarl.controller.preflight.cluster import cluster_check
-from megarl.controller.preflight.cluster.cluster_check import RequiredPaths, check_nodes_or_raise
-from megarl.controller.preflight.cluster.cluster_probe import cluster_probe
-from megarl.controller.preflight.cluster.findings import MIN_MEMORY, MIN_SHARED_MEMORY, messages
-from megarl.controller.preflight.cluster.node_report import ProbeRequest
+from megarl.controller.preflight import cluster_check
+from megarl.controller.preflight.cluster_check import RequiredPaths, check_nodes_or_raise, cluster_probe
+from megarl.controller.preflight.cluster_findings import MIN_MEMORY, MIN_SHARED_MEMORY, messages
+from megarl.controller.preflight.node_report import ProbeRequest
 from megarl.errors import ConfigError
 from tests.cli.tiny_run import write_config, write_tiny_run
 from tests.time_limits import END_SECONDS, HANG_SECONDS, wait_until
