@@ -32,7 +32,7 @@ from megarl.config import RunConfig
 from megarl.data.sampler import PromptOrder, RunPrompts
 from megarl.megatron.requests import TrainStats
 from megarl.run.checkpointer import POLICY, Checkpointer
-from megarl.run.remote.auxiliary_models import AuxiliaryModels
+from megarl.run.remote.trainer_group import AuxiliaryModels
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
 from megarl.run.run_events import EventLog

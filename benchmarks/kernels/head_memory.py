@@ -28,8 +28,8 @@ from benchmarks.kernels.measure import peak_allocated_bytes
 from megarl.cluster.process.ports import find_unused_port
 from megarl.config.trainer import ParallelConfig
 from megarl.errors import ConfigError, MegarlError
-from megarl.run.memory import activations
-from megarl.run.memory.activations import HeadKind, TokenLoad, logits_bytes
+from megarl.run.memory import training_memory
+from megarl.run.memory.training_memory import HeadKind, TokenLoad, logits_bytes
 from megarl_kernels import clear_dummy_gradients, linear_logprob
 
 LOGITS = (4096, 151_936)
@@ -69,7 +69,7 @@ def measure_head_memory(tokens: int, vocab: int, hidden: int) -> HeadMemory:
     state = parallel_state.init_parallel_state(ParallelConfig(), seed=0, timeout=timedelta(minutes=1))
     state.activate()
     chunk_bytes = linear_logprob.CHUNK_BYTES * tokens * vocab // math.prod(LOGITS)
-    linear_logprob.CHUNK_BYTES = activations.HEAD_CHUNK_BYTES = chunk_bytes
+    linear_logprob.CHUNK_BYTES = training_memory.HEAD_CHUNK_BYTES = chunk_bytes
     linear_logprob.KEPT_FRACTION = 0.0
     peaks = {
         name: _peak_of_head(tokens, vocab, hidden, fused=fused, fp32=fp32)

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.results_file import write_results
 from benchmarks.text_table import markdown_rows, print_rows
 from megarl.cluster.placement.hardware import GPU_TYPES, GpuType
-from megarl.run.memory.activations import head_chunk_columns
+from megarl.run.memory.training_memory import head_chunk_columns
 
 TILE = (128, 256)
 ELEMENT_BYTES, FLOAT32_BYTES = 2, 4

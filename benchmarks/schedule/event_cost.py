@@ -14,7 +14,7 @@ from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.cluster.workers.payload import StoredItem
 from megarl.engines.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, TrajectorySummary
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.schedule.events import OpenGroup
 from megarl.run.schedule.schedule import Schedule
 from megarl.run.schedule.settings import SchedulePolicy

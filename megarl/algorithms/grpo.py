@@ -38,7 +38,7 @@ from megarl.rollout.estimation.estimators import (
     by_groups,
     reward_kl_penalty,
 )
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
 

@@ -12,7 +12,7 @@ from megarl.functional import prime_rewards
 from megarl.losses.policy_loss import ClippedLoss
 from megarl.losses.supervised_loss import ImplicitPrmLoss
 from megarl.rollout.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.rl_run import RLRun
 
 

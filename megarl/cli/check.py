@@ -31,7 +31,7 @@ from megarl.controller.preflight.weight_sync_checks import describe_sync_time, f
 from megarl.data.data_files import with_local_data
 from megarl.errors import ConfigError
 from megarl.model_files.hub import with_local_models
-from megarl.run.memory.gpus import gpu_type
+from megarl.run.memory.gpu_demand import gpu_type
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

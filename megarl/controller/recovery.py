@@ -1,4 +1,13 @@
-"""Build a run from slots and processes; restart those that die, and repeat the steps since the last checkpoint."""
+"""Build a run from slots and processes; restart those that die, and repeat the steps since the last checkpoint.
+
+- Engines and rollout workers are replaced within a step (`megarl.run.supervision`).
+- If a trainer rank dies, the others hang in collectives. All trainer ranks are restarted from the newest checkpoint.
+  The steps after it are trained again on the rollouts in the run's journal, which gives the same weights.
+- If the controller's actor dies, Ray restarts it. It then restarts all processes from the newest checkpoint.
+
+Only lost processes are restarted: those that have died, those that did not answer within a timeout, and those that NCCL
+lost contact with. Any other error, such as an exception in a rank or in a reward function, ends the run.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +48,17 @@ from megarl.errors import (
 )
 from megarl.rollout.journal.journal import journal_folder, list_steps, remove_steps_from
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
-from megarl.run.memory.mem_fraction import engine_mem_fraction
-from megarl.run.remote.auxiliary_models import AuxiliaryModels
+from megarl.run.memory.step_ledger import engine_mem_fraction
 from megarl.run.remote.build import read_prompts, shares_gpus, start_engines, trainer_spec
 from megarl.run.remote.engine_group import EngineGroup
 from megarl.run.remote.rollout_group import RolloutGroup
-from megarl.run.remote.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group, read_gpu_bytes
+from megarl.run.remote.trainer_group import (
+    AuxiliaryModels,
+    TrainerGroup,
+    make_rank_processes,
+    make_trainer_group,
+    read_gpu_bytes,
+)
 from megarl.run.run_events import EventLog, MessageEvent
 from megarl.run.run_state import RunState
 from megarl.run.schedule.events import ScheduleState

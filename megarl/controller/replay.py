@@ -19,18 +19,16 @@ from megarl.controller.run_stage import rotate, run_stage
 from megarl.errors import ConfigError, DataError
 from megarl.rollout.journal.journal import journal_folder, list_steps
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
-from megarl.run.remote.auxiliary_models import AuxiliaryModels
 from megarl.run.remote.build import read_prompts, trainer_spec
 from megarl.run.remote.rollout_actor import ReplayActor
 from megarl.run.remote.rollout_group import RolloutGroup
 from megarl.run.remote.rollout_workers import RolloutWorkers
-from megarl.run.remote.trainer_group import make_rank_processes, make_trainer_group
+from megarl.run.remote.trainer_group import AuxiliaryModels, make_rank_processes, make_trainer_group
 from megarl.run.rl_run import RLRun
 from megarl.run.run_events import EventLog, MessageEvent
 from megarl.run.run_parts import RunParts
 from megarl.run.run_state import RunState
-from megarl.run.schedule.events import ScheduleState
-from megarl.run.schedule.rebuild import LogMismatchError
+from megarl.run.schedule.events import LogMismatchError, ScheduleState
 from megarl.run.schedule.schedule import place
 from megarl.run.schedule_log import last_logged_step, logged_batches
 from megarl.run.step_limits import SKIPPED_METRICS

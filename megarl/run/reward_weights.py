@@ -23,7 +23,7 @@ from megarl.config import RunConfig
 from megarl.config.reward import RewardsConfig
 from megarl.errors import ConfigError, RewardError
 from megarl.rollout.journal.journal import journal_folder
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
 
 
 class RewardFailures:

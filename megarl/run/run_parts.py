@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from megarl.data.sampler import RunPrompts
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.memory.step_ledger import ReleasingEngines
-from megarl.run.remote.auxiliary_models import AuxiliaryModels
 from megarl.run.remote.rollout_group import RolloutGroup
-from megarl.run.remote.trainer_group import TrainerGroup
+from megarl.run.remote.trainer_group import AuxiliaryModels, TrainerGroup
 from megarl.run.run_state import RunState
 from megarl.run.supervision.restart_budget import RestartBudget
 from megarl.run.supervision.run_monitor import RunMonitor

@@ -26,16 +26,18 @@ from megarl.rollout.journal.journal import Journal, journal_folder, list_steps, 
 from megarl.rollout.rollout_worker import GroupJob
 from megarl.run.schedule.events import (
     Finished,
+    LogMismatchError,
     OpenGroup,
     Pushed,
     Removed,
     Resumed,
     ScheduleEvent,
     ScheduleState,
+    TokenVersions,
     decode_event,
     encode_event,
+    recover,
 )
-from megarl.run.schedule.rebuild import LogMismatchError, TokenVersions, recover
 from megarl.run.schedule.schedule import Schedule, place
 from megarl.run.schedule.settings import SchedulePolicy
 

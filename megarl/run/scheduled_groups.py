@@ -23,7 +23,7 @@ from megarl.config import RunConfig
 from megarl.data.sampler import RowOrder
 from megarl.engines.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.schedule.events import Admitted, OpenGroup, Outcome, ScheduleState
 from megarl.run.schedule.schedule import Schedule, place
 from megarl.run.schedule.settings import TokenStaleness, token_staleness

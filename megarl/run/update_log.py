@@ -22,7 +22,7 @@ from megarl.config.limits import LimitConfig
 from megarl.errors import DataError
 from megarl.megatron.requests import TrainStats, UpdateGuardSpec
 from megarl.rollout.journal.journal import journal_folder
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.schedule_log import SUFFIX, list_files
 from megarl.run.step_limits import SKIPPED_METRICS
 

@@ -28,8 +28,8 @@ from megarl.megatron.requests import ForwardRequest, TrainRequest, TrainStats
 from megarl.reshard.planning.strategy import SyncStats
 from megarl.rollout.estimation.estimate_job import EstimateJob
 from megarl.rollout.rollout_worker import GroupJob
-from megarl.run.remote.auxiliary_models import AuxiliaryModels
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
+from megarl.run.remote.trainer_group import AuxiliaryModels
 from megarl.run.rl_run import RLRun
 from megarl.run.run_events import EventLog, MessageEvent
 from megarl.run.run_parts import RunParts

@@ -12,7 +12,7 @@ from megarl.cli.tools.memory_report import find_memory_problems, report_memory
 from megarl.config import RunConfig, load_config
 from megarl.megatron import attention_kernels
 from megarl.megatron.families.load_architecture import load_architecture
-from megarl.run.memory.gpus import GIB, gpu_memory
+from megarl.run.memory.gpu_demand import GIB, gpu_memory
 from tests.cli.tiny_run import ROWS, write_config, write_rows, write_tiny_run
 
 

@@ -32,12 +32,16 @@ from megarl.engines.engine import EngineUpdate, Sampling
 from megarl.losses.policy_loss import ClippedLoss, PolicyLoss
 from megarl.megatron.requests import TrainStats
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, open_store
-from megarl.run.remote.auxiliary_models import AuxiliaryModels
 from megarl.run.remote.build import read_prompts, start_engines, trainer_spec
 from megarl.run.remote.engine_group import EngineGroup
-from megarl.run.remote.group_stream import FinishedGroup
-from megarl.run.remote.rollout_group import RolloutGroup
-from megarl.run.remote.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group, rank_environment
+from megarl.run.remote.rollout_group import FinishedGroup, RolloutGroup
+from megarl.run.remote.trainer_group import (
+    AuxiliaryModels,
+    TrainerGroup,
+    make_rank_processes,
+    make_trainer_group,
+    rank_environment,
+)
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
 from megarl.run.run_events import EventLog

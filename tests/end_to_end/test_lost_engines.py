@@ -18,7 +18,7 @@ import ray
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
 from megarl.engines.engine import Sampling
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.supervision.restart_budget import RestartBudget
 from tests.end_to_end.components import SMALL_BUCKETS, Components, SharedRanks, engine_host, started
 from tests.end_to_end.launched import has_ended

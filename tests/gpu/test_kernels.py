@@ -66,7 +66,7 @@ def head_pass(op, t, v, h, device):
 def planned_bytes(kind):
     """Return what is planned for a head and its weight's gradient that autograd gets."""
     planned = pytest.importorskip(
-        "megarl.run.memory.activations", reason="needs pydantic: requirements/test-gpu.txt", exc_type=ImportError
+        "megarl.run.memory.training_memory", reason="needs pydantic: requirements/test-gpu.txt", exc_type=ImportError
     )
     load = planned.TokenLoad(tokens=HEAD["t"], element_bytes=2)
     return planned.logits_bytes(load, HEAD["v"], HEAD["h"], kind, trains=True) + 2 * HEAD["v"] * HEAD["h"]

@@ -73,13 +73,13 @@ MUTANTS = (
     ),
     # schedules
     Mutant(
-        "megarl/run/schedule/deadline_queue.py",
+        "megarl/run/schedule/schedule.py",
         "if num_due > max(0, deadline - step) * self._groups_per_step:",
         "if num_due > max(0, deadline - step + 1) * self._groups_per_step:",
         "tests/run/schedule",
     ),
     Mutant(
-        "megarl/run/schedule/deadline_queue.py",
+        "megarl/run/schedule/schedule.py",
         "insort(bucket.finished, ordinal)",
         "bucket.finished.append(ordinal)",
         "tests/run/schedule",

@@ -16,7 +16,7 @@ from megarl.errors import LostEngineError, RewardError, WorkerError
 from megarl.rollout.agents.agent import GRACE_SECONDS
 from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.reward_weights import RewardFailures
 from tests.errors import expect_error
 from tests.rollout.clock import in_virtual_time

@@ -12,7 +12,7 @@ from megarl.cluster.workers.payload import LocalPayload
 from megarl.config import RunConfig
 from megarl.engines.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.schedule.events import OpenGroup
 from megarl.run.schedule.schedule import place
 

@@ -23,7 +23,7 @@ from megarl.config.run_outputs import TrackingConfig
 from megarl.rollout.journal.journal import FinishedJob, journal_folder, parse_step
 from megarl.rollout.journal.record_file import read_records
 from megarl.rollout.rollout_worker import GroupJob
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.reward_weights import RewardWeights, request_weights
 from megarl.run.schedule.events import OpenGroup, ScheduleState
 from megarl.run.schedule_log import ScheduleLog, log_folder, open_schedule

@@ -16,7 +16,7 @@ from megarl.controller.replay import first_difference
 from megarl.errors import DataError, LimitError
 from megarl.megatron.requests import TrainRequest, TrainStats, UpdateGuardSpec
 from megarl.rollout.journal.journal import journal_folder, list_steps, step_folder
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.run_state import RunState
 from megarl.run.schedule_log import list_files, log_folder
 from megarl.run.update_log import StepUpdate, UpdateLog, update_folder

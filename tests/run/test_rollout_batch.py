@@ -18,7 +18,7 @@ from megarl.functional import Denominators
 from megarl.losses.supervised_loss import SftLoss, ValueLoss
 from megarl.megatron.requests import TrainRequest
 from megarl.run.group_sampler import evaluate, pass_at_k
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.rollout_batch import RolloutBatch, batch_metrics
 from tests.errors import expect_error
 from tests.run.finished_groups import completion, finished_group, groups_with_rewards, run_config

@@ -26,7 +26,7 @@ from megarl.engines.engine import Sampling
 from megarl.errors import DataError, OutdatedEngineError
 from megarl.rollout.journal.journal import FinishedJob, Journal, journal_folder, open_journal, parse_step
 from megarl.rollout.rollout_worker import GroupJob, summarize
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.schedule.events import OpenGroup, Outcome, Removed, ScheduleState
 from megarl.run.schedule.schedule import Schedule
 from megarl.run.schedule.settings import Late, SchedulePolicy, TokenStaleness, token_staleness

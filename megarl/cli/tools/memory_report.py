@@ -7,10 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.config.run import RunConfig, StageConfig
-from megarl.run.memory.gpu_demand import GpuDemand, gpu_demands, longest_sequence
-from megarl.run.memory.gpus import GIB, USABLE_FRACTION, gpu_memory
-from megarl.run.memory.mem_fraction import EngineFraction, choose_mem_fraction, with_fraction
-from megarl.run.memory.step_ledger import ENGINE, LABELS, Holdings, step_ledger
+from megarl.run.memory.gpu_demand import GIB, USABLE_FRACTION, GpuDemand, gpu_demands, gpu_memory, longest_sequence
+from megarl.run.memory.step_ledger import (
+    ENGINE,
+    LABELS,
+    EngineFraction,
+    Holdings,
+    choose_mem_fraction,
+    step_ledger,
+    with_fraction,
+)
 
 FIELDS_TO_CHANGE = {
     "activations": "trainer.recompute, trainer.max_tokens_per_micro_batch, trainer.parallel",

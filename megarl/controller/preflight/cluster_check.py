@@ -1,4 +1,9 @@
-"""Check the nodes of a Ray cluster before a run, through one actor per node, and report problems."""
+"""Check the nodes of a Ray cluster before a run, through one actor per node, and report problems.
+
+driver ---> actor on node a   versions, clock, facts      connect to b, c      all-reduce with b, c
+       |--> actor on node b                               connect to a, c
+       `--> actor on node c                               connect to a, b
+"""
 
 from __future__ import annotations
 

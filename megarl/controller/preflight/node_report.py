@@ -1,4 +1,9 @@
-"""What a node reports about itself: versions, hardware, paths, reachable addresses. Imports neither torch nor Ray."""
+"""What a node reports about itself: versions, hardware, paths, reachable addresses. Imports neither torch nor Ray.
+
+Each node starts a server on a free port that sends its name to every client. Other nodes connect to each of its
+addresses and compare the name, since another host may answer at an address that is not unique, such as a container
+bridge's.
+"""
 
 from __future__ import annotations
 

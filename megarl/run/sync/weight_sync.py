@@ -40,9 +40,8 @@ from megarl.errors import ConfigError, MegarlError, OutdatedEngineError, WeightD
 from megarl.megatron.requests import PushRequest
 from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.run.memory.step_ledger import Phase, StepMemory
-from megarl.run.remote.auxiliary_models import AuxiliaryModels
 from megarl.run.remote.engine_group import EngineGroup, EngineHandles, StartedEngine
-from megarl.run.remote.trainer_group import TrainerGroup
+from megarl.run.remote.trainer_group import AuxiliaryModels, TrainerGroup
 from megarl.run.run_state import RunTotals
 from megarl.run.supervision.engine_supervisor import EngineSupervisor
 from megarl.run.supervision.restart_budget import name_some

@@ -16,7 +16,7 @@ from megarl.config.reward import RewardsConfig
 from megarl.functional import group_advantages
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.rollout.environments.environment import Step, Task
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.reward_weights import RewardWeights
 from megarl.run.rollout_batch import RolloutBatch
 from tests.rollout.environments.chat_templates import APPEND, chat_tokenizer

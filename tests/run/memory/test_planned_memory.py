@@ -18,24 +18,27 @@ from megarl.megatron.families.load_architecture import load_architecture
 from megarl.megatron.families.trainer_layouts import EVEN
 from megarl.model_files.quantization import is_quantized
 from megarl.reshard.layout.quantized_layout import quantize_specs
-from megarl.run.memory.activations import (
-    TokenLoad,
-    chunks_in_flight,
-    head_bytes,
-    layer_activations,
-    stage_activations,
-)
-from megarl.run.memory.engine_memory import (
+from megarl.run.memory.gpu_demand import (
+    NCCL_BYTES_PER_GROUP,
     EngineSizes,
     default_mem_fraction,
     engine_bytes,
     engine_weights,
+    gpu_demands,
+    gpu_memory,
     kv_bytes_per_token,
+    longest_sequence,
 )
-from megarl.run.memory.gpu_demand import gpu_demands, longest_sequence
-from megarl.run.memory.gpus import NCCL_BYTES_PER_GROUP, gpu_memory
 from megarl.run.memory.step_ledger import DeviceLedger, step_ledger
-from megarl.run.memory.training_memory import ElementBytes, library_caches
+from megarl.run.memory.training_memory import (
+    ElementBytes,
+    TokenLoad,
+    chunks_in_flight,
+    head_bytes,
+    layer_activations,
+    library_caches,
+    stage_activations,
+)
 from megarl_kernels import linear_logprob
 from tests.errors import expect_error
 

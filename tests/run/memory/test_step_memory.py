@@ -21,21 +21,33 @@ from megarl.errors import ConfigError
 from megarl.megatron.families.load_architecture import load_architecture
 from megarl.megatron.runtime import platform
 from megarl.run.memory import gpu_demand
-from megarl.run.memory.activations import ActivationBytes
-from megarl.run.memory.engine_memory import EngineBytes
-from megarl.run.memory.gpu_demand import POLICY, GpuDemand, ModelDemand, gpu_demands
-from megarl.run.memory.gpus import CUDA_CONTEXT_BYTES, GIB, USABLE_FRACTION, gpu_memory
-from megarl.run.memory.mem_fraction import (
+from megarl.run.memory.gpu_demand import (
+    CUDA_CONTEXT_BYTES,
+    GIB,
+    POLICY,
+    USABLE_FRACTION,
+    EngineBytes,
+    GpuDemand,
+    ModelDemand,
+    gpu_demands,
+    gpu_memory,
+)
+from megarl.run.memory.step_ledger import (
+    DeviceLedger,
     EngineFraction,
+    LedgerModel,
+    StepMemory,
+    StepSimulation,
     choose_mem_fraction,
     free_at_engine_start,
     kv_cache_bytes,
     largest_kv_cache,
     largest_mem_fraction,
+    peak,
+    step_ledger,
     with_fraction,
 )
-from megarl.run.memory.step_ledger import DeviceLedger, LedgerModel, StepMemory, StepSimulation, peak, step_ledger
-from megarl.run.memory.training_memory import StateBytes
+from megarl.run.memory.training_memory import ActivationBytes, StateBytes
 from megarl.run.remote.trainer_group import read_gpu_bytes
 from tests.run.finished_groups import run_config
 

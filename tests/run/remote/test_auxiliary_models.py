@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megarl.cluster.placement.pool import reserve_pools
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.run.remote.auxiliary_models import AuxiliaryModels, auxiliary_spec
 from megarl.run.remote.build import trainer_spec
-from megarl.run.remote.trainer_group import make_rank_processes, make_trainer_group
+from megarl.run.remote.trainer_group import AuxiliaryModels, auxiliary_spec, make_rank_processes, make_trainer_group
 from megarl.run.rollout_batch import RolloutBatch
 from megarl.run.run_events import EventLog
 from tests.algorithms.scripted_run import FakeRolloutGroup, train_with_fakes

@@ -13,7 +13,7 @@ import pytest
 from megarl.engines.engine import FinishedRequest, Generation, GenerationRequest
 from megarl.errors import LostEngineError
 from megarl.rollout.rollout_worker import GroupJob, RolloutWorker, RolloutWorkerSpec
-from megarl.run.remote.engine_loads import AssignedJob, EngineLoads
+from megarl.run.remote.rollout_workers import AssignedJob, EngineLoads
 from tests.rollout.clock import in_virtual_time
 from tests.rollout.whole_batches import NoScores, make_generation, make_group_job
 from tests.virtual_time import run_in_virtual_time

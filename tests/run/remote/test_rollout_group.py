@@ -19,10 +19,9 @@ from megarl.engines.engine import Sampling
 from megarl.errors import RestartLimitError, RewardError, WorkerError
 from megarl.rollout.estimation.estimate_job import TOKENS_PER_WORKER, EstimateSummary
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary
-from megarl.run.remote import group_stream, rollout_group, rollout_workers
-from megarl.run.remote.group_stream import FinishedGroup
+from megarl.run.remote import rollout_group, rollout_workers
 from megarl.run.remote.remote_engine import RemoteEngine
-from megarl.run.remote.rollout_group import RolloutGroup
+from megarl.run.remote.rollout_group import FinishedGroup, RolloutGroup
 from megarl.run.supervision import engine_supervisor
 from megarl.run.supervision.engine_supervisor import LIVENESS_GROUP
 from megarl.run.supervision.restart_budget import RestartBudget
@@ -172,10 +171,10 @@ class FakeCompletions:
 @pytest.fixture
 def ray(monkeypatch):
     fake = RolloutRay()
-    for module in (group_stream, rollout_group, rollout_workers, engine_supervisor, failures):
+    for module in (rollout_group, rollout_workers, engine_supervisor, failures):
         monkeypatch.setattr(module, "ray", fake)
         monkeypatch.setattr(module, "time", fake, raising=False)
-    monkeypatch.setattr(group_stream, "Completions", lambda: FakeCompletions(fake))
+    monkeypatch.setattr(rollout_group, "Completions", lambda: FakeCompletions(fake))
     monkeypatch.setattr(failures, "_ray_log_folder", lambda: None)
     monkeypatch.setattr(rollout_workers, "nodes_for_light_workers", lambda: [SimpleNamespace(id="node")])
     monkeypatch.setattr(rollout_workers, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
@@ -239,7 +238,7 @@ def finish(worker, *requests, replayed=False):
 )
 def test_objects_are_smaller_than_the_share_of_a_replica(prompts, mini_batches, slots, expected):
     """Ranks of 8 slots are one replica, where there are several."""
-    assert group_stream.groups_per_object(batch_config(prompts, mini_batches, slots)) == expected
+    assert rollout_group.groups_per_object(batch_config(prompts, mini_batches, slots)) == expected
 
 
 def test_groups_that_have_finished_meanwhile_return_in_one_call_of_several_objects(ray):

@@ -8,8 +8,16 @@ from random import Random
 import pytest
 from pydantic import TypeAdapter
 
-from megarl.run.schedule.events import Admitted, Leased, Outcome, ScheduleState, decode_event, encode_event
-from megarl.run.schedule.rebuild import TokenVersions, recover
+from megarl.run.schedule.events import (
+    Admitted,
+    Leased,
+    Outcome,
+    ScheduleState,
+    TokenVersions,
+    decode_event,
+    encode_event,
+    recover,
+)
 from megarl.run.schedule.schedule import Schedule
 from megarl.run.schedule.settings import Late, SchedulePolicy, Update
 

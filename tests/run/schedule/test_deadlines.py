@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from megarl.run.schedule.deadline_queue import DeadlineQueue
-from megarl.run.schedule.schedule import Schedule
+from megarl.run.schedule.schedule import DeadlineQueue, Schedule
 from megarl.run.schedule.settings import SchedulePolicy, Update
 
 

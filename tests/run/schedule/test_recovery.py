@@ -15,10 +15,11 @@ from megarl.run.schedule.events import (
     Pushed,
     Removed,
     ScheduleState,
+    TokenVersions,
     decode_event,
     encode_event,
+    recover,
 )
-from megarl.run.schedule.rebuild import TokenVersions, recover
 from megarl.run.schedule.schedule import Schedule
 from megarl.run.schedule.settings import Late, SchedulePolicy
 from tests.errors import expect_error

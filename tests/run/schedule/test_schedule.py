@@ -10,7 +10,7 @@ from megarl.run.schedule.schedule import WAIT_FREE_STEPS, Schedule, place
 from megarl.run.schedule.settings import Late, SchedulePolicy, Update
 from tests.errors import expect_error
 
-MODULES = ("settings", "deadline_queue", "schedule")
+MODULES = ("settings", "schedule")
 
 
 def make(lookahead, max_staleness, *, late=Late.WAIT, num_steps=None):
