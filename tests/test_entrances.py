@@ -40,7 +40,7 @@ from megarl.rollout.environments.guess import Guess
 from megarl.rollout.environments.http_tool import SHARED_KEY, HttpTool
 from megarl.rollout.environments.python_interpreter import PythonInterpreter
 from megarl.rollout.environments.search import Search
-from megarl.rollout.journal.journal import FinishedJob, Journal, read_step
+from megarl.rollout.journal import FinishedJob, Journal, read_step
 from megarl.rollout.rollout_worker import GroupSummary, summarize
 from megarl.text import describe_error, replace_surrogates
 from megarl.tracking import tracker
@@ -544,7 +544,7 @@ def test_lines_on_a_terminal_are_not_obeyed() -> None:
 
 WRITERS = {
     "tracking/rollout_log.py": test_rollout_files_read_back,
-    "rollout/journal/journal.py": test_journals_read_back,
+    "rollout/journal.py": test_journals_read_back,
     "megatron/training/update_guard.py": None,
 }
 """Modules that write tables, and their tests; a rejected batch has tokens and numbers only."""

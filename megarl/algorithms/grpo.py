@@ -29,7 +29,7 @@ from megarl.config.algorithm import (
 from megarl.functional import group_advantages, keep_informative_groups, overlong_penalty
 from megarl.losses.loss import TokenLoss
 from megarl.losses.policy_loss import CispoLoss, ClippedLoss, GmpoLoss, GspoLoss
-from megarl.rollout.estimation.estimators import (
+from megarl.rollout.estimators import (
     CompletionBatch,
     EstimatorOutput,
     Metric,

@@ -11,7 +11,7 @@ from megarl.config.algorithm import PrimeConfig
 from megarl.functional import prime_rewards
 from megarl.losses.policy_loss import ClippedLoss
 from megarl.losses.supervised_loss import ImplicitPrmLoss
-from megarl.rollout.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
+from megarl.rollout.estimators import EstimatorOutput, TokenBatch, by_groups
 from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.rl_run import RLRun
 

@@ -46,7 +46,7 @@ from megarl.errors import (
     WeightSyncError,
     WorkerError,
 )
-from megarl.rollout.journal.journal import journal_folder, list_steps, remove_steps_from
+from megarl.rollout.journal import journal_folder, list_steps, remove_steps_from
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
 from megarl.run.memory.step_ledger import engine_mem_fraction
 from megarl.run.remote.build import read_prompts, shares_gpus, start_engines, trainer_spec

@@ -17,7 +17,7 @@ from megarl.config.placement import MAIN_POOL
 from megarl.controller.actor import Controller
 from megarl.controller.run_stage import rotate, run_stage
 from megarl.errors import ConfigError, DataError
-from megarl.rollout.journal.journal import journal_folder, list_steps
+from megarl.rollout.journal import journal_folder, list_steps
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
 from megarl.run.remote.build import read_prompts, trainer_spec
 from megarl.run.remote.rollout_actor import ReplayActor

@@ -20,7 +20,7 @@ from megarl.checkpoint.store import CheckpointEntry, CheckpointStore, summarize_
 from megarl.config import RunConfig, StageConfig, command_of, load_resolved
 from megarl.data.data_files import find_data_files
 from megarl.errors import ConfigError, DataError
-from megarl.rollout.journal.journal import journal_fingerprint, list_steps, read_fingerprints
+from megarl.rollout.journal import journal_fingerprint, list_steps, read_fingerprints
 from megarl.run.run_state import RunState
 from megarl.run.schedule.events import ScheduleState
 from megarl.run.schedule_log import continues_log, log_folder

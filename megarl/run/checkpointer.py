@@ -25,7 +25,7 @@ from megarl.config import RunConfig, StageConfig, dump_config
 from megarl.data.data_files import find_data_files
 from megarl.errors import DataError
 from megarl.megatron.requests import SavedShard, SaveRequest
-from megarl.rollout.journal.journal import journal_folder, remove_steps
+from megarl.rollout.journal import journal_folder, remove_steps
 from megarl.run.remote.trainer_group import TrainerGroup
 from megarl.run.run_state import RunState
 from megarl.run.schedule_log import first_needed_step, log_folder, remove_events

@@ -16,7 +16,7 @@ from megarl.config import RunConfig
 from megarl.config.data import DifficultyConfig
 from megarl.engines.engine import Sampling
 from megarl.errors import ConfigError, DataError, RewardError
-from megarl.rollout.journal.journal import journal_folder, list_steps, remove_steps_from
+from megarl.rollout.journal import journal_folder, list_steps, remove_steps_from
 from megarl.run.remote.rollout_group import FinishedGroup, RolloutGroup
 from megarl.run.reward_weights import RewardFailures, RewardWeights
 from megarl.run.rollout_batch import BatchVersions, KeptSample, RolloutBatch

@@ -22,7 +22,7 @@ from megarl.cluster.process.atomic_files import append_line, read_lines
 from megarl.config import RunConfig
 from megarl.config.reward import RewardsConfig
 from megarl.errors import ConfigError, RewardError
-from megarl.rollout.journal.journal import journal_folder
+from megarl.rollout.journal import journal_folder
 from megarl.run.remote.rollout_group import FinishedGroup
 
 

@@ -35,8 +35,8 @@ from megarl.megatron.requests import (
     TrainRequest,
     TrainStats,
 )
-from megarl.rollout.estimation.estimate_job import EstimateJob, estimate_completions
-from megarl.rollout.estimation.estimators import KL_METRIC, Estimator, is_by_completions, make_adaptive_kl
+from megarl.rollout.estimate_job import EstimateJob, estimate_completions
+from megarl.rollout.estimators import KL_METRIC, Estimator, is_by_completions, make_adaptive_kl
 from megarl.run.checkpointer import POLICY, Checkpointer, remove_journal
 from megarl.run.group_sampler import GroupSampler
 from megarl.run.memory.step_ledger import StepMemory

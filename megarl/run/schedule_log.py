@@ -22,7 +22,7 @@ from pathlib import Path
 from megarl.cluster.process.atomic_files import make_durable_folder, sync_path
 from megarl.config import RunConfig
 from megarl.errors import DataError
-from megarl.rollout.journal.journal import Journal, journal_folder, list_steps, open_journal, parse_step
+from megarl.rollout.journal import Journal, journal_folder, list_steps, open_journal, parse_step
 from megarl.rollout.rollout_worker import GroupJob
 from megarl.run.schedule.events import (
     Finished,

@@ -21,7 +21,7 @@ from megarl.cluster.process.atomic_files import append_line, read_lines
 from megarl.config.limits import LimitConfig
 from megarl.errors import DataError
 from megarl.megatron.requests import TrainStats, UpdateGuardSpec
-from megarl.rollout.journal.journal import journal_folder
+from megarl.rollout.journal import journal_folder
 from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.schedule_log import SUFFIX, list_files
 from megarl.run.step_limits import SKIPPED_METRICS

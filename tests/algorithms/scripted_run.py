@@ -26,7 +26,7 @@ from megarl.data.sampler import PromptOrder, RunPrompts
 from megarl.engines.engine import Sampling
 from megarl.megatron.requests import ForwardRequest, TrainRequest, TrainStats
 from megarl.reshard.planning.strategy import SyncStats
-from megarl.rollout.estimation.estimate_job import EstimateJob
+from megarl.rollout.estimate_job import EstimateJob
 from megarl.rollout.rollout_worker import GroupJob
 from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.remote.trainer_group import AuxiliaryModels

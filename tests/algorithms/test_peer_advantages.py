@@ -17,7 +17,7 @@ from megarl.algorithms.prime import prime_estimates
 from megarl.algorithms.reinforce import reinforce_estimates
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.functional import normalize, whiten
-from megarl.rollout.estimation.estimators import EstimatorOutput, TokenBatch
+from megarl.rollout.estimators import EstimatorOutput, TokenBatch
 
 PEER = json.loads((Path(__file__).parent / "peer_advantages.json").read_text())
 

@@ -22,12 +22,12 @@ from megarl.data.preference_pairs import load_preferences
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError
 from megarl.rollout.environments.conversation import ChatRenderer
-from megarl.rollout.journal.journal import FinishedJob, Journal, open_journal
+from megarl.rollout.journal import FinishedJob, Journal, open_journal
 from megarl.run.remote.build import read_prompts
 from tests.cli.tiny_run import write_rows, write_tiny_run
 from tests.errors import expect_error
 from tests.rollout.environments.chat_templates import APPEND
-from tests.rollout.journal.test_journal import finished_group
+from tests.rollout.test_journal import finished_group
 from tests.rollout.whole_batches import make_group_job
 
 TEMPLATE = "{{ strftime_now('%d %b %Y') }}\n" + APPEND

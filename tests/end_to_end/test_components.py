@@ -18,7 +18,7 @@ from megarl.config.algorithm import ReinforcePlusPlusConfig
 from megarl.engines.engine import Sampling
 from megarl.errors import RewardError, WorkerError
 from megarl.megatron.training.samples import merge_column
-from megarl.rollout.estimation import estimate_job
+from megarl.rollout import estimate_job
 from megarl.run.remote.build import trainer_spec
 from megarl.run.remote.rollout_group import RolloutGroup
 from megarl.run.remote.trainer_group import make_trainer_group

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig, load_config
 from megarl.data.tokenizer import load_tokenizer
-from megarl.rollout.journal.journal import list_steps as journal_steps
-from megarl.rollout.journal.journal import read_step
+from megarl.rollout.journal import list_steps as journal_steps
+from megarl.rollout.journal import read_step
 from megarl.run.remote.rollout_workers import RolloutWorkers
 from tests.end_to_end.components import Components, make_config
 from tests.end_to_end.launched import MISMATCH, list_steps

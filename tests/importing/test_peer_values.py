@@ -37,7 +37,7 @@ from megarl.importing.peer_settings import Setting
 from megarl.importing.peers import PEERS
 from megarl.losses.loss import LossBatch, TokenScores
 from megarl.losses.policy_loss import CispoLoss, ClippedLoss, GmpoLoss, GspoLoss, PolicyLoss
-from megarl.rollout.estimation.estimators import EstimatorOutput, TokenBatch
+from megarl.rollout.estimators import EstimatorOutput, TokenBatch
 
 FILES = {name: Path(__file__).parent / "peer_values" / f"{name.replace('-', '_')}.json" for name in PEERS}
 RECORDS: dict[str, Any] = {name: json.loads(path.read_text()) for name, path in FILES.items()}

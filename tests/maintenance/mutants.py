@@ -131,13 +131,13 @@ MUTANTS = (
         "tests/rollout/test_rollout_worker.py tests/engines/sglang/test_sglang_engine.py",
     ),
     Mutant(
-        "megarl/rollout/journal/journal.py",
+        "megarl/rollout/journal.py",
         "entry = None if key in entries else _read_entry(location)",
         "entry = _read_entry(location)",
         "tests/rollout/journal",
     ),
     Mutant(
-        "megarl/rollout/journal/journal.py",
+        "megarl/rollout/journal.py",
         "        job.sampling,\n        job.seed,\n",
         "        job.sampling,\n",
         "tests/rollout/journal",

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megarl.cluster.workers.payload import LocalPayload
-from megarl.rollout.estimation.estimate_job import EstimateJob, estimate, estimate_in_shares, whiten
+from megarl.rollout.estimate_job import EstimateJob, estimate, estimate_in_shares, whiten
 
 
 def keys_of(groups):

@@ -34,8 +34,8 @@ from megarl.config.algorithm import (
 )
 from megarl.config.policy import KlRewardConfig
 from megarl.megatron.training.samples import ComputedColumn
-from megarl.rollout.estimation.estimate_job import TOKENS_PER_WORKER, estimate_completions, share_groups
-from megarl.rollout.estimation.estimators import EstimatorOutput, is_by_completions, make_token_batch
+from megarl.rollout.estimate_job import TOKENS_PER_WORKER, estimate_completions, share_groups
+from megarl.rollout.estimators import EstimatorOutput, is_by_completions, make_token_batch
 from tests.errors import expect_error
 from tests.rollout.estimates import assert_same_bits, estimate_here, keys_of, make_job, token_column
 from tests.run.finished_groups import completion

@@ -23,7 +23,7 @@ from megarl.config.load import make_config
 from megarl.data.sampler import PromptOrder, SamplerState
 from megarl.errors import DataError, LostLockError
 from megarl.megatron.requests import SavedFile, SavedShard, SaveRequest, SaveStats, TrainRequest
-from megarl.rollout.journal.journal import journal_folder, list_steps, step_folder
+from megarl.rollout.journal import journal_folder, list_steps, step_folder
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.run_events import EventLog
 from megarl.run.run_state import RunState, RunTotals

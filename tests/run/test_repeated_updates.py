@@ -15,7 +15,7 @@ from megarl.controller.recovery import discard_partial_journal
 from megarl.controller.replay import first_difference
 from megarl.errors import DataError, LimitError
 from megarl.megatron.requests import TrainRequest, TrainStats, UpdateGuardSpec
-from megarl.rollout.journal.journal import journal_folder, list_steps, step_folder
+from megarl.rollout.journal import journal_folder, list_steps, step_folder
 from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.run_state import RunState
 from megarl.run.schedule_log import list_files, log_folder

@@ -16,7 +16,7 @@ import pytest
 from megarl.batch.trajectory import TermReport, Trajectory
 from megarl.config.reward import RewardsConfig
 from megarl.errors import ConfigError, RewardError
-from megarl.rollout.journal.journal import list_steps, step_folder
+from megarl.rollout.journal import list_steps, step_folder
 from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.reward_weights import FILE, RewardFailures, RewardWeights, parse_weights, request_weights
 from megarl.run.rollout_batch import RolloutBatch, term_metrics

@@ -24,7 +24,7 @@ from megarl.config.rollout import ScheduleConfig
 from megarl.data.sampler import MixtureOrder
 from megarl.engines.engine import Sampling
 from megarl.errors import DataError, OutdatedEngineError
-from megarl.rollout.journal.journal import FinishedJob, Journal, journal_folder, open_journal, parse_step
+from megarl.rollout.journal import FinishedJob, Journal, journal_folder, open_journal, parse_step
 from megarl.rollout.rollout_worker import GroupJob, summarize
 from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.schedule.events import OpenGroup, Outcome, Removed, ScheduleState

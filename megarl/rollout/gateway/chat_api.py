@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.rollout.environments.environment import Message
-from megarl.rollout.gateway.chat_messages import make_message
 from megarl.rollout.gateway.turn_request import (
     Applied,
     RefusedRequestError,
@@ -15,6 +14,7 @@ from megarl.rollout.gateway.turn_request import (
     always,
     find_overruled,
     is_one_of,
+    make_message,
     read_flag,
     read_functions,
     read_limit,

@@ -8,7 +8,6 @@ from typing import Any
 
 from megarl.rollout.environments.environment import Message
 from megarl.rollout.gateway.chat_api import count_tokens, split_text
-from megarl.rollout.gateway.chat_messages import make_message, parse_arguments
 from megarl.rollout.gateway.turn_request import (
     Applied,
     RefusedRequestError,
@@ -17,6 +16,8 @@ from megarl.rollout.gateway.turn_request import (
     find_overruled,
     is_one_of,
     make_function,
+    make_message,
+    parse_arguments,
     read_flag,
     read_limit,
     read_list,

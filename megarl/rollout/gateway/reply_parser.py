@@ -34,7 +34,7 @@ from megarl.cluster.process.child_processes import make_preexec
 from megarl.engines.sglang.engine_environment import make_engine_environment
 from megarl.errors import WorkerError
 from megarl.rollout.environments.environment import Message
-from megarl.rollout.gateway.chat_messages import parse_arguments
+from megarl.rollout.gateway.turn_request import parse_arguments
 from megarl.text import escape_controls, replace_surrogates
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ from typing import Any
 
 from megarl.rollout.environments.environment import Message
 from megarl.rollout.gateway.chat_api import count_tokens, read_arguments, split_text
-from megarl.rollout.gateway.chat_messages import make_message
 from megarl.rollout.gateway.turn_request import (
     Applied,
     RefusedRequestError,
@@ -16,6 +15,7 @@ from megarl.rollout.gateway.turn_request import (
     always,
     find_overruled,
     is_one_of,
+    make_message,
     read_flag,
     read_functions,
     read_limit,

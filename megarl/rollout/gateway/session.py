@@ -26,9 +26,8 @@ from megarl.errors import AgentError, MegarlError
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Message
-from megarl.rollout.gateway.chat_messages import make_message, message_digest
 from megarl.rollout.gateway.reply_parser import ParsedReply, ReplyParser
-from megarl.rollout.gateway.turn_request import RefusedRequestError, TurnRequest
+from megarl.rollout.gateway.turn_request import RefusedRequestError, TurnRequest, make_message, message_digest
 from megarl.rollout.gateway.turns import (
     Exchange,
     Exchanges,

@@ -28,8 +28,8 @@ The ledger has bytes by process and owner, and the moment of the highest total i
         ledger.free("trainer", "activations")
     ledger.peaks["training"].total    what the trainer held before, and 2**30
 
-It stands in for a device: nothing is allocated. The part of a GPU's free memory that an engine fills with weights and KV
-cache, SGLang's `mem_fraction_static`, is the largest whose ledger fits.
+It stands in for a device: nothing is allocated. The part of a GPU's free memory that an engine fills with weights and
+KV cache, SGLang's `mem_fraction_static`, is the largest whose ledger fits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Bytes of a trainer rank by formula: activations, and parameters, gradients and optimizer state.
 
 Activations that the backward pass needs, of Transformer Engine's layers. Attention is fused: no score matrix is stored
-(Korthikanti et al., arXiv 2205.05198, without its terms of scores and of dropout). Bytes per token of a rank in bfloat16, with hidden size h, a heads of size d, g key-value heads, an MLP of
-width f, t = tp, x = etp, and u = 1/t with sequence parallelism, else 1:
+(Korthikanti et al., arXiv 2205.05198, without its terms of scores and of dropout).
+
+Bytes per token of a rank in bfloat16, with hidden size h, a heads of size d, g key-value heads, an MLP of width f,
+t = tp, x = etp, and u = 1/t with sequence parallelism, else 1:
 
     layer_input       4h u: residual stream before both norms
     layernorm         4h u: outputs of both norms

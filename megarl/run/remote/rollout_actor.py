@@ -23,14 +23,14 @@ from megarl.rollout.agents.agent import load_agent
 from megarl.rollout.environments.environment_agent import EnvironmentAgent
 from megarl.rollout.gateway.harness_agent import HarnessAgent
 from megarl.rollout.gateway.harness_process import HARNESS
-from megarl.rollout.journal.journal import Replay, open_journal, parse_step
+from megarl.rollout.journal import Replay, open_journal, parse_step
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec, SourceAgent
 from megarl.tracking.rollout_log import write_rollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.rollout.estimation.estimate_job import ColumnPart, EstimateJob, EstimateSummary, WhitenJob
+    from megarl.rollout.estimate_job import ColumnPart, EstimateJob, EstimateSummary, WhitenJob
 
 
 class RolloutActor(RolloutWorker):
@@ -137,7 +137,7 @@ class RolloutActor(RolloutWorker):
             places, stored: as `record`.
         """
         # imports torch, which the estimator of `job` needs, too
-        from megarl.rollout.estimation.estimate_job import estimate
+        from megarl.rollout.estimate_job import estimate
 
         _freeze_imported_modules()
         groups = await _fetch_groups(places, stored)
@@ -157,7 +157,7 @@ class RolloutActor(RolloutWorker):
             places, stored: as `record`.
             advantages: the column of these groups that `estimate` has returned.
         """
-        from megarl.rollout.estimation.estimate_job import whiten
+        from megarl.rollout.estimate_job import whiten
 
         return await asyncio.to_thread(whiten, job, await _fetch_groups(places, stored), advantages)
 

@@ -36,7 +36,7 @@ from megarl.run.remote.rollout_workers import WORKER_DEATHS, AssignedJob, Rollou
 from megarl.run.supervision.engine_supervisor import GATHER_SECONDS, POLL_INTERVAL_SECONDS
 
 if TYPE_CHECKING:
-    from megarl.rollout.estimation.estimate_job import EstimateJob, EstimateSummary
+    from megarl.rollout.estimate_job import EstimateJob, EstimateSummary
 
 
 MAX_GROUPS_PER_OBJECT = 8
@@ -454,7 +454,7 @@ class RolloutGroup:
     ) -> tuple[EstimateSummary, dict[ColumnName, ComputedColumn]]:
         """Run `job` on the trajectories of the groups, shared by the workers; its columns stay in the object store."""
         # imports torch, which takes seconds
-        from megarl.rollout.estimation.estimate_job import estimate_in_shares, share_groups
+        from megarl.rollout.estimate_job import estimate_in_shares, share_groups
 
         workers_G = share_groups(job, [group.worker for group in groups], len(self.workers))
         payloads: dict[int, list[StoredItem[Sequence[Trajectory]]]] = {}

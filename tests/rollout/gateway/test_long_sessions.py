@@ -18,7 +18,7 @@ from megarl.engines.engine import Generation, GenerationRequest, Sampling
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Message
-from megarl.rollout.gateway import chat_messages, session, turns
+from megarl.rollout.gateway import session, turn_request, turns
 from megarl.rollout.gateway.chat_api import chat_response, read_chat_request
 from megarl.rollout.gateway.reply_parser import ParsedReply, PlainTextParser, ReplyParser, ToolCall
 from megarl.rollout.gateway.server import GatewayServer
@@ -107,7 +107,7 @@ def test_what_is_read_hashed_rendered_and_encoded_does_not_grow(calls: bool, mon
     tokenizer = chat_tokenizer(APPEND)
     renderer = CountingRenderer(tokenizer, DAY)
     hashed: list[Message] = []
-    digest = chat_messages.message_digest
+    digest = turn_request.message_digest
     monkeypatch.setattr(session, "message_digest", lambda message: hashed.append(message) or digest(message))
 
     async def count() -> list[tuple[int, int, int]]:

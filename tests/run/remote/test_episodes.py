@@ -22,7 +22,7 @@ from megarl.config.algorithm import (
 )
 from megarl.functional import aggregate
 from megarl.losses.supervised_loss import SftLoss
-from megarl.rollout.journal.journal import decode_group, encode_group
+from megarl.rollout.journal import decode_group, encode_group
 from megarl.rollout.rollout_worker import summarize
 from megarl.run.rollout_batch import RolloutBatch, batch_metrics
 from tests.algorithms.scripted_run import run_script

@@ -12,7 +12,7 @@ from megarl.checkpoint.run_lock import RunLock, find_claim
 from megarl.config import RunConfig
 from megarl.engines.engine import Generation, Sampling
 from megarl.errors import LostLockError, WorkerError
-from megarl.rollout.journal.journal import read_step
+from megarl.rollout.journal import read_step
 from megarl.rollout.rollout_worker import GroupJob
 from megarl.run.remote import rollout_actor
 from tests.checkpoint.run_folder import take_over

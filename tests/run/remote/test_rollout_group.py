@@ -17,7 +17,7 @@ from megarl.config.run_outputs import RecoveryConfig
 from megarl.config.trainer import ParallelConfig
 from megarl.engines.engine import Sampling
 from megarl.errors import RestartLimitError, RewardError, WorkerError
-from megarl.rollout.estimation.estimate_job import TOKENS_PER_WORKER, EstimateSummary
+from megarl.rollout.estimate_job import TOKENS_PER_WORKER, EstimateSummary
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary
 from megarl.run.remote import rollout_group, rollout_workers
 from megarl.run.remote.remote_engine import RemoteEngine

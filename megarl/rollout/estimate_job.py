@@ -27,7 +27,7 @@ from megarl.cluster.workers.payload import Payload
 from megarl.functional import normalize
 from megarl.megatron.requests import TokenColumn
 from megarl.megatron.training.samples import ComputedColumn, merge_column, select_values
-from megarl.rollout.estimation.estimators import (
+from megarl.rollout.estimators import (
     CompletionBatch,
     Estimator,
     EstimatorOutput,

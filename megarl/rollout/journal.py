@@ -42,7 +42,7 @@ from megarl.config import RunConfig
 from megarl.config.reward import SERVICE_SETTINGS
 from megarl.errors import DataError, WorkerError
 from megarl.model_files.json_object import JsonMapping
-from megarl.rollout.journal.record_file import Record, RecordWriter, encode_record, read_body, read_records
+from megarl.rollout.record_file import Record, RecordWriter, encode_record, read_body, read_records
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
 from megarl.text import map_text, replace_surrogates
 

@@ -20,7 +20,7 @@ import pytest
 from megarl.batch.trajectory import Prompt, TermReport, Trajectory
 from megarl.config import RunConfig
 from megarl.errors import DataError, WorkerError
-from megarl.rollout.journal.journal import (
+from megarl.rollout.journal import (
     FinishedJob,
     Journal,
     Replay,
@@ -31,7 +31,7 @@ from megarl.rollout.journal.journal import (
     read_step,
     remove_steps,
 )
-from megarl.rollout.journal.record_file import read_records
+from megarl.rollout.record_file import read_records
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
 from tests.errors import expect_error
 from tests.rollout.clock import in_event_loop
