@@ -15,8 +15,7 @@ from megarl.config.policy import (
 )
 from megarl.data.tokenizer import load_tokenizer
 from megarl.functional import PolicyLossOutput
-from megarl.losses.loss import Loss, LossBatch, LossOutput, TokenLoss, TokenScores, ValueHeadLoss
-from megarl.losses.policy_loss import ClippedLoss
+from megarl.losses import ClippedLoss, Loss, LossBatch, LossOutput, TokenLoss, TokenScores, ValueHeadLoss
 from megarl.rollout.estimators import CompletionBatch, EstimatorOutput, TokenBatch, by_completions, by_groups
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch

@@ -6,7 +6,7 @@ from typing import override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithm import DistillationConfig
-from megarl.losses.policy_loss import ClippedLoss
+from megarl.losses import ClippedLoss
 from megarl.rollout.estimators import EstimatorOutput, TokenBatch, by_groups
 from megarl.run.rl_run import RLRun
 

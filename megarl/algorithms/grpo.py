@@ -27,8 +27,7 @@ from megarl.config.algorithm import (
     RlooConfig,
 )
 from megarl.functional import group_advantages, keep_informative_groups, overlong_penalty
-from megarl.losses.loss import TokenLoss
-from megarl.losses.policy_loss import CispoLoss, ClippedLoss, GmpoLoss, GspoLoss
+from megarl.losses import CispoLoss, ClippedLoss, GmpoLoss, GspoLoss, TokenLoss
 from megarl.rollout.estimators import (
     CompletionBatch,
     EstimatorOutput,

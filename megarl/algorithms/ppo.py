@@ -24,7 +24,7 @@ from megarl.functional import (
     pf_ppo_weights,
     safe_rlhf_advantages,
 )
-from megarl.losses.policy_loss import ClippedLoss
+from megarl.losses import ClippedLoss
 from megarl.rollout.estimators import EstimatorOutput, TokenBatch, by_groups, reward_kl_penalty
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch

@@ -9,8 +9,7 @@ from megarl.algorithms.algorithm import Algorithm
 from megarl.algorithms.grpo import SAMPLED_REWARD
 from megarl.config.algorithm import PrimeConfig
 from megarl.functional import prime_rewards
-from megarl.losses.policy_loss import ClippedLoss
-from megarl.losses.supervised_loss import ImplicitPrmLoss
+from megarl.losses import ClippedLoss, ImplicitPrmLoss
 from megarl.rollout.estimators import EstimatorOutput, TokenBatch, by_groups
 from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.rl_run import RLRun

@@ -11,7 +11,7 @@ from megarl.config.algorithm import (
     RemaxConfig,
 )
 from megarl.functional import discounted_returns, group_advantages, remax_advantages, spread_completions
-from megarl.losses.policy_loss import ClippedLoss
+from megarl.losses import ClippedLoss
 from megarl.rollout.estimators import EstimatorOutput, TokenBatch, by_groups, reward_kl_penalty
 from megarl.run.rl_run import RLRun
 

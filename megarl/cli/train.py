@@ -45,7 +45,7 @@ def _add_stage_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_sft(args: argparse.Namespace) -> int:
     config, world = _load_stage(SftConfig, args)
     from megarl.controller.actor import Controller
-    from megarl.stages.build_stages import make_sft
+    from megarl.stages import make_sft
 
     return _run_stage(config, world, Controller.sft, make_sft, resume=args.resume)
 
@@ -53,7 +53,7 @@ def _run_sft(args: argparse.Namespace) -> int:
 def _run_rm(args: argparse.Namespace) -> int:
     config, world = _load_stage(RmConfig, args)
     from megarl.controller.actor import Controller
-    from megarl.stages.build_stages import make_rm
+    from megarl.stages import make_rm
 
     return _run_stage(config, world, Controller.rm, make_rm, resume=args.resume)
 
@@ -61,7 +61,7 @@ def _run_rm(args: argparse.Namespace) -> int:
 def _run_dpo(args: argparse.Namespace) -> int:
     config, world = _load_stage(DpoConfig, args)
     from megarl.controller.actor import Controller
-    from megarl.stages.build_stages import make_dpo
+    from megarl.stages import make_dpo
 
     return _run_stage(config, world, Controller.dpo, make_dpo, resume=args.resume)
 

@@ -154,7 +154,7 @@ class Controller:
     def sft(self, config: SftConfig, resume: Path | None = None) -> None:
         """Run supervised fine-tuning up to the export; `resume`: checkpoint folder to resume from."""
         from megarl.run.remote.build import stage_processes
-        from megarl.stages.build_stages import make_sft
+        from megarl.stages import make_sft
 
         self._events.add(MessageEvent("starting trainer ranks"))
         run = make_sft(config, self._events, stage_processes(config), resume)
@@ -164,7 +164,7 @@ class Controller:
     def rm(self, config: RmConfig, resume: Path | None = None) -> None:
         """Train a reward or cost model on preference pairs; arguments as in `sft`."""
         from megarl.run.remote.build import stage_processes
-        from megarl.stages.build_stages import make_rm
+        from megarl.stages import make_rm
 
         self._events.add(MessageEvent("starting trainer ranks"))
         run = make_rm(config, self._events, stage_processes(config), resume)
@@ -174,7 +174,7 @@ class Controller:
     def dpo(self, config: DpoConfig, resume: Path | None = None) -> None:
         """Run direct preference optimization; arguments as in `sft`."""
         from megarl.run.remote.build import stage_processes
-        from megarl.stages.build_stages import make_dpo
+        from megarl.stages import make_dpo
 
         self._events.add(MessageEvent("starting trainer ranks"))
         run = make_dpo(config, self._events, stage_processes(config), resume)

@@ -177,7 +177,7 @@ NO_TRACKING = TrackingConfig(tensorboard=False, jsonl=False, rollouts=False)
 
 
 class StageLoop(Protocol):
-    """The loop of a training stage, such as `megarl.stages.supervised.SftRun`."""
+    """The loop of a training stage, such as `megarl.stages.SftRun`."""
 
     def train(self) -> None:
         """Run all steps and export the model."""

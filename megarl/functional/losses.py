@@ -1,14 +1,63 @@
-"""Policy and value losses over packed tokens. Shapes: T packed tokens, S sequences of the pack."""
+"""Policy and value losses over packed tokens, KL penalties, and corrections for the engine's log-probs.
+
+Shapes: T packed tokens, or one rank's share of them; S sequences of the pack.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megarl.config.policy import Aggregation
-from megarl.functional.sequences import Sequences
+from megarl.config.policy import Aggregation, KlKind
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Maps each token of a pack, or of one context-parallel rank's share of it, to its sequence.
+
+    Examples:
+        >>> sequences = Sequences.of(torch.tensor([0, 2, 5]))
+        >>> sequences.ids_T.tolist()
+        [0, 0, 1, 1, 1]
+        >>> sequences.sum(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).tolist()
+        [3.0, 12.0]
+    """
+
+    ids_T: Tensor
+    """int64 [T] sequence index of each token, 0 to count - 1."""
+
+    count: int
+    """S, the number of sequences of the full pack."""
+
+    reduce: Callable[[Tensor], Tensor] | None = None
+    """Sums an [S] tensor over the context-parallel ranks that hold the other tokens; differentiable, its gradient is
+    summed over them as well. None: this rank holds all tokens."""
+
+    @classmethod
+    def of(cls, cu_seqlens_S: Tensor) -> Sequences:
+        """Create the map of a full pack from the [S + 1] cumulative sequence lengths."""
+        count = len(cu_seqlens_S) - 1
+        ids_S = torch.arange(count, device=cu_seqlens_S.device)
+        return cls(ids_S.repeat_interleave(cu_seqlens_S.diff()), count)
+
+    def sum(self, values_T: Tensor) -> Tensor:
+        """[S] sum of each sequence, over all ranks."""
+        sums_S = values_T.new_zeros(self.count).index_add(0, self.ids_T, values_T)
+        return sums_S if self.reduce is None else self.reduce(sums_S)
+
+    def mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
+        """[S] mean of each sequence over its tokens inside the mask, over all ranks; 0 if there are none."""
+        count_S = self.sum(mask_T.to(values_T.dtype))
+        return self.sum(torch.where(mask_T, values_T, torch.zeros_like(values_T))) / count_S.clamp(min=1)
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """[T] value of each token's sequence."""
+        return values_S.index_select(0, self.ids_T)
+
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp: e^20 is far outside any clip range and still finite."""
@@ -298,3 +347,128 @@ def _ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
 def _zero_outside_mask(values_T: Tensor, mask_T: Tensor) -> Tensor:
     """[T] values with 0 outside the mask, even for NaN or infinity."""
     return torch.where(mask_T, values_T, torch.zeros_like(values_T))
+
+
+MAX_ERROR = 0.2
+"""Relative distance from the target is clipped to this in each update."""
+
+
+def kl_penalty(logprobs_T: Tensor, ref_logprobs_T: Tensor, *, kind: KlKind) -> Tensor:
+    """[T] KL estimate per token from d = log pi - log pi_ref: `k1` d, `k2` d^2 / 2, `k3` e^-d - 1 + d.
+
+    Differentiable in `logprobs_T` (Schulman, "Approximating KL Divergence", joschu.net/blog/kl-approx.html).
+
+    Examples:
+        >>> kl_penalty(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0]), kind="k1").tolist()
+        [0.5, 0.0]
+    """
+    log_ratio_T = logprobs_T - ref_logprobs_T
+    match kind:
+        case "k1":
+            return log_ratio_T
+        case "k2":
+            return log_ratio_T.square() / 2
+        case "k3":
+            log_ratio_T = clamp_log_ratio(log_ratio_T)
+            return torch.expm1(-log_ratio_T) + log_ratio_T
+
+
+@dataclass(slots=True)
+class AdaptiveKl:
+    """A KL coefficient that adapts to a target KL (Ziegler et al., arXiv 1909.08593, section 2.2).
+
+    Examples:
+        >>> AdaptiveKl().update(kl=0.2, num_samples=256)
+        0.00100512
+    """
+
+    coefficient: float = 1e-3
+    """Current coefficient: the only field that `update` changes."""
+
+    target: float = 0.1
+    """Target KL, in the unit of the values passed to `update`."""
+
+    horizon: float = 10_000
+    """Number of samples after which a KL far from the target has changed the coefficient by about 20%."""
+
+    def update(self, kl: float, num_samples: int) -> float:
+        """Multiply `coefficient` by max(0, 1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon).."""
+        error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
+        self.coefficient *= max(1 + error * num_samples / self.horizon, 0.0)
+        return self.coefficient
+
+
+CorrectionKind = Literal["token_tis", "sequence_tis", "icepop", "geometric_mask"]
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionOutput:
+    """Weights of the token losses. Means still divide by the token count of the loss mask, not of `keep_T`.
+
+    Examples:
+        >>> ratios_T, sequences = torch.tensor([1.0, 8.0]), Sequences.of(torch.tensor([0, 2]))
+        >>> output = rollout_correction(
+        ...     ratios_T.log(), torch.zeros(2), torch.tensor([True, True]), sequences, kind="icepop", low=0.5, high=5.0
+        ... )
+        >>> output.weights_T.tolist(), output.keep_T.tolist()
+        ([1.0, 0.0], [True, False])
+    """
+
+    weights_T: Tensor
+    """[T] weights, detached; 0 where `keep_T` is False."""
+
+    keep_T: Tensor
+    """bool [T] loss mask without the tokens that the correction drops."""
+
+
+@torch.no_grad()
+def rollout_correction(
+    old_logprobs_T: Tensor,
+    rollout_logprobs_T: Tensor,
+    mask_T: Tensor,
+    sequences: Sequences,
+    *,
+    kind: CorrectionKind,
+    low: float,
+    high: float,
+) -> CorrectionOutput:
+    """Weights from the ratio w = pi_old / pi_rollout of trainer to engine probability of each sampled token.
+
+    `token_tis`: min(w, high), truncated importance sampling (fengyao.notion.site/off-policy-rl).
+    `sequence_tis`: min(product of w over the sequence, high), on each of its tokens.
+    `icepop`: w where low <= w <= high, else 0 (arXiv 2510.18855).
+    `geometric_mask`: 1 in sequences whose geometric mean of w is within [low, high], else 0.
+
+    Examples:
+        >>> ratios_T, sequences = torch.tensor([0.5, 1.0, 8.0]), Sequences.of(torch.tensor([0, 3]))
+        >>> output = rollout_correction(
+        ...     ratios_T.log(), torch.zeros(3), torch.ones(3).bool(), sequences, kind="token_tis", low=0.0, high=2.0
+        ... )
+        >>> output.weights_T.tolist()
+        [0.5, 1.0, 2.0]
+
+    Args:
+        low: lower bound of `icepop` and `geometric_mask`; the truncating kinds ignore it.
+    """
+    log_ratio_T = torch.where(mask_T, old_logprobs_T - rollout_logprobs_T, torch.zeros_like(old_logprobs_T))
+    match kind:
+        case "token_tis":
+            weights_T, keep_T = _exp(log_ratio_T).clamp(max=high), mask_T
+        case "sequence_tis":
+            weights_T, keep_T = sequences.spread(_exp(sequences.sum(log_ratio_T)).clamp(max=high)), mask_T
+        case "icepop":
+            weights_T = _exp(log_ratio_T)
+            keep_T = mask_T & _within(weights_T, low, high)
+        case "geometric_mask":
+            weights_T = torch.ones_like(log_ratio_T)
+            mean_S = _exp(sequences.mean(log_ratio_T, mask_T))
+            keep_T = mask_T & sequences.spread(_within(mean_S, low, high))
+    return CorrectionOutput(torch.where(keep_T, weights_T, torch.zeros_like(weights_T)), keep_T)
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return clamp_log_ratio(log_ratio).exp()
+
+
+def _within(ratio: Tensor, low: float, high: float) -> Tensor:
+    return (ratio >= low) & (ratio <= high)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megarl.functional.advantages import discounted_returns, group_advantages, spread_completions
-from megarl.functional.sequences import Sequences
+from megarl.functional.losses import Sequences
 
 
 @torch.no_grad()

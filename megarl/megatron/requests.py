@@ -24,7 +24,7 @@ from megarl.reshard.layout.layout import WeightLayout
 
 if TYPE_CHECKING:
     from megarl.functional.losses import Denominators
-    from megarl.losses.loss import AnyLoss
+    from megarl.losses import AnyLoss
     from megarl.reshard.planning.disaggregated import TransferSpec
     from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
     from megarl.reshard.transfer.box_channel import BoxOffer
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def _sft_loss() -> AnyLoss:
-    from megarl.losses.supervised_loss import SftLoss  # imports torch
+    from megarl.losses import SftLoss  # imports torch
 
     return SftLoss()
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.cluster.workers.payload import Payload
-    from megarl.losses.loss import ModelOutput
+    from megarl.losses import ModelOutput
     from megarl.megatron.hf_weights.weight_sync_worker import WeightSyncWorker
     from megarl.megatron.modeling.megatron_model import MegatronModel
     from megarl.megatron.runtime.offload import OffloadStats
@@ -280,13 +280,13 @@ class TrainerWorker(ForwardWorker):
 
 
 def _logprobs(output: ModelOutput) -> Tensor:
-    from megarl.losses.loss import token_scores
+    from megarl.losses import token_scores
 
     return token_scores(output).logprobs_T[None]
 
 
 def _values(output: ModelOutput) -> Tensor:
-    from megarl.losses.loss import token_values
+    from megarl.losses import token_values
 
     return token_values(output)[None]
 

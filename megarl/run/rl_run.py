@@ -24,9 +24,7 @@ from megarl.cluster.workers.group import WorkerFuture
 from megarl.config import RunConfig
 from megarl.config.policy import CriticConfig
 from megarl.errors import ConfigError, LimitError, OutdatedEngineError
-from megarl.losses.loss import Loss, TokenLoss
-from megarl.losses.policy_loss import PolicyLoss
-from megarl.losses.supervised_loss import ValueLoss
+from megarl.losses import Loss, PolicyLoss, TokenLoss, ValueLoss
 from megarl.megatron.requests import (
     LOGPROB_MISMATCH,
     MISMATCH_METRICS,

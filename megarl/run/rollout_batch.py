@@ -23,7 +23,7 @@ from megarl.batch.trajectory import TRUNCATED_REASONS, Trajectory
 from megarl.cluster.workers.payload import Payload, StoredItem
 from megarl.config import RunConfig
 from megarl.functional import Denominators
-from megarl.losses.loss import AnyLoss
+from megarl.losses import AnyLoss
 from megarl.megatron.requests import ForwardRequest, MiniBatch, TokenColumn, TrainRequest, VersionRange
 from megarl.rollout.rollout_worker import SUMMARY_POSITIONS, GroupSummary, TrajectorySummary
 from megarl.run.remote.rollout_group import FinishedGroup, groups_per_object

@@ -20,7 +20,7 @@ from megarl.config import RunConfig, dump_config, load_config
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig
 from megarl.errors import ConfigError
 from megarl.functional import Denominators, Sequences
-from megarl.losses.loss import LossBatch, TokenScores
+from megarl.losses import LossBatch, TokenScores
 from megarl.megatron.requests import TrainRequest
 from tests.algorithms.scripted_run import FinishedRun, run_script
 from tests.algorithms.test_all_algorithms import columns_of

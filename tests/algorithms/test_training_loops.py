@@ -18,8 +18,7 @@ from megarl.algorithms.prime import has_useful_accuracy
 from megarl.config.algorithm import DapoConfig, PrimeConfig
 from megarl.config.trainer import TrainerConfig
 from megarl.errors import DataError
-from megarl.losses.policy_loss import PolicyLoss
-from megarl.losses.supervised_loss import ImplicitPrmLoss, ValueLoss
+from megarl.losses import ImplicitPrmLoss, PolicyLoss, ValueLoss
 from megarl.megatron.requests import ProfileSpec, TrainRequest
 from megarl.run.rollout_batch import RolloutBatch
 from megarl.run.run_events import EventLog

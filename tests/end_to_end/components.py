@@ -29,7 +29,7 @@ from megarl.config.policy import ClippedPolicyConfig
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engines.engine import EngineUpdate, Sampling
-from megarl.losses.policy_loss import ClippedLoss, PolicyLoss
+from megarl.losses import ClippedLoss, PolicyLoss
 from megarl.megatron.requests import TrainStats
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, open_store
 from megarl.run.remote.build import read_prompts, start_engines, trainer_spec

@@ -33,9 +33,9 @@ class Failing:
 
 
 if __name__ == "__main__":
-    import megarl.stages.supervised
+    import megarl.stages
 
-    module: Any = megarl.stages.supervised
+    module: Any = megarl.stages
     Failing.how = sys.argv.pop()
     module.SftRun = Failing
     sys.exit(main())

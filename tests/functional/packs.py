@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl import functional as fn
-from megarl.functional.losses import PolicyLossOutput
-from megarl.functional.sequences import Sequences
+from megarl.functional.losses import PolicyLossOutput, Sequences
 
 LENGTHS = [5, 1, 9, 4, 1, 6]
 FULLY_MASKED = (1, 3)

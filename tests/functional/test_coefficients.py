@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megarl.config.policy import KlKind
-from megarl.functional.kl import AdaptiveKl, kl_penalty
-from megarl.functional.lagrangian import LagrangeMultiplier
+from megarl.functional.advantages import LagrangeMultiplier
+from megarl.functional.losses import AdaptiveKl, kl_penalty
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.functional.correction import rollout_correction
-from megarl.functional.sequences import Sequences
+from megarl.functional.losses import Sequences, rollout_correction
 from tests.functional.packs import LOSSES, Pack, gradient, make_pack, outcome_loss
 from tests.time_limits import HANG_SECONDS
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.functional.correction import CorrectionKind, CorrectionOutput, rollout_correction
+from megarl.functional.losses import CorrectionKind, CorrectionOutput, rollout_correction
 from tests.functional.packs import Pack, iter_sequences, make_pack
 
 BOUNDS: dict[CorrectionKind, tuple[float, float]] = {

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.functional import GroupMoments
-from megarl.functional.recurrence import CHUNK, Columns, solve_backwards_
-from megarl.functional.sequences import Sequences
+from megarl.functional.advantages import CHUNK, Columns, solve_backwards_
+from megarl.functional.losses import Sequences
 
 
 def test_sum_mean_and_spread_with_an_empty_sequence() -> None:

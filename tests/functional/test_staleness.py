@@ -24,8 +24,7 @@ from megarl.batch.trajectory import Trajectory
 from megarl.config.algorithm import GrpoConfig
 from megarl.config.policy import DecoupledConfig, RolloutIsConfig
 from megarl.functional import Denominators, Sequences
-from megarl.losses.loss import LossBatch, TokenScores
-from megarl.losses.policy_loss import ClippedLoss, PolicyLoss
+from megarl.losses import ClippedLoss, LossBatch, PolicyLoss, TokenScores
 from megarl.megatron.requests import VersionRange
 from megarl.megatron.training.samples import StepSamples
 from tests.megatron.fidelity.measure import as_trajectory

@@ -35,8 +35,7 @@ from megarl.functional import (
 from megarl.importing.conversion import Conversion, convert
 from megarl.importing.peer_settings import Setting
 from megarl.importing.peers import PEERS
-from megarl.losses.loss import LossBatch, TokenScores
-from megarl.losses.policy_loss import CispoLoss, ClippedLoss, GmpoLoss, GspoLoss, PolicyLoss
+from megarl.losses import CispoLoss, ClippedLoss, GmpoLoss, GspoLoss, LossBatch, PolicyLoss, TokenScores
 from megarl.rollout.estimators import EstimatorOutput, TokenBatch
 
 FILES = {name: Path(__file__).parent / "peer_values" / f"{name.replace('-', '_')}.json" for name in PEERS}

@@ -51,7 +51,7 @@ MUTANTS = (
         "ratio_T.clamp(1 - clip_high, 1 + clip_low)\n    loss_T",
         "tests/functional",
     ),
-    Mutant("megarl/functional/kl.py", "torch.expm1(-log_ratio_T)", "torch.expm1(log_ratio_T)", "tests/functional"),
+    Mutant("megarl/functional/losses.py", "torch.expm1(-log_ratio_T)", "torch.expm1(log_ratio_T)", "tests/functional"),
     # packing and balance
     Mutant(
         "megarl/batch/pack.py",
@@ -106,7 +106,7 @@ MUTANTS = (
     ),
     # trainer ranks
     Mutant(
-        "megarl/losses/loss.py",
+        "megarl/losses.py",
         "values_S.sum() / (self.denominators.num_sequences * self.cp_size)",
         "values_S.sum() / self.denominators.num_sequences",
         "tests/megatron/training/test_loss.py",

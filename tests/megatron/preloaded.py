@@ -18,7 +18,7 @@ for name in (
     "megarl.algorithms.registry",
     "megarl.megatron.training.trainer",
     "megarl.cli.tools.model_conversion",
-    "megarl.stages.pairwise",
+    "megarl.stages",
     "pyarrow.parquet",
     "pytest",
     "safetensors.torch",

@@ -14,8 +14,7 @@ from megarl.cluster.workers.worker_host import AsyncWorkerHost
 from megarl.engines.engine import FinishedRequest, Generation, GenerationRequest, Sampling
 from megarl.engines.engine_pool import PooledEngine
 from megarl.engines.sglang import request_runner
-from megarl.engines.sglang.request_gate import SglangLoad
-from megarl.engines.sglang.request_runner import ABORT_SECONDS, EARLY_ABORT_SECONDS, RequestRunner
+from megarl.engines.sglang.request_runner import ABORT_SECONDS, EARLY_ABORT_SECONDS, RequestRunner, SglangLoad
 from megarl.errors import AgentError, LostEngineError, MegarlError
 from megarl.rollout.agents.agent import Agent
 from megarl.rollout.agents.episode import Episode

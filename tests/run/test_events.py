@@ -16,7 +16,7 @@ from megarl.errors import EarlyStop
 from megarl.megatron.requests import TrainStats
 from megarl.run import run_events as events_module
 from megarl.run.run_events import Event, EventLog, MessageEvent
-from megarl.stages.supervised import SupervisedRun
+from megarl.stages import SupervisedRun
 from tests.algorithms.scripted_run import FinishedRun, run_script
 from tests.config.runs import REQUIRED
 from tests.errors import expect_error

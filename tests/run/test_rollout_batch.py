@@ -15,7 +15,7 @@ from megarl.batch.trajectory import Prompt
 from megarl.cluster.workers.payload import LocalPayload
 from megarl.engines.engine import Sampling
 from megarl.functional import Denominators
-from megarl.losses.supervised_loss import SftLoss, ValueLoss
+from megarl.losses import SftLoss, ValueLoss
 from megarl.megatron.requests import TrainRequest
 from megarl.run.group_sampler import evaluate, pass_at_k
 from megarl.run.remote.rollout_group import FinishedGroup

@@ -69,17 +69,17 @@ def train(ranks: Any, stage: str, config: StageConfig, *, resume: str | None = N
         at_step: a step and a function that is called with the event log when the step begins; `DiedError` from it
             ends the run.
     """
+    from megarl import stages
     from megarl.controller.run_stage import begin_run
     from megarl.controller.spmd_stage import NO_TRACKING
     from megarl.run.run_events import EventLog, MessageEvent
-    from megarl.stages import build_stages
 
     events = EventLog()
     with ExitStack() as closing:
         checkpoint = ranks.run_on_rank0(lambda: begin_run(config, stage, resume, closing))
         if ranks.rank != 0:
             config = config.model_copy(update={"tracking": NO_TRACKING})
-        run = getattr(build_stages, f"make_{stage}")(config, events, ranks, checkpoint)
+        run = getattr(stages, f"make_{stage}")(config, events, ranks, checkpoint)
         make_request, step = run.make_train_request, run.step
 
         def make_watched_request(rows: list[int]) -> Any:

@@ -20,7 +20,7 @@ from megarl.data.preference_pairs import PreferencePair
 from megarl.data.sampler import PromptOrder, PromptSampler
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import ConfigError
-from megarl.stages.pairwise import (
+from megarl.stages import (
     iter_forward_requests,
     make_pair_scalars,
     preference_accuracy,

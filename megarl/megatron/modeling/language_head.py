@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from torch import Tensor
 
-from megarl.losses.loss import TokenScores
+from megarl.losses import TokenScores
 from megarl.megatron.modeling.torch_layers import float32_weight
 from megarl_kernels import linear_logprob_entropy, logprob_entropy_
 

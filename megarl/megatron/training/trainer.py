@@ -22,7 +22,7 @@ from megarl.batch.pack import PackedBatch
 from megarl.batch.routes import Routes
 from megarl.functional import Denominators, Sequences
 from megarl.functional.losses import clamp_log_ratio
-from megarl.losses.loss import AnyLoss, LossBatch, ModelOutput, ValueHeadLoss, token_scores, token_values
+from megarl.losses import AnyLoss, LossBatch, ModelOutput, ValueHeadLoss, token_scores, token_values
 from megarl.megatron.checkpoint.training_state import TrainCheckpoint
 from megarl.megatron.modeling.megatron_model import LocalPack, MegatronModel
 from megarl.megatron.requests import (

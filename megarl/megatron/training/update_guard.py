@@ -29,7 +29,7 @@ from megarl.batch.sample_table import SampleRef
 from megarl.cluster.process.atomic_files import atomic_write
 from megarl.config.limits import LimitConfig
 from megarl.errors import LimitError
-from megarl.losses.loss import ModelOutput, token_scores, token_values
+from megarl.losses import ModelOutput, token_scores, token_values
 from megarl.megatron.modeling.megatron_model import MegatronModel
 from megarl.megatron.requests import MISMATCH_MESSAGE, MISMATCH_METRICS, MiniBatch, TrainRequest
 from megarl.megatron.runtime import platform

@@ -11,8 +11,7 @@ import pytest
 
 from megarl.engines.engine_spec import EngineSpec
 from megarl.engines.sglang import engine_host
-from megarl.engines.sglang.engine_host import EngineHost
-from megarl.engines.sglang.hosted_engine import make_tokenizer_manager_class
+from megarl.engines.sglang.engine_host import EngineHost, make_tokenizer_manager_class
 from megarl.engines.sglang.multi_node_host import MultiNodeHost
 from megarl.engines.sglang.weight_update.messages import Reply, checked_path, send_reply
 from megarl.engines.sglang.weight_update.rank_files import find_unresponsive, reply_prefix

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from megarl.engines.sglang.request_gate import LOOK_SECONDS, ConcurrencyLimit, RequestGate, SglangLoad, Ticket
+from megarl.engines.sglang.request_runner import LOOK_SECONDS, ConcurrencyLimit, RequestGate, SglangLoad, Ticket
 from tests.rollout.clock import in_virtual_time
 
 PROMPT, MAX_NEW = 10, 90

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import DataError
-from megarl.losses.supervised_loss import ValueLoss
+from megarl.losses import ValueLoss
 from megarl.megatron.requests import SaveRequest
 from megarl.megatron.trainer_worker import TrainerWorker
 from tests.megatron.fidelity.measure import nll_request

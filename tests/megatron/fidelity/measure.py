@@ -16,7 +16,7 @@ from megarl.cluster.workers.payload import LocalPayload
 from megarl.config.megatron import MegatronConfig
 from megarl.config.trainer import OptimizerConfig, RecomputeConfig
 from megarl.functional.losses import Denominators
-from megarl.losses.supervised_loss import ValueLoss
+from megarl.losses import ValueLoss
 from megarl.megatron.requests import MiniBatch, ModelSpec, TrainerSpec, TrainRequest
 from megarl.megatron.training.samples import StepSamples
 from tests.megatron import rank_models
@@ -86,7 +86,7 @@ def _score_on_rank(spec: ModelSpec, sequences: Tokens, max_tokens: int) -> Score
 
 def _score(model: Any, request: TrainRequest) -> Scores:
     """Return the scores of all sequences: those of all ranks of a replica are bitwise the same."""
-    from megarl.losses.loss import token_values
+    from megarl.losses import token_values
 
     (batch,), samples = request.mini_batches, StepSamples.fetch(request)
     refs = [[batch.samples[i] for i in indices] for indices in batch.micro_batches]

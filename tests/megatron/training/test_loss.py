@@ -22,13 +22,19 @@ from megarl.config.algorithm import CispoConfig, GmpoConfig, GrpoConfig, GspoCon
 from megarl.config.policy import DecoupledConfig, KlLossConfig, RolloutIsConfig
 from megarl.data.preference_pairs import PreferencePair
 from megarl.functional.losses import Denominators
-from megarl.losses.loss import AnyLoss, ValueHeadLoss
-from megarl.losses.policy_loss import PolicyLoss
-from megarl.losses.preference_loss import BradleyTerryLoss, DpoLoss
-from megarl.losses.supervised_loss import ImplicitPrmLoss, SftLoss, ValueLoss
+from megarl.losses import (
+    AnyLoss,
+    BradleyTerryLoss,
+    DpoLoss,
+    ImplicitPrmLoss,
+    PolicyLoss,
+    SftLoss,
+    ValueHeadLoss,
+    ValueLoss,
+)
 from megarl.megatron.requests import ForwardRequest, MiniBatch, TrainRequest
 from megarl.megatron.trainer_worker import TrainerWorker
-from megarl.stages.pairwise import make_pair_request
+from megarl.stages import make_pair_request
 from tests.megatron import rank_models
 from tests.megatron.conftest import save_model
 from tests.megatron.fidelity.measure import as_trajectory, assert_same_gradients

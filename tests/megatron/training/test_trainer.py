@@ -14,7 +14,7 @@ from megarl.cluster.workers.payload import LocalPayload
 from megarl.config.algorithm import GrpoConfig
 from megarl.config.megatron import MoeConfig
 from megarl.functional.losses import Denominators
-from megarl.losses.policy_loss import ClippedLoss, PolicyLoss
+from megarl.losses import ClippedLoss, PolicyLoss
 from megarl.megatron.requests import MiniBatch, TrainRequest, VersionRange
 from megarl.megatron.trainer_worker import TrainerWorker
 from tests.megatron import rank_models

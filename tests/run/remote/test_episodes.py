@@ -21,7 +21,7 @@ from megarl.config.algorithm import (
     VapoConfig,
 )
 from megarl.functional import aggregate
-from megarl.losses.supervised_loss import SftLoss
+from megarl.losses import SftLoss
 from megarl.rollout.journal import decode_group, encode_group
 from megarl.rollout.rollout_worker import summarize
 from megarl.run.rollout_batch import RolloutBatch, batch_metrics

@@ -1,1 +1,0 @@
-"""Training stages without engines: supervised fine-tuning, reward models, direct preference optimization."""
