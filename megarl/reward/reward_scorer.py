@@ -136,7 +136,7 @@ def _make_term(name: str, config: AnyRuleConfig) -> Term:
         case EnvironmentRewardConfig():
             return EnvironmentTerm()
         case CodeRewardConfig():
-            from megarl.reward.code.code_term import CodeTerm  # imports httpx
+            from megarl.reward.test_cases import CodeTerm  # imports httpx
 
             return CodeTerm(name, config)
         case HttpRewardConfig():

@@ -19,7 +19,7 @@ import regex
 from megarl.batch.trajectory import MAX_REWARD, Prompt, Trajectory
 from megarl.config.reward import TERM_METRICS, FormatRewardConfig, MathRewardConfig, NumericRewardConfig
 from megarl.errors import ConfigError, RewardError
-from megarl.reward.answers.answer_structure import (
+from megarl.reward.answer_structure import (
     chosen_letter,
     is_text,
     read_base,
@@ -28,8 +28,7 @@ from megarl.reward.answers.answer_structure import (
     split_unit,
     words_of,
 )
-from megarl.reward.answers.answer_text import clean_answer, is_too_deep
-from megarl.reward.answers.quantities import are_compatible, read_quantities
+from megarl.reward.answer_text import clean_answer, is_too_deep
 from megarl.reward.math_equivalence import (
     ANSWER_MARK,
     CPU_SECONDS,
@@ -40,6 +39,7 @@ from megarl.reward.math_equivalence import (
     compare,
     extract_final_answer,
 )
+from megarl.reward.quantities import are_compatible, read_quantities
 from megarl.text import replace_surrogates, text_of
 from megarl.user_code import CallOutcome, outcome_of, read_number
 

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from megarl.errors import RewardError
 from megarl.reward import math_equivalence, terms
-from megarl.reward.answers.answer_text import clean_answer
-from megarl.reward.answers.quantities import MAX_NUMBER_LENGTH, evaluate, read_quantity
+from megarl.reward.answer_text import clean_answer
 from megarl.reward.math_equivalence import (
     CheckerPool,
     EquivalenceChecker,
@@ -28,6 +27,7 @@ from megarl.reward.math_equivalence import (
     extract_final_answer,
     require_comparable,
 )
+from megarl.reward.quantities import MAX_NUMBER_LENGTH, evaluate, read_quantity
 from megarl.reward.terms import compare_final_answer, is_number, math_reward, numeric_reward, reference_structure
 from tests.errors import expect_error
 from tests.gsm8k import GSM8K_FOLDERS

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.sandbox.fork_server_client import ForkServer
+from megarl.sandbox.session import ForkServer
 from tests.sandbox.local_tiers import patience
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megarl.sandbox import fork_server_client, service, session, tiers
-from megarl.sandbox.guest.limits import Limits
+from megarl.sandbox import session, tiers
+from megarl.sandbox.guest.channel import Limits
 from tests.required_tools import skip_or_fail
 from tests.time_limits import UNREACHED_SECONDS
 
@@ -17,10 +17,8 @@ PATIENT = {"wall_seconds": UNREACHED_SECONDS, "cpu_seconds": int(UNREACHED_SECON
 """Limits of a program that ends by itself."""
 
 HOST_LIMITS = {
-    fork_server_client: ("START_SECONDS",),
     tiers: ("GRACE_SECONDS", "SEND_SECONDS"),
-    service: ("GRACE_SECONDS",),
-    session: ("CLOSE_SECONDS",),
+    session: ("CLOSE_SECONDS", "START_SECONDS"),
 }
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from markdown_it import MarkdownIt
 
-from megarl.sandbox.session import LABELS, find_code
+from megarl.sandbox.sandbox import LABELS, find_code
 from tests.hostile_texts import hostile_texts
 
 TEXTS = {

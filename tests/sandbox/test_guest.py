@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from megarl.sandbox.fork_server_client import PACKAGES, python_path
 from megarl.sandbox.guest.channel import LENGTH, encode_reply, encode_request, read_request, write_reply
 from megarl.sandbox.guest.seccomp import (
     ALLOW,
@@ -26,7 +25,7 @@ from megarl.sandbox.guest.seccomp import (
     build_filter,
     other_calls,
 )
-from megarl.sandbox.session import ReplyBuffer
+from megarl.sandbox.session import PACKAGES, ReplyBuffer, python_path
 from tests.errors import expect_error
 
 HEADERS = {

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.sandbox.fork_server_client import python_path
 from megarl.sandbox.sandbox import Case, Interpreter, Program
+from megarl.sandbox.session import python_path
 from megarl.sandbox.tiers import LocalSandbox
 from tests.sandbox.local_tiers import best_tier, patient_limits
 from tests.time_limits import HANG_SECONDS

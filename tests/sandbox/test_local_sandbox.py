@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import pytest
 
 from megarl.errors import SandboxError
-from megarl.reward.code.grading import TestCase, is_passed
-from megarl.sandbox.fork_server_client import ForkServer
-from megarl.sandbox.guest.limits import MIB
+from megarl.reward.code_grading import TestCase, is_passed
+from megarl.sandbox.guest.channel import MIB
 from megarl.sandbox.guest.program import plain_value
 from megarl.sandbox.sandbox import Case, Interpreter, Outcome, Program
+from megarl.sandbox.session import ForkServer
 from megarl.sandbox.tiers import LOCAL_TIERS, LocalSandbox, find_tier_problem
 from tests.errors import expect_error
 from tests.sandbox.corpus.check import descendants, find_leftovers, find_traces, parent, state
@@ -384,7 +384,7 @@ def test_a_lost_supervisor_is_no_result_of_the_program(server):
 def test_sandboxes_end_with_their_host(server):
     source = f"""
 import os, signal
-from megarl.sandbox.guest.limits import Limits
+from megarl.sandbox.guest.channel import Limits
 from megarl.sandbox.tiers import LocalSandbox, shared_fork_server
 interpreter = LocalSandbox({best_tier()!r}, Limits()).open_interpreter()
 interpreter.run("x = 1")

@@ -18,12 +18,10 @@ import pytest
 
 from megarl.config.reward import SandboxConfig
 from megarl.errors import ConfigError, SandboxError
-from megarl.sandbox import service as service_module
 from megarl.sandbox import tiers
-from megarl.sandbox.guest.limits import Limits
+from megarl.sandbox.guest.channel import Limits
 from megarl.sandbox.sandbox import Case, Interpreter, Outcome, Program
-from megarl.sandbox.service import ServiceSandbox
-from megarl.sandbox.tiers import LocalSandbox
+from megarl.sandbox.tiers import LocalSandbox, ServiceSandbox
 from tests.errors import expect_error
 from tests.sandbox.local_tiers import patient_limits
 
@@ -112,7 +110,7 @@ def test_cases_of_a_service_share_a_time_limit_and_end_with_the_last_that_is_wan
 
 def test_a_service_that_answers_without_end_is_a_failure(monkeypatch):
     """Each byte arrives in time, the answer never."""
-    monkeypatch.setattr(service_module, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(tiers, "GRACE_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:

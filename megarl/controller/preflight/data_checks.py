@@ -27,9 +27,9 @@ from megarl.controller.preflight.model_checks import find_token_limit
 from megarl.data.account import SAMPLE_ROWS
 from megarl.data.rows import Row, read_rows
 from megarl.errors import ConfigError, DataError, SandboxError
-from megarl.reward.code.assertions import TestCaseError
-from megarl.reward.code.grading import describe_failure, is_passed
-from megarl.reward.code.test_cases import ReferenceSandbox, RowTests, find_solution, load_tests
+from megarl.reward.code_assertions import TestCaseError
+from megarl.reward.code_grading import describe_failure, is_passed
+from megarl.reward.test_cases import ReferenceSandbox, RowTests, find_solution, load_tests
 from megarl.sandbox.sandbox import Sandbox
 from megarl.sandbox.tiers import open_sandbox
 

@@ -11,8 +11,7 @@ from megarl.config.reward import SandboxConfig
 from megarl.errors import AgentError, ConfigError
 from megarl.rollout.environments.calculator import ANSWER
 from megarl.rollout.environments.environment import Step, Task, require_answers
-from megarl.sandbox.sandbox import Interpreter, Outcome
-from megarl.sandbox.session import find_code
+from megarl.sandbox.sandbox import Interpreter, Outcome, find_code
 from megarl.sandbox.tiers import choose_tier, open_sandbox
 
 KEY = "rollout.env.kwargs.sandbox"

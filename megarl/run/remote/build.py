@@ -20,7 +20,7 @@ from megarl.megatron.families.architecture import sequence_cost
 from megarl.megatron.families.load_architecture import load_architecture_from_folder, model_head, read_hf_config
 from megarl.megatron.requests import ModelSpec, TrainerSpec
 from megarl.megatron.trainer_worker import FrozenWorker
-from megarl.reward.code.test_cases import GradableRows
+from megarl.reward.test_cases import GradableRows
 from megarl.run.remote.engine_group import EngineGroup, place_dedicated_engines, place_engines
 from megarl.run.remote.rollout_group import RolloutGroup
 from megarl.run.remote.trainer_group import FrozenGroup, TrainerGroup, make_rank_processes, make_trainer_group

@@ -13,7 +13,7 @@ import resource
 import signal
 import struct
 
-from megarl.sandbox.guest.limits import MIB, Limits
+from megarl.sandbox.guest.channel import MIB, Limits
 from megarl.sandbox.guest.seccomp import (
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,

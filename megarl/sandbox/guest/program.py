@@ -203,7 +203,7 @@ def _print_traceback() -> None:
 def plain_value(value: Any, depth: int = 0, *, hashable: bool = False) -> Any:
     """Return a value in types whose `repr` is a literal that equals what the value does: a Counter becomes a dict.
 
-    Beside built-in types these are Fraction and Decimal; see `megarl.reward.code.comparison`. `hashable`: in a set.
+    Beside built-in types these are Fraction and Decimal; see `megarl.reward.code_grading`. `hashable`: in a set.
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"a value needs to be nested at most {MAX_DEPTH} times")

@@ -20,9 +20,8 @@ import signal
 import sys
 import time
 
-from megarl.sandbox.guest.channel import encode_request, read_request, write_reply
+from megarl.sandbox.guest.channel import Limits, encode_request, read_request, write_reply
 from megarl.sandbox.guest.confine import FOLDER, confine, limit_cpu
-from megarl.sandbox.guest.limits import Limits
 from megarl.sandbox.guest.program import CELL_ENDS, end_of_cell, run_call, run_interpreter, run_program
 from megarl.sandbox.guest.seccomp import PR_SET_PDEATHSIG, libc_call, prctl
 

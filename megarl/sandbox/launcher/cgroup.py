@@ -8,8 +8,8 @@ import os
 import time
 from collections.abc import Mapping
 
+from megarl.sandbox.guest.channel import Limits
 from megarl.sandbox.guest.confine import RUNNER_BYTES
-from megarl.sandbox.guest.limits import Limits
 
 ROOT = "/sys/fs/cgroup"
 PREFIX = "megarl-sandbox-"

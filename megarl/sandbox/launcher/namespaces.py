@@ -11,8 +11,8 @@ import os
 import struct
 from collections.abc import Sequence
 
+from megarl.sandbox.guest.channel import Limits
 from megarl.sandbox.guest.confine import DEVICES, FOLDER
-from megarl.sandbox.guest.limits import Limits
 from megarl.sandbox.guest.seccomp import libc_call, syscall
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000

@@ -15,7 +15,7 @@ from megarl.rollout.environments.environment import Step
 from megarl.rollout.environments.guess import Guess
 from megarl.rollout.environments.python_interpreter import PythonInterpreter
 from megarl.rollout.environments.search import Bm25, Search, normalize, words
-from megarl.sandbox.guest.limits import Limits
+from megarl.sandbox.guest.channel import Limits
 from megarl.sandbox.tiers import LocalSandbox
 from tests.errors import expect_error
 from tests.rollout.environments.scripted import make_task

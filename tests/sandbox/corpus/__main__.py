@@ -9,8 +9,8 @@ import argparse
 import sys
 from functools import partial
 
-from megarl.sandbox.fork_server_client import ForkServer
-from megarl.sandbox.guest.limits import MIB
+from megarl.sandbox.guest.channel import MIB
+from megarl.sandbox.session import ForkServer
 from megarl.sandbox.tiers import LOCAL_TIERS, find_local_tiers
 from tests.sandbox.corpus.attacks import ATTACKS
 from tests.sandbox.corpus.check import MAX_GROWTH, MAX_OVERRUN, Report, can_run_outside, check_tier, find_fault_outside

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.reward.code.grading import TestCase, is_passed
-from megarl.sandbox.fork_server_client import ForkServer
-from megarl.sandbox.guest.limits import MIB, Limits
+from megarl.reward.code_grading import TestCase, is_passed
+from megarl.sandbox.guest.channel import MIB, Limits
 from megarl.sandbox.sandbox import Case, Outcome, Program
+from megarl.sandbox.session import ForkServer
 from megarl.sandbox.tiers import LocalSandbox
 from tests.sandbox.corpus.attacks import ATTACKS, REACHED, Attack
 from tests.sandbox.corpus.forgeries import FORGERIES, HONEST

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from megarl.reward.code.assertions import TestCaseError, parse_assertions, parse_check_function
-from megarl.reward.code.grading import is_passed
+from megarl.reward.code_assertions import TestCaseError, parse_assertions, parse_check_function
+from megarl.reward.code_grading import is_passed
 from megarl.sandbox.sandbox import Case, Outcome
 from tests.errors import expect_error
 

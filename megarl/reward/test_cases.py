@@ -1,4 +1,4 @@
-"""Test cases of a row: inputs, which go into a sandbox, separated from expected outputs, which do not.
+"""The reward term of programs: the test cases of a row, whose inputs go into a sandbox, and expected outputs do not.
 
 Layouts of data sets are recognized by their fields, and read as published.
 """
@@ -6,6 +6,7 @@ Layouts of data sets are recognized by their fields, and read as published.
 from __future__ import annotations
 
 import ast
+import asyncio
 import base64
 import binascii
 import json
@@ -16,13 +17,16 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from megarl.batch.trajectory import Prompt
 from megarl.config.data import Source
 from megarl.config.reward import AUTO, CodeRewardConfig, SandboxConfig
 from megarl.config.run import RunConfig
 from megarl.data.rows import Row
-from megarl.reward.code.assertions import (
+from megarl.errors import SandboxError
+from megarl.reward.code_assertions import (
     NO_PYTHON,
     RECORDED,
     AssertionTests,
@@ -30,9 +34,20 @@ from megarl.reward.code.assertions import (
     parse_assertions,
     parse_check_function,
 )
-from megarl.reward.code.comparison import GradingClock, Tolerance, UndecidedError, prints_fractions, read_value
-from megarl.reward.code.grading import TestCase, describe_end, output_bytes
-from megarl.sandbox.sandbox import Case, Outcome, Program, Sandbox
+from megarl.reward.code_grading import (
+    Grade,
+    GradingClock,
+    TestCase,
+    Tolerance,
+    UndecidedError,
+    describe_end,
+    output_bytes,
+    prints_fractions,
+    read_value,
+    run_tests,
+)
+from megarl.reward.terms import CallThreads, Completion, TermError, TermValue, quote
+from megarl.sandbox.sandbox import Case, Outcome, Program, Sandbox, find_code
 from megarl.sandbox.tiers import open_sandbox
 
 MAX_TEXT_BYTES = 2**29
@@ -519,3 +534,62 @@ class GradableRows:
             logger.warning("%s: dropped %d rows that cannot be graded (megarl check names them)", path, num_dropped)
         for _, references in self._terms.values():
             references.close()
+
+
+FAILURES = ("error", "timeout", "memory", "output", "killed", "undecided")
+"""Metrics of completions whose program ended so on a test case; what it does to itself is a 0, and never a failure."""
+
+
+class CodeTerm:
+    """Runs programs in sandboxes, and compares their outputs with the expected ones here."""
+
+    compares_completions = False
+
+    def __init__(self, name: str, config: CodeRewardConfig) -> None:
+        """Create the term.
+
+        Raises:
+            ConfigError: no sandbox works on this machine.
+        """
+        self._label = f"reward.terms.{name} (code)"
+        self._config = config
+        self._sandbox = open_sandbox(config.sandbox, key=f"reward.terms.{name}.sandbox")
+        self._references = ReferenceSandbox(config.sandbox, key=f"reward.terms.{name}.sandbox")
+        self._threads = CallThreads(self._label, config.max_concurrent)
+
+    async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
+        """Return the value of each completion, with the share of passed tests and `FAILURES` as metrics; as `Term`."""
+        load = partial(load_tests, prompt.row, self._config, self._references.run)
+        try:
+            tests = await self._threads.call(load, None)
+        except (TestCaseError, SandboxError) as e:  # all rows could be graded before the run
+            return [TermError(f"{self._label}: {prompt.prompt_id}: {e}")] * len(completions)
+        return await asyncio.gather(*(self._score(completion, prompt, tests) for completion in completions))
+
+    async def _score(self, completion: Completion, prompt: Prompt, tests: RowTests) -> TermValue | TermError:
+        source = find_program(completion.text, require_block=self._config.require_block)
+        if source is None:
+            return TermValue(0.0, {"passed": 0.0} | dict.fromkeys(FAILURES, 0.0))
+        run = partial(self._run_tests, source, tests)
+        try:
+            grades = await self._threads.call(run, None)  # the sandbox ends it in time
+        except SandboxError as e:
+            return TermError(f"{self._label}: {e} {quote(completion, prompt)}")
+        share = grades.count("passed") / len(tests.cases)
+        failures = {name: float(name in grades) for name in FAILURES}
+        return TermValue(float(share == 1) if self._config.score == "all" else share, {"passed": share} | failures)
+
+    def _run_tests(self, source: str, tests: RowTests) -> list[Grade]:
+        program = replace(tests.make_program(source), seconds=self._config.timeout_seconds)
+        return run_tests(self._sandbox, program, tests.cases, stop_at_failure=self._config.score == "all")
+
+    async def close(self) -> None:
+        """Release the sandboxes of programs and of expected values."""
+        self._sandbox.close()
+        self._references.close()
+
+
+def find_program(text: str, *, require_block: bool) -> str | None:
+    """Return the code in backticks of a completion; without any, all of it, or None if a block is required."""
+    code = find_code(text)
+    return text if code is None and not require_block else code

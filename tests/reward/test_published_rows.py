@@ -13,13 +13,12 @@ import pytest
 
 from megarl.config.reward import CodeRewardConfig
 from megarl.data.rows import read_rows
-from megarl.reward.code.assertions import TestCaseError
-from megarl.reward.code.comparison import Tolerance, is_same_text
-from megarl.reward.code.grading import describe_failure, is_passed
-from megarl.reward.code.test_cases import ReferenceSandbox, RowTests, find_solution, load_tests
+from megarl.reward.code_assertions import TestCaseError
+from megarl.reward.code_grading import Tolerance, describe_failure, is_passed, is_same_text
+from megarl.reward.test_cases import ReferenceSandbox, RowTests, find_solution, load_tests
 from megarl.sandbox.sandbox import Outcome
 from tests import mbpp
-from tests.reward.code.published_rows import PUBLISHED_ROWS
+from tests.reward.published_rows import PUBLISHED_ROWS
 from tests.sandbox.local_tiers import PATIENT, patience
 
 CONFIG = CodeRewardConfig.model_validate({"type": "code", "sandbox": {"allow_unsafe": True, **PATIENT}})

@@ -1,4 +1,4 @@
-r"""Brings written answers into one spelling: characters, LaTeX spacing, fonts, braces, money signs and delimiters."""
+"""Brings written answers into one spelling: characters, LaTeX spacing, fonts, braces, money signs and delimiters."""
 
 from __future__ import annotations
 

@@ -12,9 +12,8 @@ from types import MappingProxyType
 
 import pytest
 
-from megarl.reward.code import comparison
-from megarl.reward.code.comparison import Tolerance
-from megarl.reward.code.grading import TestCase, grade, is_passed, output_bytes, run_tests
+from megarl.reward import code_grading
+from megarl.reward.code_grading import TestCase, Tolerance, grade, is_passed, output_bytes, run_tests
 from megarl.sandbox.guest.program import plain_value
 from megarl.sandbox.sandbox import Case, Outcome, Program
 from megarl.sandbox.tiers import LocalSandbox
@@ -189,7 +188,7 @@ def test_members_that_collide_are_not_compared(text):
 def test_a_case_has_a_limit_of_cpu_time(outcome, monkeypatch):
     test = TestCase(case=Case(call="f()" if outcome.value else None), expected=[1] if outcome.value else "1")
     assert grade(test, outcome) == "passed"
-    monkeypatch.setattr(comparison, "GRADING_SECONDS", -1.0)
+    monkeypatch.setattr(code_grading, "GRADING_SECONDS", -1.0)
     assert grade(test, outcome) == "undecided"
 
 
@@ -200,7 +199,7 @@ def test_values_are_read_as_literal_eval_reads_them():
             expected = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             continue
-        found = comparison.read_value(text, comparison.GradingClock())
+        found = code_grading.read_value(text, code_grading.GradingClock())
         assert (repr(found), type(found)) == (repr(expected), type(expected))
 
 

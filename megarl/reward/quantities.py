@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import regex
 
-from megarl.reward.answers.answer_text import is_enclosed, split_outside
+from megarl.reward.answer_text import is_enclosed, split_outside
 
 Number = Fraction | float
 """Rational numbers are exact; roots, logarithms and angles are floats."""

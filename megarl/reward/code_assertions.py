@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from megarl.reward.code.comparison import Tolerance
-from megarl.reward.code.grading import TestCase
+from megarl.reward.code_grading import TestCase, Tolerance
 from megarl.sandbox.sandbox import Case
 
 COLLECTIONS = {"set": set, "tuple": tuple, "list": list, "frozenset": frozenset, "dict": dict}

@@ -13,8 +13,8 @@ import pytest
 from megarl.batch.trajectory import Prompt
 from megarl.data.rows import read_rows
 from megarl.errors import ConfigError, SandboxError
-from megarl.reward.code.code_term import find_program
 from megarl.reward.reward_scorer import RewardScorer
+from megarl.reward.test_cases import find_program
 from megarl.sandbox import tiers
 from megarl.sandbox.tiers import LocalSandbox
 from tests.errors import expect_error

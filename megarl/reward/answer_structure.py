@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 import regex
 
-from megarl.reward.answers.answer_text import ROW_END, is_enclosed, is_too_deep, name_commands, split_outside
-from megarl.reward.answers.quantities import Unit, is_name, is_sum_of_names, read_unit
+from megarl.reward.answer_text import ROW_END, is_enclosed, is_too_deep, name_commands, split_outside
+from megarl.reward.quantities import Unit, is_name, is_sum_of_names, read_unit
 
 Structure: TypeAlias = list[Any]
 
