@@ -34,8 +34,8 @@ from megarl.run.remote.trainer_group import FrozenGroup, TrainerGroup
 from megarl.run.run_events import EventLog, MessageEvent, PhaseEvent
 from megarl.run.run_state import RunState
 from megarl.run.stage_run import StageRun
-from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepSummary
+from megarl.tracking.timing import PhaseTimer
 
 STEPS_AHEAD = 2
 """Steps in flight at the trainer: it does not idle between steps, except for evaluations and checkpoints."""

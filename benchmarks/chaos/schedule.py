@@ -11,7 +11,7 @@ from benchmarks.chaos.compare import Comparison
 from benchmarks.chaos.read import read_metrics
 from megarl.config import RunConfig
 from megarl.controller.replay import replay_run
-from megarl.rollout.journal.journal import journal_folder
+from megarl.rollout.journal import journal_folder
 from megarl.run.schedule.events import Admitted, Finished, Leased, Pushed, Removed, ScheduleEvent
 from megarl.run.schedule_log import log_folder, read_log
 

@@ -27,7 +27,7 @@ from megarl.batch.balance import QWEN2_5_7B
 from megarl.batch.sample_table import SampleTable
 from megarl.batch.trajectory import Prompt
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.cluster.process.fast_imports import collect_rarely
+from megarl.cluster.process.process_start import collect_rarely
 from megarl.config import RunConfig
 from megarl.data.sampler import PromptOrder, RunPrompts
 from megarl.megatron.requests import TrainStats
@@ -39,8 +39,7 @@ from megarl.run.run_events import EventLog
 from megarl.run.run_parts import RunParts
 from megarl.run.supervision.run_monitor import RunMonitor
 from megarl.run.sync.weight_sync import WeightSync
-from megarl.tracking.phases import PhaseTimer
-from megarl.tracking.startup import Startup
+from megarl.tracking.timing import PhaseTimer, Startup
 
 GROUP_SIZE = 8
 

@@ -23,7 +23,7 @@ from benchmarks.end_to_end.workloads import (
     Workload,
 )
 from megarl.errors import WorkerError
-from megarl.rollout.journal.journal import read_step
+from megarl.rollout.journal import read_step
 
 NUM_PROCESSES = 2
 """Engines, and trainer ranks, of one thread each: one of either per core."""

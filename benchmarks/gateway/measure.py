@@ -18,7 +18,7 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from megarl.batch.trajectory import Prompt
-from megarl.cluster.process.fast_imports import freeze_objects
+from megarl.cluster.process.process_start import freeze_objects
 from megarl.config.rollout import HarnessConfig
 from megarl.data.tiny_checkpoint import CHAT_TEMPLATE, train_tokenizer
 from megarl.engines.engine import Generation, GenerationRequest, Sampling

@@ -43,7 +43,7 @@ from benchmarks.reshard.synthetic import engine_layouts, synthetic_model
 from benchmarks.reshard.twin import Measured, TwinReport, make_report, slowed_rates
 from benchmarks.text_table import print_rows
 from megarl.cli.tools.reshard_explain import TRAIN_AXES, make_scenario, model_name, parse_sizes
-from megarl.cluster.placement.network import use_network_to_master
+from megarl.cluster.placement.hardware import use_network_to_master
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError, MegarlError
 from megarl.megatron.families.architecture import ModelArchitecture

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.sandbox.fork_server_client import ForkServer
-from megarl.sandbox.guest.limits import Limits
+from megarl.sandbox.guest.channel import Limits
+from megarl.sandbox.session import ForkServer
 
 SOURCE = "import collections\ndef f(x):\n    return collections.Counter(x).most_common(1)"
 

@@ -19,8 +19,7 @@ from megarl.batch.pack import PackedBatch
 from megarl.config.algorithm import GrpoConfig
 from megarl.config.policy import DecoupledConfig, RolloutIsConfig
 from megarl.functional import Denominators, Sequences, group_advantages
-from megarl.losses.loss import LossBatch, TokenScores
-from megarl.losses.policy_loss import ClippedLoss, PolicyLoss
+from megarl.losses import ClippedLoss, LossBatch, PolicyLoss, TokenScores
 
 CORRECTIONS: Mapping[str, GrpoConfig] = {
     "token_tis": GrpoConfig(kl_loss=None, rollout_is=RolloutIsConfig()),

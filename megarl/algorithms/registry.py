@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, cast
 
 from megarl.algorithms.algorithm import Algorithm
-from megarl.algorithms.distillation import Distillation
 from megarl.algorithms.grpo import Cispo, Dapo, DrGrpo, Gmpo, Grpo, Gspo, Rloo
 from megarl.algorithms.ppo import PfPpo, Ppo, SafeRlhf, Vapo
 from megarl.algorithms.prime import Prime
-from megarl.algorithms.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline, Remax
+from megarl.algorithms.reinforce import Distillation, ReinforcePlusPlus, ReinforcePlusPlusBaseline, Remax
 from megarl.config.algorithm import load_algorithm_class
 from megarl.run.rl_run import RLRun
 

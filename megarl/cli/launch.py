@@ -14,8 +14,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from megarl.cluster.launch.head_node import launch
-from megarl.cluster.launch.launch_node import LaunchOptions
+from megarl.cluster.launch.launch_node import LaunchOptions, launch
 from megarl.cluster.launch.node_world import SECRET_VARIABLE, detect_node_world, parse_labels, with_secret
 from megarl.errors import ConfigError
 

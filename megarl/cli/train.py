@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(RunConfig, args.config, args.overrides)
     from megarl.controller.actor import Controller  # after the configuration is loaded: an unknown key fails fast
     from megarl.controller.run_stage import run_stage
-    from megarl.tracking.startup import command_startup
+    from megarl.tracking.timing import command_startup
 
     run_stage(config, Controller.train, startup=command_startup(), resume=args.resume, detach=args.detach)
     if args.detach:

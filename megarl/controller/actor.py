@@ -21,7 +21,7 @@ from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig
 from megarl.controller.detached import acquire_when_free
 from megarl.errors import MegarlError, RewardError, WorkerError
 from megarl.run.run_events import Event, EventLog, MessageEvent
-from megarl.tracking.startup import Startup
+from megarl.tracking.timing import Startup
 
 LINGER_SECONDS = 60.0
 """How long the actor of a detached run stays alive after its end, so that `outcome` can still be read."""

@@ -26,7 +26,7 @@ from megarl.checkpoint.run_lock import require_lock
 from megarl.checkpoint.store import CheckpointStore
 from megarl.cluster.placement.assign import cluster_nodes
 from megarl.cluster.placement.pool import reserve_pools
-from megarl.cluster.process.fast_imports import collect_rarely
+from megarl.cluster.process.process_start import collect_rarely
 from megarl.cluster.workers.failures import find_losses, pause
 from megarl.cluster.workers.group import RemoteCall, WorkerProcesses
 from megarl.config import RunConfig
@@ -66,8 +66,7 @@ from megarl.run.schedule_log import continues_log, log_folder
 from megarl.run.supervision.restart_budget import RESTARTS_FILE, RestartBudget, RestartLog
 from megarl.run.supervision.run_monitor import RunMonitor
 from megarl.run.update_log import update_folder
-from megarl.tracking.phases import PhaseTimer
-from megarl.tracking.startup import Startup
+from megarl.tracking.timing import PhaseTimer, Startup
 
 if TYPE_CHECKING:
     from megarl.run.rl_run import RLRun

@@ -34,8 +34,7 @@ from megarl.run.schedule_log import last_logged_step, logged_batches
 from megarl.run.step_limits import SKIPPED_METRICS
 from megarl.run.supervision.restart_budget import RestartBudget
 from megarl.run.sync.weight_sync import WeightSync
-from megarl.tracking.phases import PhaseTimer
-from megarl.tracking.startup import Startup
+from megarl.tracking.timing import PhaseTimer, Startup
 from megarl.tracking.tracker import METRICS_FILE
 
 

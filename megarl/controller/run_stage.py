@@ -44,7 +44,7 @@ from megarl.errors import ConfigError
 from megarl.model_files.hub import with_local_models
 from megarl.run.run_events import Event, MessageEvent, PhaseEvent
 from megarl.tracking.progress import RunProgress, StepSummary
-from megarl.tracking.startup import Startup
+from megarl.tracking.timing import Startup
 
 POLL_SECONDS = 0.2
 

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from megarl.cluster.placement.hardware import visible_gpu_names
-from megarl.cluster.placement.network import use_network_to_master
+from megarl.cluster.placement.hardware import use_network_to_master, visible_gpu_names
 from megarl.cluster.process import early_stop_signal
 from megarl.cluster.process.torchrun_env import TorchrunWorld, report_on_rank0
 from megarl.cluster.workers.group import Processes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.batch.routes import Routes, join_routes
+from megarl.batch.trajectory import Routes, join_routes
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:  # these import torch, which checks of a configuration do without

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from megarl.batch.routes import EngineRoutes
+from megarl.batch.trajectory import EngineRoutes
 from megarl.config import RunConfig
 from megarl.engines.unsupported_options import check_engine_support
 from megarl.model_files.model_config import read_model_config, read_stop_token_ids

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.batch.pack import PerToken
-from megarl.batch.routes import Routes
 from megarl.batch.sample_table import SampleKey
+from megarl.batch.trajectory import Routes
 from megarl.checkpoint.run_lock import require_claim
-from megarl.cluster.process.startup_trace import record_imports
+from megarl.cluster.process.process_start import record_imports
 from megarl.cluster.workers.payload import fetch_all
 from megarl.config.trainer import OffloadConfig
 from megarl.megatron.requests import (

@@ -28,7 +28,7 @@ from megarl.run.schedule_log import ScheduleLog, log_folder, open_schedule, repl
 from megarl.run.scheduled_groups import GroupJobs, Keep, ScheduledGroups
 from megarl.run.stage_run import SAMPLER_NAME, StageRun
 from megarl.run.sync.weight_sync import WeightSync
-from megarl.tracking.startup import Startup
+from megarl.tracking.timing import Startup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,8 @@ import numpy as np
 import psutil
 
 from megarl.batch.pack import ColumnName
-from megarl.batch.routes import ROUTES
 from megarl.batch.sample_table import SampleKey
-from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.batch.trajectory import ROUTES, Prompt, Trajectory
 from megarl.checkpoint.run_lock import require_lock
 from megarl.cluster.workers.group import WorkerFuture
 from megarl.config import RunConfig
@@ -47,9 +46,8 @@ from megarl.run.scheduled_groups import Keep
 from megarl.run.stage_run import StageRun
 from megarl.run.step_limits import LimitDecision, StepLimits, StepStage
 from megarl.run.update_log import StepUpdate, UpdateLog, batch_hash
-from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import RunSummary, StepSummary
-from megarl.tracking.startup import Startup
+from megarl.tracking.timing import PhaseTimer, Startup
 
 PROBE_TOKENS = 16
 """Largest number of tokens that an engine samples."""

@@ -14,8 +14,8 @@ from megarl.data.sampler import SamplerState
 from megarl.errors import DataError
 from megarl.run.schedule.events import ScheduleState
 from megarl.run.step_limits import MismatchHistory
-from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import RunSummary
+from megarl.tracking.timing import PhaseTimer
 from megarl.tracking.tracker import ResumedMetrics
 
 

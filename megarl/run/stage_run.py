@@ -18,8 +18,8 @@ from megarl.run.remote.trainer_group import TrainerGroup
 from megarl.run.run_events import EventLog, MessageEvent, PhaseEvent
 from megarl.run.run_state import RunState, resumed_metrics
 from megarl.run.supervision.run_monitor import RunMonitor
-from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepSummary
+from megarl.tracking.timing import PhaseTimer
 from megarl.tracking.tracker import Tracker
 
 SAMPLER_NAME = "prompts"

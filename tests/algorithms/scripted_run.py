@@ -36,8 +36,7 @@ from megarl.run.run_parts import RunParts
 from megarl.run.run_state import RunState
 from megarl.run.sync.sync_update import PushReport
 from megarl.run.sync.weight_sync import WeightSync
-from megarl.tracking.phases import PhaseTimer
-from megarl.tracking.startup import Startup
+from megarl.tracking.timing import PhaseTimer, Startup
 from tests.rollout.estimates import estimate_here
 from tests.run.finished_groups import completion, finished_group, run_config
 

@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 
-from megarl.batch.routes import EngineRoutes, fit_routes, is_routed, join_routes
+from megarl.batch.trajectory import EngineRoutes, fit_routes, is_routed, join_routes
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(8, np.uint8), (256, np.uint8), (257, np.uint16), (512, np.uint16)])

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint.config_diff import ABSENT, diff_configs, require_no_contradictions
 from megarl.checkpoint.manifest import CheckpointMetadata, ModelIdentity, require_same_model
 from megarl.config import RunConfig
 from megarl.config.load import make_config
+from megarl.controller.resume import ABSENT, diff_configs, require_no_contradictions
 from megarl.errors import ConfigError, DataError
 
 CONFIG = {

@@ -17,7 +17,7 @@ from megarl.controller import recovery
 from megarl.controller.recovery import RunAssembly, train_with_recovery
 from megarl.run.run_events import EventLog, MessageEvent
 from megarl.run.supervision import restart_budget
-from megarl.tracking.startup import Startup
+from megarl.tracking.timing import Startup
 from tests.errors import expect_error
 from tests.run.finished_groups import run_config
 from tests.time_limits import UNREACHED_SECONDS

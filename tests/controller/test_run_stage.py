@@ -27,7 +27,7 @@ from megarl.controller.replay import ReplayReport
 from megarl.controller.run_stage import begin_run, follow, start_controller
 from megarl.errors import ConfigError, LostLockError, MegarlError
 from megarl.run.run_events import EventLog, MessageEvent
-from megarl.tracking.startup import Startup
+from megarl.tracking.timing import Startup
 from tests.checkpoint.run_folder import take_over
 from tests.errors import expect_error
 from tests.run.finished_groups import run_config

@@ -47,8 +47,7 @@ from megarl.run.rollout_batch import RolloutBatch
 from megarl.run.run_events import EventLog
 from megarl.run.run_parts import RunParts
 from megarl.run.sync.weight_sync import WeightSync
-from megarl.tracking.phases import PhaseTimer
-from megarl.tracking.startup import Startup
+from megarl.tracking.timing import PhaseTimer, Startup
 from tests.end_to_end.tiny_world import run_tree
 from tests.engines.remote import begin_and_load
 from tests.time_limits import HANG_SECONDS

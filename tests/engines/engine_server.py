@@ -22,7 +22,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import NoReturn
 
-from megarl.cluster.process.fast_imports import fast_imports
+from megarl.cluster.process.process_start import fast_imports
 from tests.time_limits import wait_until
 
 AUTHKEY = b"tests"

@@ -18,8 +18,13 @@ from megarl.cluster.workers.dispatch import BROADCAST
 from megarl.cluster.workers.payload import LocalPayload, RemoteResults, StoredItem, StoredPayload
 from megarl.functional.losses import Denominators
 from megarl.megatron import request_split
-from megarl.megatron.packed_samples import pack_samples
-from megarl.megatron.request_split import computed_column, split_by_dp, split_forward_by_dp, train_dispatch
+from megarl.megatron.request_split import (
+    computed_column,
+    pack_samples,
+    split_by_dp,
+    split_forward_by_dp,
+    train_dispatch,
+)
 from megarl.megatron.requests import PUSH, ForwardRequest, MiniBatch, PushRequest, PushResult, TrainRequest, TrainStats
 from megarl.megatron.training.metric_sums import Throughput
 from megarl.megatron.training.samples import ComputedColumn, StepSamples, merge_column, payloads_by_index

@@ -31,7 +31,7 @@ from megarl.run.schedule.events import OpenGroup, ScheduleState
 from megarl.run.schedule_log import log_folder
 from megarl.run.stage_run import StageRun
 from megarl.run.step_limits import MismatchHistory
-from megarl.tracking.phases import PhaseTimer
+from megarl.tracking.timing import PhaseTimer
 from tests.algorithms.scripted_run import FinishedRun, run_script
 from tests.algorithms.test_training_loops import SAFE_TERMS
 from tests.checkpoint.run_folder import take_over

@@ -42,7 +42,7 @@ from megarl.run.schedule_log import (
     remove_events,
 )
 from megarl.run.scheduled_groups import Keep, ScheduledGroups
-from megarl.tracking.phases import PhaseTimer
+from megarl.tracking.timing import PhaseTimer
 from tests.errors import expect_error
 from tests.run.finished_groups import completion, finished_group, group_job, run_config
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megarl.cluster.process.startup_trace import StartupTiming
+from megarl.cluster.process.process_start import StartupTiming
 from megarl.errors import ConfigError
 from megarl.tracking.progress import RunProgress, RunSummary, StepSummary, format_si
-from megarl.tracking.startup import KINDS, Span, Startup, command_startup, seconds_by_kind
+from megarl.tracking.timing import KINDS, Span, Startup, command_startup, seconds_by_kind
 from tests.errors import expect_error
 
 SUMMARY = StepSummary(
@@ -147,7 +147,7 @@ def test_report_without_a_launcher_omits_it():
 
 def test_command_startup_begins_with_its_process_or_launcher(monkeypatch):
     created = psutil.Process().create_time()  # to the second
-    monkeypatch.setattr("megarl.tracking.startup.process_creation_time", lambda: created)
+    monkeypatch.setattr("megarl.tracking.timing.process_creation_time", lambda: created)
     monkeypatch.delenv("MEGARL_STARTED", raising=False)
     before = time.time()
     without_launcher = command_startup()

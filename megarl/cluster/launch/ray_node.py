@@ -13,8 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megarl.cluster.launch.node_world import SECRET_VARIABLE
-from megarl.cluster.placement.hardware import inline_environment, object_store_bytes
-from megarl.cluster.placement.network import interface_of, interface_variables, is_loopback
+from megarl.cluster.placement.hardware import (
+    inline_environment,
+    interface_of,
+    interface_variables,
+    is_loopback,
+    object_store_bytes,
+)
 from megarl.cluster.process.child_processes import ChildProcesses
 from megarl.errors import LaunchError
 

@@ -31,7 +31,7 @@ from megarl.cluster.launch.connection import (
     close_writer,
 )
 from megarl.cluster.launch.node_world import SECRET_VARIABLE, NodeWorld
-from megarl.cluster.placement.network import is_loopback
+from megarl.cluster.placement.hardware import is_loopback
 from megarl.errors import LaunchError
 
 ANSWER_TIMEOUT_SECONDS = 3.0

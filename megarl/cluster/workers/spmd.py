@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.cluster.process.fast_imports import freeze_objects
+from megarl.cluster.process.process_start import freeze_objects
 from megarl.cluster.workers.dispatch import Dispatch
 from megarl.cluster.workers.payload import LocalPayload
 from megarl.errors import MegarlError, WorkerError

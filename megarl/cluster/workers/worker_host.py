@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import ray
 
-from megarl.cluster.process.fast_imports import freeze_objects
 from megarl.cluster.process.ports import reserve_master_port
+from megarl.cluster.process.process_start import StartupTiming, StartupTrace, freeze_objects
 from megarl.cluster.process.stack_dump import ProcessInfo, register_stack_dump
-from megarl.cluster.process.startup_trace import StartupTiming, StartupTrace
 from megarl.cluster.workers.dispatch import CallBatches
 from megarl.cluster.workers.stragglers import CallTime, timed_call
 from megarl.errors import MegarlError

@@ -48,7 +48,7 @@ import psutil
 
 from megarl.cluster.process.atomic_files import quote_tail
 from megarl.cluster.process.ports import is_port_free
-from megarl.cluster.process.startup_trace import record_imports
+from megarl.cluster.process.process_start import record_imports
 from megarl.engines.engine_spec import EngineSpec
 from megarl.engines.sglang.scheduler_process import (
     PROCESS_GATE,

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.batch.routes import EngineRoutes
+from megarl.batch.trajectory import EngineRoutes
 from megarl.engines.engine import (
     UNFINISHED,
     Generation,

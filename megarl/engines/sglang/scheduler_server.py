@@ -18,7 +18,7 @@ import os
 import signal
 
 from megarl.cluster.process.child_processes import set_parent_death_signal
-from megarl.cluster.process.fast_imports import fast_imports
+from megarl.cluster.process.process_start import fast_imports
 from megarl.engines.sglang import scheduler_process
 
 host = int(os.environ[scheduler_process.HOST_VARIABLE])

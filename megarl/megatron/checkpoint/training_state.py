@@ -44,21 +44,19 @@ from megarl.megatron.checkpoint.optimizer_state import (
     write_step,
 )
 from megarl.megatron.checkpoint.shards import (
-    OPTIMIZER_STATE,
-    CheckpointShard,
-    held_shards,
-    shards_to_load,
-    shards_to_save,
-)
-from megarl.megatron.checkpoint.storage_index import (
     COMMON,
     INDEX,
     METADATA_JSON,
+    OPTIMIZER_STATE,
+    CheckpointShard,
     StoredShard,
     StoredTensors,
+    held_shards,
     make_index,
     metadata_json,
     serialize,
+    shards_to_load,
+    shards_to_save,
 )
 from megarl.megatron.requests import LoadReport, SavedFile, SavedShard, SaveRequest, SaveStats
 from megarl.megatron.runtime import platform

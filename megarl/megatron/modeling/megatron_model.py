@@ -20,8 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.batch.pack import ColumnName, PackedBatch, PerToken, pack
-from megarl.batch.routes import Routes, route_dtype
-from megarl.batch.trajectory import Trajectory
+from megarl.batch.trajectory import Routes, Trajectory, route_dtype
 from megarl.losses import ModelOutput, TokenScores, token_scores, token_values
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.trainer_layouts import pipeline_split

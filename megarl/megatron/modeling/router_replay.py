@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.batch.routes import Routes, route_dtype
+from megarl.batch.trajectory import Routes, route_dtype
 from megarl.megatron.families.architecture import ModelArchitecture
 
 _DEVICE_DTYPES = {np.uint8: torch.uint8, np.uint16: torch.int16}

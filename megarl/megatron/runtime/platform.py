@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megarl.cluster.process.fast_imports import run_adam_without_compiler
+from megarl.cluster.process.process_start import run_adam_without_compiler
 
 
 class CudaTimer:

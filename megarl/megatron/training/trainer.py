@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megarl.batch.pack import PackedBatch
-from megarl.batch.routes import Routes
+from megarl.batch.trajectory import Routes
 from megarl.functional import Denominators, Sequences
 from megarl.functional.losses import clamp_log_ratio
 from megarl.losses import AnyLoss, LossBatch, ModelOutput, ValueHeadLoss, token_scores, token_values

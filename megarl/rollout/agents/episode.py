@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.batch.routes import Routes, fit_routes, join_routes
-from megarl.batch.trajectory import Prompt, Trajectory, count_turns
+from megarl.batch.trajectory import Prompt, Routes, Trajectory, count_turns, fit_routes, join_routes
 from megarl.data.tokenizer import describe_unknown_token, read_vocab_size
 from megarl.engines.engine import CompletionEngine, Generation, GenerationRequest, Sampling
 from megarl.engines.engine_pool import ABORT_GRACE_SECONDS

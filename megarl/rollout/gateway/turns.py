@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import from_json
 
-from megarl.batch.routes import Routes, fit_routes
-from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.batch.trajectory import Prompt, Routes, Trajectory, fit_routes
 from megarl.engines.engine import Generation
 from megarl.rollout.environments.environment import Message
 from megarl.rollout.gateway.reply_parser import ParsedReply

@@ -47,7 +47,7 @@ from typing import Literal
 
 import numpy as np
 
-from megarl.batch.routes import route_dtype
+from megarl.batch.trajectory import route_dtype
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.config.megatron import MegatronConfig
 from megarl.config.trainer import ParallelConfig, RecomputeConfig

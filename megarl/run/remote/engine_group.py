@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.batch.routes import EngineRoutes
+from megarl.batch.trajectory import EngineRoutes
 from megarl.cluster.placement.assign import RecentNodes
 from megarl.cluster.placement.pool import Slot, SlotPool
 from megarl.cluster.process.ports import find_unused_port, join_address
-from megarl.cluster.process.startup_trace import StartupTiming, record_imports
+from megarl.cluster.process.process_start import StartupTiming, record_imports
 from megarl.cluster.workers.failures import results_in_time, wait_all
 from megarl.cluster.workers.group import RemoteCall
 from megarl.cluster.workers.worker_host import AsyncWorkerHost

@@ -25,7 +25,7 @@ from collections.abc import Awaitable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
-from megarl.cluster.process.startup_trace import record_imports
+from megarl.cluster.process.process_start import record_imports
 from megarl.engines.engine_spec import EngineSpec
 
 if TYPE_CHECKING:

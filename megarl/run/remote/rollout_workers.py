@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.checkpoint.run_lock import find_claim
 from megarl.cluster.placement.assign import nodes_for_light_workers
 from megarl.cluster.placement.hardware import inline_environment
-from megarl.cluster.process.startup_trace import StartupTiming
+from megarl.cluster.process.process_start import StartupTiming
 from megarl.cluster.workers.failures import pause, raise_failure, run_abort_check, to_megarl_error, wait_all, wait_any
 from megarl.cluster.workers.worker_host import AsyncWorkerHost
 from megarl.config import RunConfig

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 from megarl.checkpoint.run_lock import require_lock
 from megarl.cluster.process.stack_dump import ProcessInfo
 from megarl.cluster.workers.group import WorkerProcesses
-from megarl.cluster.workers.stack_collector import collect_stacks, find_processes
-from megarl.cluster.workers.stragglers import StragglerMonitor
+from megarl.cluster.workers.stragglers import StragglerMonitor, collect_stacks, find_processes
 from megarl.config import RunConfig
 from megarl.tracking.run_heartbeat import HEARTBEAT_FILE, Heartbeat
 

@@ -33,7 +33,7 @@ from megarl.reshard.transfer.weight_sums import add_parts
 from megarl.run.remote.engine_group import EngineHandles
 from megarl.run.remote.trainer_group import TrainerGroup
 from megarl.run.sync.sync_connections import REPORT_GRACE_SECONDS, SyncConnections
-from megarl.tracking.phases import PhaseTimer
+from megarl.tracking.timing import PhaseTimer
 
 
 def verify_weights(

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 from megarl.cli.options import print_error
-from megarl.cluster.launch import head_node, ray_node
-from megarl.cluster.launch.head_node import launch
-from megarl.cluster.launch.launch_node import LaunchOptions
+from megarl.cluster.launch import launch_node, ray_node
+from megarl.cluster.launch.launch_node import LaunchOptions, launch
 from megarl.cluster.launch.node_world import detect_node_world, with_secret
 from megarl.cluster.process import child_processes
 from megarl.cluster.process.early_stop_signal import stop_signal_blocked
@@ -33,7 +32,7 @@ def main() -> int:
     if "refuse" in os.environ.get("FAKE_RAY", ""):
         ray_node.TAIL_TIMEOUT_SECONDS = HANG_SECONDS
     for name in ("COMMAND_GRACE_SECONDS", "REPEATED_SIGNAL_SECONDS"):
-        setattr(head_node, name, float(os.environ.get(name, UNREACHED_SECONDS)))
+        setattr(launch_node, name, float(os.environ.get(name, UNREACHED_SECONDS)))
     child_processes.GRACE_SECONDS = 0.3
     world = detect_node_world({}, rank=int(rank), size=int(size), head=f"127.0.0.1:{port}")
     world = with_secret(world, os.environ, insecure=False)

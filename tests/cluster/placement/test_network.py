@@ -6,7 +6,7 @@ import sys
 import psutil
 import pytest
 
-from megarl.cluster.placement.network import interface_to, interface_variables
+from megarl.cluster.placement.hardware import interface_to, interface_variables
 from megarl.errors import ConfigError
 from tests.cluster.launch.hosts import Hosts
 from tests.errors import expect_error
@@ -39,7 +39,7 @@ def test_variables_set_by_the_user_are_kept():
 
 RANK = """
 import os, sys
-from megarl.cluster.placement.network import use_network_to_master
+from megarl.cluster.placement.hardware import use_network_to_master
 
 class Store(dict):
     set, get = dict.__setitem__, lambda self, key: self[key].encode()

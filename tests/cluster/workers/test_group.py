@@ -35,8 +35,7 @@ from megarl.cluster.workers.payload import (
     fetch_all,
     fetch_arguments,
 )
-from megarl.cluster.workers.stack_collector import collect_stacks
-from megarl.cluster.workers.stragglers import MIN_CONSECUTIVE_STEPS, StragglerMonitor
+from megarl.cluster.workers.stragglers import MIN_CONSECUTIVE_STEPS, StragglerMonitor, collect_stacks
 from megarl.cluster.workers.worker_host import AsyncWorkerHost
 from megarl.config.placement import PlacementConfig
 from megarl.errors import HungWorkerError, LostRankError, LostWorkerError, RewardError, WeightSyncError, WorkerError

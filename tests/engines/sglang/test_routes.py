@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.batch.routes import EngineRoutes, fit_routes, is_routed
+from megarl.batch.trajectory import EngineRoutes, fit_routes, is_routed
 from megarl.config.megatron import MoeConfig
 from megarl.engines.engine_spec import EngineSpec
 from tests.engines.remote import begin_requests, requests, started, sync

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megarl.megatron.checkpoint import background_writer
 from megarl.megatron.checkpoint.background_writer import HostStaging
 from megarl.megatron.checkpoint.checkpoint_files import UntrustedIndexError, read_untrusted_index
-from megarl.megatron.checkpoint.storage_index import read_box
+from megarl.megatron.checkpoint.shards import read_box
 from tests.errors import expect_error
 
 

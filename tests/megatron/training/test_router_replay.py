@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.batch.routes import ROUTES
+from megarl.batch.trajectory import ROUTES
 from megarl.cluster.workers.payload import LocalPayload
 from megarl.config.megatron import MoeConfig
 from megarl.config.trainer import RecomputeConfig

@@ -13,15 +13,16 @@ import psutil
 import pytest
 import torch
 
-from megarl.cluster.process import startup_trace
-from megarl.cluster.process.fast_imports import (
+from megarl.cluster.process import process_start
+from megarl.cluster.process.process_start import (
     LOW_PRIORITY,
+    StartupTrace,
     compile_on_first_call,
     fast_imports,
     freeze_objects,
     import_at_low_priority,
+    record_imports,
 )
-from megarl.cluster.process.startup_trace import StartupTrace, record_imports
 from megarl.cluster.workers import worker_host
 from megarl.cluster.workers.worker_host import AsyncWorkerHost, WorkerHost
 
@@ -41,7 +42,7 @@ def fake_compile(model, **options):
 @pytest.fixture(autouse=True)
 def _state_of_the_process(monkeypatch):
     compile_calls.clear()
-    monkeypatch.setattr(startup_trace, "_imports", [])
+    monkeypatch.setattr(process_start, "_imports", [])
     yield
     gc.unfreeze()
 
@@ -98,7 +99,7 @@ def test_modules_are_imported_at_low_priority_and_later_work_is_not(tmp_path, mo
 def test_megatron_core_is_imported_without_the_compiler():
     code = """
 import sys
-from megarl.cluster.process.fast_imports import fast_imports
+from megarl.cluster.process.process_start import fast_imports
 with fast_imports():
     import megarl.megatron
     import megatron.core
@@ -124,7 +125,7 @@ for _ in range(3):
 assert calls == ["post"] * 3 and torch.is_grad_enabled()
 """
 WITHOUT_COMPILER = f"""
-from megarl.cluster.process.fast_imports import run_adam_without_compiler
+from megarl.cluster.process.process_start import run_adam_without_compiler
 run_adam_without_compiler()
 {ADAM}
 assert "torch._dynamo" not in sys.modules
@@ -194,4 +195,4 @@ def test_process_creation_time(monkeypatch):
     monkeypatch.setattr(time, "clock_gettime", {time.CLOCK_BOOTTIME: seconds_after_boot + 5000}.get)
     monkeypatch.setattr(time, "time", lambda: 1e6)
     # the time of the boot is in full seconds
-    assert startup_trace.process_creation_time() == pytest.approx(1e6 - 5000, abs=1.5)
+    assert process_start.process_creation_time() == pytest.approx(1e6 - 5000, abs=1.5)

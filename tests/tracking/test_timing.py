@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.tracking.phases import PhaseTimer
+from megarl.tracking.timing import PhaseTimer
 from tests.errors import expect_error
 from tests.virtual_time import run_in_virtual_time
 
