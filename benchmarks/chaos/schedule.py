@@ -12,8 +12,8 @@ from benchmarks.chaos.read import read_metrics
 from megarl.config import RunConfig
 from megarl.controller.replay import replay_run
 from megarl.rollout.journal import journal_folder
+from megarl.run.run_logs import log_folder, read_log
 from megarl.run.schedule.events import Admitted, Finished, Leased, Pushed, Removed, ScheduleEvent
-from megarl.run.schedule_log import log_folder, read_log
 
 
 def is_asynchronous(config: RunConfig) -> bool:

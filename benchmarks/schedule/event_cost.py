@@ -15,10 +15,10 @@ from megarl.cluster.workers.payload import StoredItem
 from megarl.engines.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, TrajectorySummary
 from megarl.run.remote.rollout_group import FinishedGroup
+from megarl.run.run_logs import ScheduleLog
 from megarl.run.schedule.events import OpenGroup
 from megarl.run.schedule.schedule import Schedule
 from megarl.run.schedule.settings import SchedulePolicy
-from megarl.run.schedule_log import ScheduleLog
 from megarl.run.scheduled_groups import ScheduledGroups
 
 LOOKAHEAD, MAX_STALENESS = 4, 8

@@ -25,7 +25,7 @@ from megarl.cluster.placement.hardware import (
 )
 from megarl.config.megatron import MegatronConfig
 from megarl.errors import ConfigError
-from megarl.megatron.attention_kernels import attention_backend, find_flash_attn_problem
+from megarl.megatron.mcore_fields import attention_backend, find_flash_attn_problem
 from megarl.sandbox.tiers import find_local_tiers
 
 if TYPE_CHECKING:

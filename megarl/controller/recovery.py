@@ -60,12 +60,11 @@ from megarl.run.remote.trainer_group import (
     read_gpu_bytes,
 )
 from megarl.run.run_events import EventLog, MessageEvent
+from megarl.run.run_logs import continues_log, log_folder, update_folder
 from megarl.run.run_state import RunState
 from megarl.run.schedule.events import ScheduleState
-from megarl.run.schedule_log import continues_log, log_folder
 from megarl.run.supervision.restart_budget import RESTARTS_FILE, RestartBudget, RestartLog
 from megarl.run.supervision.run_monitor import RunMonitor
-from megarl.run.update_log import update_folder
 from megarl.tracking.timing import PhaseTimer, Startup
 
 if TYPE_CHECKING:

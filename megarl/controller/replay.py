@@ -26,11 +26,11 @@ from megarl.run.remote.rollout_workers import RolloutWorkers
 from megarl.run.remote.trainer_group import AuxiliaryModels, make_rank_processes, make_trainer_group
 from megarl.run.rl_run import RLRun
 from megarl.run.run_events import EventLog, MessageEvent
+from megarl.run.run_logs import last_logged_step, logged_batches
 from megarl.run.run_parts import RunParts
 from megarl.run.run_state import RunState
 from megarl.run.schedule.events import LogMismatchError, ScheduleState
 from megarl.run.schedule.schedule import place
-from megarl.run.schedule_log import last_logged_step, logged_batches
 from megarl.run.step_limits import SKIPPED_METRICS
 from megarl.run.supervision.restart_budget import RestartBudget
 from megarl.run.sync.weight_sync import WeightSync

@@ -23,9 +23,9 @@ from megarl.config import RunConfig, StageConfig, command_of, load_resolved
 from megarl.data.data_files import find_data_files
 from megarl.errors import ConfigError, DataError
 from megarl.rollout.journal import journal_fingerprint, list_steps, read_fingerprints
+from megarl.run.run_logs import continues_log, log_folder
 from megarl.run.run_state import RunState
 from megarl.run.schedule.events import ScheduleState
-from megarl.run.schedule_log import continues_log, log_folder
 
 ALLOWED = (
     "algorithm.*.parallel",

@@ -27,9 +27,8 @@ from megarl.errors import DataError
 from megarl.megatron.requests import SavedShard, SaveRequest
 from megarl.rollout.journal import journal_folder, remove_steps
 from megarl.run.remote.trainer_group import TrainerGroup
+from megarl.run.run_logs import first_needed_step, log_folder, remove_events, update_folder
 from megarl.run.run_state import RunState
-from megarl.run.schedule_log import first_needed_step, log_folder, remove_events
-from megarl.run.update_log import update_folder
 
 T = TypeVar("T")
 

@@ -20,11 +20,11 @@ from megarl.rollout.journal import journal_folder, list_steps, remove_steps_from
 from megarl.run.remote.rollout_group import FinishedGroup, RolloutGroup
 from megarl.run.reward_weights import RewardFailures, RewardWeights
 from megarl.run.rollout_batch import BatchVersions, KeptSample, RolloutBatch
+from megarl.run.run_logs import ScheduleLog, log_folder, open_schedule, replay_schedule
 from megarl.run.run_parts import RunParts
 from megarl.run.run_state import RunState
 from megarl.run.schedule.events import ScheduleState
 from megarl.run.schedule.settings import Update
-from megarl.run.schedule_log import ScheduleLog, log_folder, open_schedule, replay_schedule
 from megarl.run.scheduled_groups import GroupJobs, Keep, ScheduledGroups
 from megarl.run.stage_run import SAMPLER_NAME, StageRun
 from megarl.run.sync.weight_sync import WeightSync

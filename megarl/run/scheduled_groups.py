@@ -24,10 +24,10 @@ from megarl.data.sampler import RowOrder
 from megarl.engines.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob
 from megarl.run.remote.rollout_group import FinishedGroup
+from megarl.run.run_logs import ScheduleLog
 from megarl.run.schedule.events import Admitted, OpenGroup, Outcome, ScheduleState
 from megarl.run.schedule.schedule import Schedule, place
 from megarl.run.schedule.settings import TokenStaleness, token_staleness
-from megarl.run.schedule_log import ScheduleLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

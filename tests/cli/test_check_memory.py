@@ -10,7 +10,7 @@ import pytest
 from benchmarks.reshard.published import QWEN3_8B
 from megarl.cli.tools.memory_report import find_memory_problems, report_memory
 from megarl.config import RunConfig, load_config
-from megarl.megatron import attention_kernels
+from megarl.megatron import mcore_fields
 from megarl.megatron.families.load_architecture import load_architecture
 from megarl.run.memory.gpu_demand import GIB, gpu_memory
 from tests.cli.tiny_run import ROWS, write_config, write_rows, write_tiny_run
@@ -107,7 +107,7 @@ def test_names_both_remedies_where_a_gpu_lacks_attention(refusal, output, recipe
     assert "# megatron: torch layers" in output("check", recipe, *JOB, "--gpu", "a100-80", *wide, TORCH_LAYERS)
     # on a machine without Transformer Engine, flash-attn that is asked for is that of the GPUs' nodes
     assert output("check", recipe, *JOB, "--gpu", "a100-80", *wide, f"{ATTENTION}=flash")
-    monkeypatch.setattr(attention_kernels, "package_version", {"flash-attn": "2.8.3"}.get)
+    monkeypatch.setattr(mcore_fields, "package_version", {"flash-attn": "2.8.3"}.get)
     assert output("check", recipe, *JOB, "--gpu", "a100-80", *wide)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.cli import doctor
 from megarl.cli.doctor import OPTIONAL, REQUIRED, diagnose
-from megarl.megatron import attention_kernels
+from megarl.megatron import mcore_fields
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
 def test_attention_of_a_gpu(machine, gpus, packages, attention, lacks, run, monkeypatch):
     """GPUs before Hopper need flash-attn 2 for packed sequences, or torch's layers by choice."""
     machine(gpus=gpus, **(GPU_PACKAGES | packages))
-    monkeypatch.setattr(attention_kernels, "package_version", lambda name: packages.get(name.replace("-", "_")))
+    monkeypatch.setattr(mcore_fields, "package_version", lambda name: packages.get(name.replace("-", "_")))
     found = {choice.what: choice.uses for choice in diagnose().choices}
     assert found["attention and layers"] == attention
     code, out, _ = run("doctor")

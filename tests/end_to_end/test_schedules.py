@@ -12,8 +12,8 @@ from benchmarks.chaos.compare import compare
 from benchmarks.chaos.read import read_model, read_rollouts
 from benchmarks.chaos.schedule import num_sampled_again, trained_ordinals
 from megarl.run.reward_weights import request_weights
+from megarl.run.run_logs import log_folder, read_log
 from megarl.run.schedule.events import Leased, Pushed
-from megarl.run.schedule_log import log_folder, read_log
 from tests.end_to_end.launched import RAY_AGENTS, LaunchedCommand, list_steps, run_to_end
 from tests.end_to_end.test_resume import processes, steps_saved
 from tests.end_to_end.tiny_world import LR, write_run

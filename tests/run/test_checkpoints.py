@@ -26,9 +26,9 @@ from megarl.megatron.requests import SavedFile, SavedShard, SaveRequest, SaveSta
 from megarl.rollout.journal import journal_folder, list_steps, step_folder
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.run_events import EventLog
+from megarl.run.run_logs import log_folder
 from megarl.run.run_state import RunState, RunTotals
 from megarl.run.schedule.events import OpenGroup, ScheduleState
-from megarl.run.schedule_log import log_folder
 from megarl.run.stage_run import StageRun
 from megarl.run.step_limits import MismatchHistory
 from megarl.tracking.timing import PhaseTimer

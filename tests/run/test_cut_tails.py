@@ -25,10 +25,9 @@ from megarl.rollout.record_file import read_records
 from megarl.rollout.rollout_worker import GroupJob
 from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.reward_weights import RewardWeights, request_weights
+from megarl.run.run_logs import ScheduleLog, StepUpdate, UpdateLog, batch_hash, log_folder, open_schedule
 from megarl.run.schedule.events import OpenGroup, ScheduleState
-from megarl.run.schedule_log import ScheduleLog, log_folder, open_schedule
 from megarl.run.scheduled_groups import ScheduledGroups
-from megarl.run.update_log import StepUpdate, UpdateLog, batch_hash
 from megarl.tracking.tracker import ResumedMetrics, Tracker
 from tests.run.finished_groups import completion, finished_group, group_job, run_config
 from tests.run.test_scheduled_groups import ScriptedStream

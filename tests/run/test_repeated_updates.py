@@ -17,9 +17,8 @@ from megarl.errors import DataError, LimitError
 from megarl.megatron.requests import TrainRequest, TrainStats, UpdateGuardSpec
 from megarl.rollout.journal import journal_folder, list_steps, step_folder
 from megarl.run.remote.rollout_group import FinishedGroup
+from megarl.run.run_logs import StepUpdate, UpdateLog, list_files, log_folder, update_folder
 from megarl.run.run_state import RunState
-from megarl.run.schedule_log import list_files, log_folder
-from megarl.run.update_log import StepUpdate, UpdateLog, update_folder
 from tests.algorithms.scripted_run import FakeModelSync, FakeRolloutGroup, FinishedRun, run_script
 from tests.errors import expect_error
 from tests.run.finished_groups import run_config

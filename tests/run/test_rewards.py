@@ -20,9 +20,9 @@ from megarl.rollout.journal import list_steps, step_folder
 from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.reward_weights import FILE, RewardFailures, RewardWeights, parse_weights, request_weights
 from megarl.run.rollout_batch import RolloutBatch, term_metrics
+from megarl.run.run_logs import log_folder, read_log
 from megarl.run.run_state import RunState
 from megarl.run.schedule.events import Leased
-from megarl.run.schedule_log import log_folder, read_log
 from tests.algorithms.scripted_run import FinishedRun, run_script
 from tests.algorithms.test_all_algorithms import trained_on
 from tests.errors import expect_error

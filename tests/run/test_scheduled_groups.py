@@ -27,10 +27,7 @@ from megarl.errors import DataError, OutdatedEngineError
 from megarl.rollout.journal import FinishedJob, Journal, journal_folder, open_journal, parse_step
 from megarl.rollout.rollout_worker import GroupJob, summarize
 from megarl.run.remote.rollout_group import FinishedGroup
-from megarl.run.schedule.events import OpenGroup, Outcome, Removed, ScheduleState
-from megarl.run.schedule.schedule import Schedule
-from megarl.run.schedule.settings import Late, SchedulePolicy, TokenStaleness, token_staleness
-from megarl.run.schedule_log import (
+from megarl.run.run_logs import (
     ScheduleLog,
     continues_log,
     first_needed_step,
@@ -41,6 +38,9 @@ from megarl.run.schedule_log import (
     read_log,
     remove_events,
 )
+from megarl.run.schedule.events import OpenGroup, Outcome, Removed, ScheduleState
+from megarl.run.schedule.schedule import Schedule
+from megarl.run.schedule.settings import Late, SchedulePolicy, TokenStaleness, token_staleness
 from megarl.run.scheduled_groups import Keep, ScheduledGroups
 from megarl.tracking.timing import PhaseTimer
 from tests.errors import expect_error

@@ -16,7 +16,6 @@ from megarl.config.run import DpoConfig, RunConfig
 from megarl.data.prompts import resolve_max_prompt_tokens
 from megarl.engines.unsupported_options import find_engine_problems
 from megarl.errors import ConfigError, DataError
-from megarl.megatron.attention_kernels import find_attention_problem
 from megarl.megatron.families.architecture import Head, ModelArchitecture, load_family
 from megarl.megatron.families.attention import GatedDeltaNet, GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.feed_forward import MixtureOfExperts
@@ -32,6 +31,7 @@ from megarl.megatron.families.load_architecture import (
 from megarl.megatron.families.trainer_layouts import parallel_problems, recompute_problems
 from megarl.megatron.mcore_fields import (
     ddp_fields,
+    find_attention_problem,
     find_offload_problem,
     fusion_fields,
     needs_torch_layers,

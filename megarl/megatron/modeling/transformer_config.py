@@ -15,11 +15,10 @@ from torch import Tensor
 from megarl.config.megatron import MegatronConfig, MoeConfig
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
-from megarl.megatron.attention_kernels import attention_backend, find_attention_problem
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import GatedDeltaNet, GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts, Routing
-from megarl.megatron.mcore_fields import override_model_fields
+from megarl.megatron.mcore_fields import attention_backend, find_attention_problem, override_model_fields
 from megarl.megatron.modeling.layer_spec import layer_backend
 from megarl.megatron.modeling.rotary import score_scale
 from megarl.megatron.modeling.router import LOAD_BALANCING_TYPES

@@ -16,7 +16,7 @@ import torch
 from megarl.config.megatron import MegatronConfig, MoeConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
-from megarl.megatron import attention_kernels
+from megarl.megatron import mcore_fields
 from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention, Rope
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.mcore_fields import fusion_fields
@@ -34,7 +34,7 @@ def describe(name: str, path: str, on_gpu: bool, options: dict[str, Any]) -> dic
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
-    from megarl.megatron import attention_kernels
+    from megarl.megatron import mcore_fields
     from megarl.megatron.modeling import layer_spec
     from megarl.megatron.modeling.transformer_config import token_multiple, transformer_config
 
@@ -45,7 +45,7 @@ def describe(name: str, path: str, on_gpu: bool, options: dict[str, Any]) -> dic
     megatron = MegatronConfig(model=options.get("model", {}))
     with (
         patch.object(platform, "compute_capability", lambda: options.get("capability", (9, 0))),
-        patch.object(attention_kernels, "package_version", options.get("packages", {}).get),
+        patch.object(mcore_fields, "package_version", options.get("packages", {}).get),
         patch.multiple(moe_utils, create=True, **dict.fromkeys(kernels, SimpleNamespace())),
         patch.multiple(rope_utils, create=True, fused_apply_rotary_pos_emb_thd=SimpleNamespace()),
         patch.object(platform, "uses_transformer_engine", lambda: on_gpu),
@@ -274,9 +274,9 @@ def test_kernels_by_size_of_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As Transformer Engine's sources have it for training on packed sequences."""
-    monkeypatch.setattr(attention_kernels, "package_version", FLASH_2.get)
+    monkeypatch.setattr(mcore_fields, "package_version", FLASH_2.get)
     want = {H100: on_hopper, B200: on_blackwell, A100: flash_on_a100, (8, 9): flash_on_l40s}
-    find = partial(attention_kernels.find_attention_problem, heads(keys, values), MegatronConfig(), cp=1)
+    find = partial(mcore_fields.find_attention_problem, heads(keys, values), MegatronConfig(), cp=1)
     problems = {capability: find(capability) for capability in want}
     assert {capability: problem is None for capability, problem in problems.items()} == want
     for problem in filter(None, problems.values()):

@@ -1,4 +1,4 @@
-"""The log of a schedule's events on disk, which a killed run resumes from.
+"""The logs of a run on disk, which a killed run resumes from: events of its schedule, and what each step updated.
 
     <run_dir>/journal/schedule/000000000001.jsonl     one event per line; a file for each checkpoint's events
 
@@ -7,21 +7,33 @@ A file is named by the number of its first event. Events before the oldest check
 What other files refer to survives a power failure: an event after which groups are sampled, a batch is trained or
 weights are pushed is on disk before its effect, and with it all events before it. The end of the log may be lost, with
 groups that have finished since, whose trajectories are in the rollout journal.
+
+    <run_dir>/journal/updates/000000000007.jsonl    {"step": 7, "batch": "9d1c...", "updates": 1}
+                                                    {"step": 8, "batch": "04fe...", "skipped": "step 8: ..."}
+
+A step that is trained again on the same groups, after a kill or by `megarl replay`, does the same: the weights that
+later groups were sampled with depend on it, but limits may have been changed, and engines compared with the trainer
+again may differ by other amounts. A file is named by its first step; those before the oldest checkpoint are removed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megarl.cluster.process.atomic_files import make_durable_folder, sync_path
+from megarl.checkpoint.run_lock import require_lock
+from megarl.cluster.process.atomic_files import append_line, make_durable_folder, read_lines, sync_path
 from megarl.config import RunConfig
+from megarl.config.limits import LimitConfig
 from megarl.errors import DataError
+from megarl.megatron.requests import TrainStats, UpdateGuardSpec
 from megarl.rollout.journal import Journal, journal_folder, list_steps, open_journal, parse_step
 from megarl.rollout.rollout_worker import GroupJob
 from megarl.run.schedule.events import (
@@ -40,6 +52,10 @@ from megarl.run.schedule.events import (
 )
 from megarl.run.schedule.schedule import Schedule, place
 from megarl.run.schedule.settings import SchedulePolicy
+from megarl.run.step_limits import SKIPPED_METRICS
+
+if TYPE_CHECKING:
+    from megarl.run.remote.rollout_group import FinishedGroup
 
 SUFFIX = ".jsonl"
 
@@ -241,3 +257,109 @@ def continues_log(config: RunConfig, state: ScheduleState) -> bool:
     except LogMismatchError:
         return False
     return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepUpdate:
+    """What a step did with its update of the policy."""
+
+    step: int
+    batch: str
+    """Hash of the groups that the step was given."""
+    skipped: str = ""
+    """Why the policy was not trained; empty: it was."""
+    probe: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the comparison of engines and trainer before the update; empty if there was none."""
+    updates: int = 0
+    """Number of updates that were applied."""
+    rejected: Mapping[str, int] = field(default_factory=dict)
+    """Number of updates that the trainer's guard rejected, by metric; without those that are 0."""
+    guard: Mapping[str, Any] = field(default_factory=dict)
+    """Limits of the guard, if it has rejected an update."""
+
+    def trained(self, stats: TrainStats, guard: UpdateGuardSpec) -> StepUpdate:
+        """Return the record of the step after its training."""
+        rejected = {name: int(stats.metrics[name]) for name in SKIPPED_METRICS if stats.metrics.get(name)}
+        limits: dict[str, Any] = {"not_finite": guard.not_finite}
+        limits["grad_norm"] = None if guard.grad_norm is None else guard.grad_norm.model_dump()
+        limits["mismatch"] = {key: limit.model_dump() for key, limit in guard.mismatch.items()}
+        updates = int(stats.metrics.get("updates", 0))
+        return replace(self, updates=updates, rejected=rejected, guard=limits if rejected else {})
+
+    def apply_guard(self, guard: UpdateGuardSpec) -> UpdateGuardSpec:
+        """Return a guard that rejects the updates that were rejected before, and no others."""
+        if not self.guard:
+            return replace(guard, grad_norm=None, mismatch={})
+        grad_norm = self.guard["grad_norm"]
+        return replace(
+            guard,
+            not_finite=self.guard["not_finite"],
+            grad_norm=None if grad_norm is None else LimitConfig.model_validate(grad_norm),
+            mismatch={key: LimitConfig.model_validate(limit) for key, limit in self.guard["mismatch"].items()},
+        )
+
+    @property
+    def outcome(self) -> str:
+        """What the step did, for messages."""
+        rejected = ", ".join(f"{name} {num}" for name, num in self.rejected.items())
+        return f"{self.updates} updates were applied, {rejected or 'none skipped'}"
+
+
+class UpdateLog:
+    """The records of a run's steps."""
+
+    def __init__(self, run_dir: str | Path, *, after: int, writes: bool = True) -> None:
+        """Read the records of an earlier process of the run.
+
+        Args:
+            after: step that the run resumes from; earlier ones are not needed.
+            writes: record further steps; False: the journal is another run's.
+
+        Raises:
+            DataError: a line is not a record.
+        """
+        self._run_dir, self._folder, self._writes = run_dir, update_folder(journal_folder(run_dir)), writes
+        self._path: Path | None = None
+        self._records: dict[int, list[StepUpdate]] = {}
+        for path in list_files(self._folder, after):
+            for entry in read_lines(path)[0]:
+                record = _decode(path, entry)
+                if record.step > after:
+                    self._records.setdefault(record.step, []).append(record)
+
+    def find(self, step: int, batch: str) -> StepUpdate | None:
+        """Return what the step did last with the batch; None if it has not been trained on it."""
+        records = self._records.get(step, [])
+        return next((record for record in reversed(records) if record.batch == batch), None)
+
+    def write(self, record: StepUpdate) -> None:
+        """Append the record of a finished update, unless the log has it; it is on disk when this returns."""
+        if not self._writes or self.find(record.step, record.batch) == record:
+            return
+        require_lock(self._run_dir)
+        if self._path is None:
+            self._path = self._folder / f"{record.step:012d}{SUFFIX}"
+        content = {name: value for name, value in asdict(record).items() if value or name in ("step", "batch")}
+        append_line(self._path, content)
+
+    def begin_file(self) -> None:
+        """Write the next records to a new file."""
+        self._path = None
+
+
+def update_folder(journal: Path) -> Path:
+    """Return the folder of the log in a run's journal folder."""
+    return journal / "updates"
+
+
+def batch_hash(groups: Sequence[FinishedGroup]) -> str:
+    """Return a hash that tells the groups of a step from others, also from other samples of the same prompts."""
+    found = [(group.summary.prompt_id, group.summary.generation_seconds) for group in groups]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
+
+def _decode(path: Path, entry: Mapping[str, Any]) -> StepUpdate:
+    known = {each.name for each in fields(StepUpdate)}
+    if not {"step", "batch"} <= entry.keys() <= known:
+        raise DataError(f"{path}: a record of an update needs step and batch, and has no other fields than {known}")
+    return StepUpdate(**entry)
