@@ -1,8 +1,9 @@
 """The fields of megatron-core's configurations that megarl sets by itself, for workers and for `megarl check`.
 
 One of them is the attention backend. Transformer Engine falls back silently to kernels that store all attention scores,
-quadratic in the length of a sequence. megarl never allows that, and reports at the start of a run what a GPU lacks. What Transformer Engine 2.20
-has for training in bfloat16 with packs (`thd`), with context parallelism unless the table excludes it:
+quadratic in the length of a sequence. megarl never allows that, and reports at the start of a run what a GPU lacks.
+What Transformer Engine 2.20 has for training in bfloat16 with packs (`thd`), with context parallelism unless the table
+excludes it:
 
     backend   kernels        compute capability        sizes of the heads of keys and values
     fused     cuDNN          9.0 and later             multiples of 8 up to 128; 192 and 128 (MLA); on 9.0 up to 256
