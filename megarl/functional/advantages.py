@@ -182,7 +182,7 @@ def group_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, kind: GroupBasel
 
 @dataclass(frozen=True, slots=True)
 class _MaskedTokens:
-    """Tokens inside the mask of some consecutive sequences, laid out in columns as in `recurrence`."""
+    """Tokens inside the mask of some consecutive sequences, laid out in columns as in `solve_backwards_`."""
 
     sequences: slice
     """The range of sequences in the pack."""

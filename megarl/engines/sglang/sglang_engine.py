@@ -125,7 +125,7 @@ class EngineHealth:
     num_waiting: int
     """Number of these that SGLang has not been sent yet."""
     concurrency_limit: int | None
-    """Number of requests that SGLang may have at a time, see `request_gate`; None before the first one."""
+    """Number of requests that SGLang may have at a time, see `RequestGate`; None before the first one."""
     scheduler_pids: tuple[int, ...]
     """Pids of the scheduler processes on their nodes, one per TP rank."""
 
