@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "examples/custom-engine"))
 
-from transformers_engine import TransformersEngine  # noqa: E402
+from transformers_engine import TransformersEngine
 
 PATH = f"{__name__}:{TransformersEngine.__name__}"
