@@ -225,7 +225,7 @@ def test_folder_with_a_tower_and_experts_one_by_one_is_read_and_exported(tmp_pat
     assert any(name.endswith("in_proj_qkv.weight_scale_inv") for name in stored)
     assert "mtp.layers.0.self_attn.q_proj.weight_scale_inv" in stored
     dequantized = dequantize_folder(quantized, tmp_path / "plain", dtype=torch.bfloat16)
-    assert run_ranks(read_and_export, 1, tmp_path, quantized, dequantized, str(tmp_path / "out")) > 1000
+    assert run_ranks(read_and_export, 1, tmp_path, quantized, dequantized, str(tmp_path / "out")) > 500
     same_bits(tmp_path / "out", dequantized)
 
 
