@@ -201,12 +201,13 @@ def test_shards_of_every_layout_are_those_of_the_dequantized_folder(folders, tmp
 
 
 def add_prediction_tensors(folder):
-    """Add two tensors of Qwen3.5's prediction layer, of which megarl has no description."""
+    """Add two tensors of Qwen3.5's prediction layer, of which megarl has no description; all vectors in bfloat16."""
     file = folder / "model.safetensors"
+    tensors = {name: t.bfloat16() if t.ndim == 1 else t for name, t in load_file(file).items()}
     generator = torch.Generator().manual_seed(1)
     added = {"mtp.layers.0.self_attn.q_proj.weight": torch.randn(150, 48, generator=generator)}
     added["mtp.norm.weight"] = torch.randn(48, generator=generator)
-    save_file(load_file(file) | added, file, metadata={"format": "pt"})
+    save_file(tensors | added, file, metadata={"format": "pt"})
 
 
 def read_and_export(quantized, dequantized, target):
