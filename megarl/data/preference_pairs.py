@@ -230,8 +230,8 @@ class PairReader:
         if not are_two or not all(isinstance(each, dict) and _is_number(each.get("rank")) for each in completions):
             got = f"{len(completions)} entries" if isinstance(completions, list) else type(completions).__name__
             raise DataError(
-                f"{row.where}: field 'completions' needs two entries {{rank, completion}}, whose ranks are numbers, got "
-                f"{got if not are_two else completions!r}"
+                f"{row.where}: field 'completions' needs two entries {{rank, completion}}, whose ranks are numbers, "
+                f"got {got if not are_two else completions!r}"
             )
         better, worse = sorted(completions, key=lambda each: each["rank"])
         if better["rank"] == worse["rank"]:

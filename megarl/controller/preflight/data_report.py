@@ -219,8 +219,8 @@ class FileReport:
         found += self._find_rivals()
         if account.num_usable and self._has_template and not self.reader.has_filled_template:
             found.append(
-                f"{self.source.key}.prompt_template is applied to no row: it wraps prompts that are texts, and these are "
-                "messages"
+                f"{self.source.key}.prompt_template is applied to no row: it wraps prompts that are texts, and these "
+                "are messages"
             )
         terms = find_answer_terms(self.config, self.source) if isinstance(self.config, RunConfig) else {}
         if terms and not account.num_answers and account.num_usable:
@@ -246,19 +246,17 @@ class FileReport:
 
     def _find_rivals(self) -> list[str]:
         """Return a sentence for each column from which another format would read what is read from one of this."""
-        kinds = (PROMPT_COLUMNS, ANSWER_COLUMNS) if isinstance(self.config, RunConfig) else (SAMPLE_COLUMNS,)
-        found = []
-        for columns, field in zip(kinds, ("prompt", "answer"), strict=False):
-            read = [name for name in columns if name in self.used]
-            chosen = {"prompt": ("prompt", "messages", "response"), "answer": ("answer",)}[field]
-            names = [getattr(self.source.config.fields, each) for each in chosen]
-            if not read or names != [getattr(DEFAULT_FIELDS, each) for each in chosen]:
-                continue
-            for name in columns:
-                if name not in self.used and name in self.account.columns and self.account.columns[name]:
-                    found.append(
-                        f"column {name!r} is not read, because rows have {read[0]!r}; data.fields chooses another one"
-                    )
+        fields = self.source.config.fields
+        kinds = [(PROMPT_COLUMNS, ("prompt", "messages")), (ANSWER_COLUMNS, ("answer",))]
+        if not isinstance(self.config, RunConfig):
+            kinds = [(SAMPLE_COLUMNS, ("response", "messages"))]
+        found = list[str]()
+        for columns, keys in kinds:
+            read = next((name for name in columns if name in self.used), None)
+            if read is None or any(getattr(fields, key) != getattr(DEFAULT_FIELDS, key) for key in keys):
+                continue  # nothing is read, or a column that the user has chosen
+            rivals = [name for name in columns if name not in self.used and self.account.columns.get(name)]
+            found += [f"column {name!r} is not read, because rows have {read!r}; see data.fields" for name in rivals]
         return found
 
     def lines(self) -> list[str]:

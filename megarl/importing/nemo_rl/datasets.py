@@ -285,7 +285,8 @@ def convert_eval_data(s: Settings, stage: str) -> Mapping[str, object]:
     if training and (first.fields, first.more) != (training[0].fields, training[0].more):
         named = ", ".join(f"{key} {name!r}" for key, name in first.fields.items()) or "the default names"
         problems.append(
-            f"held-out rows have the fields of training rows in megarl, and {first.path} has {named}: write it with those"
+            f"held-out rows have the fields of training rows in megarl, and {first.path} has {named}: write it with "
+            "those"
         )
     if problems:
         raise NotConvertible("; ".join(dict.fromkeys(problems)), values)
