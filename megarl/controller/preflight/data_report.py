@@ -253,8 +253,10 @@ class FileReport:
         found = list[str]()
         for columns, keys in kinds:
             read = next((name for name in columns if name in self.used), None)
-            if read is None or any(getattr(fields, key) != getattr(DEFAULT_FIELDS, key) for key in keys):
-                continue  # nothing is read, or a column that the user has chosen
+            if read is None or self.account.columns[read].total() < self.account.num_rows:
+                continue  # rows without this column may be read from another one
+            if any(getattr(fields, key) != getattr(DEFAULT_FIELDS, key) for key in keys):
+                continue  # the user has chosen a column
             rivals = [name for name in columns if name not in self.used and self.account.columns.get(name)]
             found += [f"column {name!r} is not read, because rows have {read!r}; see data.fields" for name in rivals]
         return found
