@@ -53,7 +53,7 @@ class Word:
 
     @property
     def where(self) -> str:
-        """`<file>:<line>`."""
+        """The place of the word, `<file>:<line>`, to start a message with."""
         return f"{self.file}:{self.line}"
 
 

@@ -163,12 +163,12 @@ def read_entry(entry: Mapping[str, object], stage: str, key: str) -> Source:
         raise Refused(
             f"{key}.dataset_name", f"the data set {name} has images, videos or audio, which megarl's models do not take"
         )
-    if name in DATASETS:
+    if name is not None and name in DATASETS:
         return _named(name, DATASETS[name], entry, stage)
     if path and (not name or name in BY_PATH):
         return _from_path(name or "", path, entry, stage)
     source = Source(path=f"{name or 'DATA'}.jsonl")
-    if name in TEXT_NAMES:
+    if name is not None and name in TEXT_NAMES:
         advice = TEXT_NAMES[name]
     elif name and "." in name:
         advice = "it is a class of yours: write its rows to a file"
