@@ -39,6 +39,7 @@ class TransformersEngine:
             state_dict=self._next,
             dtype=self._model.dtype,
             attn_implementation="eager",
+            trust_remote_code=self._spec.trust_remote_code,
             output_loading_info=True,
         )
         if info["missing_keys"]:

@@ -414,6 +414,26 @@ def record_slime(checkout: Path, b: SimpleNamespace) -> Iterator[Case]:
     yield policy("opsm", {"--use-opsm": True, "--opsm-delta": 0.1})
     yield policy("rollout log-probabilities", {"--use-rollout-logprobs": True})
 
+    def supervised(name: str, settings: Settings) -> Case:
+        given = {
+            "--loss-type": "sft_loss",
+            "--rollout-function-path": "slime.rollout.sft_rollout.generate_rollout",
+            **settings,
+        }
+        args = arguments(given)
+        batch = {"response_lengths": LENGTHS, "total_lengths": LENGTHS, "unconcat_tokens": None}
+        function, count = reduced(args.calculate_per_token_loss)
+
+        def loss_of(logprobs: Tensor) -> Tensor:
+            loss.get_log_probs_and_entropy = lambda *_, **__: (None, {"log_probs": split(logprobs)})
+            value: Tensor = loss.sft_loss_function(args, batch, logprobs, function)[0]
+            return value / count
+
+        return loss_case(name, given, b, loss_of)
+
+    yield supervised("sft", per_token)
+    yield supervised("sft, per sample", {})
+
     manager: Any = _slime_rollout_manager(checkout)
 
     def advantages(name: str, settings: Settings) -> Case:

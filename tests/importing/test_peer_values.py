@@ -58,6 +58,7 @@ DIFFERENT: dict[tuple[str, str], str] = {
     ("slime", "grpo whitened"): "does not whiten",
     ("slime", "reinforce_plus_plus_baseline, kl"): "from its own advantage",
     ("slime", "value loss"): "half of slime's",
+    ("slime", "sft, per sample"): "averages over those of each sample",
     ("nemo-rl", "cispo with a lower bound"): "no lower bound",
     ("nemo-rl", "kl loss k1"): "gradient of k1",
     ("nemo-rl", "kl loss k2"): "gradient of k2",
@@ -264,7 +265,7 @@ def megarl_values(peer: str, case: dict[str, Any], conversion: Conversion) -> di
     if "dpo" in tree:
         loss, gradient = preference_values(peer, tree["dpo"])
         return {"loss": loss, "gradient": gradient}
-    if case["name"] == "sft":
+    if case["name"].startswith("sft"):
         batch = Batch(peer)
         count = int(batch.lengths.sum())
         gradient = np.where(batch.mask.numpy(), -1 / count, 0.0)

@@ -412,19 +412,19 @@ class FileReport:
 
     def _find_rivals(self) -> list[str]:
         """Return a sentence for each column from which another format would read what is read from one of this."""
-        kinds = (PROMPT_COLUMNS, ANSWER_COLUMNS) if isinstance(self.config, RunConfig) else (SAMPLE_COLUMNS,)
-        found = []
-        for columns, kind in zip(kinds, ("prompt", "answer"), strict=False):
-            read = [name for name in columns if name in self.used]
-            chosen = {"prompt": ("prompt", "messages", "response"), "answer": ("answer",)}[kind]
-            names = [getattr(self.source.config.fields, each) for each in chosen]
-            if not read or names != [getattr(DEFAULT_FIELDS, each) for each in chosen]:
-                continue
-            found += [
-                f"column {name!r} is not read, because rows have {read[0]!r}; data.fields chooses another one"
-                for name in columns
-                if name not in self.used and self.account.columns.get(name)
-            ]
+        fields = self.source.config.fields
+        kinds = [(PROMPT_COLUMNS, ("prompt", "messages")), (ANSWER_COLUMNS, ("answer",))]
+        if not isinstance(self.config, RunConfig):
+            kinds = [(SAMPLE_COLUMNS, ("response", "messages"))]
+        found = list[str]()
+        for columns, keys in kinds:
+            read = next((name for name in columns if name in self.used), None)
+            if read is None or self.account.columns[read].total() < self.account.num_rows:
+                continue  # rows without this column may be read from another one
+            if any(getattr(fields, key) != getattr(DEFAULT_FIELDS, key) for key in keys):
+                continue  # the user has chosen a column
+            rivals = [name for name in columns if name not in self.used and self.account.columns.get(name)]
+            found += [f"column {name!r} is not read, because rows have {read!r}; see data.fields" for name in rivals]
         return found
 
     def lines(self) -> list[str]:

@@ -82,8 +82,7 @@ class DeltaSync:
             else:
                 if base != update.base:
                     raise WeightSyncError(f"rank {self._rank} has no copies of the weights of sync {update.base}")
-                counts, sent = self._encode(tensors, transport)
-                counter.changed_elements = int(counts.sum())
+                counts, sent = self._encode(tensors, counter)
                 coded = self._code_rounds(counts, counter, deadline, device)
                 rounds = tuple(each.round for each in coded)
                 sink = self._expect_codes(sink, [each.lines for each in coded])
@@ -113,8 +112,11 @@ class DeltaSync:
             copy.view(box.shape).copy_(box)
             transport.activity.progress += 1  # the others wait for this rank
 
-    def _encode(self, tensors: Mapping[str, Tensor], transport: Transport) -> tuple[Ints, CodedTensors]:
-        """Return the changed elements of each box that this rank holds, int64 [num_held], and the codes of them."""
+    def _encode(self, tensors: Mapping[str, Tensor], counter: ByteCounter) -> tuple[Ints, CodedTensors]:
+        """Return how many elements of each box are sent, int64 [num_held], and the codes of them.
+
+        These are the elements that have changed, or all of boxes whose codes would be too large to be packed.
+        """
         counts = np.zeros(len(self.plan.held), np.int64)
         codes: dict[str, Tensor | Callable[[], Tensor]] = {}
         for number, (held, copy) in enumerate(zip(self.plan.held, self._copies, strict=True)):
@@ -122,8 +124,9 @@ class DeltaSync:
             counts[number], code = encode(box, copy)
             if counts[number]:
                 codes[code_name(held.coded.index)] = code if code is not None else _reader_of(box)
-            transport.activity.progress += 1  # the others wait for this rank
+            counter.transport.activity.progress += 1  # the others wait for this rank
         changed = counts.copy()
+        counter.changed_elements = int(changed.sum())
         self.plan.limit_packed(counts, self._packed_limit)
         for number in np.flatnonzero(counts != changed).tolist():
             held = self.plan.held[number]
@@ -134,7 +137,7 @@ class DeltaSync:
     def _code_rounds(
         self, changed: Ints, counter: ByteCounter, deadline: Deadline, device: torch.device
     ) -> list[CodedRound]:
-        """Return the rounds to execute; `changed`: int64 [num_held]."""
+        """Return the rounds to execute; `changed`: int64 [num_held], the elements to send of each box."""
         try:
             counts = self._exchange(changed, counter, deadline, device)
         except WeightSyncError as e:

@@ -99,12 +99,14 @@ def test_routes_of_a_cached_prefix_are_returned_or_left_out(served):
 def test_a_request_that_is_interrupted_returns_the_routes_of_all_its_tokens(served):
     """The part before a pause keeps its routes; what follows has those that the engine computed for the rest."""
     name, folder, engine = served
-    prompts = draw((30,), CONFIGS[name]["vocab_size"], seed=9)
+    prompts = draw((30,) * 6, CONFIGS[name]["vocab_size"], seed=9)
     sent, pending = begin_requests(engine, prompts, max_new_tokens=300)
     sync(engine, load_file(f"{folder}/model.safetensors"), 1)
-    generation = pending[0].result(HANG_SECONDS)
-    assert set(generation.policy_versions.tolist()) == {0, 1}
-    assert_routes(folder, full_tokens(sent[0], generation), generation.routes)
+    generations = [each.result(HANG_SECONDS) for each in pending]
+    # some may have sampled the end of the text before
+    assert {0, 1} in [set(generation.policy_versions.tolist()) for generation in generations]
+    for request, generation in zip(sent, generations, strict=True):
+        assert_routes(folder, full_tokens(request, generation), generation.routes)
 
 
 def score_in_bfloat16(folder, replay, trajectories):

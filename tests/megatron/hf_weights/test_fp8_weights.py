@@ -201,12 +201,13 @@ def test_shards_of_every_layout_are_those_of_the_dequantized_folder(folders, tmp
 
 
 def add_prediction_tensors(folder):
-    """Add two tensors of Qwen3.5's prediction layer, of which megarl has no description."""
+    """Add two tensors of Qwen3.5's prediction layer, of which megarl has no description; all vectors in bfloat16."""
     file = folder / "model.safetensors"
+    tensors = {name: t.bfloat16() if t.ndim == 1 else t for name, t in load_file(file).items()}
     generator = torch.Generator().manual_seed(1)
     added = {"mtp.layers.0.self_attn.q_proj.weight": torch.randn(150, 48, generator=generator)}
     added["mtp.norm.weight"] = torch.randn(48, generator=generator)
-    save_file(load_file(file) | added, file, metadata={"format": "pt"})
+    save_file(tensors | added, file, metadata={"format": "pt"})
 
 
 def read_and_export(quantized, dequantized, target):
@@ -225,7 +226,7 @@ def test_folder_with_a_tower_and_experts_one_by_one_is_read_and_exported(tmp_pat
     assert any(name.endswith("in_proj_qkv.weight_scale_inv") for name in stored)
     assert "mtp.layers.0.self_attn.q_proj.weight_scale_inv" in stored
     dequantized = dequantize_folder(quantized, tmp_path / "plain", dtype=torch.bfloat16)
-    assert run_ranks(read_and_export, 1, tmp_path, quantized, dequantized, str(tmp_path / "out")) > 1000
+    assert run_ranks(read_and_export, 1, tmp_path, quantized, dequantized, str(tmp_path / "out")) > 500
     same_bits(tmp_path / "out", dequantized)
 
 
