@@ -134,13 +134,13 @@ MUTANTS = (
         "megarl/rollout/journal.py",
         "entry = None if key in entries else _read_entry(location)",
         "entry = _read_entry(location)",
-        "tests/rollout/journal",
+        "tests/rollout/test_journal.py",
     ),
     Mutant(
         "megarl/rollout/journal.py",
         "        job.sampling,\n        job.seed,\n",
         "        job.sampling,\n",
-        "tests/rollout/journal",
+        "tests/rollout/test_journal.py",
     ),
     # rewards
     Mutant("megarl/reward/terms.py", "float(finished and text.endswith", "float(text.endswith", "tests/reward"),
