@@ -25,7 +25,7 @@ from megarl.cli.tools.reshard_explain import GEN_AXES, TRAIN_AXES, parse_sizes
 from megarl.cluster.placement.pool import Slot, SlotPool
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.workers.group import WorkerGroup
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import WeightSyncConfig
 from megarl.engines.engine import UpdateReport
 from megarl.megatron.families.load_architecture import load_architecture
 from megarl.megatron.families.trainer_layouts import PipelineSplit, trainer_layouts

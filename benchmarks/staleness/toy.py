@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megarl.batch.pack import PackedBatch
-from megarl.config.algorithms.group_baseline import GrpoConfig
-from megarl.config.algorithms.policy import DecoupledConfig, RolloutIsConfig
+from megarl.config.algorithm import GrpoConfig
+from megarl.config.policy import DecoupledConfig, RolloutIsConfig
 from megarl.functional import Denominators, Sequences, group_advantages
 from megarl.losses.loss import LossBatch, TokenScores
 from megarl.losses.policy_loss import ClippedLoss, PolicyLoss

@@ -4,9 +4,8 @@ from megarl.algorithms.algorithm import Algorithm
 from megarl.algorithms.grpo import group_estimates, group_outputs
 from megarl.algorithms.ppo import ppo_estimates
 from megarl.batch.trajectory import Prompt
-from megarl.config.algorithms.actor_critic import PpoConfig
-from megarl.config.algorithms.group_baseline import GroupPolicyConfig, GrpoConfig
-from megarl.config.algorithms.policy import (
+from megarl.config.algorithm import GroupPolicyConfig, GrpoConfig, PpoConfig
+from megarl.config.policy import (
     ClippedPolicyConfig,
     CriticConfig,
     FrozenModelConfig,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from megarl.config.algorithms.policy import PolicyConfig
+from megarl.config.policy import PolicyConfig
 from megarl.run.rl_run import RLRun
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import override
 
 from megarl.algorithms.algorithm import Algorithm
-from megarl.config.algorithms.actor_critic import DistillationConfig
+from megarl.config.algorithm import DistillationConfig
 from megarl.losses.policy_loss import ClippedLoss
 from megarl.rollout.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
 from megarl.run.rl_run import RLRun

@@ -15,7 +15,7 @@ from typing import TypeVar, override
 import torch
 
 from megarl.algorithms.algorithm import Algorithm
-from megarl.config.algorithms.group_baseline import (
+from megarl.config.algorithm import (
     CispoConfig,
     ClippedGroupPolicyConfig,
     DapoConfig,

@@ -9,7 +9,7 @@ from typing import TypeVar, override
 import torch
 
 from megarl.algorithms.algorithm import Algorithm
-from megarl.config.algorithms.actor_critic import (
+from megarl.config.algorithm import (
     ActorCriticConfig,
     PfPpoConfig,
     PpoConfig,

@@ -7,7 +7,7 @@ from typing import override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.algorithms.grpo import SAMPLED_REWARD
-from megarl.config.algorithms.actor_critic import PrimeConfig
+from megarl.config.algorithm import PrimeConfig
 from megarl.functional import prime_rewards
 from megarl.losses.policy_loss import ClippedLoss
 from megarl.losses.supervised_loss import ImplicitPrmLoss

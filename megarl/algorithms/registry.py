@@ -10,7 +10,7 @@ from megarl.algorithms.grpo import Cispo, Dapo, DrGrpo, Gmpo, Grpo, Gspo, Rloo
 from megarl.algorithms.ppo import PfPpo, Ppo, SafeRlhf, Vapo
 from megarl.algorithms.prime import Prime
 from megarl.algorithms.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline, Remax
-from megarl.config.algorithms.algorithm import load_algorithm_class
+from megarl.config.algorithm import load_algorithm_class
 from megarl.run.rl_run import RLRun
 
 BUILT_IN: tuple[type[Algorithm[Any]], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar, override
 
 from megarl.algorithms.algorithm import Algorithm
-from megarl.config.algorithms.group_baseline import (
+from megarl.config.algorithm import (
     ReinforcePlusPlusBaselineConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from megarl.config import STAGES
-from megarl.config.algorithms.policy import PolicyConfig
+from megarl.config.policy import PolicyConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

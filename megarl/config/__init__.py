@@ -10,8 +10,7 @@ from megarl.config.commands import (
     make_score_config,
 )
 from megarl.config.load import dump_config, load_config
-from megarl.config.preference import DpoConfig, RmConfig
-from megarl.config.run import RunConfig, SftConfig, StageConfig, SupervisedStageConfig
+from megarl.config.run import DpoConfig, RmConfig, RunConfig, SftConfig, StageConfig, SupervisedStageConfig
 
 __all__ = [
     "STAGES",

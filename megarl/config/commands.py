@@ -10,8 +10,7 @@ from pydantic import Field
 from megarl.config.load import make_config, read_tree
 from megarl.config.model import ModelConfig
 from megarl.config.placement import PlacementConfig
-from megarl.config.preference import DpoConfig, RmConfig
-from megarl.config.run import RunConfig, SftConfig, StageConfig
+from megarl.config.run import DpoConfig, RmConfig, RunConfig, SftConfig, StageConfig
 from megarl.config.section import Section, Seed
 from megarl.config.trainer import ParallelConfig
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from megarl.config.algorithms.policy import FrozenModelConfig, PolicyConfig, TrainedModelConfig
 from megarl.config.placement import PlacementConfig
+from megarl.config.policy import FrozenModelConfig, PolicyConfig, TrainedModelConfig
 from megarl.config.reward import ModelRewardConfig, RewardsConfig
 from megarl.config.section import FilePath, Section
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl.config.algorithms.policy import FrozenModelConfig
 from megarl.config.data import DataConfig, SourceConfig
 from megarl.config.model import ModelConfig
+from megarl.config.policy import FrozenModelConfig
 from megarl.config.reward import ModelRewardConfig
 from megarl.config.run import StageConfig
 from megarl.config.section import Section

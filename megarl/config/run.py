@@ -1,26 +1,22 @@
-"""The configuration of each training stage, composed of its sections."""
+"""The configuration of each training stage, composed of its sections: SFT, RL, reward models and DPO."""
 
 from __future__ import annotations
 
-from typing import override
+from typing import Literal, override
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from megarl.config.algorithms.algorithm import AlgorithmConfig
-from megarl.config.algorithms.group_baseline import GrpoConfig
-from megarl.config.algorithms.policy import CriticConfig, RolloutIsConfig
-from megarl.config.checkpoint import CheckpointConfig, RecoveryConfig
+from megarl.config.algorithm import AlgorithmConfig, GrpoConfig
 from megarl.config.data import DataConfig, EvalConfig
 from megarl.config.limits import LimitsConfig
 from megarl.config.model import AuxiliaryModel, ModelConfig, auxiliary_models_of
 from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig, pool_key, require_layout
+from megarl.config.policy import CriticConfig, FrozenModelConfig, RolloutIsConfig
 from megarl.config.reward import RewardsConfig
-from megarl.config.rollout import EnvironmentConfig, RolloutConfig
-from megarl.config.schedule import ScheduleConfig
+from megarl.config.rollout import EnvironmentConfig, RolloutConfig, ScheduleConfig, WeightSyncConfig
+from megarl.config.run_outputs import CheckpointConfig, RecoveryConfig, TrackingConfig
 from megarl.config.section import FilePath, Section, Seed
-from megarl.config.tracking import TrackingConfig
 from megarl.config.trainer import SupervisedTrainerConfig, TrainerConfig
-from megarl.config.weight_sync import WeightSyncConfig
 
 
 class StageConfig(Section):
@@ -341,3 +337,50 @@ class RunConfig(StageConfig):
                     f"{use.section.warmup_steps} >= {steps}: the policy would not be trained"
                 )
         return self
+
+
+class PreferenceConfig(SupervisedStageConfig):
+    """Configuration of a stage on preference pairs: `trainer.batch_size` and `data.eval_size` count pairs."""
+
+
+class ScoreModelConfig(Section):
+    """The kind of score model that `megarl rm` trains."""
+
+    kind: Literal["reward", "cost"] = "reward"
+    """`reward`: the chosen answer is the better one and gets the higher score (arXiv 2203.02155, equation 1). `cost`:
+    the chosen answer is the less harmful one and gets the lower score; where rows have safety labels, safe answers are
+    trained to score below 0 and unsafe ones above (arXiv 2310.12773, equations 6 and 7)."""
+
+
+class RmConfig(PreferenceConfig):
+    """`megarl rm`: training of a reward or cost model on preference pairs."""
+
+    rm: ScoreModelConfig = ScoreModelConfig()
+    """The score model to train."""
+
+
+class DirectPreferenceConfig(Section):
+    """Direct preference optimization (arXiv 2305.18290)."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """Scale of the implicit reward: an answer's is beta * (log pi - log pi_reference)."""
+
+    nll: float = Field(default=0.0, ge=0)
+    """Factor of the mean negative log-likelihood per token of the chosen answer, as in RPO (arXiv 2404.19733). 0: plain
+    DPO."""
+
+    reference: FrozenModelConfig = FrozenModelConfig()
+    """The reference model. Default: the initial policy; its log-probabilities are computed before the first step."""
+
+    @model_validator(mode="after")
+    def _check_reference(self) -> DirectPreferenceConfig:
+        if self.reference.parallel is not None and self.reference.path is None:
+            raise ValueError("reference.parallel needs reference.path: the default runs on the trainer's ranks")
+        return self
+
+
+class DpoConfig(PreferenceConfig):
+    """`megarl dpo`: training of a policy on preference pairs, without a reward model."""
+
+    dpo: DirectPreferenceConfig = DirectPreferenceConfig()
+    """Loss and reference model of DPO."""

@@ -22,8 +22,8 @@ from megarl.cluster.process.atomic_files import write_durably
 from megarl.cluster.process.torchrun_env import torchrun_world
 from megarl.cluster.workers.failures import to_megarl_error
 from megarl.config import RunConfig, StageConfig, dump_config
-from megarl.config.checkpoint import RecoveryConfig
 from megarl.config.paths import with_absolute_paths
+from megarl.config.run_outputs import RecoveryConfig
 from megarl.controller.actor import Controller
 from megarl.controller.detached import detach_run, detached_options
 from megarl.controller.preflight.cluster.cluster_check import check_nodes_or_raise, required_paths

@@ -33,7 +33,7 @@ from megarl.cluster.workers.group import Processes
 from megarl.cluster.workers.spmd import SpmdWorld
 from megarl.config import StageConfig
 from megarl.config.placement import PlacementConfig
-from megarl.config.tracking import TrackingConfig
+from megarl.config.run_outputs import TrackingConfig
 from megarl.controller.ray_session import sigterm_as_interrupt
 from megarl.controller.run_stage import STOP_SECONDS, begin_run, resolve_and_check, show_event
 from megarl.errors import ConfigError, EarlyStop, MegarlError, WorkerError

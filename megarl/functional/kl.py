@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.config.algorithms.policy import KlKind
+from megarl.config.policy import KlKind
 from megarl.functional.losses import clamp_log_ratio
 
 MAX_ERROR = 0.2

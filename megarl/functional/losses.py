@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megarl.config.algorithms.policy import Aggregation
+from megarl.config.policy import Aggregation
 from megarl.functional.sequences import Sequences
 
 MAX_LOG_RATIO = 20.0

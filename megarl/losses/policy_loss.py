@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megarl.batch.pack import ColumnName
-from megarl.config.algorithms.group_baseline import CispoConfig, GmpoConfig
-from megarl.config.algorithms.policy import (
+from megarl.config.algorithm import CispoConfig, GmpoConfig
+from megarl.config.policy import (
     ClippedPolicyConfig,
     ClipRatioConfig,
     PolicyConfig,

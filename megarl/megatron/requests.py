@@ -18,8 +18,8 @@ from megarl.cluster.workers.dispatch import Dispatch, to_all
 from megarl.cluster.workers.payload import Payload
 from megarl.config.limits import LimitConfig
 from megarl.config.megatron import MegatronConfig, MoeConfig
+from megarl.config.rollout import WeightSyncConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
-from megarl.config.weight_sync import WeightSyncConfig
 from megarl.reshard.layout.layout import WeightLayout
 
 if TYPE_CHECKING:

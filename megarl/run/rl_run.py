@@ -22,7 +22,7 @@ from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.checkpoint.run_lock import require_lock
 from megarl.cluster.workers.group import WorkerFuture
 from megarl.config import RunConfig
-from megarl.config.algorithms.policy import CriticConfig
+from megarl.config.policy import CriticConfig
 from megarl.errors import ConfigError, LimitError, OutdatedEngineError
 from megarl.losses.loss import Loss, TokenLoss
 from megarl.losses.policy_loss import PolicyLoss

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from megarl.config.sandbox import SandboxConfig
+from megarl.config.reward import SandboxConfig
 from megarl.errors import ConfigError, SandboxError
 from megarl.sandbox.fork_server_client import PROGRAMS, ForkServer
 from megarl.sandbox.guest.limits import Limits

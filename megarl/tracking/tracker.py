@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from megarl.cluster.process.atomic_files import write_durably
+from megarl.config.run_outputs import SinkConfig, TrackingConfig, WandbConfig
 from megarl.config.section import load_class
-from megarl.config.tracking import SinkConfig, TrackingConfig, WandbConfig
 from megarl.errors import ConfigError, DataError
 from megarl.text import describe_error, replace_surrogates
 from megarl.user_code import outcome_of

@@ -17,8 +17,7 @@ from megarl.algorithms.grpo import group_estimates, group_outputs
 from megarl.algorithms.registry import BUILT_IN, find_algorithm
 from megarl.batch.pack import PackedBatch, pack
 from megarl.config import RunConfig, dump_config, load_config
-from megarl.config.algorithms.algorithm import AlgorithmConfig
-from megarl.config.algorithms.group_baseline import GrpoConfig
+from megarl.config.algorithm import AlgorithmConfig, GrpoConfig
 from megarl.errors import ConfigError
 from megarl.functional import Denominators, Sequences
 from megarl.losses.loss import LossBatch, TokenScores

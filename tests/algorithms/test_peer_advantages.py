@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.algorithms.ppo import ppo_estimates
 from megarl.algorithms.prime import prime_estimates
 from megarl.algorithms.reinforce import reinforce_estimates
-from megarl.config.algorithms.algorithm import AlgorithmConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.functional import normalize, whiten
 from megarl.rollout.estimation.estimators import EstimatorOutput, TokenBatch
 

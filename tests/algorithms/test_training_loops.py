@@ -15,8 +15,7 @@ from megarl.algorithms import ppo
 from megarl.algorithms.grpo import apply_overlong_penalty, differs_in
 from megarl.algorithms.ppo import ConvergenceMonitor
 from megarl.algorithms.prime import has_useful_accuracy
-from megarl.config.algorithms.actor_critic import PrimeConfig
-from megarl.config.algorithms.group_baseline import DapoConfig
+from megarl.config.algorithm import DapoConfig, PrimeConfig
 from megarl.config.trainer import TrainerConfig
 from megarl.errors import DataError
 from megarl.losses.policy_loss import PolicyLoss

@@ -22,10 +22,10 @@ from megarl.algorithms.registry import BUILT_IN, find_algorithm
 from megarl.checkpoint.run_lock import LOCK_TIMEOUT_SECONDS
 from megarl.cli.main import INTERRUPTED, SUMMARIES
 from megarl.config import RunConfig, load_config
-from megarl.config.algorithms.policy import KlConfig
-from megarl.config.algorithms.presets import PRESETS
+from megarl.config.algorithm_presets import PRESETS
 from megarl.config.load import make_config
 from megarl.config.placement import AUXILIARY_ROLES
+from megarl.config.policy import KlConfig
 from megarl.config.reward import RewardConfig
 from megarl.controller.preflight.run_checks import check_run
 from megarl.data.tiny_checkpoint import write_tiny_model

@@ -24,8 +24,8 @@ from megarl.cluster.placement.pool import SlotPool, reserve, reserve_pools
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.workers.group import WorkerGroup, WorkerProcesses, by_node
 from megarl.config import RunConfig
-from megarl.config.algorithms.policy import ClippedPolicyConfig
 from megarl.config.placement import MAIN_POOL, PlacementConfig
+from megarl.config.policy import ClippedPolicyConfig
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engines.engine import EngineUpdate, Sampling

@@ -7,7 +7,7 @@ from megarl import algorithms as rl
 from megarl.algorithms.grpo import Grpo
 from megarl.batch.trajectory import Prompt
 from megarl.cluster.workers.failures import pause
-from megarl.config.algorithms.group_baseline import GrpoConfig
+from megarl.config.algorithm import GrpoConfig
 
 
 def pause_file(run_dir: str | Path, step: int) -> Path:

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from megarl import algorithms as rl
 from megarl.algorithms.grpo import Grpo
-from megarl.config.algorithms.group_baseline import GrpoConfig
+from megarl.config.algorithm import GrpoConfig
 from megarl.run.sync.sync_update import PushReport
 
 SCALED_PUSH = 12

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.algorithms.reinforce import reinforce_estimates
-from megarl.config.algorithms.group_baseline import ReinforcePlusPlusConfig
+from megarl.config.algorithm import ReinforcePlusPlusConfig
 from megarl.engines.engine import Sampling
 from megarl.errors import RewardError, WorkerError
 from megarl.megatron.training.samples import merge_column

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.config.algorithms.policy import KlKind
+from megarl.config.policy import KlKind
 from megarl.functional.kl import AdaptiveKl, kl_penalty
 from megarl.functional.lagrangian import LagrangeMultiplier
 

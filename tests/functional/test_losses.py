@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.config.algorithms.policy import Aggregation
+from megarl.config.policy import Aggregation
 from megarl.functional.losses import Denominators, aggregate, clipped_policy_loss, decoupled_policy_loss, value_loss
 from tests.functional.packs import LOSSES, POLICY_LOSSES, Pack, gradient, iter_sequences, make_pack, numerical_gradient
 

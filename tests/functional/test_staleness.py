@@ -21,8 +21,8 @@ from torch import Tensor
 from megarl.batch.pack import pack
 from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
-from megarl.config.algorithms.group_baseline import GrpoConfig
-from megarl.config.algorithms.policy import DecoupledConfig, RolloutIsConfig
+from megarl.config.algorithm import GrpoConfig
+from megarl.config.policy import DecoupledConfig, RolloutIsConfig
 from megarl.functional import Denominators, Sequences
 from megarl.losses.loss import LossBatch, TokenScores
 from megarl.losses.policy_loss import ClippedLoss, PolicyLoss

@@ -20,7 +20,7 @@ from megarl.algorithms.grpo import group_estimates
 from megarl.algorithms.ppo import ppo_estimates, vapo_estimates
 from megarl.algorithms.reinforce import reinforce_estimates, remax_estimates
 from megarl.batch.pack import PackedBatch
-from megarl.config.algorithms.algorithm import AlgorithmConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.functional import (
     AdaptiveKl,
     Denominators,

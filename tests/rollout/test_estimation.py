@@ -20,16 +20,19 @@ from megarl.algorithms.ppo import monte_carlo_estimates, ppo_estimates, safe_est
 from megarl.algorithms.prime import prime_estimates
 from megarl.algorithms.reinforce import reinforce_estimates, remax_estimates
 from megarl.cluster.workers.payload import LocalPayload
-from megarl.config.algorithms.actor_critic import PpoConfig, PrimeConfig, SafeRlhfConfig, VapoConfig
-from megarl.config.algorithms.group_baseline import (
+from megarl.config.algorithm import (
     DrGrpoConfig,
     GrpoConfig,
+    PpoConfig,
+    PrimeConfig,
     ReinforcePlusPlusBaselineConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,
     RlooConfig,
+    SafeRlhfConfig,
+    VapoConfig,
 )
-from megarl.config.algorithms.policy import KlRewardConfig
+from megarl.config.policy import KlRewardConfig
 from megarl.megatron.training.samples import ComputedColumn
 from megarl.rollout.estimation.estimate_job import TOKENS_PER_WORKER, estimate_completions, share_groups
 from megarl.rollout.estimation.estimators import EstimatorOutput, is_by_completions, make_token_batch

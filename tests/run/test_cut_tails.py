@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from megarl.config import RunConfig
-from megarl.config.tracking import TrackingConfig
+from megarl.config.run_outputs import TrackingConfig
 from megarl.rollout.journal.journal import FinishedJob, journal_folder, parse_step
 from megarl.rollout.journal.record_file import read_records
 from megarl.rollout.rollout_worker import GroupJob

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.limits import LimitConfig
+from megarl.config.run_outputs import CheckpointConfig
 from megarl.controller.recovery import discard_partial_journal
 from megarl.controller.replay import first_difference
 from megarl.errors import DataError, LimitError

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
-from megarl.config.schedule import ScheduleConfig
+from megarl.config.rollout import ScheduleConfig
 from megarl.data.sampler import MixtureOrder
 from megarl.engines.engine import Sampling
 from megarl.errors import DataError, OutdatedEngineError

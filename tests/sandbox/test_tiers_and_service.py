@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megarl.config.sandbox import SandboxConfig
+from megarl.config.reward import SandboxConfig
 from megarl.errors import ConfigError, SandboxError
 from megarl.sandbox import service as service_module
 from megarl.sandbox import tiers

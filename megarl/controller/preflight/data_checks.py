@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config.data import Source
-from megarl.config.preference import PreferenceConfig, RmConfig
 from megarl.config.reward import JudgeRewardConfig, MathRewardConfig, NumericRewardConfig
-from megarl.config.run import RunConfig, StageConfig, SupervisedStageConfig
+from megarl.config.run import PreferenceConfig, RmConfig, RunConfig, StageConfig, SupervisedStageConfig
 from megarl.controller.preflight.data_report import (
     FileReport,
     find_answer_terms,

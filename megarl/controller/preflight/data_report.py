@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.data import PromptFormat, Source
-from megarl.config.preference import PreferenceConfig
 from megarl.config.reward import JudgeRewardConfig, MathRewardConfig, NumericRewardConfig
-from megarl.config.run import RunConfig, StageConfig
+from megarl.config.run import PreferenceConfig, RunConfig, StageConfig
 from megarl.controller.preflight.model_checks import find_token_limit, will_write_model
 from megarl.controller.preflight.row_reading import PlainReader, TokenReader
 from megarl.data.account import SAMPLE_ROWS, EqualRows, FileAccount, LeftOut, Lengths, Segment, measure_lengths

@@ -11,9 +11,8 @@ from megarl.config import StageConfig
 from megarl.config.data import Source
 from megarl.config.megatron import NEEDS_TE_LAYERS
 from megarl.config.model import AuxiliaryModel
-from megarl.config.preference import DpoConfig
 from megarl.config.rollout import RolloutConfig
-from megarl.config.run import RunConfig
+from megarl.config.run import DpoConfig, RunConfig
 from megarl.data.prompts import resolve_max_prompt_tokens
 from megarl.engines.unsupported_options import find_engine_problems
 from megarl.errors import ConfigError, DataError

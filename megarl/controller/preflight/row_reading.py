@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, override
 import numpy as np
 
 from megarl.config.data import PromptFormat, Source
-from megarl.config.preference import PreferenceConfig, RmConfig
-from megarl.config.run import RunConfig, StageConfig
+from megarl.config.run import PreferenceConfig, RmConfig, RunConfig, StageConfig
 from megarl.data.account import RowContent, Segment, split_by_mask
 from megarl.data.assistant_turns import Conversation
 from megarl.data.chat_template import PromptTemplate

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from megarl.cluster.placement.assign import ClusterNode
-from megarl.config.preference import DpoConfig
 from megarl.config.reward import CodeRewardConfig, FormatRewardConfig, JudgeRewardConfig, PythonRewardConfig
 from megarl.config.rollout import AgentConfig, EnvironmentConfig, HarnessConfig
-from megarl.config.run import RunConfig, StageConfig
+from megarl.config.run import DpoConfig, RunConfig, StageConfig
 from megarl.config.trainer import OptimizerConfig, load_decay
 from megarl.controller.preflight.code_reward_checks import find_test_case_problems
 from megarl.controller.preflight.data_checks import find_batch_problems, find_data_problems

@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from megarl.config import RunConfig
-from megarl.config.algorithms.actor_critic import PrimeConfig
-from megarl.config.algorithms.group_baseline import DapoConfig
+from megarl.config.algorithm import DapoConfig, PrimeConfig
 from megarl.run.schedule.settings import SchedulePolicy, TailStats
 from megarl.tracking.tracker import METRICS_FILE
 

@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import WeightSyncConfig
 from megarl.megatron.hf_weights.export import BlockQuantizer
 from megarl.megatron.modeling.megatron_model import MegatronModel
 from megarl.megatron.requests import PreparedSync, PushRequest, PushResult, SyncSetup

@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.config.data import Source
-from megarl.config.reward import AUTO, CodeRewardConfig
+from megarl.config.reward import AUTO, CodeRewardConfig, SandboxConfig
 from megarl.config.run import RunConfig
-from megarl.config.sandbox import SandboxConfig
 from megarl.data.rows import Row
 from megarl.reward.code.assertions import (
     NO_PYTHON,

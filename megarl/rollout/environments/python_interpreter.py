@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megarl.config.sandbox import SandboxConfig
+from megarl.config.reward import SandboxConfig
 from megarl.errors import AgentError, ConfigError
 from megarl.rollout.environments.calculator import ANSWER
 from megarl.rollout.environments.environment import Step, Task, require_answers

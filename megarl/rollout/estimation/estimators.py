@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megarl.batch.pack import ColumnName
 from megarl.batch.trajectory import Trajectory, split_episodes
-from megarl.config.algorithms.policy import KlRewardConfig, PolicyConfig
+from megarl.config.policy import KlRewardConfig, PolicyConfig
 from megarl.functional import AdaptiveKl, GroupMoments, kl_penalty, turn_advantages, turn_of_tokens
 from megarl.functional.advantages import GroupBaseline
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.config.placement import MAIN_POOL
-from megarl.config.preference import DpoConfig
-from megarl.config.run import RunConfig, StageConfig
+from megarl.config.run import DpoConfig, RunConfig, StageConfig
 from megarl.config.trainer import OffloadConfig, OptimizerConfig, ParallelConfig
 from megarl.megatron.families.architecture import Head, ModelArchitecture
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype, model_head

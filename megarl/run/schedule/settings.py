@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megarl.config.schedule import ScheduleConfig
+    from megarl.config.rollout import ScheduleConfig
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from math import ceil

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from megarl.cluster.workers.group import RemoteCall, WorkerFuture
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import WeightSyncConfig
 from megarl.engines.engine import EngineUpdate, UpdateReport
 from megarl.errors import MegarlError, WeightDifferenceError, WeightSyncError
 from megarl.megatron.requests import PushRequest, PushResult, sum_sync_stats

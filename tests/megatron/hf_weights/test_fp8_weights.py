@@ -9,7 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config.rollout import WeightSyncConfig
 from megarl.megatron.families.load_architecture import find_weight_problems, load_architecture_from_folder
 from megarl.megatron.requests import SyncSetup
 from megarl.reshard.layout.layout import slices

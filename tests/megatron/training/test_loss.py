@@ -18,8 +18,8 @@ from megarl.algorithms.registry import find_algorithm
 from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.workers.payload import LocalPayload
-from megarl.config.algorithms.group_baseline import CispoConfig, GmpoConfig, GrpoConfig, GspoConfig
-from megarl.config.algorithms.policy import DecoupledConfig, KlLossConfig, RolloutIsConfig
+from megarl.config.algorithm import CispoConfig, GmpoConfig, GrpoConfig, GspoConfig
+from megarl.config.policy import DecoupledConfig, KlLossConfig, RolloutIsConfig
 from megarl.data.preference_pairs import PreferencePair
 from megarl.functional.losses import Denominators
 from megarl.losses.loss import AnyLoss, ValueHeadLoss

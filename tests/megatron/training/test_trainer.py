@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.batch.sample_table import SampleRef
 from megarl.cluster.workers.payload import LocalPayload
-from megarl.config.algorithms.group_baseline import GrpoConfig
+from megarl.config.algorithm import GrpoConfig
 from megarl.config.megatron import MoeConfig
 from megarl.functional.losses import Denominators
 from megarl.losses.policy_loss import ClippedLoss, PolicyLoss

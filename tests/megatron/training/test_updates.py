@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.cluster.workers.payload import LocalPayload
-from megarl.config.algorithms.policy import RolloutIsConfig
 from megarl.config.limits import LimitConfig
+from megarl.config.policy import RolloutIsConfig
 from megarl.config.trainer import ParallelConfig
 from megarl.errors import LimitError
 from megarl.megatron.requests import MISMATCH_METRICS, ForwardRequest, UpdateGuardSpec

@@ -10,9 +10,8 @@ import pytest
 from benchmarks.reshard.published import DEEPSEEK_V3, QWEN3_8B, engine_layouts
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.config.megatron import MegatronConfig
-from megarl.config.preference import DpoConfig
 from megarl.config.rollout import RolloutConfig
-from megarl.config.run import RunConfig, SftConfig
+from megarl.config.run import DpoConfig, RunConfig, SftConfig
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
 from megarl.megatron.families.load_architecture import load_architecture

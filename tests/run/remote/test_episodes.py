@@ -11,13 +11,14 @@ from megarl.algorithms.ppo import ppo_estimates, vapo_estimates
 from megarl.algorithms.reinforce import reinforce_estimates, remax_estimates
 from megarl.batch.pack import EPISODE_TOKENS, pack
 from megarl.batch.trajectory import join_segments, split_episodes
-from megarl.config.algorithms.actor_critic import PpoConfig, VapoConfig
-from megarl.config.algorithms.group_baseline import (
+from megarl.config.algorithm import (
     GrpoConfig,
+    PpoConfig,
     ReinforcePlusPlusBaselineConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,
     RlooConfig,
+    VapoConfig,
 )
 from megarl.functional import aggregate
 from megarl.losses.supervised_loss import SftLoss

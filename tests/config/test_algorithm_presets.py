@@ -8,9 +8,9 @@ import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.config.algorithms.algorithm import AlgorithmConfig
-from megarl.config.algorithms.policy import PolicyConfig
-from megarl.config.algorithms.presets import PRESETS
+from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.algorithm_presets import PRESETS
+from megarl.config.policy import PolicyConfig
 
 ANY = TypeAdapter[PolicyConfig](AlgorithmConfig)
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from megarl.config.algorithms.presets import Preset, apply_preset
+from megarl.config.algorithm_presets import Preset, apply_preset
 from megarl.config.reward import RewardsConfig
 from megarl.config.section import FilePath, Section
 from megarl.config.trainer import OptimizerConfig, ParallelConfig

@@ -1,1 +1,0 @@
-"""Configuration of the RL algorithms: one file per family, united in `algorithm`."""
