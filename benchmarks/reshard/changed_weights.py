@@ -19,7 +19,7 @@ Formats of the peers, as their repositories had them in August 2026, written her
               radixark/miles, miles/utils/disk_delta.py
 
 Peers code whole parameters and NeMo-RL up to 512 MiB of them at once, so all weights are one parameter to them; megarl
-codes each box. Names, shapes, counts and checksums, which all of them send apart, are not counted.
+codes each box. Names, shapes, counts and checksums, which all of them send separately, are not counted.
 
 All of these codes are lossless. XOR codes are small because an Adam step moves nearly every changed bfloat16 by one
 unit in the last place, up or down: relative to the value that the receiver holds, that is 2 bits, not 16. Hence they

@@ -60,8 +60,9 @@ def run(rounds, held, targets, groups=(), codes=None):
         buckets = [np.full(of_rank[number].bucket_bytes, 0xEE, np.uint8) for of_rank in rounds]
         for rank, of_rank in enumerate(rounds):
             for copy in of_rank[number].copies:
+                assert codes is not None or copy.part.num_bytes == copy.slot.num_bytes
                 _put(buckets[rank], copy, _bytes(held[rank], copy.part))
-        _gather(rounds, number, held, buckets, group_of, messages)
+        _gather(rounds, number, held, buckets, group_of, messages, is_coded=codes is not None)
         for hop in range(len(rounds[0][number].hops)):
             sent = {}
             for rank, of_rank in enumerate(rounds):
@@ -99,7 +100,7 @@ def bytes_into_nodes(messages, topology):
     return entering
 
 
-def _gather(rounds, number, held, buckets, group_of, messages):
+def _gather(rounds, number, held, buckets, group_of, messages, *, is_coded):
     for rank, of_rank in enumerate(rounds):
         for index, gather in enumerate(of_rank[number].gathers):
             group = group_of[rank]
@@ -108,10 +109,13 @@ def _gather(rounds, number, held, buckets, group_of, messages):
                 theirs = rounds[member][number].gathers[index]
                 assert (theirs.offset, theirs.num_bytes) == (gather.offset, gather.num_bytes)
                 for copy in theirs.own_copies:
+                    assert is_coded or copy.part.num_bytes == copy.slot.num_bytes
                     _put(buckets[rank], copy, _bytes(held[member], copy.part))
                 if member != rank:
-                    assert sum(copy.part.num_bytes for copy in theirs.own_copies) <= gather.share
+                    sent = sum(copy.part.num_bytes for copy in theirs.own_copies)
                     assert len(theirs.own_copies) == len(slots)
+                    assert sent <= gather.share
+                    assert is_coded or sent == gather.share == sum(slot.num_bytes for slot in slots)
                     messages.append((member, rank, gather.share))
 
 

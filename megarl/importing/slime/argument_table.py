@@ -106,6 +106,20 @@ OPTIMIZER_NUMBERS = (
     ("--clip-grad", "clip_grad", ""),
 )
 
+MICRO_BATCH = mapped(
+    ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "--micro-batch-size"),
+    "trainer.max_tokens_per_micro_batch",
+    run.convert_micro_batch,
+    "always packed, up to a number of tokens over all context-parallel ranks",
+    always=True,
+)
+PROMPT_DATA = mapped("--prompt-data", "data.path", run.convert_prompt_data, run.SLICES, always=True)
+TOOLS = text("--tool-key", "data.fields.tools", "tools in both")
+SHUFFLE = mapped(
+    "--rollout-shuffle", "data.shuffle", lambda s: {"data.shuffle": s.flag("--rollout-shuffle")}, always=True
+)
+SEED = mapped("--seed", "seed", lambda s: {"seed": s.whole("--seed")}, "one seed for everything")
+
 BATCHES: Sequence[Row] = (
     mapped(
         ("--rollout-batch-size", "--n-samples-per-prompt", "--global-batch-size", "--num-steps-per-rollout"),
@@ -122,13 +136,7 @@ BATCHES: Sequence[Row] = (
         "epochs are not counted; the data is repeated",
         always=True,
     ),
-    mapped(
-        ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "--micro-batch-size"),
-        "trainer.max_tokens_per_micro_batch",
-        run.convert_micro_batch,
-        "always packed, up to a number of tokens over all context-parallel ranks",
-        always=True,
-    ),
+    MICRO_BATCH,
     no_effect("--log-probs-max-tokens-per-gpu", "one limit of tokens for all passes"),
     no_effect(("--balance-data", "--balance-by-flops"), "always, by FLOPs"),
     whole("--rollout-max-response-len", "rollout.max_new_tokens"),
@@ -558,11 +566,11 @@ ENGINES: Sequence[Row] = (
 )
 
 DATA: Sequence[Row] = (
-    mapped("--prompt-data", "data.path", run.convert_prompt_data, run.SLICES, always=True),
+    PROMPT_DATA,
     text("--input-key", "data.fields.prompt", "slime: input", always=True),
     text("--label-key", "data.fields.answer"),
     no_effect("--metadata-key", "rewards and environments read all columns of a row"),
-    text("--tool-key", "data.fields.tools", "tools in both"),
+    TOOLS,
     missing("--multimodal-keys", "prompts are texts"),
     mapped(
         "--apply-chat-template",
@@ -577,13 +585,8 @@ DATA: Sequence[Row] = (
         run.convert_template_kwargs,
         "variables of the chat template, an object of JSON",
     ),
-    mapped(
-        "--rollout-shuffle",
-        "data.shuffle",
-        lambda s: {"data.shuffle": s.flag("--rollout-shuffle")},
-        always=True,
-    ),
-    mapped("--seed", "seed", lambda s: {"seed": s.whole("--seed")}, "one seed for everything"),
+    SHUFFLE,
+    SEED,
     no_effect("--rollout-seed", "`seed` is for everything"),
     mapped(
         "--eval-prompt-data",
@@ -680,20 +683,14 @@ SFT: Sequence[Row] = (
         always=True,
     ),
     mapped("--save-interval", "checkpoint.every", run.convert_sft_save_interval, "optimizer steps"),
-    mapped(
-        ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "--micro-batch-size"),
-        "trainer.max_tokens_per_micro_batch",
-        run.convert_micro_batch,
-        "always packed, up to a number of tokens over all context-parallel ranks",
-        always=True,
-    ),
+    MICRO_BATCH,
     whole("--actor-num-nodes", "placement.nodes", always=True),
     whole("--actor-num-gpus-per-node", "placement.slots_per_node", always=True),
-    mapped("--prompt-data", "data.path", run.convert_prompt_data, run.SLICES, always=True),
+    PROMPT_DATA,
     text("--input-key", "data.fields.messages", "slime: input", always=True),
-    text("--tool-key", "data.fields.tools", "tools in both"),
-    mapped("--rollout-shuffle", "data.shuffle", lambda s: {"data.shuffle": s.flag("--rollout-shuffle")}, always=True),
-    mapped("--seed", "seed", lambda s: {"seed": s.whole("--seed")}, "one seed for everything"),
+    TOOLS,
+    SHUFFLE,
+    SEED,
     mapped(
         "--rollout-function-path",
         (),

@@ -51,7 +51,7 @@ class CodedBox:
     """A box of the plan whose changed elements are counted."""
 
     index: int
-    """Of its count."""
+    """Place of its count among those that the rank knows."""
     elements: int
     itemsize: int
 
@@ -113,9 +113,10 @@ class DeltaPlan:
         """Every distinct box that this rank holds and sends or copies; their counts come first."""
         self._held: dict[tuple[str, Box], CodedBox] = {}
         self.num_boxes = 0
-        """Number of counts."""
+        """Number of boxes whose changes are counted: held, gathered and received."""
         for this in rounds:
             self._add_held(this)
+        self._sent_in_place = list(self._find_sent_in_place())
         gathered = [[self._gathered_boxes(gather) for gather in this.gathers] for this in rounds]
         num_hops = max((len(this.hops) for this in rounds), default=0)
         self.incoming: list[dict[int, slice]] = []
@@ -142,7 +143,7 @@ class DeltaPlan:
         Args:
             counts: int64, of the boxes in `held`, which come first.
         """
-        for boxes in self._sent_in_place():
+        for boxes in self._sent_in_place:
             forms = {box: code_form(box.elements, box.itemsize, int(counts[box.index])) for box in boxes}
             packed = sum(aligned(form.num_bytes) for form in forms.values() if form.kind != "whole")
             for box in sorted(forms, key=lambda box: -forms[box].num_bytes):
@@ -152,7 +153,7 @@ class DeltaPlan:
                     packed -= aligned(forms[box].num_bytes)
                     counts[box.index] = box.elements
 
-    def _sent_in_place(self) -> Iterator[set[CodedBox]]:
+    def _find_sent_in_place(self) -> Iterator[set[CodedBox]]:
         """Yield, for each step, the boxes of this rank that are sent from where they lie."""
         num_hops = max((len(this.hops) for this in self._rounds), default=0)
         for step in range(len(self._rounds) + num_hops - 1):

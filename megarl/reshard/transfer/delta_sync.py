@@ -14,6 +14,7 @@ single ranks send of tensors that several hold. During a sync, codes take at mos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -86,9 +87,7 @@ class DeltaSync:
                 coded = self._code_rounds(counts, counter, deadline, device)
                 rounds = tuple(each.round for each in coded)
                 sink = self._expect_codes(sink, [each.lines for each in coded])
-            counter.copied_bytes = sum(copy.nbytes for copy in self._copies)
-            if isinstance(sent, CodedTensors):
-                counter.copied_bytes += sent.code_bytes
+            counter.copied_bytes += sum(copy.nbytes for copy in self._copies)
         executor = BoxExecutor(
             self._rank, rounds, BufferSizes.for_rounds(rounds), self._gather_group, counter=counter, device=device
         )
@@ -123,7 +122,7 @@ class DeltaSync:
             box = view_box(tensors[held.local], held.box, held.num_bytes)
             counts[number], code = encode(box, copy)
             if counts[number]:
-                codes[code_name(held.coded.index)] = code if code is not None else _reader_of(box)
+                codes[code_name(held.coded.index)] = partial(whole_bytes, box) if code is None else code
             counter.transport.activity.progress += 1  # the others wait for this rank
         changed = counts.copy()
         counter.changed_elements = int(changed.sum())
@@ -131,7 +130,8 @@ class DeltaSync:
         for number in np.flatnonzero(counts != changed).tolist():
             held = self.plan.held[number]
             box = view_box(tensors[held.local], held.box, held.num_bytes)
-            codes[code_name(held.coded.index)] = _reader_of(box)
+            codes[code_name(held.coded.index)] = partial(whole_bytes, box)
+        counter.copied_bytes += sum(code.nbytes for code in codes.values() if isinstance(code, Tensor))
         return counts, CodedTensors(tensors, codes)
 
     def _code_rounds(
@@ -197,8 +197,6 @@ class CodedTensors(Mapping[str, Tensor]):
     def __init__(self, tensors: Mapping[str, Tensor], codes: Mapping[str, Tensor | Callable[[], Tensor]]) -> None:
         """`codes`: uint8 [bytes], or what returns them."""
         self._tensors, self._codes = tensors, codes
-        self.code_bytes = sum(code.nbytes for code in codes.values() if isinstance(code, Tensor))
-        """Bytes of all codes."""
 
     def __getitem__(self, name: str) -> Tensor:
         code = self._codes.get(name)
@@ -230,10 +228,6 @@ class CodeReader:
             boxes = [self._tensors[slot.local][slices(slot.local_box)] for slot in bucket.slots]
             decode_boxes(map_bucket(bucket), self._lines[index], boxes)
         return lambda: None
-
-
-def _reader_of(box: Tensor) -> Callable[[], Tensor]:
-    return lambda: whole_bytes(box)
 
 
 def _bytes_received(this: Round) -> int:
