@@ -352,7 +352,7 @@ def attach(run_dir: Path, *, stop: bool = False, settings: Sequence[str] = ()) -
         DataError: no detached run is active in `run_dir`.
         MegarlError: the error that ended the run.
     """
-    from megarl.run.reward_weights import parse_weights  # imports the whole of a rollout worker
+    from megarl.run.reward_weights import parse_weights  # imports all that a rollout worker needs
 
     config = load_config(RunConfig, run_dir / "train.yaml")
     weights = parse_weights(config, settings)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 LIMITS = {
     "packages with too many files": 0,
-    "base names that occur more than once": 10,
+    "base names that occur more than once": 4,
     "docstrings of at most three words": 1,
     "broad excepts": 24,
     "words to avoid": 0,
@@ -27,7 +27,7 @@ LIMITS = {
 }
 """Places found at most, by measure."""
 
-SIZE_LIMITS = {"Python files of megarl": 428, "lines of the weight sync": 14_401}
+SIZE_LIMITS = {"Python files of megarl": 428, "lines of the weight sync": 14_395}
 """Figures of the tree without places."""
 
 WEIGHT_SYNC = (
