@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.errors import DataError
-from megarl.model_files.json_object import read_json_object, read_optional_json_object, refuse_lfs_pointer
+from megarl.model_files.json_object import JsonMapping, read_json_object, read_optional_json_object, refuse_lfs_pointer
 from megarl.model_files.model_config import (
     SWITCH,
     TOKENIZER_PATTERNS,
@@ -19,14 +21,6 @@ from megarl.model_files.model_config import (
 )
 from megarl.text import text_of
 from megarl.user_code import outcome_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-import base64
-import binascii
-from typing import TYPE_CHECKING, Any
-
-from megarl.model_files.json_object import JsonMapping
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

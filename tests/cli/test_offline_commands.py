@@ -25,7 +25,7 @@ from megarl.config import ConvertConfig, make_convert_config, make_score_config
 from megarl.data.token_file import TokenCount
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.checkpoint.checkpoint_files import find_weights
-from megarl.megatron.convert_worker import ConvertWorker
+from megarl.megatron.command_workers import ConvertWorker
 from tests.cli.tiny_run import write_rows
 from tests.errors import expect_error
 from tests.megatron.fidelity.models import CONFIGS, build

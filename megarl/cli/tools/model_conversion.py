@@ -23,7 +23,7 @@ from megarl.controller.preflight.cluster_check import RequiredPaths
 from megarl.controller.ray_session import reserved_slots
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, UntrustedIndexError, find_weights, read_index
-from megarl.megatron.convert_worker import ConvertWorker
+from megarl.megatron.command_workers import ConvertWorker
 from megarl.megatron.families.architecture import Head, ModelArchitecture
 from megarl.megatron.families.load_architecture import (
     find_folder_notices,

@@ -22,7 +22,7 @@ from megarl.controller.preflight.cluster_check import RequiredPaths
 from megarl.controller.ray_session import reserved_slots
 from megarl.data.token_file import TokenFile, TokenSequence
 from megarl.errors import ConfigError, DataError, MegarlError
-from megarl.megatron.convert_worker import SCORE_BY_DP, ScoreRequest, Scores, ScoreWorker
+from megarl.megatron.command_workers import SCORE_BY_DP, ScoreRequest, Scores, ScoreWorker
 from megarl.megatron.families.architecture import sequence_cost
 from megarl.megatron.families.load_architecture import (
     find_folder_notices,

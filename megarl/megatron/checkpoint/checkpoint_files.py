@@ -6,13 +6,13 @@
     <root>/hf/passed/                           its tensors that exports repeat, such as those of a vision tower
 
 The first two are Megatron-LM's. megarl adds the third, which conversion back to Hugging Face format needs. The index is
-a pickle, which is read without executing code of its author. What is not a tensor is in
-common.pt, which megarl writes and every version of megatron-core reads; megatron-core 0.19 itself writes it into a
-.distcp file, under the name `COMMON_STATE` of the index.
+a pickle, which is read without executing code of its author. What is not a tensor is in common.pt, which megarl writes
+and every version of megatron-core reads; megatron-core 0.19 itself writes it into a .distcp file, under the name
+`COMMON_STATE` of the index.
 
 A pickle executes what it refers to: `os.system` as readily as a data class. An index needs only the data classes of
-torch.distributed.checkpoint, so every other name is refused. No signature or checksum is needed for that, and
-none would help: the checksums in a manifest are not signed, so anybody can write them.
+torch.distributed.checkpoint, so every other name is refused. No signature or checksum is needed for that, and none
+would help: the checksums in a manifest are not signed, so anybody can write them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,10 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, override
 
 from megarl.errors import DataError
 from megarl.model_files.json_object import refuse_lfs_pointer
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-from typing import TYPE_CHECKING, override
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError
 
+from megarl.cluster.process.process_start import record_imports
 from megarl.cluster.workers.failures import to_megarl_error, wait_all
 from megarl.engines.engine import FinishedRequest, Generation, GenerationRequest
+from megarl.engines.engine_spec import EngineSpec
 from megarl.errors import LostEngineError, MegarlError, WeightSyncError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-    from megarl.reshard.transfer.bucket import WeightBucket
-import time
-from collections.abc import Awaitable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
-
-from megarl.cluster.process.process_start import record_imports
-from megarl.engines.engine_spec import EngineSpec
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
-    from ray.actor import ActorHandle
-
     from megarl.engines.sglang.engine_host import EngineHost
+    from megarl.reshard.transfer.bucket import WeightBucket
 
 
 P = ParamSpec("P")

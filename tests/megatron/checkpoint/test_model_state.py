@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.kernels.measure import peak_allocated_bytes
 from megarl.config.trainer import ParallelConfig
 from megarl.megatron.checkpoint.checkpoint_files import COMMON_STATE, read_index
-from megarl.megatron.convert_worker import ConvertWorker
+from megarl.megatron.command_workers import ConvertWorker
 from megarl.model_files import reader
 from tests.megatron.checkpoint.test_training_state import error_of
 from tests.megatron.conftest import save_model

@@ -13,7 +13,7 @@ from megarl.cli.tools.model_conversion import plan_export, plan_import
 from megarl.config import ConvertConfig
 from megarl.config.trainer import ParallelConfig
 from megarl.errors import ConfigError, DataError
-from megarl.megatron.convert_worker import ConvertWorker
+from megarl.megatron.command_workers import ConvertWorker
 from megarl.megatron.families.load_architecture import find_weight_problems, load_architecture_from_folder
 from megarl.megatron.hf_weights.export import save, set_head
 from tests.megatron.fidelity.measure import as_trajectory

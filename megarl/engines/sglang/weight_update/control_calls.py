@@ -15,17 +15,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from megarl.engines.sglang.weight_update.messages import Command
+from megarl.engines.sglang.weight_update.messages import WRITING, Command, Reply
+from megarl.engines.sglang.weight_update.rank_files import find_unresponsive, reply_prefix
 from megarl.engines.sglang.weight_update.weight_loader import IMPORT_PATH
 from megarl.errors import WeightSyncError
-
-if TYPE_CHECKING:
-    from megarl.engines.sglang.engine_host import EngineHost
-    from megarl.engines.sglang.request_runner import RequestRunner
-from typing import TYPE_CHECKING
-
-from megarl.engines.sglang.weight_update.messages import WRITING, Reply
-from megarl.engines.sglang.weight_update.rank_files import find_unresponsive, reply_prefix
 
 if TYPE_CHECKING:
     from megarl.engines.sglang.engine_host import EngineHost

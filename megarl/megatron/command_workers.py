@@ -1,23 +1,13 @@
-"""Converts a model between Hugging Face and Megatron formats on one Megatron rank. Imports nothing heavy."""
+"""The Megatron ranks of `megarl convert` and `megarl score`. What imports torch is imported by the workers only."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from megarl.errors import DataError
-from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, RELEASE, TRACKER
-from megarl.megatron.requests import ModelSpec
-from megarl.model_files.model_config import copy_companions, read_model_config
-
-if TYPE_CHECKING:
-    from megarl.megatron.modeling.megatron_model import MegatronModel
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +18,11 @@ from megarl.batch.trajectory import Trajectory
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.workers.dispatch import Dispatch
 from megarl.cluster.workers.payload import Payload
+from megarl.errors import DataError
+from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, RELEASE, TRACKER
 from megarl.megatron.request_split import plan_replica_micro_batches
+from megarl.megatron.requests import ModelSpec
+from megarl.model_files.model_config import copy_companions, read_model_config
 
 if TYPE_CHECKING:
     from megarl.megatron.modeling.megatron_model import MegatronModel
