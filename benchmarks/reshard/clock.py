@@ -218,7 +218,7 @@ def run_slowed(case: Case, rates: LinkRates) -> TwinReport:
             nodes=nodes_of(grid.size, case.engines * tp, grid.size),
             bucket_bytes=SMALL_BUCKET_BYTES,
         )
-        (sources, needs), topology = spec.layouts(spec.needs), Topology(spec.nodes)
+        (sources, needs), topology = spec.layouts(), Topology(spec.nodes)
     timed = time_index(cached_index(sources, needs, topology, SMALL_BUCKET_BYTES), rates)
     return make_report(
         run_sync(sources, needs, topology, SMALL_BUCKET_BYTES, rates),

@@ -442,7 +442,7 @@ def time_index(index: SyncIndex, rates: LinkRates) -> TimedSync:
 
 def index_of(spec: TransferSpec) -> SyncIndex:
     """Return the index of a sync between trainer ranks and engines with machines of their own."""
-    held, needs = spec.layouts(spec.needs)
+    held, needs = spec.layouts()
     return cached_index(held, needs, Topology(spec.nodes), spec.bucket_bytes)
 
 

@@ -262,7 +262,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def full_tensors(self) -> tuple[str, ...]:
-        """Return the names of the tensors that every update must send through `load_weights`, not as boxes.
+        """Return the names of the tensors that every TP rank must receive in full, and then load by itself.
 
         The engine derives other values from them when it loads them, for example (1 + w) from a norm's weight. Boxes
         of the layouts would not update these derived values. Most models have no such tensor.

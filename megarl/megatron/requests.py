@@ -251,16 +251,14 @@ class SyncSetup:
     nodes: tuple[int, ...] = ()
     """By trainer rank: index of its node. Empty: all ranks are on one node."""
     needs: Mapping[int, WeightLayout] = field(default_factory=dict)
-    """By trainer rank: the weight layout of the engine rank that it serves."""
+    """By trainer rank: the layout that the engine rank on its slot receives."""
     groups: tuple[tuple[int, ...], ...] = ()
     """Trainer ranks of each micro-DP group."""
-    full_tensors: tuple[str, ...] = ()
-    """Tensors that engines receive in full, while all others are sent as boxes."""
     engine: tuple[WeightLayout, ...] = ()
     """Layouts of an engine by TP rank, to compare its weights; empty if they are not compared."""
     transfer_spec: TransferSpec | None = None
-    """Set if the engine ranks receive the weights themselves; then only `config` of the fields above is used. The
-    trainer fills in its `sources`."""
+    """Set if the engine ranks receive the weights themselves; then only `config` and `engine` of the fields above are
+    used. The trainer fills in its `sources`."""
     heartbeat: HeartbeatSpec | None = None
     """Where trainer ranks that serve colocated engines leave their heartbeats; None: they give none."""
 

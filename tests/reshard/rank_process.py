@@ -209,15 +209,9 @@ class TransferMember:
         if fault is not None and fault[0] is not None and fault[1] == self._rank:
             held, parameters = FaultyTensors(held, fault[0]), FaultyTensors(parameters, fault[0])
         target = None if self._need is None else Parameters(parameters)
-        stats = self._transfer_rank.run(held, target, self._load, delta)
+        stats = self._transfer_rank.run(held, target, delta)
         wrong = 0 if self._need is None else wrong_elements(self._need, self._parameters, self._value, number)
         return stats, wrong
-
-    def _load(self, whole):
-        """Load full tensors as an engine does: keep this rank's part."""
-        for piece in self._need.pieces:
-            if piece.tensor in whole:
-                self._parameters[piece.local][slices(piece.local_box)] = whole[piece.tensor][slices(piece.box)]
 
 
 class FaultyTensors(dict):

@@ -216,5 +216,5 @@ def _disaggregated_case(
         ),
         bucket_bytes=config.weight_sync.bucket_bytes,
     )
-    held, needs = spec.layouts(engine)
+    held, needs = spec.layouts()
     return _SyncCase(sources=held, needs=needs, topology=Topology(spec.nodes), bucket_bytes=spec.bucket_bytes)

@@ -68,7 +68,7 @@ class WeightSyncWorker:
         """Dtypes of the local tensors that are sent in another one than the model's."""
         self._quantizer = _make_quantizer(model, held, quantized) if quantized else None
         self._layout = held if self._quantizer is None else self._quantizer.layout
-        self._engine = setup.engine if setup.transfer_spec is None else setup.transfer_spec.needs
+        self._engine = setup.engine
         self._parts: PartTable | None = None
         self._ready_seconds = setup.config.timeout_seconds / 2
         """An engine that takes longer to stop generating counts as lost; what is left is for the transfer."""
@@ -165,7 +165,6 @@ def _context(
         senders=setup.senders,
         needs=setup.needs,
         groups=setup.groups,
-        full_tensors=setup.full_tensors,
         model_replicas=replicas,
     )
 

@@ -84,6 +84,13 @@ class WeightNeeds:
     full_tensors: tuple[str, ...]
     """Tensors that the engine loads in full, because it computes other values from them."""
 
+    def received(self) -> tuple[WeightLayout, ...]:
+        """Return, by TP rank, the layout of what it receives: `layouts`, but with each full tensor as one piece.
+
+        The piece is all of a tensor beside the parameters, named by `full_local`.
+        """
+        return tuple(_with_full_tensors(layout, self.full_tensors) for layout in self.layouts)
+
     @property
     def digest(self) -> bytes:
         """A digest that is equal in all processes for equal needs."""
@@ -103,12 +110,20 @@ def share_tensors(layouts: Sequence[WeightLayout]) -> list[WeightLayout]:
     ]
 
 
-def without(layout: WeightLayout, names: Collection[str]) -> WeightLayout:
-    """Return the layout without its pieces of the tensors in `names`."""
+def full_local(tensor: str) -> str:
+    """Return the local name of a tensor that an engine rank receives in full, before it loads it."""
+    return f"full tensor {tensor}"
+
+
+def _with_full_tensors(layout: WeightLayout, names: Collection[str]) -> WeightLayout:
+    """Return the layout with one piece for each of these tensors, in place of those that it has."""
     if not names:
         return layout
-    numbers = [layout.tensors.names.number[name] for name in names if name in layout.tensors]
-    return WeightLayout(layout.tensors, layout.pieces.take(np.flatnonzero(~np.isin(layout.pieces.tensor, numbers))))
+    numbers = [layout.tensors.names.number[name] for name in names]
+    others = layout.pieces.take(np.flatnonzero(~np.isin(layout.pieces.tensor, numbers)))
+    boxes = {name: layout.tensors[name].box for name in names}
+    full = (ShardPiece(name, box, full_local(name), box) for name, box in boxes.items())
+    return WeightLayout(layout.tensors, (*others, *full))
 
 
 def volume(box: Box) -> int:

@@ -5,40 +5,26 @@
 
 Engine ranks receive their boxes directly. Each missing byte enters a node once and is relayed there, from engine rank
 to engine rank.
-
-Tensors from which engines derive values of their own are sent first and in full: every engine rank receives a few of
-them into temporary memory and has its model load them before the next. All others are sent as boxes, straight into the
-parameters.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, without
+from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan, release_indexes
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncStats
-from megarl.reshard.transfer.bucket import split_into_buckets, torch_dtype
 from megarl.reshard.transfer.delta_sync import DeltaSync
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.process_groups import TransferGroup, connect_group
 from megarl.reshard.transfer.sink import Parameters
 from megarl.reshard.transfer.transport import Transport
-
-
-@dataclass(frozen=True, slots=True)
-class FullPlan:
-    """The rounds of one rank for some tensors that engines load in full."""
-
-    tensors: Mapping[str, TensorSpec]
-    rounds: RoundPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +34,11 @@ class TransferSpec:
     sources: Sequence[WeightLayout]
     """By trainer rank, the layout it holds."""
     needs: Sequence[WeightLayout]
-    """By TP rank, the layout it needs; all engines have the same."""
+    """By TP rank, the layout that it receives; all engines have the same."""
     num_engines: int
     nodes: tuple[int, ...]
     """By rank, trainer ranks and then engine ranks, the node it runs on."""
     bucket_bytes: int
-    full_tensors: tuple[str, ...] = ()
-    """Tensors that engines load in full; see `RolloutEngine.full_tensors`."""
 
     @property
     def size(self) -> int:
@@ -72,52 +56,25 @@ class TransferSpec:
         return len(self.sources) + engine * len(self.needs) + tp_rank
 
     def plan(self, rank: int) -> RoundPlan:
-        """Return the rounds of `rank` for the tensors that are sent as boxes.
+        """Return the rounds of `rank`.
 
         Raises:
             WeightSyncError: no trainer rank holds an element that an engine needs, or the dtypes differ.
         """
-        return self._plan(rank, [without(need, self.full_tensors) for need in self.needs], self.bucket_bytes)
+        sources, needs = self.layouts()
+        return cached_plan(sources, needs, Topology(self.nodes), rank, self.bucket_bytes)
 
-    def plan_full_tensors(self, rank: int) -> list[FullPlan]:
-        """Return the plans of `rank` for the tensors that are sent in full, in transfer order.
-
-        The temporary tensors of one plan and its rounds together take at most two buckets, except for single tensors
-        larger than a bucket. Raises as `plan` does.
-        """
-        specs = {name: self.needs[0].tensors[name] for name in self.full_tensors}
-        plans = []
-        for names in split_into_buckets(specs, self.bucket_bytes):
-            pieces = tuple(ShardPiece(name, specs[name].box, name, specs[name].box) for name in names)
-            need = WeightLayout(self.needs[0].tensors, pieces)
-            rounds = self._plan(rank, [need] * len(self.needs), max(self.bucket_bytes // 2, 1))
-            plans.append(FullPlan({name: specs[name] for name in names}, rounds))
-        return plans
-
-    def _plan(self, rank: int, of_engine: Sequence[WeightLayout], bucket_bytes: int) -> RoundPlan:
-        """Return the rounds of `rank`.
-
-        Args:
-            of_engine: by TP rank of an engine, the layout it receives.
-        """
-        sources, needs = self.layouts(of_engine)
-        return cached_plan(sources, needs, Topology(self.nodes), rank, bucket_bytes)
-
-    def layouts(self, of_engine: Sequence[WeightLayout]) -> tuple[list[WeightLayout], dict[int, WeightLayout]]:
-        """Return, by rank, the layout that it holds and, by engine rank, the layout that it needs.
-
-        Args:
-            of_engine: by TP rank of an engine, the layout it receives.
-        """
+    def layouts(self) -> tuple[list[WeightLayout], dict[int, WeightLayout]]:
+        """Return, by rank, the layout that it holds and, by engine rank, the layout that it receives."""
         assert len(self.nodes) == self.size, (len(self.nodes), self.size)
-        layouts = [need for _ in range(self.num_engines) for need in of_engine]
+        layouts = [need for _ in range(self.num_engines) for need in self.needs]
         nothing = WeightLayout(self.sources[0].tensors, ())
         needs = {len(self.sources) + number: layout for number, layout in enumerate(layouts)}
         return [*self.sources, *(nothing for _ in layouts)], needs
 
     def fingerprint(self) -> str:
         """Return a digest that is equal in all processes with equal inputs, except for names of local tensors."""
-        fields = self.num_engines, self.nodes, self.bucket_bytes, self.full_tensors
+        fields = self.num_engines, self.nodes, self.bucket_bytes
         digest = hashlib.blake2b(repr(fields).encode(), digest_size=16)
         for layout in (*self.sources, *self.needs):
             digest.update(layout.box_digest)
@@ -128,8 +85,8 @@ class TransferRank:
     """One rank of either side: its plan, and its connections to the others, which last until a sync fails."""
 
     def __init__(self, transfer_spec: TransferSpec, rank: int) -> None:
-        """Make the plans of `rank`; raises as `TransferSpec.plan` does."""
-        self.rank, self.plan, self.full_plans = rank, transfer_spec.plan(rank), transfer_spec.plan_full_tensors(rank)
+        """Make the plan of `rank`; raises as `TransferSpec.plan` does."""
+        self.rank, self.plan = rank, transfer_spec.plan(rank)
         release_indexes()
         self._fingerprint, self._bucket_bytes = transfer_spec.fingerprint(), transfer_spec.bucket_bytes
         self.transport: Transport | None = None
@@ -153,22 +110,17 @@ class TransferRank:
 
     def push(self, tensors: Mapping[str, Tensor], _: Sinks, delta: DeltaUpdate | None = None) -> SyncStats:
         """Run the part of a trainer rank, as `Strategy.push`; sinks are unused: engine ranks receive directly."""
-        return self.run(tensors, None, delta=delta)
+        return self.run(tensors, None, delta)
 
     def run(
-        self,
-        tensors: Mapping[str, Tensor],
-        target: Parameters | None,
-        load: Callable[[Mapping[str, Tensor]], None] | None = None,
-        delta: DeltaUpdate | None = None,
+        self, tensors: Mapping[str, Tensor], target: Parameters | None, delta: DeltaUpdate | None = None
     ) -> SyncStats:
         """Run one sync; collective over all ranks.
 
         Args:
             tensors: the tensors of a trainer rank, under the names of its layout; empty on an engine rank.
             target: the parameters of an engine rank; None on a trainer rank.
-            load: loads full tensors into the model of an engine rank; it must not keep references to them.
-            delta: leave out boxes that have not changed, but no full tensors; None: leave out nothing.
+            delta: leave out elements that have not changed; None: leave out nothing.
 
         Raises:
             WeightSyncError: another rank is lost or late; the ranks have to `connect` again. Boxes that arrived before
@@ -181,41 +133,12 @@ class TransferRank:
                 f"rank {self.rank} has no connections to the other ranks{why}: call `connect` before a sync"
             )
         with self.transport.syncing():
-            counted = [self._run_full_plan(full_plan, tensors, target, load) for full_plan in self.full_plans]
-            return sum(counted, self._run_boxes(tensors, target, delta))
-
-    def _run_boxes(
-        self, tensors: Mapping[str, Tensor], target: Parameters | None, delta: DeltaUpdate | None
-    ) -> SyncStats:
-        if delta is None:
-            return self._execute(self.plan, tensors, target)
-        assert self.transport is not None
-        self._delta = self._delta or DeltaSync(self.rank, self.plan.rounds, self._bucket_bytes)
-        return self._delta.run(tensors, target, delta, self.transport)
-
-    def _run_full_plan(
-        self,
-        full_plan: FullPlan,
-        tensors: Mapping[str, Tensor],
-        target: Parameters | None,
-        load: Callable[[Mapping[str, Tensor]], None] | None,
-    ) -> SyncStats:
-        if target is None:
-            return self._execute(full_plan.rounds, tensors, None)
-        assert load is not None, f"rank {self.rank} has no function to load {list(full_plan.tensors)}"
-        temporary = {
-            name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=target.device)
-            for name, spec in full_plan.tensors.items()
-        }
-        stats = self._execute(full_plan.rounds, tensors, Parameters(temporary))
-        load(temporary)
-        num_bytes = sum(tensor.nbytes for tensor in temporary.values())
-        return replace(stats, peak_extra_bytes=stats.peak_extra_bytes + num_bytes)
-
-    def _execute(self, planned: RoundPlan, tensors: Mapping[str, Tensor], target: Parameters | None) -> SyncStats:
-        executor = BoxExecutor(self.rank, planned.rounds, planned.buffer_sizes, transport=self.transport)
-        executor.run(tensors, target)
-        return executor.counter.stats()
+            if delta is not None:
+                self._delta = self._delta or DeltaSync(self.rank, self.plan.rounds, self._bucket_bytes)
+                return self._delta.run(tensors, target, delta, self.transport)
+            executor = BoxExecutor(self.rank, self.plan.rounds, self.plan.buffer_sizes, transport=self.transport)
+            executor.run(tensors, target)
+            return executor.counter.stats()
 
     def close(self) -> None:
         """Drop the connections; ranks that wait for this rank fail at once."""

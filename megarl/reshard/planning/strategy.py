@@ -82,10 +82,8 @@ class SyncContext:
     topology: Topology
     senders: Sequence[int] = ()
     """Ranks that deliver full tensors to engines."""
-    full_tensors: Sequence[str] = ()
-    """Tensors that engines need in full even if all others are sent as boxes; see `RolloutEngine.full_tensors`."""
     needs: Mapping[int, WeightLayout] = field(default_factory=dict)
-    """By trainer rank that serves an engine rank, the layout of that engine rank."""
+    """By trainer rank that serves an engine rank, the layout that this engine rank receives."""
     groups: Sequence[Sequence[int]] = ()
     """Micro-DP groups; empty if the strategy uses none."""
     model_replicas: Sequence[Sequence[ModelReplica]] = ()
@@ -97,11 +95,11 @@ class Sinks:
     """Destinations of one trainer rank; empty on ranks that deliver nothing."""
 
     full_tensors: tuple[WeightSink, ...] = ()
-    """Engines that load full tensors by name; may be combined with `boxes`, for different tensors."""
+    """Engines that load full tensors by name, from `gather_hf`."""
     boxes: ShardSink | Parameters | None = None
     """The engine rank that this trainer rank serves with boxes."""
     wait_ready: Callable[[], None] | None = None
-    """Called between full tensors and boxes; returns once boxes can be delivered."""
+    """Called before the sync; returns once boxes can be delivered."""
 
 
 class Strategy(Protocol):

@@ -88,7 +88,7 @@ class Buffer(Protocol):
 
 
 class GatherHf:
-    """The strategy `gather_hf`; also used by box strategies for the tensors that engines need in full.
+    """The strategy `gather_hf`.
 
     The constructor is collective over all ranks. After a push that failed because a rank was lost or late, the process
     groups are unusable: create a new strategy.
@@ -98,14 +98,12 @@ class GatherHf:
         self,
         context: SyncContext,
         bucket_bytes: int,
-        only: Sequence[str] | None = None,
         timeout_seconds: float | None = None,
         make_buffer: Callable[[int, torch.device], Buffer] = make_buffer,
     ) -> None:
         """Plan and create process groups.
 
         Args:
-            only: names of the tensors to push; None: all.
             timeout_seconds: timeout of a push; None: that of the process groups applies to each wait.
             make_buffer: allocates a bucket of some bytes on a device; engines in this process need no shared memory.
         """
@@ -113,20 +111,16 @@ class GatherHf:
         self._rank, self._timeout_seconds = context.rank, timeout_seconds
         self._is_sender = context.rank in context.senders
         with raise_on_all_ranks():
-            self._plans = plan_replica(context.rank, context, bucket_bytes, only)
+            self._plans = plan_replica(context.rank, context, bucket_bytes)
         self._positions = {
             kind: _find_position(context.rank, context.model_replicas[kind], context.senders)
             for kind in sorted({gather.kind for plan in self._plans for gather in plan.gathers})
         }
         self._kinds = [kind for kind, position in self._positions.items() if position.participates]
 
-    def push(self, tensors: Mapping[str, Tensor], sinks: Sinks, deadline: Deadline | None = None) -> SyncStats:
-        """Push as `Strategy.push`; a rank whose engine fails still takes part to the end, as the others wait for it.
-
-        Args:
-            deadline: deadline of all waits for other ranks; None: `timeout_seconds` from now on.
-        """
-        push = _Push(tensors, ByteCounter(), deadline or Deadline(self._timeout_seconds))
+    def push(self, tensors: Mapping[str, Tensor], sinks: Sinks) -> SyncStats:
+        """Push as `Strategy.push`; a rank whose engine fails still takes part to the end, as the others wait for it."""
+        push = _Push(tensors, ByteCounter(), Deadline(self._timeout_seconds))
         packed_bytes = max((plan.packed_bytes(self._kinds) for plan in self._plans), default=0)
         bucket_bytes = max(plan.num_bytes for plan in self._plans)
         buffers: list[Buffer] = []

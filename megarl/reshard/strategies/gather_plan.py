@@ -63,17 +63,15 @@ class BucketPlan:
         return sum(gather.aligned_bytes for gather in self.gathers if gather.kind in kinds)
 
 
-def plan_replica(
-    rank: int, context: SyncContext, bucket_bytes: int, only: Sequence[str] | None = None
-) -> list[BucketPlan]:
-    """Return the plan of the replicas that contain `rank`, for all or `only` some tensors; raises as `plan_buckets`."""
+def plan_replica(rank: int, context: SyncContext, bucket_bytes: int) -> list[BucketPlan]:
+    """Return the plan of the replicas that contain `rank`; raises as `plan_buckets`."""
     held = []
     for replicas in context.model_replicas:
         mine = find_replica(rank, replicas)
         # which tensors are sharded as the other kind is only visible in the other replicas
         others = [replica for replica in replicas if replica != mine] if len(context.model_replicas) > 1 else []
         held.append([_layouts(replica, context.sources) for replica in (mine, *others)])
-    return plan_buckets([_distinct(replicas) for replicas in held], bucket_bytes, only)
+    return plan_buckets([_distinct(replicas) for replicas in held], bucket_bytes)
 
 
 def _layouts(replica: ModelReplica, sources: Sequence[WeightLayout]) -> Layouts:
@@ -93,19 +91,16 @@ def find_replica(rank: int, replicas: Sequence[ModelReplica]) -> ModelReplica:
     return next(replica for replica in replicas if any(rank in shard_group for shard_group in replica))
 
 
-def plan_buckets(
-    held: Sequence[Sequence[Layouts]], bucket_bytes: int, only: Sequence[str] | None = None
-) -> list[BucketPlan]:
+def plan_buckets(held: Sequence[Sequence[Layouts]], bucket_bytes: int) -> list[BucketPlan]:
     """Plan the gathers of all buckets; all ranks of a replica get the same plan.
 
     Args:
         held: [kind] -> layouts of the replica to plan for, then those of the replicas that differ from it. For the
             kinds, see `model_replicas`.
         bucket_bytes: a tensor larger than this gets a bucket of its own.
-        only: names of the tensors to plan for; None: all.
 
     Raises:
-        WeightSyncError: no shard group holds all of a tensor, or the model has no tensor of a name in `only`.
+        WeightSyncError: no shard group holds all of a tensor.
     """
     layouts = {
         id(layout): layout
@@ -119,7 +114,7 @@ def plan_buckets(
         [[[by_tensor[id(layout)] for layout in shard_group] for shard_group in replica] for replica in replicas]
         for replicas in held
     ]
-    tensors = _select_tensors(next(iter(layouts.values())).tensors, only)
+    tensors = next(iter(layouts.values())).tensors
     holders: dict[str, list[tuple[int, int]]] = {}
     for kind, replicas in enumerate(pieces):
         for number, shard_group in enumerate(replicas[0]):
@@ -131,19 +126,6 @@ def plan_buckets(
         gathers = (_plan_gather(slot, tensors[slot.name], pieces, holders.get(slot.name, ())) for slot in slots)
         plans.append(BucketPlan(tuple(gathers), num_bytes))
     return plans
-
-
-def _select_tensors(tensors: Mapping[str, TensorSpec], only: Sequence[str] | None) -> Mapping[str, TensorSpec]:
-    """Return the specs of the tensors in `only`, in the model's order."""
-    if only is None:
-        return tensors
-    for name in only:
-        if name not in tensors:
-            raise WeightSyncError(
-                f"{name}: the engine needs the full tensor, but the trainer's model has no such tensor"
-            )
-    chosen = set(only)
-    return {name: spec for name, spec in tensors.items() if name in chosen}
 
 
 def _by_tensor(layout: WeightLayout) -> dict[str, list[ShardPiece]]:

@@ -49,7 +49,7 @@ class SyncConnections(Protocol):
 
     @property
     def begins_first(self) -> bool:
-        """Whether engines must have begun an update before the trainer ranks push: they load full tensors."""
+        """Whether engines must have begun an update before the trainer ranks push: they load buckets of `gather_hf`."""
         ...
 
     @property
@@ -132,7 +132,7 @@ class ColocatedConnections:
 
     @property
     def begins_first(self) -> bool:
-        """Whether engines load full tensors."""
+        """Whether engines load buckets of full tensors."""
         assert self._setup is not None
         return bool(self._setup.senders)
 
@@ -203,6 +203,8 @@ class DisaggregatedConnections:
         self.heartbeat: HeartbeatSpec | None = None
         self.generation = 0
         self._transfer_spec: TransferSpec | None = None
+        self.engine_layouts: Sequence[WeightLayout] = ()
+        """Layouts of each connected engine by TP rank."""
         self._connected: list[StartedEngine] | None = None
         """Engines that are connected with the trainer ranks; None: no ranks are connected."""
 
@@ -215,7 +217,8 @@ class DisaggregatedConnections:
         config, store = self._config, self.store.open()
         needs = engines.weight_needs()
         spec = make_transfer_spec(config, engines.engine_slots, engines.pool, self._pool, needs)
-        setup = SyncSetup(config=config.weight_sync, transfer_spec=spec)
+        self.engine_layouts = needs.layouts
+        setup = SyncSetup(config=config.weight_sync, engine=needs.layouts, transfer_spec=spec)
         self._transfer_spec = self._trainer.prepare_sync(setup).transfer_spec
         assert self._transfer_spec is not None, "trainer ranks return a transfer spec if they are given one"
         transfer_group = TransferGroup(
@@ -251,12 +254,6 @@ class DisaggregatedConnections:
         self._connected = None
 
     @property
-    def engine_layouts(self) -> Sequence[WeightLayout]:
-        """Layouts of each connected engine by TP rank."""
-        assert self._transfer_spec is not None
-        return self._transfer_spec.needs
-
-    @property
     def rank_legend(self) -> str:
         """Which rank numbers are the trainer's and which the engines'."""
         return "" if self._transfer_spec is None else self._transfer_spec.rank_legend
@@ -271,8 +268,8 @@ def make_sync_setup(
 ) -> SyncSetup:
     """Return which trainer rank sends what to which colocated engine rank.
 
-    Engine ranks receive boxes from the trainer rank on the same slot. Full tensors go to each engine from the first
-    trainer rank on its slots: with `gather_hf` all tensors, otherwise those from which engines derive values.
+    Engine ranks receive boxes from the trainer rank on the same slot. With `gather_hf`, full tensors go to each engine
+    from the first trainer rank on its slots.
 
     Args:
         engine_slots: by replica, the trainer rank on the slot of each of its ranks.
@@ -285,25 +282,24 @@ def make_sync_setup(
     tp, topology = config.rollout.tp, pool_topology(pool)
     strategy = resolve_strategy(config.weight_sync.strategy, grid, topology, gen_tp=tp)
     resolved = config.weight_sync.model_copy(update={"strategy": strategy})
-    senders = tuple(sorted(ranks[0] for ranks in engine_slots))
     if strategy == "gather_hf":
         try:
             engine = () if resolved.verify is None else find_needs().layouts
         except WeightSyncError as e:
             raise WeightSyncError(f"engines' weights cannot be compared: set weight_sync.verify: null ({e})") from e
+        senders = tuple(sorted(ranks[0] for ranks in engine_slots))
         return SyncSetup(config=resolved, senders=senders, engine=engine)
     needs = find_needs()
+    received = needs.received()
     roles = {
         rank: (replica, tp_rank) for replica, ranks in enumerate(engine_slots) for tp_rank, rank in enumerate(ranks)
     }
     return SyncSetup(
         config=resolved,
         receivers={rank: f"engine {replica} rank {tp_rank}" for rank, (replica, tp_rank) in roles.items()},
-        senders=senders if needs.full_tensors else (),
         nodes=topology.nodes,
-        needs={rank: needs.layouts[tp_rank] for rank, (_, tp_rank) in roles.items()},
+        needs={rank: received[tp_rank] for rank, (_, tp_rank) in roles.items()},
         groups=tuple(micro_dp_groups(grid, gen_tp=tp)) if strategy == "micro_dp" else (),
-        full_tensors=needs.full_tensors,
         engine=() if resolved.verify is None else needs.layouts,
     )
 
@@ -319,9 +315,8 @@ def make_transfer_spec(
     slots = [*trainer_pool.slots, *(engine_pool.slots[slot] for ranks in engine_slots for slot in ranks)]
     return TransferSpec(
         sources=(),
-        needs=needs.layouts,
+        needs=needs.received(),
         num_engines=len(engine_slots),
         nodes=node_indices(slots),
         bucket_bytes=config.weight_sync.bucket_bytes,
-        full_tensors=needs.full_tensors,
     )

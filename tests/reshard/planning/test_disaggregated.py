@@ -10,14 +10,13 @@ import pytest
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import WeightSyncError
+from megarl.reshard.layout.layout import WeightNeeds
 from megarl.reshard.layout.micro_dp import GenerationPlace
 from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
-from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
+from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.commit_decision import open_store
 from megarl.reshard.transfer.heartbeat import BUSY_LIMITS
 from megarl.reshard.transfer.process_groups import NCCL_ORDER, TransferGroup, abort_connect, connect_group
-from megarl.reshard.transfer.sink import Parameters
-from megarl.reshard.transfer.transport import Transport
 from tests.reshard import synthetic
 from tests.reshard.rank_process import ABORT, Ranks, TransferMember, call
 from tests.reshard.transfer.test_executor import value
@@ -25,7 +24,6 @@ from tests.time_limits import HANG_SECONDS
 
 BUCKET_BYTES = 16_384
 RECEIVERS = (2, 3)
-NO_STATS = SyncStats(bytes_sent=0, bytes_received=0, bytes_delivered=0, buckets=0, peak_extra_bytes=0)
 
 
 def arrangement(nodes=(0, 0, 1, 1), bucket_bytes=BUCKET_BYTES):
@@ -72,45 +70,21 @@ def test_three_syncs_are_bitwise_exact_and_match_planned_counts(ranks):
             assert stats.buckets == (len(planned) if rank in RECEIVERS else 0)
 
 
-def test_full_tensors_are_sent_within_bounded_memory(ranks):
-    whole = ("layers.3", "layers.4", *(f"layers.{i}" for i in range(30, 40)))
-    transfer_spec = replace(SPEC, full_tensors=whole)
-    assert [len(part.tensors) for part in transfer_spec.plan_full_tensors(0)] == [5, 5, 2]
-    call(ranks.ranks, "prepare", transfer_spec)
-    ranks.connect_all()
-    for number in (20, 21):
-        check_sync(ranks, number)
-    call(ranks.ranks, "prepare", SPEC)
-    ranks.connect_all()
-
-
-def test_all_tensors_may_be_sent_in_full(monkeypatch):
-    """No box is received then, so that the engine rank has no parameters to receive into."""
-    whole = tuple(synthetic.TENSORS)
-    rank = TransferRank(replace(arrangement(nodes=(0, 1, 1)), full_tensors=whole), 1)
-    monkeypatch.setattr(rank, "transport", Transport())
-    monkeypatch.setattr(rank, "_execute", lambda *_: NO_STATS)
-    loaded = []
-    rank.run({}, Parameters({}), loaded.append)
-    shapes = {name: tuple(tensor.shape) for part in loaded for name, tensor in part.items()}
-    assert shapes == {name: spec.shape for name, spec in synthetic.TENSORS.items()}
-
-
 @pytest.mark.parametrize("whole", [(), ("layers.1", "layers.40")])
 def test_each_missing_byte_enters_a_node_once(whole):
     """Three engines of two TP ranks: one on a node, two on another one, none on the trainer's nodes."""
     nodes = (0, 0, 1, 1, 2, 2, 3, 3, 3, 3)
-    needs = tuple(synthetic.needs([GenerationPlace(0, 0, tp) for tp in range(2)], 1, 2).values())
+    layouts = tuple(synthetic.needs([GenerationPlace(0, 0, tp) for tp in range(2)], 1, 2).values())
+    needs = WeightNeeds(layouts=layouts, full_tensors=whole).received()
     sources = synthetic.trainers(RankGrid(tp=2, dp=2))
-    transfer_spec = replace(arrangement(nodes), sources=sources, needs=needs, num_engines=3, full_tensors=whole)
+    transfer_spec = replace(arrangement(nodes), sources=sources, needs=needs, num_engines=3)
     entering, sent, received = Counter(), 0, 0
     for rank in range(transfer_spec.size):
-        for plan in (transfer_spec.plan(rank), *(part.rounds for part in transfer_spec.plan_full_tensors(rank))):
-            for hop in (hop for each in plan.rounds for hop in each.hops):
-                sent += hop.bytes_sent
-                received += sum(message.num_bytes for message in hop.receives)
-                for message in hop.receives:
-                    entering[nodes[rank]] += message.num_bytes * (nodes[message.source] != nodes[rank])
+        for hop in (hop for each in transfer_spec.plan(rank).rounds for hop in each.hops):
+            sent += hop.bytes_sent
+            received += sum(message.num_bytes for message in hop.receives)
+            for message in hop.receives:
+                entering[nodes[rank]] += message.num_bytes * (nodes[message.source] != nodes[rank])
     assert entering == {2: synthetic.MODEL_BYTES, 3: synthetic.MODEL_BYTES}
     # TP ranks hold halves, and full tensors are sent to both of them
     twice = len(whole) * synthetic.MODEL_BYTES // synthetic.LAYERS
@@ -265,7 +239,8 @@ def test_fingerprint_survives_pickling():
     transfer_spec = arrangement()
     assert pickle.loads(pickle.dumps(transfer_spec)).fingerprint() == transfer_spec.fingerprint()
     assert arrangement(nodes=(0, 0, 0, 0)).fingerprint() != transfer_spec.fingerprint()
-    assert replace(transfer_spec, full_tensors=("layers.0",)).fingerprint() != transfer_spec.fingerprint()
+    full = WeightNeeds(layouts=transfer_spec.needs, full_tensors=("layers.0",)).received()
+    assert replace(transfer_spec, needs=full).fingerprint() != transfer_spec.fingerprint()
 
 
 def test_no_relay_on_a_single_node():

@@ -1,6 +1,7 @@
 """Syncs on real ranks: full tensors on every rank of a replica, and boxes; their plans and closed forms."""
 
 import mmap
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,16 @@ from megarl.reshard.analysis.forecast import forecast
 from megarl.reshard.analysis.nccl_progress import PostedGroup, find_stalls
 from megarl.reshard.analysis.scenario import arrange, even_nodes
 from megarl.reshard.layout.engine_ranks import place_engines_by_overlap, place_engines_strided
-from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, extent, slices, volume, without
+from megarl.reshard.layout.layout import (
+    ShardPiece,
+    TensorSpec,
+    WeightLayout,
+    WeightNeeds,
+    extent,
+    full_local,
+    slices,
+    volume,
+)
 from megarl.reshard.layout.micro_dp import micro_dp_groups, model_replicas
 from megarl.reshard.layout.overlap import layout_bytes
 from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
@@ -173,47 +183,41 @@ def gather_results(mine):
 
 
 class Engine(CollectingSink):
-    """A fake engine rank that records what it receives, and in which way."""
+    """A fake engine rank that records what it receives."""
 
     def __init__(self):
         super().__init__()
-        self.calls, self.boxes = [], {}
-
-    def load(self, bucket):
-        self.calls.append("whole")
-        return super().load(bucket)
+        self.boxes = {}
 
     def load_boxes(self, index, bucket):
-        self.calls.append("boxes")
         data = map_bucket(bucket) if bucket else None
         for slot in bucket.slots if bucket else ():
             flat = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
-            full = self.boxes.setdefault(slot.local, torch.full(TENSORS[slot.local].shape, torch.nan, dtype=flat.dtype))
+            shape = TENSORS[slot.local.removeprefix(full_local(""))].shape
+            full = self.boxes.setdefault(slot.local, torch.full(shape, torch.nan, dtype=flat.dtype))
             full[slices(slot.local_box)] = flat.view(extent(slot.local_box))
         return lambda: None
 
 
 def push_on_rank(make, context):
-    """Run two syncs with changed weights on every rank; return what is wrong, the order of calls, and statistics."""
+    """Run two syncs with changed weights on every rank; return what is wrong, and statistics."""
     strategy, _ = make_on_rank(make, context, BUCKET_BYTES)
     rank = dist.get_rank()
-    need, wrong, calls, all_stats = context.needs.get(rank), [], [], []
-    full = set(context.full_tensors or TENSORS)
+    need, wrong, all_stats = context.needs.get(rank), [], []
     for sync in range(2):
         engine = Engine()
         sinks = (engine,) if rank in context.senders else ()
         held = held_tensors(context.sources[rank], value, sync)
         all_stats.append(strategy.push(held, Sinks(full_tensors=sinks, boxes=None if need is None else engine)))
-        calls.append(engine.calls)
-        wrong += [f"{name} came whole" for name in set(engine.tensors) ^ (full if sinks else set())]
+        wrong += [f"{name} came whole" for name in set(engine.tensors) ^ (set(TENSORS) if sinks else set())]
         wrong += [name for name, tensor in engine.tensors.items() if not torch.equal(tensor, value(name, sync))]
         if need is not None:
-            boxes = [p for p in need.pieces if p.tensor not in full and volume(p.box)]
+            boxes = [p for p in need.pieces if volume(p.box)]
             wrong += [f"{name} came as boxes" for name in engine.boxes.keys() - {p.local for p in boxes}]
             if wrong_elements(WeightLayout(need.tensors, tuple(boxes)), engine.boxes, value, sync):
                 wrong.append("boxes")
     strategy.close()
-    return gather_results((wrong, calls, all_stats))
+    return gather_results((wrong, all_stats))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +240,7 @@ def test_real_ranks_are_bitwise_exact_and_match_planned_counts(sizes, senders, t
     case = replace(case, grid=grid, sources=sources, engine=engine, topology=topology)
     planned = forecast(replace(arrange("gather_hf", case), senders=tuple(senders)), case).stats
     results = run_ranks(push_on_rank, grid.size, tmp_path, GatherHf, make_context(grid, senders))
-    for rank, (wrong, _, all_stats) in enumerate(results):
+    for rank, (wrong, all_stats) in enumerate(results):
         assert wrong == []
         assert all_stats == [planned[rank]] * 2
         # the largest tensor, which has a bucket of its own, takes up to 3 * 2720 bytes with its padding
@@ -319,22 +323,21 @@ def test_all_tensors_of_a_bucket_are_gathered_together(tmp_path):
 
 DERIVED = ("columns", "norm", "expert.1")
 """Tensors to send in full: split by columns, replicated over tensor ranks, and held by some ranks only."""
-DERIVED_BYTES = sum(value(name, 0).nbytes for name in DERIVED)
 
 
 def box_context(grid, gen_tp, *, micro_dp):
     """Return the context of rank 0."""
-    engine, replicas, topology = shard_group_layouts(gen_tp), grid.size // gen_tp, even_nodes(grid.size, 1)
+    needs = WeightNeeds(layouts=tuple(shard_group_layouts(gen_tp)), full_tensors=DERIVED)
+    engine, replicas, topology = needs.received(), grid.size // gen_tp, even_nodes(grid.size, 1)
     if micro_dp:
         placed = place_engines_strided(grid, gen_tp=gen_tp)
     else:
         placed = place_engines_by_overlap(make_sources(grid), [engine], replicas=replicas, topology=topology)
     return make_context(
         grid,
-        senders=sorted(group[0] for (group,) in placed),
+        senders=(),
         needs={server: engine[tp] for (group,) in placed for tp, server in enumerate(group)},
         groups=micro_dp_groups(grid, gen_tp=gen_tp) if micro_dp else (),
-        full_tensors=DERIVED,
     )
 
 
@@ -354,41 +357,43 @@ def test_some_tensors_in_full_and_all_others_as_boxes(sizes, gen_tp, micro_dp, t
     grid = RankGrid(**sizes)
     context = box_context(grid, gen_tp, micro_dp=micro_dp)
     results = run_ranks(push_on_rank, grid.size, tmp_path, BoxStrategy, context)
-    for rank, (wrong, calls, all_stats) in enumerate(results):
+    for rank, (wrong, all_stats) in enumerate(results):
         assert wrong == []
         assert all_stats[0] == all_stats[1]
-        assert calls[0] == sorted(calls[0], reverse=True)  # full tensors first
-        assert ("whole" in calls[0]) == (rank in context.senders)
-        assert all_stats[0].buckets >= len(set(calls[0]))
-        delivered = layout_bytes(without(context.needs[rank], DERIVED)) if rank in context.needs else 0
-        assert all_stats[0].bytes_delivered == delivered + (DERIVED_BYTES if rank in context.senders else 0)
-        # two buckets of full tensors and those of boxes, none smaller than a page
-        assert all_stats[0].peak_extra_bytes <= 4 * mmap.PAGESIZE + 2 * BUCKET_BYTES
-    assert sum(b[0].bytes_sent for _, _, b in results) == sum(b[0].bytes_received for _, _, b in results)
+        delivered = layout_bytes(context.needs[rank]) if rank in context.needs else 0
+        assert all_stats[0].bytes_delivered == delivered
+        # two buckets, neither smaller than a page
+        assert all_stats[0].peak_extra_bytes <= 2 * mmap.PAGESIZE + 2 * BUCKET_BYTES
+    assert sum(b[0].bytes_sent for _, b in results) == sum(b[0].bytes_received for _, b in results)
 
 
-def test_full_tensors_are_excluded_from_boxes():
-    (layout,) = shard_group_layouts(1)
-    remaining = without(layout, DERIVED)
-    assert list(remaining.pieces) == [piece for piece in split(0, 1) if piece.tensor not in DERIVED]
-    assert remaining.tensors is layout.tensors
-    assert without(layout, ()) is layout
+def test_full_tensors_are_received_as_one_piece_each():
+    layouts = tuple(shard_group_layouts(2))
+    for layout, received in zip(layouts, WeightNeeds(layouts=layouts, full_tensors=DERIVED).received(), strict=True):
+        others = [piece for piece in layout.pieces if piece.tensor not in DERIVED]
+        boxes = {name: tuple((0, length) for length in TENSORS[name].shape) for name in DERIVED}
+        full = [ShardPiece(name, box, f"full tensor {name}", box) for name, box in boxes.items()]
+        assert list(received.pieces) == others + full
+        assert received.tensors is layout.tensors
+    assert WeightNeeds(layouts=layouts, full_tensors=()).received() == layouts
 
 
 def fail_to_plan(context):
-    """Create a strategy, whose rank 1 needs a tensor that does not exist; return the errors of all ranks."""
+    """Create a strategy, in which rank 1 sees that nobody holds the norm; return the errors of all ranks."""
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank, sources = dist.get_rank(), context.sources
+    if rank == 1:
+        sources = [WeightLayout(each.tensors, [p for p in each.pieces if p.tensor != "norm"]) for each in sources]
     with pytest.raises(WeightSyncError) as error:
-        BoxStrategy(replace(context, rank=rank, full_tensors=("norm", "nobody.has.it")[: rank + 1]), BUCKET_BYTES)
+        BoxStrategy(replace(context, rank=rank, sources=sources), BUCKET_BYTES)
     return gather_results(str(error.value))
 
 
 def test_all_ranks_raise_if_one_cannot_plan(tmp_path):
     """The others would wait in the creation of groups."""
     errors = run_ranks(fail_to_plan, 2, tmp_path, box_context(RankGrid(tp=2), 1, micro_dp=True))
-    text = "rank 1: nobody.has.it: the engine needs the full tensor, but the trainer's model has no such tensor"
-    assert errors == [text, text]
+    assert errors[0] == errors[1]
+    assert re.match(r"rank 1: norm: rank \d needs .*, of which no trainer rank holds", errors[0]), errors
 
 
 def test_stats_of_two_parts_add_up():

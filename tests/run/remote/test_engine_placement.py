@@ -204,15 +204,14 @@ def test_colocated_engine_rank_receives_boxes_from_the_rank_on_its_slot(strategy
     assert all(setup.needs[slot] is needs.layouts[rank] for slot, (_, rank) in ranks.items())
     assert setup.nodes == (0, 0, 0, 0, 1, 1, 1, 1)
     assert bool(setup.groups) == (setup.config.strategy == "micro_dp")
-    assert setup.full_tensors == ()
 
 
 @pytest.mark.parametrize("strategy", ["micro_dp", "exact"])
-def test_full_tensors_come_from_the_first_rank_of_each_engine(strategy):
+def test_full_tensors_are_received_from_the_rank_on_the_slot(strategy):
     setup = make_setup(strategy, STRIDED, make_needs(STRIDED, ("norm",)))
-    assert setup.full_tensors == ("norm",)
-    assert setup.senders == (0, 1, 4)
-    assert len(setup.receivers) == 6
+    assert setup.senders == ()
+    assert [[piece.box for piece in need.pieces] for need in setup.needs.values()] == [[((0, 4),)]] * 6
+    assert [list(layout.pieces) for layout in setup.engine] == [[], []]
 
 
 @pytest.mark.parametrize("compares", [False, True])
@@ -222,7 +221,7 @@ def test_gather_hf_sends_only_full_tensors(compares):
     needs = make_needs(slots) if compares else None
     setup = make_setup("gather_hf", slots, needs, compares=compares)
     assert setup.senders == (0, 2)
-    assert (setup.receivers, setup.needs, setup.full_tensors) == ({}, {}, ())
+    assert (setup.receivers, setup.needs) == ({}, {})
     assert setup.engine == (() if needs is None else needs.layouts)
 
 
@@ -253,5 +252,5 @@ def test_disaggregated_engine_ranks_follow_trainer_ranks_in_the_transfer_spec(st
     config = sync_config(strategy, engine_slots, **placement)
     transfer_spec = make_transfer_spec(config, engine_slots, pool, trainer_pool(), needs)
     assert transfer_spec.nodes == (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 1, 1)
-    assert transfer_spec.needs == needs.layouts
-    assert (transfer_spec.num_engines, transfer_spec.full_tensors, transfer_spec.sources) == (3, ("norm",), ())
+    assert transfer_spec.needs == needs.received()
+    assert (transfer_spec.num_engines, transfer_spec.sources) == (3, ())

@@ -87,7 +87,7 @@ class EngineTrace:
     """Layout of the rank's parameters; a tensor's dtype is that of the parameter it is loaded into."""
     padding: tuple[Padding, ...]
     derived: tuple[str, ...]
-    """Tensors from which the loader computes values; they must be loaded with `load_weights`, not as boxes."""
+    """Tensors from which the loader computes values; they must be loaded in full, by the loader."""
     computed: frozenset[str] = field(default=frozenset(), compare=False)
     """Parameters and buffers that hold such values, by name; of `trace_live`, files of traces leave them out."""
 

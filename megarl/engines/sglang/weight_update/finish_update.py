@@ -1,6 +1,6 @@
 """The end of a weight update in one TP rank, and what the rank reports about its weights.
 
-finish        check that boxes and full tensors cover the model; fill padding, compute derived values
+finish        check that the boxes cover the model; load tensors that came in full, fill padding, compute derived values
 report_trace  the layout of the rank's weights
 hash_boxes    digests of the parameters by box, for bitwise comparison
 sum_weights   sums of the same, which are compared after each update
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,13 +35,13 @@ from megarl.engines.sglang.weight_update.messages import Command, Reply, encode_
 from megarl.engines.sglang.weight_update.planned_boxes import (
     PlannedBoxes,
     TargetTensor,
-    WrittenBoxes,
     find_targets,
     read_expected_tensors,
 )
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import Box, TensorSpec, slices
-from megarl.reshard.transfer.bucket import digest
+from megarl.model_files.weight_index import stored_shape
+from megarl.reshard.layout.layout import Box, TensorSpec, full_local, slices
+from megarl.reshard.transfer.bucket import BoxSlot, digest, torch_dtype
 from megarl.reshard.transfer.weight_sums import sum_box
 
 
@@ -88,20 +89,19 @@ _others: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Box, int]]] = weak
 """By model, the sums of what no update writes when it was traced: by name, the box of the whole tensor and its sum."""
 
 
-def finish(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
-    """Complete the model: fill padding and compute derived values; raise if part of it was not written."""
-    session, trace = get_session(command["session"]), _trace(model, command)
-    arrived, targets = frozenset(command["arrived"]), find_targets(model)
-    boxes = session.boxes
-    if boxes is None or boxes.complete_with != arrived:
-        written = WrittenBoxes() if boxes is None else boxes.written
-        _check_derived(trace, arrived)
-        _check_complete(written, trace, arrived, targets)
-        if boxes is not None:
-            boxes.complete_with = arrived
+def finish(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None:
+    """Complete the model: load full tensors, fill padding, compute derived values; raise if a part was not written."""
+    boxes, trace = get_session(command["session"]).boxes, _trace(model, command)
+    assert boxes is not None, "an update with boxes ends after they were received"
+    if not boxes.is_complete:
+        _check_complete(boxes, trace, boxes.find_targets(model))
+        boxes.is_complete = True
     if not vote.all_ready(ready=True):
         return
     reply.wrote = True
+    if boxes.full_tensors:
+        model.load_weights([(n, t.view(stored_shape(n, tuple(t.shape)))) for n, t in boxes.full_tensors.items()])
+    targets = find_targets(model)
     for pad in trace.padding:
         _view(targets, pad.local, pad.local_box).fill_(pad.value)
     post_load_weights: Callable[[], object] | None = getattr(model, "post_load_weights", None)
@@ -179,42 +179,48 @@ def reset_session() -> None:
     _session = WriteSession()
 
 
-def check_planned(model: nn.Module, boxes: PlannedBoxes, command: Command) -> None:
-    """Check that no box belongs to a tensor from which the engine computes values: those would be outdated.
+def plan_boxes(model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], command: Command) -> PlannedBoxes:
+    """Check the boxes of all rounds, and allocate the tensors that are received in full.
 
     Raises:
-        WeightSyncError: one does.
+        WeightSyncError: a box does not fit the model, two overlap, or one belongs to a parameter from which the engine
+            computes values: those would be outdated.
     """
     trace, targets = _trace(model, command), find_targets(model)
+    locals_ = {slot.local for slots in rounds for slot in slots}
+    names = [name for name in trace.layout.tensors if full_local(name) in locals_]
+    specs = {name: trace.layout.tensors[name] for name in names}
+    device = next(model.parameters()).device
+    boxes = PlannedBoxes(
+        model,
+        rounds,
+        {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for name, spec in specs.items()},
+    )
     derived = set(trace.derived)
     for piece in trace.layout.pieces:
         if piece.tensor in derived:
             found = boxes.written.of(targets[piece.local], piece.local_box).overlapping(piece.local_box)
             if found:
                 raise WeightSyncError(
-                    f"the engine computes values from {piece.tensor}, which needs load_weights only, got also "
+                    f"the engine computes values from {piece.tensor}, which needs to come in full, got "
                     f"box {box_text(found[0])} of {piece.local}"
                 )
+    return boxes
 
 
-def _check_derived(trace: EngineTrace, arrived: frozenset[str]) -> None:
-    """Check that the tensors from which the engine computes values were loaded with `load_weights`."""
-    missing = [name for name in trace.derived if name not in arrived]
+def _check_complete(boxes: PlannedBoxes, trace: EngineTrace, targets: Mapping[str, TargetTensor]) -> None:
+    """Check that the boxes cover the rank's layout, and tensors from which the engine computes values in full."""
+    missing = [name for name in trace.derived if name not in boxes.full_tensors]
     if missing:
         raise WeightSyncError(
-            f"the engine computes values from {len(missing)} tensors, which need load_weights: {join_names(missing)}"
+            f"the engine computes values from {len(missing)} tensors, which need to come in full: {join_names(missing)}"
         )
-
-
-def _check_complete(
-    written: WrittenBoxes, trace: EngineTrace, arrived: frozenset[str], targets: dict[str, TargetTensor]
-) -> None:
-    for piece in trace.layout.pieces:
-        if piece.tensor in arrived:
-            continue
-        gap = written.of(targets[piece.local], piece.local_box).first_gap(piece.local_box)
+    full = [(full_local(name), trace.layout.tensors[name].box, name) for name in boxes.full_tensors]
+    pieces = [(p.local, p.local_box, p.tensor) for p in trace.layout.pieces if p.tensor not in boxes.full_tensors]
+    for local, box, tensor in (*full, *pieces):
+        gap = boxes.written.of(targets[local], box).first_gap(box)
         if gap is not None:
-            raise WeightSyncError(f"{piece.local} was not written at {box_text(gap)} (of {piece.tensor})")
+            raise WeightSyncError(f"{local} was not written at {box_text(gap)} (of {tensor})")
 
 
 def _trace(model: nn.Module, command: Command) -> EngineTrace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -146,9 +146,9 @@ def receive_boxes_command(session: int, abort_file: Path, seconds: float, *, cod
     return command | {"coded": coded}
 
 
-def finish_command(session: int, arrived: Iterable[str], model_path: str, dtype: str) -> Command:
-    """Make the command to check that boxes and `arrived` (Hugging Face tensors) cover the model, and to finish it."""
-    return {"op": "finish", "session": session, "arrived": list(arrived), "model_path": model_path, "dtype": dtype}
+def finish_command(session: int, model_path: str, dtype: str) -> Command:
+    """Make the command to check that the boxes cover the model, and to finish it."""
+    return {"op": "finish", "session": session, "model_path": model_path, "dtype": dtype}
 
 
 def trace_command(model_path: str, dtype: str) -> Command:

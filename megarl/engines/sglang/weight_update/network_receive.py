@@ -2,7 +2,7 @@
 
 prepare   plan what this rank receives, and check that it fits the model         once
 connect   connect with the trainer's ranks and the other engines                 once, and after a failed sync
-receive   if every rank of the engine is ready, receive the tensors and boxes    every update
+receive   if every rank of the engine is ready, receive the boxes                every update
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import pickle
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from megarl.engines.sglang.weight_update.finish_update import CommitVote, check_planned, get_session, reset_session
+from megarl.engines.sglang.weight_update.finish_update import CommitVote, get_session, plan_boxes, reset_session
 from megarl.engines.sglang.weight_update.messages import Command, Reply
 from megarl.engines.sglang.weight_update.planned_boxes import PlannedBoxes
 from megarl.errors import WeightSyncError
@@ -44,8 +43,7 @@ def prepare(model: nn.Module, command: Command, reply: Reply) -> None:
         _prepared.receiver.close()
         _prepared = None
     receiver = TransferRank(transfer_spec, transfer_spec.engine_rank(command["engine"], reply.rank))
-    boxes = PlannedBoxes(model, [each.slots for each in receiver.plan.rounds])
-    check_planned(model, boxes, command)
+    boxes = plan_boxes(model, [each.slots for each in receiver.plan.rounds], command)
     _prepared = _Prepared(receiver, boxes)
 
 
@@ -54,8 +52,8 @@ def connect(_: nn.Module, command: Command, __: Reply) -> None:
     _require_prepared().receiver.connect(TransferGroup(**command["transfer_group"]))
 
 
-def receive(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None:
-    """Receive the planned tensors and boxes; write nothing if any rank of the engine cannot."""
+def receive(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
+    """Receive the planned boxes; write nothing if any rank of the engine cannot."""
     session, prepared = get_session(command["session"]), _require_prepared()
     is_complete = False
     try:
@@ -66,8 +64,7 @@ def receive(model: Any, command: Command, reply: Reply, vote: CommitVote) -> Non
         reply.wrote = True
         target = Parameters(prepared.boxes.tensors, next(model.parameters()).device)
         delta = None if command["delta"] is None else DeltaUpdate(**command["delta"])
-        stats = prepared.receiver.run({}, target, lambda some: model.load_weights(list(some.items())), delta)
-        reply.result = asdict(stats)
+        reply.result = asdict(prepared.receiver.run({}, target, delta))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         is_complete = True

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from megarl.model_files.model_config import language_config, read_model_config, 
 from megarl.model_files.quantization import VALUES_DTYPE
 from megarl.model_files.weight_index import derived_tensor_patterns, matches_any, read_headers
 from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import Box, contains, extent, slices, volume
+from megarl.reshard.layout.layout import Box, contains, extent, full_local, slices, volume
 from megarl.reshard.transfer.box_views import consecutive, copy_boxes, views_like
 from megarl.reshard.transfer.bucket import BoxSlot, TensorSlot, dtype_name, torch_dtype
 from megarl.reshard.transfer.element_code import decode_boxes
@@ -117,21 +118,30 @@ class WrittenBoxes:
         return self._coverage.setdefault((target.name, len(box)), Coverage())
 
 
+EMPTY: Mapping[str, Tensor] = MappingProxyType({})
+
+
 class PlannedBoxes:
     """A TP rank's boxes of all rounds, with views of the parameters that they are copied to."""
 
-    def __init__(self, model: nn.Module, rounds: Sequence[Sequence[BoxSlot]]) -> None:
+    def __init__(
+        self, model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], full_tensors: Mapping[str, Tensor] = EMPTY
+    ) -> None:
         """Check the boxes.
+
+        Args:
+            full_tensors: by Hugging Face name, the tensors that are received in full, which the engine then loads. They
+                keep their values until the next sync, which may send changed elements only.
 
         Raises:
             WeightSyncError: a box does not fit the model, or two overlap.
         """
-        self._rounds = rounds
+        self._rounds, self.full_tensors = rounds, full_tensors
         self.written = WrittenBoxes()
-        self.complete_with: frozenset[str] | None = None
-        """Tensors that cover the model together with the boxes; None until that was checked."""
+        self.is_complete = False
+        """Whether it was checked that the boxes cover the model."""
         self._dims: dict[str, int] = {}
-        targets, problems = find_targets(model), []
+        targets, problems = self.find_targets(model), []
         for slot in (slot for slots in rounds for slot in slots):
             problem = find_box_problem(slot, targets, self.written)
             num_dims = self._dims.setdefault(slot.local, len(slot.local_box))
@@ -158,6 +168,11 @@ class PlannedBoxes:
         ]
         """By round, its boxes that lie one after another in the bucket."""
 
+    def find_targets(self, model: nn.Module) -> dict[str, TargetTensor]:
+        """Return what boxes are written to: `find_targets`, and the tensors that are received in full."""
+        full = {full_local(name): tensor for name, tensor in self.full_tensors.items()}
+        return find_targets(model) | {local: TargetTensor(local, tensor) for local, tensor in full.items()}
+
     def refresh(self, model: nn.Module) -> None:
         """Look the parameters up again, because SGLang may have reallocated them.
 
@@ -165,7 +180,7 @@ class PlannedBoxes:
             WeightSyncError: a parameter is gone, or has another shape or dtype.
         """
         try:
-            found = self._find_tensors(find_targets(model))
+            found = self._find_tensors(self.find_targets(model))
         except KeyError as e:
             raise WeightSyncError(f"{e.args[0]} is no longer a parameter of the engine") from e
         for name, tensor in found.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megarl.engines.sglang.weight_update.finish_update import CommitVote, check_planned, get_session, reset_session
+from megarl.engines.sglang.weight_update.finish_update import CommitVote, get_session, plan_boxes, reset_session
 from megarl.engines.sglang.weight_update.messages import Command, Reply
 from megarl.engines.sglang.weight_update.planned_boxes import PlannedBoxes
 from megarl.errors import WeightSyncError
@@ -43,8 +43,7 @@ def prepare_boxes(model: nn.Module, command: Command, _: Reply) -> None:
         _prepared = None
     offer = BoxOffer(**command["offer"])
     rounds = offer.read_slots()
-    boxes = PlannedBoxes(model, rounds)
-    check_planned(model, boxes, command)
+    boxes = plan_boxes(model, rounds, command)
     _prepared = _Prepared(boxes, tuple(i for i, slots in enumerate(rounds) if slots), BoxReceiver(offer))
 
 

@@ -8,9 +8,9 @@
                         |  or the engine did not answer in time
                         '----> refuses to generate until an update succeeds
 
-There are two ways to load weights, which can be combined in one update: full tensors under Hugging Face names
-(`load`), and boxes of each TP rank's parameters (`receive`), which the ranks get from the trainer rank on the same slot
-(`prepare_boxes`) or over the network (`prepare`). What is written is written by all TP ranks or by none.
+There are two ways to load weights: full tensors under Hugging Face names (`load`), or boxes of each TP rank's
+parameters (`receive`), which the ranks get from the trainer rank on the same slot (`prepare_boxes`) or over the network
+(`prepare`). What is written is written by all TP ranks or by none.
 
 While no update is open, commands that write nothing are executed such that SGLang processes no weights: it may repack
 them at the end of an update. If it does, an aborted update counts as one that failed after something was
@@ -78,8 +78,6 @@ class WeightSession:
         """Whether the TP ranks have been commanded to receive boxes in this update."""
         self._over_network = False
         """Whether boxes come over the network instead of from the trainer rank on the same slot."""
-        self._prepared_full_tensors: tuple[str, ...] = ()
-        """Tensors that the TP ranks need in full, under Hugging Face names, while the others come as boxes."""
         self.sync_seconds = host.spec.round_timeout_seconds
         """Timeout of waits for other processes than the engine's, in seconds."""
         self._is_open = False
@@ -89,8 +87,6 @@ class WeightSession:
         """Why generation is paused while no update is open."""
         self._is_lost = False
         """Whether the memory of the weights was released, and no update has succeeded since."""
-        self._changed = asyncio.Condition()
-        """Notified when tensors have arrived, and when the update is closed."""
         self._num_updates = 0
         self._held_number: int | None = None
         """`DeltaUpdate.number` of the sync whose weights the engine holds, all of them; None: unknown."""
@@ -189,7 +185,6 @@ class WeightSession:
         what = f"the command to load {join_names([slot.name for slot in bucket.slots])}"
         await self._execute_or_close(self.commands.for_all(command), what=what)
         self._arrived.update(slot.name for slot in bucket.slots)
-        await self._notify()
 
     async def prepare_boxes(self, offers: Sequence[BoxOffer]) -> None:
         """Have each TP rank connect with the trainer rank on its slot; later updates receive boxes from there.
@@ -199,7 +194,6 @@ class WeightSession:
         """
         if len(offers) != self._spec.tp:
             raise WeightSyncError(f"the engine has {self._spec.tp} TP ranks, got boxes for {len(offers)}")
-        self._prepared_full_tensors = full_tensors(await self.traces())
         model_path, dtype = self._spec.model_path, self._spec.dtype
         await self._query([prepare_boxes_command(offer, model_path, dtype) for offer in offers])
         self._over_network, self.sync_seconds = False, self._spec.round_timeout_seconds
@@ -216,7 +210,7 @@ class WeightSession:
             await self._query(self.commands.for_all(command))
         finally:
             await self._host.remove_file("transfer_spec")
-        self._prepared_full_tensors, self._over_network = transfer_spec.full_tensors, True
+        self._over_network = True
 
     async def connect(self, transfer_group: TransferGroup) -> None:
         """Have the TP ranks connect with the trainer's ranks, which have to connect at the same time.
@@ -229,7 +223,7 @@ class WeightSession:
         await self._query(self.commands.for_all(command), extra_seconds=self.sync_seconds)
 
     async def receive(self, delta: DeltaUpdate | None = None) -> list[SyncStats]:
-        """Have the TP ranks receive their boxes; over the network, also the tensors that they need in full.
+        """Have the TP ranks receive their boxes.
 
         The ranks then check that all weights have arrived, fill padding and compute derived values.
 
@@ -251,8 +245,6 @@ class WeightSession:
                     f"the engine does not hold all weights of sync {delta.base}: it needs a full sync"
                 )
             self._number = delta.number
-        if not self._over_network:
-            await self._wait_arrived(self._prepared_full_tensors)
         self._received = True
         command = (
             receive_command(self._num_updates, delta)
@@ -262,8 +254,7 @@ class WeightSession:
         what = "the command to receive weights"
         commands = self.commands.for_all(command)
         replies = await self._execute_or_close(commands, what=what, extra_seconds=self.sync_seconds)
-        self._arrived.update(self._prepared_full_tensors)
-        finish = finish_command(self._num_updates, self._arrived, self._spec.model_path, self._spec.dtype)
+        finish = finish_command(self._num_updates, self._spec.model_path, self._spec.dtype)
         await self._execute_or_close(self.commands.for_all(finish), what="the command to finish the update")
         return [SyncStats(**reply.result) for reply in replies] if self._over_network else []
 
@@ -405,18 +396,6 @@ class WeightSession:
             await self.close(str(error))
             raise error
 
-    async def _wait_arrived(self, names: Sequence[str]) -> None:
-        """Wait until these tensors have been loaded; raises WeightSyncError if the update is closed before."""
-        missing = [name for name in names if name not in self._arrived]
-        if missing:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._is_open or self._arrived.issuperset(missing))
-            self._require_open("receive_weights")
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
     @property
     def _abort_file(self) -> Path:
         """File that ends the TP ranks' waits for boxes of the current update."""
@@ -427,7 +406,6 @@ class WeightSession:
         if not self._is_open:
             return  # another failure has closed it already
         self._is_open, self._closed_reason = False, reason
-        await self._notify()
         # repacked weights were unpacked for the update, and what is packed now may be something else
         self.commands.is_mixed |= self._repacked is None or bool(self._repacked)
         async with self.commands.one_at_a_time:
@@ -466,6 +444,6 @@ class WeightSession:
 
 
 def full_tensors(traces: Sequence[EngineTrace]) -> tuple[str, ...]:
-    """Return the tensors that must be loaded in full because some TP rank computes values from them, in model order."""
+    """Return the tensors that have to come in full because some TP rank computes values from them, in model order."""
     derived = {name for trace in traces for name in trace.derived}
     return tuple(name for name in traces[0].layout.tensors if name in derived)

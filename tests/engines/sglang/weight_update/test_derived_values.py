@@ -9,13 +9,14 @@ from transformers import Gemma2Config
 from megarl.engines.sglang.weight_layout.offline_trace import trace_engine
 from megarl.engines.sglang.weight_update.update_session import full_tensors
 from megarl.errors import WeightSyncError
+from megarl.reshard.layout.layout import full_local
+from megarl.reshard.planning.strategy import DeltaUpdate
 from tests.engines import reference
 from tests.engines.conftest import SIZES, save_tiny
-from tests.engines.remote import Senders, boxes_of, fork_traces, send_bucket, send_rounds, started, sums_of
+from tests.engines.remote import Senders, boxes_of, fork_traces, send_rounds, started, sums_of
 from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_completes
 from tests.engines.sglang.weight_update.test_network_receive import World
 from tests.errors import expect_error
-from tests.time_limits import HANG_SECONDS
 
 TP = 2
 NUM_NORMS = 9
@@ -43,24 +44,23 @@ def engine(gemma_spec):
 
 
 @pytest.fixture(scope="module")
-def full_names(engine):
-    return engine.call("full_tensors")
+def needs(engine):
+    return engine.call("weight_needs")
 
 
-def rank_boxes(engine, weights, without):
-    return [boxes_of(layout, weights, without) for layout in engine.call("layouts")]
+def rank_boxes(layouts, weights, without=()):
+    return [boxes_of(layout, weights, without) for layout in layouts]
 
 
-def begin(engine, weights, full_names):
-    """Send derived tensors in full, and everything else as boxes in two rounds."""
-    boxes = rank_boxes(engine, weights, full_names)
+def begin(engine, weights, needs):
+    """Send all boxes in two rounds."""
+    boxes = rank_boxes(needs.received(), weights)
     engine.call("begin_weights")
-    send_bucket(engine, {name: weights[name] for name in full_names})
     send_rounds(engine, [[boxes_of_rank[part::2] for boxes_of_rank in boxes] for part in range(2)])
 
 
-def update(engine, weights, full_names, version):
-    begin(engine, weights, full_names)
+def update(engine, weights, needs, version):
+    begin(engine, weights, needs)
     engine.call("end_weights", version)
 
 
@@ -78,33 +78,32 @@ def assert_recomputed(tensors):
         assert torch.equal(tensors[name], 1 + tensors[name.replace("gemma_weight", "weight")]), name
 
 
-def test_full_tensors_are_the_same_with_an_engine_and_offline(full_names, gemma_dir, monkeypatch, tmp_path):
+def test_full_tensors_are_the_same_with_an_engine_and_offline(needs, gemma_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fork_traces(monkeypatch)
-    assert len(full_names) == NUM_NORMS
-    assert all("norm" in name for name in full_names)
-    assert full_tensors(trace_engine(gemma_dir, tp=TP)) == full_names
+    assert len(needs.full_tensors) == NUM_NORMS
+    assert all("norm" in name for name in needs.full_tensors)
+    assert full_tensors(trace_engine(gemma_dir, tp=TP)) == needs.full_tensors
 
 
-def test_values_that_the_engine_computes_may_change(engine, full_names, gemma_dir):
+def test_values_that_the_engine_computes_may_change(engine, needs, gemma_dir):
     """All else has to be the trainer's or as it was, also in parameters and buffers that no update writes."""
-    layouts = engine.call("layouts")
     for version in (1, 2):
         weights = reference.changed(gemma_dir, seed=version)
-        begin(engine, weights, full_names)
-        assert engine.call("verify_weights", sums_of(layouts, weights)) is None
+        begin(engine, weights, needs)
+        assert engine.call("verify_weights", sums_of(needs.layouts, weights)) is None
         engine.call("end_weights", version)
         assert_completes(engine, gemma_dir, weights, version)
     engine.call("randomize_weights")
-    begin(engine, weights, full_names)
-    assert "model.normalizer" in engine.call("verify_weights", sums_of(layouts, weights))
+    begin(engine, weights, needs)
+    assert "model.normalizer" in engine.call("verify_weights", sums_of(needs.layouts, weights))
 
 
-def test_successive_updates_recompute_derived_values(engine, full_names, gemma_spec, tmp_path):
+def test_successive_updates_recompute_derived_values(engine, needs, gemma_spec, tmp_path):
     for version in (1, 2, 3):
         weights = reference.changed(gemma_spec.model_path, seed=version)
         engine.call("randomize_weights")
-        update(engine, weights, full_names, version)
+        update(engine, weights, needs, version)
         now = held(engine, tmp_path / "held")
         for tensors in now:
             assert_recomputed(tensors)
@@ -121,9 +120,9 @@ def test_successive_updates_recompute_derived_values(engine, full_names, gemma_s
             assert here.logprobs.tolist() == there.logprobs.tolist()
 
 
-def test_engine_receives_derived_tensors_in_full_over_the_network(engine, full_names, gemma_dir, tmp_path):
+def test_engine_receives_derived_tensors_in_full_over_the_network(engine, gemma_dir, tmp_path):
     """Each TP rank receives the boxes of its parameters, and derived tensors in full."""
-    world = World(engine, gemma_dir, tmp_path, bucket_bytes=1 << 14, full_tensors=full_names)
+    world = World(engine, gemma_dir, tmp_path, bucket_bytes=1 << 14)
     world.connect()
     try:
         for version in (2, 3):
@@ -140,28 +139,41 @@ def test_engine_receives_derived_tensors_in_full_over_the_network(engine, full_n
         world.close()
 
 
-def test_boxes_of_derived_tensors_are_rejected(engine, full_names, gemma_dir):
+def test_delta_syncs_change_derived_values(engine, gemma_dir, tmp_path):
+    """A tensor that came in full keeps its values, to which changed elements are written."""
+    world = World(engine, gemma_dir, tmp_path, bucket_bytes=1 << 14)
+    world.connect()
+    try:
+        for version, delta in ((2, DeltaUpdate(number=1)), (3, DeltaUpdate(number=2, base=1))):
+            world.sync(version, delta)
+            for tensors in held(engine, tmp_path / "held"):
+                assert_recomputed(tensors)
+            assert_completes(engine, gemma_dir, world.versions.all_of(version), version)
+    finally:
+        world.close()
+
+
+def test_boxes_of_derived_tensors_are_rejected(engine, needs, gemma_dir):
     """The engine does not recompute the values for boxes."""
     weights = reference.changed(gemma_dir, seed=9)
-    with Senders(engine, [rank_boxes(engine, weights, set(full_names) - {NORM})]) as senders:
-        message = rf"{NORM}, which needs load_weights only, got also box \[0:64\]"
+    with Senders(engine, [rank_boxes(needs.layouts, weights, set(needs.full_tensors) - {NORM})]) as senders:
+        message = rf"{NORM}, which needs to come in full, got box \[0:64\]"
         with pytest.raises(WeightSyncError, match=message):
             senders.prepare()
 
 
-def test_boxes_wait_for_the_tensors_that_come_in_full(engine, full_names, gemma_dir):
+@pytest.mark.parametrize("part", [0, 60])
+def test_tensors_that_do_not_come_in_full_block_the_engine(engine, needs, gemma_dir, part):
     weights = reference.changed(gemma_dir, seed=9)
-    update(engine, weights, full_names, 3)
+    update(engine, weights, needs, 3)
+    boxes = rank_boxes(needs.received(), weights, [NORM])
+    if part:
+        for of_rank in boxes:
+            of_rank.append((full_local(NORM), ((0, part),), weights[NORM][:part]))
     engine.call("begin_weights")
-    with Senders(engine, [rank_boxes(engine, weights, full_names)]) as senders:
-        senders.prepare()
-        receiving = senders.receive()
-        send_bucket(engine, {name: weights[name] for name in full_names if name != NORM})
-        assert not receiving.done()
-        with pytest.raises(WeightSyncError, match=rf"computes values from 1 tensors, .*: {NORM}|did not arrive"):
-            engine.call("end_weights", 9)
-        with expect_error(WeightSyncError, "receive_weights", "begin_weights"):
-            receiving.result(HANG_SECONDS)
+    expected = (NORM, "[60:64]") if part else (NORM, "in full")
+    with expect_error(WeightSyncError, *expected):
+        send_rounds(engine, [boxes])
     assert_blocked(engine, 3)
-    update(engine, weights, full_names, 3)
+    update(engine, weights, needs, 3)
     assert_completes(engine, gemma_dir, weights, 3)

@@ -58,13 +58,15 @@ def trainer_layouts(tensors):
 class World:
     """The engine, the trainer's ranks, and the store through which they connect."""
 
-    def __init__(self, engine, model_dir, folder, nodes=(0, 0, 1, 1), **transfer):
+    def __init__(self, engine, model_dir, folder, nodes=(0, 0, 1, 1), bucket_bytes=1 << 16):
         self.engine, self.model_dir, self.versions = engine, model_dir, Versions(str(folder))
         for version in range(1, NUM_VERSIONS):
             save_file(reference.changed(model_dir, seed=version), folder / f"{version}.safetensors")
-        self.layouts = self.engine.call("layouts")
-        sources, settings = trainer_layouts(self.layouts[0].tensors), {"bucket_bytes": 1 << 16, **transfer}
-        self.transfer_spec = TransferSpec(sources=sources, needs=self.layouts, num_engines=1, nodes=nodes, **settings)
+        needs = self.engine.call("weight_needs")
+        self.layouts, sources = list(needs.layouts), trainer_layouts(needs.layouts[0].tensors)
+        self.transfer_spec = TransferSpec(
+            sources=sources, needs=needs.received(), num_engines=1, nodes=nodes, bucket_bytes=bucket_bytes
+        )
         self.trainers = [RankProcess(TransferMember, rank, self.transfer_spec, self.versions) for rank in range(2)]
         self.store, self.num_connects = open_store("127.0.0.1"), 0
         self.version = 0
