@@ -273,8 +273,9 @@ class EngineSupervisor:
     def __init__(self, engines: EngineProcesses, count: int, config: RunConfig, restart_budget: RestartBudget) -> None:
         self.replicas = [EngineReplica(index, engines, config) for index in range(count)]
         self.restart_budget = restart_budget
-        self.restore: Callable[[*tuple[int, ...]], None] | None = None
-        """Loads the current weights into restarted engines; None: engines serve the weights of the model folder."""
+        self.restore: Callable[[*tuple[int, ...]], Sequence[int]] | None = None
+        """Loads the current weights into restarted engines, and returns which of them have these now; the others wait
+        for the next weights. None: engines serve the weights of the model folder."""
         self._is_closed = False
 
     @property
@@ -333,9 +334,7 @@ class EngineSupervisor:
         """
         self._check()
         restarted = [replica.index for replica in self.replicas if replica.state == "ready"]
-        if restarted and self.restore is not None:
-            self.restore(*restarted)
-        self.mark_serving(restarted)
+        self.mark_serving(self.restore(*restarted) if restarted and self.restore is not None else restarted)
 
     def wait_ready(self) -> list[int]:
         """Block until at least one engine is ready; return `ready`. Raises as `poll` does."""

@@ -106,13 +106,15 @@ class ModelSync:
         self.is_outdated = False
         return report
 
-    def restore(self, replicas: Sequence[int], policy_version: int) -> None:
+    def restore(self, replicas: Sequence[int], policy_version: int) -> Sequence[int]:
         """Push `policy_version` to restarted engines; as `WeightSync.restore`."""
+        supervisor = self._engines.supervisor
+        if not self._connections.survives_engines and not set(replicas).issuperset(supervisor.serving):
+            return ()  # all ranks would connect with these engines now, and with all engines for the next push
         if self.is_outdated:
             names = name_some([self._engines.name(replica) for replica in replicas])
             was, needs = ("was", "needs") if len(replicas) == 1 else ("were", "need")
             raise OutdatedEngineError(f"{names} {was} restarted and {needs} the next weights")
-        supervisor = self._engines.supervisor
         while receivers := sorted(set(replicas).intersection(supervisor.ready)):
             try:
                 self._push(receivers, policy_version)
@@ -122,6 +124,7 @@ class ModelSync:
                     raise
         if self._trainer.offload_config.is_enabled:
             self._trainer.offload()
+        return receivers
 
     def release_engines(self) -> None:
         """Note that another model's weights are pushed next: a later push connects the engines again, and sends all."""
@@ -267,16 +270,22 @@ class WeightSync:
         if self._select(model):
             self._push(self.policy_version)
 
-    def restore(self, *replicas: int) -> None:
+    def restore(self, *replicas: int) -> Sequence[int]:
         """Push the current version to restarted engines, while the others continue to serve.
 
-        If one of them is lost meanwhile, returns without an error: it will be restarted. Raises as `push` does.
+        Engines on slots of their own wait for the next push while another one serves: their ranks and the trainer's
+        then connect once, with all of them.
+
+        Returns:
+            The replicas that serve from now on. One that was lost meanwhile is not among them: it will be restarted.
 
         Raises:
+            MegarlError: as `push`.
             OutdatedEngineError: the trainer does not have this version any more.
         """
-        if self.policy_version >= 0:  # otherwise the first push will include these engines
-            self._models[self._served].restore(replicas, self.policy_version)
+        if self.policy_version < 0:
+            return replicas  # the first push will include these engines
+        return self._models[self._served].restore(replicas, self.policy_version)
 
     def mark_outdated(self, model: str | None = None) -> None:
         """Note that a model, None: the policy, has newer weights than were pushed; no-op for one that was never."""
@@ -311,7 +320,7 @@ class WeightSync:
             run.monitor.heartbeat.pushed(policy_version)
         return report
 
-    def _restores(self, restore: Callable[[*tuple[int, ...]], None] | None) -> None:
+    def _restores(self, restore: Callable[[*tuple[int, ...]], Sequence[int]] | None) -> None:
         """Let the supervisor call `restore` for engines that it has restarted."""
         if self._supervisor is not None:
             self._supervisor.restore = restore

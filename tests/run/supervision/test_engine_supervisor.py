@@ -108,7 +108,7 @@ def make_world(monkeypatch):
         config = SimpleNamespace(recovery=RecoveryConfig(**recovery), rollout=SimpleNamespace(engine=engine))
         engines = FakeEngines(count)
         supervisor = EngineSupervisor(engines, count, config, RestartBudget(config.recovery, messages.append))
-        supervisor.restore = lambda *replicas: resynced.extend(replicas)
+        supervisor.restore = lambda *replicas: resynced.extend(replicas) or replicas
         supervisor.start()
         if is_up:
             for ref in engines.starting:
@@ -141,11 +141,14 @@ def test_dead_engine_is_restarted_and_receives_weights_before_it_serves(make_wor
     def resync(replica):
         assert (world.supervisor.serving, world.supervisor.ready) == ([0], [0, 1])
         world.resynced.append(replica)
+        return () if len(world.resynced) == 1 else (replica,)  # it waits at first
 
     world.supervisor.restore = resync
     starting.is_done = True
     world.supervisor.poll()
-    assert (world.supervisor.serving, world.resynced) == ([0, 1], [1])
+    assert (world.supervisor.serving, world.supervisor.ready) == ([0], [0, 1])
+    world.supervisor.poll()
+    assert (world.supervisor.serving, world.resynced) == ([0, 1], [1, 1])
     assert world.messages == [
         "engine 1 was lost (the engine's scheduler process of TP rank 0 was ended by SIGKILL); "
         "restarting it (restart 1 of 40)",
@@ -470,7 +473,7 @@ def test_engines_lost_together_are_restarted_and_resynced_together(make_world):
     assert world.supervisor.starting == list(lost)
     assert len(world.engines.starting) == 40
     resyncs = []
-    world.supervisor.restore = lambda *replicas: resyncs.append(replicas)
+    world.supervisor.restore = lambda *replicas: resyncs.append(replicas) or replicas
     for ref in world.engines.starting:
         ref.end()
     world.messages.clear()

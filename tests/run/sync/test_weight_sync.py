@@ -83,7 +83,10 @@ class Cluster:
         self.pool = SlotPool(None, slots, "cpu")
         self.grid = RankGrid(dp=2)
         self.supervisor = SimpleNamespace(
-            wait_ready=lambda: self.ready, mark_serving=lambda _: None, attribute_failure=lambda _: False
+            wait_ready=lambda: self.ready,
+            mark_serving=lambda _: None,
+            attribute_failure=lambda _: False,
+            serving=(),
         )
         self.offload_config = SimpleNamespace(is_enabled=False)
 
@@ -363,6 +366,26 @@ def test_restore_is_retried_if_another_engine_was_lost(make):
     assert calls == [*[("update_weights", 0)] * 2, ("serves", 0, 4)]
     sync.restore(1)  # the engine that was lost
     assert take(cluster) == []
+
+
+def test_restarted_disaggregated_engine_waits_for_the_next_push_if_another_one_serves(make):
+    """Its ranks and those of all others then connect once."""
+    cluster, sync = make(disaggregated=True)
+    sync.push(4)
+    take(cluster)
+    cluster.restart(1)
+    cluster.supervisor.ready, cluster.supervisor.serving = [0, 1], [0]
+    assert sync.restore(1) == ()
+    assert take(cluster) == []
+    sync.push(5)
+    calls = take(cluster)
+    assert [call for call in calls if call == "plan"] == ["plan"]
+    assert [call[:2] for call in calls if call[0] == "join_trainer"] == [("join_trainer", 0), ("join_trainer", 1)]
+    assert [call for call in calls if call[0] == "serves"] == [("serves", 0, 5), ("serves", 1, 5)]
+    cluster.restart(0)
+    cluster.restart(1)
+    cluster.supervisor.serving = []
+    assert sync.restore(0, 1) == [0, 1]
 
 
 def test_engines_that_restarted_together_receive_one_push(make):
