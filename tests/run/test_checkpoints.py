@@ -25,12 +25,12 @@ from megarl.errors import DataError, LostLockError
 from megarl.megatron.requests import SavedFile, SavedShard, SaveRequest, SaveStats, TrainRequest
 from megarl.rollout.journal import journal_folder, list_steps, step_folder
 from megarl.run.checkpointer import Checkpointer
-from megarl.run.run_events import EventLog
 from megarl.run.run_logs import log_folder
 from megarl.run.run_state import RunState, RunTotals
 from megarl.run.schedule.events import OpenGroup, ScheduleState
 from megarl.run.stage_run import StageRun
 from megarl.run.step_limits import MismatchHistory
+from megarl.tracking.progress import EventLog
 from megarl.tracking.timing import PhaseTimer
 from tests.algorithms.scripted_run import FinishedRun, run_script
 from tests.algorithms.test_training_loops import SAFE_TERMS

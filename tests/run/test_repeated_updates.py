@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.config.limits import LimitConfig
-from megarl.config.run_outputs import CheckpointConfig
+from megarl.config.run import CheckpointConfig
 from megarl.controller.recovery import discard_partial_journal
 from megarl.controller.replay import first_difference
 from megarl.errors import DataError, LimitError

@@ -21,6 +21,7 @@ from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan, release_i
 from megarl.reshard.planning.rounds import Round
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncContext, SyncStats
 from megarl.reshard.strategies.gather_hf import GatherHf
+from megarl.reshard.transfer.bucket import Parameters, ShardSink
 from megarl.reshard.transfer.delta_sync import DeltaSync
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec
@@ -32,7 +33,6 @@ from megarl.reshard.transfer.process_groups import (
     make_sync_transport,
     raise_on_all_ranks,
 )
-from megarl.reshard.transfer.sink import Parameters, ShardSink
 from megarl.reshard.transfer.transport import Deadline, Transport
 
 

@@ -124,11 +124,11 @@ def test_offline_tools_pass_it_on(story: Path, llama: Path, tmp_path: Path) -> N
 def train_and_export(path: str, family: str | None, target: str) -> tuple[float, list[str]]:
     """Export the untrained model and that after one step to `target`; return the loss and the layout's tensors."""
     trainer = make_trainer(trainer_spec(model_spec(path, family=family), lr=1e-3))
-    from megarl.megatron.hf_weights import export
+    from megarl.megatron import hf_export
 
-    export.save(trainer.model, path, f"{target}/before")
+    hf_export.save(trainer.model, path, f"{target}/before")
     metrics = train_step(trainer, make_request(ALL_INDICES))
-    export.save(trainer.model, path, f"{target}/after")
+    hf_export.save(trainer.model, path, f"{target}/after")
     return metrics["loss"], sorted(trainer.model.layout.tensors)
 
 

@@ -13,10 +13,10 @@ from megarl.errors import WeightSyncError
 from megarl.reshard.layout.micro_dp import GenerationPlace
 from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
+from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.commit_decision import open_store
 from megarl.reshard.transfer.heartbeat import BUSY_LIMITS
 from megarl.reshard.transfer.process_groups import NCCL_ORDER, TransferGroup, abort_connect, connect_group
-from megarl.reshard.transfer.sink import Parameters
 from megarl.reshard.transfer.transport import Transport
 from tests.reshard import synthetic
 from tests.reshard.rank_process import ABORT, Ranks, TransferMember, call

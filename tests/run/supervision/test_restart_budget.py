@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from megarl.config.run_outputs import RecoveryConfig
+from megarl.config.run import RecoveryConfig
 from megarl.errors import LostLockError, RestartLimitError, WeightSyncError, WorkerError
 from megarl.run.supervision import restart_budget
 from megarl.run.supervision.restart_budget import RESTARTS_FILE, RestartBudget, RestartLog

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from megarl.engines.sglang.request_runner import RequestRunner
 from typing import TYPE_CHECKING
 
-from megarl.engines.sglang.weight_update.messages import WRITING, Reply
-from megarl.engines.sglang.weight_update.rank_files import find_unresponsive, reply_prefix
+from megarl.engines.sglang.weight_update.messages import WRITING, Reply, find_unresponsive, reply_prefix
 
 if TYPE_CHECKING:
     from megarl.engines.sglang.engine_host import EngineHost

@@ -45,9 +45,8 @@ from megarl.model_files.model_config import (
     read_model_config,
 )
 from megarl.model_files.quantization import CONFIG_KEY
-from megarl.model_files.reader import SafetensorsReader
+from megarl.model_files.tensor_io import SafetensorsReader, SafetensorsWriter, publish
 from megarl.model_files.weight_index import matches_any, merge_pairs, read_headers, stored_shape
-from megarl.model_files.writer import SafetensorsWriter, publish
 from megarl.reshard.layout.layout import TensorSpec, WeightLayout
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.strategy import Sinks, SyncContext
