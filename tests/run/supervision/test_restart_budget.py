@@ -148,7 +148,7 @@ def test_a_run_that_only_crashes_ends(clock, num_engines):
     while num_restarts < 20:
         crash()
         num_restarts += 1
-    with pytest.raises(RestartLimitError, match="after"):
+    with pytest.raises(RestartLimitError):
         crash()
     assert clock.uptime - begun < 3600
     assert [budget.spend("trainer", make_death(), 1) for _ in range(2)] == [0, 1]
