@@ -13,11 +13,7 @@ from pathlib import Path
 from megarl.config.load import find_leaves
 from megarl.errors import ConfigError
 from megarl.importing.shell_script import Word, find_launch_command
-from megarl.importing.tables import (
-    Difference,
-    PeerTable,
-    Setting,
-)
+from megarl.importing.tables import Difference, PeerTable, Setting
 from megarl.importing.verl import data_and_rewards as data
 from megarl.importing.verl import loss_settings as loss
 from megarl.importing.verl import run_layout as layout
