@@ -16,7 +16,7 @@ from megarl.batch.pack import ColumnName, PerToken
 from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import require_lock
-from megarl.cluster.process.torchrun_env import torchrun_world
+from megarl.cluster.process.launcher_env import torchrun_world
 from megarl.cluster.workers.group import Processes, WorkerFuture
 from megarl.cluster.workers.payload import LocalPayload
 from megarl.config import DpoConfig, RmConfig, SftConfig, StageConfig, SupervisedStageConfig
@@ -31,10 +31,9 @@ from megarl.megatron.requests import ForwardRequest, MiniBatch, TrainRequest, Tr
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
 from megarl.run.remote.build import build_dpo, build_trainer
 from megarl.run.remote.trainer_group import FrozenGroup, TrainerGroup
-from megarl.run.run_events import EventLog, MessageEvent, PhaseEvent
 from megarl.run.run_state import RunState
 from megarl.run.stage_run import StageRun
-from megarl.tracking.progress import StepSummary
+from megarl.tracking.progress import EventLog, MessageEvent, PhaseEvent, StepSummary
 from megarl.tracking.timing import PhaseTimer
 
 STEPS_AHEAD = 2

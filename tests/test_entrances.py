@@ -31,7 +31,7 @@ from rich.console import Console
 import megarl
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config.reward import AnyRuleConfig, ModelRewardConfig, RewardConfig
-from megarl.config.run_outputs import TrackingConfig
+from megarl.config.run import TrackingConfig
 from megarl.rollout import environments
 from megarl.rollout.environments.calculator import Calculator
 from megarl.rollout.environments.conversation import ChatRenderer, RefusedTextError, bounded

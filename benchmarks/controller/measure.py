@@ -22,7 +22,7 @@ from benchmarks.controller.cluster import (
     fetched_per_used,
     request_bytes,
 )
-from megarl.algorithms.registry import train
+from megarl.algorithms import train
 from megarl.batch.balance import QWEN2_5_7B
 from megarl.batch.sample_table import SampleTable
 from megarl.batch.trajectory import Prompt
@@ -35,10 +35,10 @@ from megarl.run.checkpointer import POLICY, Checkpointer
 from megarl.run.remote.trainer_group import AuxiliaryModels
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
-from megarl.run.run_events import EventLog
 from megarl.run.run_parts import RunParts
 from megarl.run.supervision.run_monitor import RunMonitor
 from megarl.run.sync.weight_sync import WeightSync
+from megarl.tracking.progress import EventLog
 from megarl.tracking.timing import PhaseTimer, Startup
 
 GROUP_SIZE = 8

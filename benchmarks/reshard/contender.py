@@ -28,8 +28,8 @@ from megarl.reshard.layout.micro_dp import consecutive_places
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, Strategy, SyncStats
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.strategies.gather_hf import GatherHf
+from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.process_groups import NCCL_ORDER
-from megarl.reshard.transfer.sink import Parameters
 
 HandOver = Literal["direct", "shared-memory"]
 """Location of the engine's parameters: in the rank's own process, or in another process behind shared memory."""

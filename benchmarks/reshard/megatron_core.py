@@ -48,7 +48,7 @@ from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.trainer_layouts import EVEN, trainer_layouts
-from megarl.megatron.hf_weights.local_layout import local_tensors
+from megarl.megatron.local_layout import local_tensors
 from megarl.megatron.modeling.gpt_model import build_chunks
 from megarl.megatron.modeling.language_head import HeadOptions
 from megarl.megatron.modeling.layer_spec import layer_backend

@@ -37,9 +37,9 @@ from megarl.reshard.planning.plan_cache import RoundPlan, release_indexes
 from megarl.reshard.planning.strategy import SyncContext, SyncStats
 from megarl.reshard.strategies.box_strategy import plan_boxes
 from megarl.reshard.transfer.box_channel import BoxOffer
+from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, TransferredBytes
 from megarl.reshard.transfer.process_groups import exchange_layouts
-from megarl.reshard.transfer.sink import Parameters
 from megarl.run.remote.engine_group import EngineHandles, StartedEngine
 from megarl.run.remote.trainer_group import TrainerGroup
 from megarl.run.sync.weight_sync import WeightSync

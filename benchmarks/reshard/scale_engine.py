@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from megarl.engines.sglang.request_runner import RequestRunner
-from megarl.engines.sglang.weight_update.messages import Command, Reply, send_reply
+from megarl.engines.sglang.weight_update.messages import Command, RankFiles, Reply, send_reply
 from megarl.engines.sglang.weight_update.planned_boxes import PlannedBoxes
-from megarl.engines.sglang.weight_update.rank_files import RankFiles
 from megarl.engines.sglang.weight_update.update_session import WeightSession
 from megarl.errors import WeightSyncError
 from megarl.reshard.transfer.box_channel import BoxReceiver, BoxSender

@@ -27,9 +27,8 @@ from megarl.reshard.layout.boxes import local_extents
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.planning.plan_cache import RoundPlan
 from megarl.reshard.transfer import executor as executor_module
-from megarl.reshard.transfer.bucket import torch_dtype
+from megarl.reshard.transfer.bucket import Parameters, ShardSink, torch_dtype
 from megarl.reshard.transfer.executor import BoxExecutor
-from megarl.reshard.transfer.sink import Parameters, ShardSink
 
 MB = 1e6
 

@@ -32,8 +32,8 @@ from megarl.reshard.analysis.sync_clock import SyncTiming
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import LinkRates, Topology
 from megarl.reshard.planning.plan_cache import cached_plan
+from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.executor import BoxExecutor
-from megarl.reshard.transfer.sink import Parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

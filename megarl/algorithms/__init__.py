@@ -1,10 +1,19 @@
-"""Reinforcement-learning algorithms: one module per training loop, and the names that an algorithm is written with."""
+"""Reinforcement-learning algorithms: one module per training loop, and the names that an algorithm is written with.
+
+`BUILT_IN` has the built-in ones; `algorithm.type` names one of them, or a class by import path.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
 
 from megarl.algorithms.algorithm import Algorithm
-from megarl.algorithms.grpo import group_estimates, group_outputs
-from megarl.algorithms.ppo import ppo_estimates
+from megarl.algorithms.grpo import Cispo, Dapo, DrGrpo, Gmpo, Grpo, Gspo, Rloo, group_estimates, group_outputs
+from megarl.algorithms.ppo import PfPpo, Ppo, SafeRlhf, Vapo, ppo_estimates
+from megarl.algorithms.prime import Prime
+from megarl.algorithms.reinforce import Distillation, ReinforcePlusPlus, ReinforcePlusPlusBaseline, Remax
 from megarl.batch.trajectory import Prompt
-from megarl.config.algorithm import GroupPolicyConfig, GrpoConfig, PpoConfig
+from megarl.config.algorithm import GroupPolicyConfig, GrpoConfig, PpoConfig, load_algorithm_class
 from megarl.config.policy import (
     ClippedPolicyConfig,
     CriticConfig,
@@ -52,3 +61,36 @@ __all__ = [
     "load_tokenizer",
     "ppo_estimates",
 ]
+
+
+BUILT_IN: tuple[type[Algorithm[Any]], ...] = (
+    Grpo,
+    DrGrpo,
+    Rloo,
+    Gspo,
+    Cispo,
+    Gmpo,
+    Dapo,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    Remax,
+    Ppo,
+    PfPpo,
+    Vapo,
+    SafeRlhf,
+    Prime,
+    Distillation,
+)
+
+
+def find_algorithm(kind: str) -> type[Algorithm[Any]]:
+    """Return the algorithm class of `algorithm.type`: a built-in one, or one named by import path."""
+    if ":" in kind:
+        return cast("type[Algorithm[Any]]", load_algorithm_class(kind))
+    return next(found for found in BUILT_IN if found.Config.model_fields["type"].default == kind)
+
+
+def train(run: RLRun) -> None:
+    """Run the training loop of `algorithm.type`, from the first weight sync to the last step."""
+    config = run.config.algorithm
+    find_algorithm(config.type)().train(run, config)

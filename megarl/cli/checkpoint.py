@@ -18,7 +18,7 @@ from megarl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from megarl.checkpoint.manifest import ReadCallback
     from megarl.checkpoint.store import CheckpointEntry, CheckpointStore
-    from megarl.config.run_outputs import CheckpointConfig
+    from megarl.config.run import CheckpointConfig
 
 ACTIONS = {
     "ls": "list checkpoints: whether file sizes match the manifest, and which retention rule keeps each",
@@ -278,7 +278,7 @@ def _retention_config(store: CheckpointStore) -> CheckpointConfig:
     import yaml
 
     from megarl.checkpoint.manifest import UnsupportedFormatError, find_damage
-    from megarl.config.run_outputs import CheckpointConfig
+    from megarl.config.run import CheckpointConfig
 
     for saved in reversed(store.entries()):
         file = saved.folder / "config.yaml"

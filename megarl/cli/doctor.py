@@ -152,7 +152,7 @@ def _run_cluster(args: argparse.Namespace) -> int:
 def _load_config(args: argparse.Namespace) -> StageConfig:
     """Load the run's configuration, with local models, local data and absolute paths."""
     from megarl.config import STAGES, load_config
-    from megarl.config.paths import with_absolute_paths
+    from megarl.config.run import with_absolute_paths
     from megarl.data.data_files import with_local_data
     from megarl.model_files.hub import with_local_models
 

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 from megarl import __version__
 from megarl.cli.options import print_error
-from megarl.cluster.process.early_stop_signal import stop_signal_blocked
+from megarl.cluster.process.launcher_env import stop_signal_blocked
 from megarl.errors import EarlyStop, MegarlError
 
 SUMMARIES = {

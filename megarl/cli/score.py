@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from megarl.cli.options import add_family, add_overrides, console, file_path
-from megarl.cluster.process.torchrun_env import TorchrunWorld, report_on_rank0, torchrun_world
+from megarl.cluster.process.launcher_env import TorchrunWorld, report_on_rank0, torchrun_world
 
 if TYPE_CHECKING:
     from megarl.cli.tools.token_scoring import ScoreProgress

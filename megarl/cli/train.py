@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cli.options import add_config_options, add_resume_option, console, file_path
-from megarl.cluster.process.torchrun_env import TorchrunWorld, report_on_rank0, torchrun_world
+from megarl.cluster.process.launcher_env import TorchrunWorld, report_on_rank0, torchrun_world
 from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig, StageConfig, load_config
 from megarl.errors import ConfigError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megarl.cluster.workers.group import Processes
     from megarl.controller.actor import Controller
     from megarl.controller.spmd_stage import StageLoop
-    from megarl.run.run_events import EventLog
+    from megarl.tracking.progress import EventLog
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from megarl import IMPORT_STARTED_AT
 from megarl.checkpoint.run_lock import LockClaim, RunLock, adopt_claim
 from megarl.cluster.workers.failures import interruptible
 from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig
-from megarl.controller.detached import acquire_when_free
+from megarl.controller.ray_session import acquire_when_free
 from megarl.errors import MegarlError, RewardError, WorkerError
-from megarl.run.run_events import Event, EventLog, MessageEvent
+from megarl.tracking.progress import Event, EventLog, MessageEvent
 from megarl.tracking.timing import Startup
 
 LINGER_SECONDS = 60.0

@@ -31,7 +31,6 @@ from megarl.cluster.workers.failures import find_losses, pause
 from megarl.cluster.workers.group import RemoteCall, WorkerProcesses
 from megarl.config import RunConfig
 from megarl.config.placement import MAIN_POOL
-from megarl.controller.preflight.schedule_checks import find_schedule_problems
 from megarl.controller.resume import latest_valid
 from megarl.engines.engine import KV_CACHE, WEIGHTS
 from megarl.errors import (
@@ -59,12 +58,12 @@ from megarl.run.remote.trainer_group import (
     make_trainer_group,
     read_gpu_bytes,
 )
-from megarl.run.run_events import EventLog, MessageEvent
 from megarl.run.run_logs import continues_log, log_folder, update_folder
 from megarl.run.run_state import RunState
 from megarl.run.schedule.events import ScheduleState
 from megarl.run.supervision.restart_budget import RESTARTS_FILE, RestartBudget, RestartLog
 from megarl.run.supervision.run_monitor import RunMonitor
+from megarl.tracking.progress import EventLog, MessageEvent
 from megarl.tracking.timing import PhaseTimer, Startup
 
 if TYPE_CHECKING:
@@ -139,6 +138,8 @@ class RunAssembly:
             self._requested = None
             is_first_start = not self._is_rollout_started
             engines, rollout = self._rollout or self._start_rollout(trainer)
+            from megarl.controller.preflight.run_checks import find_schedule_problems  # while processes start
+
             for problem in find_schedule_problems(config, pool.device):  # the device may only be known now
                 raise ConfigError(problem)
             releases_memory = config.releases_engine_memory(pool.device)
@@ -420,6 +421,6 @@ def _find_loss(error: MegarlError, assembly: RunAssembly, *, is_first_start: boo
 
 def train(run: RLRun) -> None:
     """Run the training loop of the configured algorithm, imported here because the loops import torch."""
-    from megarl.algorithms.registry import train as train_algorithm
+    from megarl.algorithms import train as train_algorithm
 
     train_algorithm(run)

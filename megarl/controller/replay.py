@@ -25,7 +25,6 @@ from megarl.run.remote.rollout_group import RolloutGroup
 from megarl.run.remote.rollout_workers import RolloutWorkers
 from megarl.run.remote.trainer_group import AuxiliaryModels, make_rank_processes, make_trainer_group
 from megarl.run.rl_run import RLRun
-from megarl.run.run_events import EventLog, MessageEvent
 from megarl.run.run_logs import last_logged_step, logged_batches
 from megarl.run.run_parts import RunParts
 from megarl.run.run_state import RunState
@@ -34,6 +33,7 @@ from megarl.run.schedule.schedule import place
 from megarl.run.step_limits import SKIPPED_METRICS
 from megarl.run.supervision.restart_budget import RestartBudget
 from megarl.run.sync.weight_sync import WeightSync
+from megarl.tracking.progress import EventLog, MessageEvent
 from megarl.tracking.timing import PhaseTimer, Startup
 from megarl.tracking.tracker import METRICS_FILE
 
@@ -185,7 +185,7 @@ def replay_journal(
     Raises:
         WorkerError: the journal lacks a group.
     """
-    from megarl.algorithms.registry import find_algorithm, train
+    from megarl.algorithms import find_algorithm, train
 
     def notify(text: str) -> None:
         events.add(MessageEvent(text))

@@ -18,15 +18,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.checkpoint.run_lock import RunLock, find_claim
 from megarl.checkpoint.store import CheckpointStore
 from megarl.cluster.placement.pool import start_cluster
-from megarl.cluster.process import early_stop_signal
+from megarl.cluster.process import launcher_env
 from megarl.cluster.process.atomic_files import write_durably
-from megarl.cluster.process.torchrun_env import torchrun_world
+from megarl.cluster.process.launcher_env import torchrun_world
 from megarl.cluster.workers.failures import to_megarl_error
 from megarl.config import RunConfig, StageConfig, dump_config, load_config
-from megarl.config.paths import with_absolute_paths
-from megarl.config.run_outputs import RecoveryConfig
+from megarl.config.run import RecoveryConfig, with_absolute_paths
 from megarl.controller.actor import Controller
-from megarl.controller.detached import detach_run, detached_options, find_controller
 from megarl.controller.preflight.cluster_check import check_nodes_or_raise, required_paths
 from megarl.controller.preflight.data_checks import find_template_notices
 from megarl.controller.preflight.model_checks import find_model_notices, write_missing_model
@@ -34,7 +32,10 @@ from megarl.controller.preflight.run_checks import check_or_raise, find_warmup_n
 from megarl.controller.ray_session import (
     SigtermFlag,
     defer_sigterm,
+    detach_run,
+    detached_options,
     discarded_native_stderr,
+    find_controller,
     leave_cluster,
     sigterm_as_interrupt,
 )
@@ -42,8 +43,7 @@ from megarl.controller.resume import AUTO, RecordedInputs, ResumePlan, plan_resu
 from megarl.data.data_files import with_local_data
 from megarl.errors import ConfigError
 from megarl.model_files.hub import with_local_models
-from megarl.run.run_events import Event, MessageEvent, PhaseEvent
-from megarl.tracking.progress import RunProgress, StepSummary
+from megarl.tracking.progress import Event, MessageEvent, PhaseEvent, RunProgress, StepSummary
 from megarl.tracking.timing import Startup
 
 POLL_SECONDS = 0.2
@@ -282,7 +282,7 @@ class StopRequest:
             if time.monotonic() - since >= self._grace_seconds:
                 raise KeyboardInterrupt
             return "SIGTERM"
-        return "SIGUSR1" if early_stop_signal.stop_requested() else ""
+        return "SIGUSR1" if launcher_env.stop_requested() else ""
 
 
 def _grace_seconds(config: StageConfig) -> float:
@@ -337,7 +337,7 @@ def _cluster(config: StageConfig, startup: Startup) -> Iterator[None]:
 
 
 def attach(run_dir: Path, *, stop: bool = False, settings: Sequence[str] = ()) -> None:
-    """Show the latest events of a detached run, at most `run_events.MAX_EVENTS`, then its progress until it ends.
+    """Show the latest events of a detached run, at most `MAX_EVENTS`, then its progress until it ends.
 
     Several processes can be attached to one run; each shows all events.
 

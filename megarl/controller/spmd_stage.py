@@ -26,20 +26,19 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from megarl.cluster.placement.hardware import use_network_to_master, visible_gpu_names
-from megarl.cluster.process import early_stop_signal
-from megarl.cluster.process.torchrun_env import TorchrunWorld, report_on_rank0
+from megarl.cluster.process import launcher_env
+from megarl.cluster.process.launcher_env import TorchrunWorld, report_on_rank0
 from megarl.cluster.workers.group import Processes
 from megarl.cluster.workers.spmd import SpmdWorld
 from megarl.config import StageConfig
 from megarl.config.placement import PlacementConfig
-from megarl.config.run_outputs import TrackingConfig
+from megarl.config.run import TrackingConfig
 from megarl.controller.ray_session import sigterm_as_interrupt
 from megarl.controller.run_stage import STOP_SECONDS, begin_run, resolve_and_check, show_event
 from megarl.errors import ConfigError, EarlyStop, MegarlError, WorkerError
 from megarl.megatron.runtime import platform
 from megarl.run.remote.trainer_group import rank_environment
-from megarl.run.run_events import Event, EventLog, MessageEvent
-from megarl.tracking.progress import RunProgress
+from megarl.tracking.progress import Event, EventLog, MessageEvent, RunProgress
 
 INTERRUPTED_EXIT_CODE = 130
 """Exit code of an interrupted process by shell convention: 128 + SIGINT."""
@@ -244,7 +243,7 @@ class _DisplayedEventLog(EventLog):
     @override
     def should_stop(self) -> bool:
         """Return True on all ranks if any of them has received the stop signal; a collective call."""
-        return self._ranks.any(early_stop_signal.stop_requested())
+        return self._ranks.any(launcher_env.stop_requested())
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.data import PromptFormat
 from megarl.data.conversations import MessageError, Messages, read_messages, read_tools, without_nulls
-from megarl.data.prompt_rows import PromptReader
-from megarl.data.rows import Row
+from megarl.data.rows import PromptReader, Row
 from megarl.data.tokenizer import describe_unknown_token, read_vocab_size
 from megarl.errors import ConfigError, DataError
 from megarl.model_files.model_config import read_stop_token_ids

@@ -21,8 +21,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.config.paths import data_paths, replace_data_paths
-from megarl.config.run import StageConfig
+from megarl.config.run import StageConfig, data_paths, replace_data_paths
 from megarl.errors import ConfigError, DataError
 from megarl.text import has_surrogate, replace_surrogates
 

@@ -17,9 +17,17 @@ from megarl.config.data import DataConfig
 from megarl.data.assistant_turns import Conversation, ConversationTokenizer
 from megarl.data.chat_template import PromptTemplate, as_question
 from megarl.data.conversations import MessageError, Messages, find_trained, has_text, without_weights
-from megarl.data.prompt_rows import INSTRUCTION, INSTRUCTION_OUTPUT, ExplicitFields, read_instruction
 from megarl.data.prompts import OverlongFilter, batch_rows
-from megarl.data.rows import Row, read_rows, refuse_media, track
+from megarl.data.rows import (
+    INSTRUCTION,
+    INSTRUCTION_OUTPUT,
+    ExplicitFields,
+    Row,
+    read_instruction,
+    read_rows,
+    refuse_media,
+    track,
+)
 from megarl.errors import DataError
 
 if TYPE_CHECKING:

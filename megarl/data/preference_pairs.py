@@ -16,9 +16,8 @@ from megarl.data.assistant_turns import Conversation
 from megarl.data.chat_template import PromptTemplate, as_question
 from megarl.data.conversations import MessageError, Messages, read_hh, split_hh, split_pair, without_weights
 from megarl.data.demonstrations import ExampleTokenizer, TextExample, make_trajectory
-from megarl.data.prompt_rows import ExplicitFields
 from megarl.data.prompts import OverlongFilter, batch_rows
-from megarl.data.rows import Row, read_rows, refuse_media, track
+from megarl.data.rows import ExplicitFields, Row, read_rows, refuse_media, track
 from megarl.errors import DataError
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megarl.batch.trajectory import Prompt
 from megarl.config.data import Source
 from megarl.data.chat_template import PromptTemplate
-from megarl.data.prompt_rows import ExplicitFields
-from megarl.data.rows import Row, read_rows, track
+from megarl.data.rows import ExplicitFields, Row, read_rows, track
 from megarl.errors import DataError
 
 if TYPE_CHECKING:

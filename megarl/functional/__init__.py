@@ -22,19 +22,22 @@ from megarl.functional.losses import (
     CorrectionOutput,
     Denominators,
     PolicyLossOutput,
+    PreferenceLossOutput,
     Sequences,
     ValueLossOutput,
     aggregate,
     cispo_loss,
     clipped_policy_loss,
     decoupled_policy_loss,
+    dpo_loss,
     gmpo_loss,
     gspo_loss,
     kl_penalty,
+    preference_loss,
     rollout_correction,
+    rpo_loss,
     value_loss,
 )
-from megarl.functional.preference_losses import PreferenceLossOutput, dpo_loss, preference_loss, rpo_loss
 from megarl.functional.process_rewards import implicit_reward_loss, prime_rewards
 
 __all__ = [

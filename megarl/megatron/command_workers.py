@@ -124,7 +124,7 @@ class ConvertWorker:
 
     def read_hf(self, folder: str) -> None:
         """Load the parameters from the safetensors files in `folder`."""
-        from megarl.megatron.hf_weights import local_layout
+        from megarl.megatron import local_layout
 
         local_layout.read_weights(folder, self.model.layout, self.model.tensors())
 
@@ -142,9 +142,9 @@ class ConvertWorker:
 
     def write_hf(self, folder: str) -> None:
         """Export the model in Hugging Face format to `folder`, with the source model's tokenizer files."""
-        from megarl.megatron.hf_weights import export
+        from megarl.megatron import hf_export
 
-        export.save(self.model, self.model.spec.model_path, folder)
+        hf_export.save(self.model, self.model.spec.model_path, folder)
 
     def write_checkpoint(self, root: str) -> None:
         """Write a Megatron checkpoint to `root`, laid out as described in `checkpoint_files`."""
@@ -152,7 +152,7 @@ class ConvertWorker:
 
         from megarl.megatron.checkpoint import model_state
         from megarl.megatron.families.load_architecture import STACKED_EXPERTS
-        from megarl.megatron.hf_weights.export import describe_weights, save_passed
+        from megarl.megatron.hf_export import describe_weights, save_passed
 
         model_state.save_model(self.model, Path(root) / RELEASE)
         if dist.get_rank() != 0:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from megarl.reshard.planning.disaggregated import TransferSpec
     from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
     from megarl.reshard.transfer.box_channel import BoxOffer
+    from megarl.reshard.transfer.bucket import WeightSink
     from megarl.reshard.transfer.heartbeat import HeartbeatSpec
-    from megarl.reshard.transfer.sink import WeightSink
 
 
 def _sft_loss() -> AnyLoss:

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
     from megarl.cluster.workers.payload import Payload
     from megarl.losses import ModelOutput
-    from megarl.megatron.hf_weights.weight_sync_worker import WeightSyncWorker
     from megarl.megatron.modeling.megatron_model import MegatronModel
     from megarl.megatron.runtime.offload import OffloadStats
     from megarl.megatron.training.trainer import MegatronTrainer
+    from megarl.megatron.weight_sync_worker import WeightSyncWorker
     from megarl.reshard.transfer.process_groups import TransferGroup
     from megarl.reshard.transfer.weight_sums import PartSums
 
@@ -195,7 +195,7 @@ class TrainerWorker(ForwardWorker):
 
     def prepare_sync(self, setup: Payload[SyncSetup]) -> PreparedSync:
         """Plan the weight sync, in place of an earlier plan; return this rank's part of what engines prepare from."""
-        from megarl.megatron.hf_weights.weight_sync_worker import WeightSyncWorker
+        from megarl.megatron.weight_sync_worker import WeightSyncWorker
 
         if self._weight_sync_worker is not None:
             self._weight_sync_worker.close()
@@ -228,11 +228,11 @@ class TrainerWorker(ForwardWorker):
             DataError: a rank could not write.
             LostLockError: another run has taken over the run folder; a model in `folder` stays as it was.
         """
-        from megarl.megatron.hf_weights import export
+        from megarl.megatron import hf_export
 
         self._ensure_onloaded()
         model_path, claim = self.spec.model.model_path, self.spec.claim
-        export.save(self.trainer.model, model_path, folder, require_lock=partial(require_claim, claim))
+        hf_export.save(self.trainer.model, model_path, folder, require_lock=partial(require_claim, claim))
         self._offload_if_idle()
 
     def begin_save(self, request: SaveRequest) -> SaveStats:

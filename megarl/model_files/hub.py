@@ -22,8 +22,7 @@ from huggingface_hub.errors import (
 )
 
 from megarl.config.commands import ScoreConfig
-from megarl.config.paths import model_paths, replace_model_paths
-from megarl.config.run import StageConfig
+from megarl.config.run import StageConfig, model_paths, replace_model_paths
 from megarl.errors import ConfigError
 
 Kind = Literal["model", "dataset"]

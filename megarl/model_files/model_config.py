@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megarl.errors import DataError
 from megarl.model_files.header import StoredTensor
 from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object, read_optional_json_object
-from megarl.model_files.packed_weights import PackedTensor
+from megarl.model_files.quantization import PackedTensor
 from megarl.model_files.weight_index import EMBEDDING_TENSOR, HEAD_TENSOR, INDEX, copied_tensor_patterns, read_headers
 
 SWITCH = "model.trust_remote_code: true"

@@ -11,8 +11,7 @@ from megarl.errors import DataError
 from megarl.model_files.file_plan import Box
 from megarl.model_files.header import StoredTensor, read_header
 from megarl.model_files.json_object import read_json_object
-from megarl.model_files.packed_weights import combine_packed
-from megarl.model_files.quantization import find_scale_problems, scales_of
+from megarl.model_files.quantization import combine_packed, find_scale_problems, scales_of
 
 INDEX = "model.safetensors.index.json"
 """File that maps tensor names to safetensors files, in folders with several of them."""

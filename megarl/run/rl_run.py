@@ -39,14 +39,13 @@ from megarl.run.group_sampler import GroupSampler
 from megarl.run.memory.step_ledger import StepMemory
 from megarl.run.remote.trainer_group import TrainerGroup
 from megarl.run.rollout_batch import KeptSample, RolloutBatch, batch_metrics, term_metrics
-from megarl.run.run_events import EventLog
 from megarl.run.run_logs import StepUpdate, UpdateLog, batch_hash
 from megarl.run.run_parts import RunParts
 from megarl.run.run_state import RunState
 from megarl.run.scheduled_groups import Keep
 from megarl.run.stage_run import StageRun
 from megarl.run.step_limits import LimitDecision, StepLimits, StepStage
-from megarl.tracking.progress import RunSummary, StepSummary
+from megarl.tracking.progress import EventLog, RunSummary, StepSummary
 from megarl.tracking.timing import PhaseTimer, Startup
 
 PROBE_TOKENS = 16

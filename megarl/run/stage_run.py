@@ -15,10 +15,9 @@ from megarl.errors import EarlyStop
 from megarl.megatron.requests import ProfileSpec, TrainRequest
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.remote.trainer_group import TrainerGroup
-from megarl.run.run_events import EventLog, MessageEvent, PhaseEvent
 from megarl.run.run_state import RunState, resumed_metrics
 from megarl.run.supervision.run_monitor import RunMonitor
-from megarl.tracking.progress import StepSummary
+from megarl.tracking.progress import EventLog, MessageEvent, PhaseEvent, StepSummary
 from megarl.tracking.timing import PhaseTimer
 from megarl.tracking.tracker import Tracker
 

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from megarl.cluster.process.atomic_files import write_durably
-from megarl.config.run_outputs import SinkConfig, TrackingConfig, WandbConfig
+from megarl.config.run import SinkConfig, TrackingConfig, WandbConfig
 from megarl.config.section import load_class
 from megarl.errors import ConfigError, DataError
 from megarl.text import describe_error, replace_surrogates

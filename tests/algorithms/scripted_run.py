@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.algorithms.registry import train
+from megarl.algorithms import train
 from megarl.batch.sample_table import SampleKey, SampleRef
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.cluster.workers.payload import LocalPayload
@@ -31,11 +31,11 @@ from megarl.rollout.rollout_worker import GroupJob
 from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.remote.trainer_group import AuxiliaryModels
 from megarl.run.rl_run import RLRun
-from megarl.run.run_events import EventLog, MessageEvent
 from megarl.run.run_parts import RunParts
 from megarl.run.run_state import RunState
 from megarl.run.sync.sync_update import PushReport
 from megarl.run.sync.weight_sync import WeightSync
+from megarl.tracking.progress import EventLog, MessageEvent
 from megarl.tracking.timing import PhaseTimer, Startup
 from tests.rollout.estimates import estimate_here
 from tests.run.finished_groups import completion, finished_group, run_config

@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 from ray import cloudpickle
 
 from megarl import algorithms as rl
+from megarl.algorithms import BUILT_IN, find_algorithm
 from megarl.algorithms.grpo import group_estimates, group_outputs
-from megarl.algorithms.registry import BUILT_IN, find_algorithm
 from megarl.batch.pack import PackedBatch, pack
 from megarl.config import RunConfig, dump_config, load_config
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig

@@ -21,7 +21,7 @@ from megarl.errors import DataError
 from megarl.losses import ImplicitPrmLoss, PolicyLoss, ValueLoss
 from megarl.megatron.requests import ProfileSpec, TrainRequest
 from megarl.run.rollout_batch import RolloutBatch
-from megarl.run.run_events import EventLog
+from megarl.tracking.progress import EventLog
 from tests.algorithms.scripted_run import FinishedRun, run_script, token_values
 from tests.algorithms.test_all_algorithms import columns_of
 from tests.errors import expect_error

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.reshard.published import QWEN3_8B
-from megarl.cli.tools.memory_report import find_memory_problems, report_memory
+from megarl.cli.check import find_memory_problems, report_memory
 from megarl.config import RunConfig, load_config
 from megarl.megatron import mcore_fields
 from megarl.megatron.families.load_architecture import load_architecture

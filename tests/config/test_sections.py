@@ -14,8 +14,8 @@ from megarl.config import RunConfig, SftConfig, dump_config, load_config
 from megarl.config.commands import ScoreConfig
 from megarl.config.limits import AUTO_LIMITS, LimitConfig, LimitsConfig
 from megarl.config.load import make_config
-from megarl.config.paths import data_paths, model_paths
 from megarl.config.rollout import EngineConfig
+from megarl.config.run import data_paths, model_paths
 from megarl.config.section import Section
 from megarl.data.sampler import PromptOrder
 from megarl.errors import ConfigError

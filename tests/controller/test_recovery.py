@@ -15,8 +15,8 @@ from megarl import errors
 from megarl.cluster.placement.pool import Slot, SlotPool
 from megarl.controller import recovery
 from megarl.controller.recovery import RunAssembly, train_with_recovery
-from megarl.run.run_events import EventLog, MessageEvent
 from megarl.run.supervision import restart_budget
+from megarl.tracking.progress import EventLog, MessageEvent
 from megarl.tracking.timing import Startup
 from tests.errors import expect_error
 from tests.run.finished_groups import run_config

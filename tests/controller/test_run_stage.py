@@ -14,19 +14,18 @@ import pytest
 
 from megarl.checkpoint import run_lock
 from megarl.checkpoint.run_lock import LOCK_TIMEOUT_SECONDS, RunLock, require_lock
-from megarl.cluster.process.torchrun_env import TorchrunWorld
+from megarl.cluster.process.launcher_env import TorchrunWorld
 from megarl.cluster.workers.failures import run_abort_check
 from megarl.config import SftConfig
 from megarl.config.load import make_config
 from megarl.config.placement import PlacementConfig
-from megarl.controller import actor, detached, run_stage, spmd_stage
+from megarl.controller import actor, ray_session, run_stage, spmd_stage
 from megarl.controller.actor import Controller
-from megarl.controller.detached import acquire_when_free
-from megarl.controller.ray_session import discarded_native_stderr
+from megarl.controller.ray_session import acquire_when_free, discarded_native_stderr
 from megarl.controller.replay import ReplayReport
 from megarl.controller.run_stage import begin_run, follow, start_controller
 from megarl.errors import ConfigError, LostLockError, MegarlError
-from megarl.run.run_events import EventLog, MessageEvent
+from megarl.tracking.progress import EventLog, MessageEvent
 from megarl.tracking.timing import Startup
 from tests.checkpoint.run_folder import take_over
 from tests.errors import expect_error
@@ -134,7 +133,7 @@ def test_the_lock_of_a_controller_on_a_lost_node_is_acquired_once_it_expires(tmp
         content = json.loads((tmp_path / "lock").read_bytes())
     (tmp_path / "lock").write_text(json.dumps(content | {"host": "n2", "machine": "another boot"}))
     os.utime(tmp_path / "lock", (time.time() - LOCK_TIMEOUT_SECONDS + 1,) * 2)
-    monkeypatch.setattr(detached, "START_TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr(ray_session, "START_TIMEOUT_SECONDS", 0.0)
     lock = RunLock(tmp_path)
     with acquire_when_free(lock):
         assert lock.is_held()

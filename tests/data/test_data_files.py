@@ -16,6 +16,7 @@ import pytest
 from megarl.data.data_files import find_data_files
 from megarl.data.rows import read_rows
 from megarl.errors import DataError
+from tests.errors import expect_error
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": 'a "quoted", text', "answer": "1"},
@@ -182,11 +183,11 @@ def test_an_object_of_json_is_a_row_or_has_one_list_of_rows(tmp_path: Path, cont
 
 def test_paths_without_data_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("text")
-    with pytest.raises(DataError, match="the folder has no data files, which end in"):
+    with expect_error(DataError, str(tmp_path), "folder", ".jsonl"):
         read_rows(tmp_path)
-    with pytest.raises(DataError, match=r"x-\*.jsonl: no data file matches the pattern"):
+    with expect_error(DataError, "x-*.jsonl: ", "pattern"):
         read_rows(tmp_path / "x-*.jsonl")
     write_jsonl(tmp_path / "a.jsonl", ROWS)
     write_csv(tmp_path / "b.csv", ROWS)
-    with pytest.raises(DataError, match=r"need to have one suffix, got b.csv \(.csv\), a.jsonl \(.jsonl\)"):
+    with expect_error(DataError, "suffix", "b.csv (.csv)", "a.jsonl (.jsonl)"):
         read_rows(tmp_path)

@@ -154,9 +154,9 @@ def test_git_lfs_pointers_of_a_tokenizer_are_named(model: Path, name: str) -> No
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_git_lfs_pointers_of_data_are_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(POINTER)
-    with pytest.raises(DataError, match=rf"{name} is a Git LFS pointer"):
+    with expect_error(DataError, str(tmp_path / name), "Git LFS"):
         read_rows(tmp_path / name)
-    with pytest.raises(DataError, match=rf"{name} is a Git LFS pointer"):
+    with expect_error(DataError, str(tmp_path / name), "Git LFS"):
         TokenFile(path=tmp_path / name, vocab_size=9, max_positions=9).check()
 
 
@@ -180,12 +180,9 @@ def test_several_chat_templates_need_a_default(model: Path, tmp_path: Path) -> N
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
     source = DataConfig(path=str(tmp_path / "rows.jsonl")).resolved_sources[0]
     save_templates(model, "rag", "tool_use")
-    message = (
-        "needs a default chat template, got templates named rag, tool_use: choose one with data.chat_template_name"
-    )
-    with pytest.raises(DataError, match=message):
+    with expect_error(DataError, "rag, tool_use", "data.chat_template_name"):
         PromptTemplate(source.config, load_tokenizer(model), DAY)
-    with pytest.raises(DataError, match=message):
+    with expect_error(DataError, "rag, tool_use", "data.chat_template_name"):
         require_chat_template(load_tokenizer(model), DAY, forks="forbid", refuses_forks=None)
     PromptTemplate(source.config.model_copy(update={"chat_template": "never"}), load_tokenizer(model), DAY)
     save_templates(model, "default", "rag")

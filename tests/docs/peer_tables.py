@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.importing.peers import PEERS, import_run
+from megarl.importing.conversion import PEERS, import_run
 from megarl.importing.tables import PeerTable, Row
 
 PAGE = Path(__file__).parents[2] / "docs/coming-from.md"

@@ -18,7 +18,7 @@ import yaml
 
 import megarl
 from megarl import algorithms, errors
-from megarl.algorithms.registry import BUILT_IN, find_algorithm
+from megarl.algorithms import BUILT_IN, find_algorithm
 from megarl.checkpoint.run_lock import LOCK_TIMEOUT_SECONDS
 from megarl.cli.main import INTERRUPTED, SUMMARIES
 from megarl.config import RunConfig, load_config

@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 
 from megarl.cli.schema import make_reference
+from megarl.importing.conversion import PEERS
 from megarl.importing.nemo_rl.key_tables import TABLES
-from megarl.importing.peers import PEERS
 from megarl.importing.slime.argument_table import SLIME_RL, SLIME_SFT
 from megarl.importing.verl.table import VERL
 from tests.docs.peer_tables import PAGE, begin, end, generated

@@ -18,7 +18,7 @@ from ray.util import remove_placement_group
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.algorithms.registry import train as train_algorithm
+from megarl.algorithms import train as train_algorithm
 from megarl.batch.trajectory import Prompt
 from megarl.cluster.placement.pool import SlotPool, reserve, reserve_pools
 from megarl.cluster.placement.rank_grid import RankGrid
@@ -44,9 +44,9 @@ from megarl.run.remote.trainer_group import (
 )
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
-from megarl.run.run_events import EventLog
 from megarl.run.run_parts import RunParts
 from megarl.run.sync.weight_sync import WeightSync
+from megarl.tracking.progress import EventLog
 from megarl.tracking.timing import PhaseTimer, Startup
 from tests.end_to_end.tiny_world import run_tree
 from tests.engines.remote import begin_and_load

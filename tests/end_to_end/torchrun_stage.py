@@ -11,7 +11,7 @@ from megarl.cli.main import main
 from megarl.config import SftConfig
 from megarl.errors import DataError
 from megarl.run.remote.trainer_group import TrainerGroup
-from megarl.run.run_events import EventLog
+from megarl.tracking.progress import EventLog
 
 
 class Failing:

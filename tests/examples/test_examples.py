@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from megarl.cli.main import main
 from megarl.config import STAGES, load_config
-from megarl.config.run_outputs import TrackingConfig
+from megarl.config.run import TrackingConfig
 from megarl.data.tiny_checkpoint import train_tokenizer
 from megarl.megatron.families.load_architecture import load_architecture_from_folder
 from megarl.model_files.header import encode_header

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.functional.losses import Sequences
-from megarl.functional.preference_losses import PreferenceLossOutput, dpo_loss, preference_loss, rpo_loss
+from megarl.functional.losses import PreferenceLossOutput, Sequences, dpo_loss, preference_loss, rpo_loss
 from megarl.functional.process_rewards import implicit_reward_loss
 from tests.errors import expect_error
 from tests.functional.packs import gradient, iter_sequences, make_pack, numerical_gradient, outcome_loss

@@ -32,9 +32,8 @@ from megarl.functional import (
     spread_completions,
     value_loss,
 )
-from megarl.importing.conversion import Conversion, convert
-from megarl.importing.peer_settings import Setting
-from megarl.importing.peers import PEERS
+from megarl.importing.conversion import PEERS, Conversion, convert
+from megarl.importing.tables import Setting
 from megarl.losses import CispoLoss, ClippedLoss, GmpoLoss, GspoLoss, LossBatch, PolicyLoss, TokenScores
 from megarl.rollout.estimators import EstimatorOutput, TokenBatch
 

@@ -15,7 +15,7 @@ for name in (
     "megatron.core.transformer.moe.moe_layer",
     "megatron.core.transformer.multi_latent_attention",
     "megatron.core.transformer.multi_token_prediction",
-    "megarl.algorithms.registry",
+    "megarl.algorithms",
     "megarl.megatron.training.trainer",
     "megarl.cli.tools.model_conversion",
     "megarl.stages",

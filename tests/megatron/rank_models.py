@@ -90,7 +90,7 @@ def trained_parameters(model: Any) -> dict[str, Any]:
 
 def collect_gradients(trainer: Any) -> dict[str, torch.Tensor]:
     """Return this rank's gradients under the local names of its layout."""
-    from megarl.megatron.hf_weights.local_layout import local_view
+    from megarl.megatron.local_layout import local_view
 
     map_of = trainer.model.architecture.parameter_map
     return {

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megarl.errors import DataError
-from megarl.model_files import reader
+from megarl.model_files import tensor_io
 from megarl.model_files.model_config import holds_same_values
-from megarl.model_files.reader import SafetensorsReader
+from megarl.model_files.tensor_io import SafetensorsReader
 from megarl.model_files.weight_index import find_tensor_mismatches, read_headers
 from tests.errors import expect_error
 from tests.model_files.quantized import pack_int4
@@ -48,7 +48,7 @@ FORMATS = {"MXFP4": mxfp4, "INT4": int4}
 @pytest.mark.parametrize("chunk_elements", [50, 2**21])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_box_has_the_bits_of_the_decoded_weight(tmp_path, monkeypatch, kind, chunk_elements, dtype):
-    monkeypatch.setattr(reader, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(tensor_io, "CHUNK_ELEMENTS", chunk_elements)
     parts, want = FORMATS[kind]()
     for number, name in enumerate(parts):  # published parts of a weight may lie in several files
         save_file({name: parts[name]}, tmp_path / f"model-{number}.safetensors")

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megarl.errors import DataError
-from megarl.model_files import reader
+from megarl.model_files import tensor_io
 from megarl.model_files.file_plan import contiguous_runs, extent, split_box
-from megarl.model_files.reader import SafetensorsReader
+from megarl.model_files.tensor_io import SafetensorsReader
 from megarl.model_files.weight_index import find_tensor_mismatches
 from tests.errors import expect_error
 from tests.model_files.quantized import dequantize, quantize
@@ -73,7 +73,7 @@ def boxes_of(shape):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(reader, "CHUNK_ELEMENTS", 4)
+    monkeypatch.setattr(tensor_io, "CHUNK_ELEMENTS", 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,7 +93,7 @@ def test_every_box_equals_what_safetensors_reads(tmp_path, dtype):
 
 @pytest.mark.parametrize("chunk_elements", [4, 2**21])
 def test_outputs_of_any_strides_and_another_dtype(tmp_path, monkeypatch, chunk_elements):
-    monkeypatch.setattr(reader, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(tensor_io, "CHUNK_ELEMENTS", chunk_elements)
     tensors = make_tensors(torch.float32)
     save_file(tensors, tmp_path / "model.safetensors")
     want = tensors["(6, 10)"][1:5, 2:9]
@@ -174,7 +174,7 @@ def test_a_file_truncated_while_open_is_reported(tmp_path):
 MEASURE = """
 import re, sys
 import torch
-from megarl.model_files.reader import SafetensorsReader
+from megarl.model_files.tensor_io import SafetensorsReader
 
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
@@ -198,7 +198,7 @@ with SafetensorsReader(sys.argv[1]) as folder:
 def test_reading_needs_no_memory_beyond_the_shard_and_the_scratch_buffer(tmp_path):
     tensors = {name: torch.rand(2560, 4096) for name in ("rows", "columns")}
     save_file(tensors | {"warm": torch.zeros(64, 4096)}, tmp_path / "model.safetensors")
-    scratch, others = reader.CHUNK_ELEMENTS * 4, 8 * 2**20
+    scratch, others = tensor_io.CHUNK_ELEMENTS * 4, 8 * 2**20
     assert scratch + others < tensors["rows"].nbytes / 2, "a copy of a tensor would be noticed"
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -225,7 +225,7 @@ def quantized(scale_dtype=torch.float32):
 @pytest.mark.parametrize("chunk_elements", [1000, 2**21])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_box_equals_plain_loops(tmp_path, monkeypatch, dtype, chunk_elements, scale_dtype):
-    monkeypatch.setattr(reader, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(tensor_io, "CHUNK_ELEMENTS", chunk_elements)
     tensors = quantized(scale_dtype)
     save_file(tensors, tmp_path / "model.safetensors")
     want = dequantize(tensors["w"], tensors["w_scale_inv"], dtype)

@@ -10,9 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megarl.errors import DataError
-from megarl.model_files import writer
+from megarl.model_files import tensor_io
 from megarl.model_files.file_plan import assign_files, plan_files
-from megarl.model_files.writer import SafetensorsWriter, publish
+from megarl.model_files.tensor_io import SafetensorsWriter, publish
 from tests.errors import expect_error
 
 
@@ -40,7 +40,7 @@ def write_all(folder, files, tensors):
 
 @pytest.fixture(params=[4, 2**21])
 def chunk_elements(request, monkeypatch):
-    monkeypatch.setattr(writer, "CHUNK_ELEMENTS", request.param)
+    monkeypatch.setattr(tensor_io, "CHUNK_ELEMENTS", request.param)
 
 
 MIXED = {

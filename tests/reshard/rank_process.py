@@ -19,10 +19,10 @@ from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.planning.disaggregated import TransferRank
 from megarl.reshard.transfer import heartbeat
+from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.commit_decision import open_store
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec, HeartbeatTracker, SyncMonitor
 from megarl.reshard.transfer.process_groups import TransferGroup
-from megarl.reshard.transfer.sink import Parameters
 from tests.time_limits import END_SECONDS, HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 ABORT = 0.4

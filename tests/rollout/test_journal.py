@@ -28,10 +28,10 @@ from megarl.rollout.journal import (
     list_steps,
     parse_step,
     read_fingerprints,
+    read_records,
     read_step,
     remove_steps,
 )
-from megarl.rollout.record_file import read_records
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
 from tests.errors import expect_error
 from tests.rollout.clock import in_event_loop

@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 
 from megarl.config import RunConfig
-from megarl.config.run_outputs import TrackingConfig
-from megarl.rollout.journal import FinishedJob, journal_folder, parse_step
-from megarl.rollout.record_file import read_records
+from megarl.config.run import TrackingConfig
+from megarl.rollout.journal import FinishedJob, journal_folder, parse_step, read_records
 from megarl.rollout.rollout_worker import GroupJob
 from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.reward_weights import RewardWeights, request_weights

@@ -14,9 +14,9 @@ from megarl.config import SftConfig
 from megarl.config.load import make_config
 from megarl.errors import EarlyStop
 from megarl.megatron.requests import TrainStats
-from megarl.run import run_events as events_module
-from megarl.run.run_events import Event, EventLog, MessageEvent
 from megarl.stages import SupervisedRun
+from megarl.tracking import progress
+from megarl.tracking.progress import Event, EventLog, MessageEvent
 from tests.algorithms.scripted_run import FinishedRun, run_script
 from tests.config.runs import REQUIRED
 from tests.errors import expect_error
@@ -54,7 +54,7 @@ def test_each_reader_receives_each_event_once_and_can_repeat_a_request() -> None
 
 
 def test_the_log_keeps_the_newest_events_and_reports_how_many_it_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_module, "MAX_EVENTS", 3)
+    monkeypatch.setattr(progress, "MAX_EVENTS", 3)
     log = EventLog()
     _, cursor = log.since(0)
     newest = add(log, *"abcde")[2:]
@@ -70,7 +70,7 @@ def test_the_log_keeps_the_newest_events_and_reports_how_many_it_dropped(monkeyp
 
 
 def test_a_reader_of_a_restarted_controller_is_told_what_the_new_log_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_module, "MAX_EVENTS", 2)
+    monkeypatch.setattr(progress, "MAX_EVENTS", 2)
     _, cursor = EventLog().since(0)
     after = EventLog()
     newest = add(after, *"abc")[1:]
@@ -101,7 +101,7 @@ def test_a_stop_request_ends_the_run_after_the_current_step(tmp_path: Path) -> N
     assert done.call_order == ["engines sample", "policy train", "weights push"] * 2
     assert len(done.metrics) == 2
     assert (summary(tmp_path)["steps"], summary(tmp_path)["steps_planned"]) == (2, 4)
-    with pytest.raises(EarlyStop, match=f"^stopped after step 2 of 4 .* exported to {done.run.config.export_path}$"):
+    with expect_error(EarlyStop, "step 2 of 4", str(done.run.config.export_path)):
         done.run.raise_if_stopped_early()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.config.limits import LimitConfig
-from megarl.config.run_outputs import CheckpointConfig
+from megarl.config.run import CheckpointConfig
 from megarl.controller.recovery import discard_partial_journal
 from megarl.controller.replay import first_difference
 from megarl.errors import DataError, LimitError
@@ -101,7 +101,7 @@ def test_records_are_of_a_batch_and_the_last_one_counts(tmp_path: Path) -> None:
     assert UpdateLog(tmp_path, after=3).find(3, "a") is None
     path = list_files(update_folder(journal_folder(tmp_path)))[-1]
     path.write_text('{"step": 4}\n')
-    with pytest.raises(DataError, match=rf"^{path}: a record of an update needs step and batch"):
+    with expect_error(DataError, f"{path}: ", "step and batch"):
         UpdateLog(tmp_path, after=3)
 
 

@@ -72,7 +72,7 @@ def train(ranks: Any, stage: str, config: StageConfig, *, resume: str | None = N
     from megarl import stages
     from megarl.controller.run_stage import begin_run
     from megarl.controller.spmd_stage import NO_TRACKING
-    from megarl.run.run_events import EventLog, MessageEvent
+    from megarl.tracking.progress import EventLog, MessageEvent
 
     events = EventLog()
     with ExitStack() as closing:

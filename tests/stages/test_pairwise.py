@@ -14,7 +14,7 @@ from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.workers.payload import LocalPayload
 from megarl.config import DpoConfig, RmConfig, StageConfig
 from megarl.config.load import make_config
-from megarl.config.paths import with_absolute_paths
+from megarl.config.run import with_absolute_paths
 from megarl.controller.preflight.run_checks import check_run
 from megarl.data.preference_pairs import PreferencePair
 from megarl.data.sampler import PromptOrder, PromptSampler

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.batch.trajectory import Trajectory
-from megarl.config.run_outputs import TrackingConfig
+from megarl.config.run import TrackingConfig
 from megarl.errors import ConfigError, DataError
 from megarl.tracking.rollout_log import write_rollouts
 from megarl.tracking.tracker import ResumedMetrics, Tracker

@@ -11,8 +11,7 @@ from megarl.cli.options import file_path, print_error
 from megarl.config.commands import STAGES
 from megarl.config.load import make_config
 from megarl.errors import ConfigError
-from megarl.importing.conversion import Conversion
-from megarl.importing.peers import PEERS, import_run
+from megarl.importing.conversion import PEERS, Conversion, import_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,8 +28,8 @@ from rich.console import Console
 from megarl.cluster.placement.assign import ClusterNode, cluster_nodes
 from megarl.cluster.placement.pool import start_cluster
 from megarl.config import StageConfig
-from megarl.config.paths import model_paths
 from megarl.config.placement import PlacementConfig
+from megarl.config.run import model_paths
 from megarl.controller.preflight.cluster_findings import (
     ANSWER,
     GLOO,

@@ -28,9 +28,18 @@ from megarl.data.assistant_turns import Conversation
 from megarl.data.chat_template import PromptTemplate
 from megarl.data.demonstrations import DemonstrationReader, ExampleTokenizer, SampleTokens, TextExample
 from megarl.data.preference_pairs import PairReader, read_margin, read_safety
-from megarl.data.prompt_rows import ANSWER_FIELDS, DEFAULT_FIELDS, PROMPT_FIELDS, ExplicitFields, PromptReader
 from megarl.data.prompts import batch_rows
-from megarl.data.rows import MEDIA, Row, read_rows, track
+from megarl.data.rows import (
+    ANSWER_FIELDS,
+    DEFAULT_FIELDS,
+    MEDIA,
+    PROMPT_FIELDS,
+    ExplicitFields,
+    PromptReader,
+    Row,
+    read_rows,
+    track,
+)
 from megarl.errors import DataError
 from megarl.megatron.families.load_architecture import read_hf_config
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from megarl.cluster.placement.assign import ClusterNode, assign_nodes, resolve_device
 from megarl.cluster.placement.hardware import GpuType, find_gpu_type, package_version, visible_gpu_names
 from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.cluster.process.launcher_env import torchrun_world
 from megarl.cluster.process.ports import is_port_free
-from megarl.cluster.process.torchrun_env import torchrun_world
 from megarl.config.engine_options import find_variable_problems
 from megarl.config.placement import PlacementConfig, pool_key
 from megarl.config.run import RunConfig, StageConfig

@@ -56,8 +56,7 @@ def write_missing_model(config: StageConfig) -> None:
     """
     if not will_write_model(config):
         return
-    from megarl.data.prompt_rows import ANSWER_FIELDS, PROMPT_FIELDS
-    from megarl.data.rows import read_rows
+    from megarl.data.rows import ANSWER_FIELDS, PROMPT_FIELDS, read_rows
     from megarl.data.tiny_checkpoint import write_tiny_model
 
     assert config.model.tiny is not None

@@ -5,7 +5,7 @@ call(coroutine) -------------> tokenizer manager ---- zmq -------------->  one p
      <------------------------ result                                      (they die with this process)
      <------------------------ LostEngineError, once one of them has exited
 
-Only the first node of an engine has a tokenizer manager; `multi_node_host` asks the hosts of the other nodes.
+Only the first node of an engine has a tokenizer manager; `MultiNodeHost` asks the hosts of the other nodes.
 
 The thread is needed for two reasons. SGLang installs signal handlers if it runs in the main thread, and spawned
 schedulers live only as long as the *thread* that started them.
@@ -61,8 +61,7 @@ from megarl.engines.sglang.scheduler_process import (
     stop_fork_server,
 )
 from megarl.engines.sglang.server_args import make_engine_arguments
-from megarl.engines.sglang.weight_update.messages import Reply
-from megarl.engines.sglang.weight_update.rank_files import RankFiles, ReplyState
+from megarl.engines.sglang.weight_update.messages import RankFiles, Reply, ReplyState
 from megarl.errors import ConfigError, LostEngineError, WorkerError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from megarl.importing.peer_settings import NotConvertible, Refused, Settings
+from megarl.importing.tables import NotConvertible, Refused, Settings
 
 PLACEHOLDER = "DATA.jsonl"
 """Path in a configuration whose data has to be written first."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from megarl.config.engine_options import find_option_problems
 from megarl.config.megatron import Part, find_field_problems
-from megarl.importing.peer_settings import NotConvertible, Refused, Settings
+from megarl.importing.tables import NotConvertible, Refused, Settings
 
 MEGATRON = "policy.megatron_cfg"
 DTENSOR = "policy.dtensor_cfg"

@@ -11,9 +11,8 @@ from megarl.config.load import find_leaves
 from megarl.errors import ConfigError, DataError
 from megarl.importing.nemo_rl.datasets import PROMPT_FILES, text_key
 from megarl.importing.nemo_rl.key_tables import TABLES
-from megarl.importing.peer_settings import Setting
 from megarl.importing.shell_script import Word, find_launch_command
-from megarl.importing.tables import PeerTable
+from megarl.importing.tables import PeerTable, Setting
 from megarl.importing.verl.hydra_values import parse_value, resolve_all
 
 ENTRY = re.compile(r"(^|/)run_(\w+)\.py$")

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megarl.config.megatron import Part
-from megarl.importing.peer_settings import Setting, Settings
 from megarl.importing.slime import argument_values as run
 from megarl.importing.tables import (
     Difference,
     PeerTable,
     Row,
+    Setting,
+    Settings,
     flag,
     mapped,
     missing,

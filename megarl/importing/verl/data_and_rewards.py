@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from megarl.importing.peer_settings import NotConvertible, Settings
+from megarl.importing.tables import NotConvertible, Settings
 from megarl.importing.verl.run_layout import ROLLOUT
 
 REWARD_FUNCTIONS = ("custom_reward_function", "reward.custom_reward_function")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from megarl.importing.peer_settings import Setting
+from megarl.importing.tables import Setting
 
 INTEGER = re.compile(r"[+-]?\d[\d_]*")
 FLOAT = re.compile(r"[+-]?(\d[\d_]*\.\d*|\.\d+|\d[\d_]*)([eE][+-]?\d+)?|[+-]?(inf|nan)", re.IGNORECASE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megarl.importing.peer_settings import NotConvertible, Refused, Settings
+from megarl.importing.tables import NotConvertible, Refused, Settings
 
 ACTOR = "actor_rollout_ref.actor"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"

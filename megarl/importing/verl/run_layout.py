@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from megarl.config.engine_options import find_option_problems
 from megarl.config.megatron import Part, find_field_problems
-from megarl.importing.peer_settings import NotConvertible, Settings
+from megarl.importing.tables import NotConvertible, Settings
 from megarl.importing.verl.loss_settings import ACTOR, algorithm_type
 
 ENTRY_KEY = "entry point"

@@ -22,9 +22,9 @@ from torch import Tensor
 from megarl.batch.pack import ColumnName, PackedBatch, PerToken, pack
 from megarl.batch.trajectory import Routes, Trajectory, route_dtype
 from megarl.losses import ModelOutput, TokenScores, token_scores, token_values
+from megarl.megatron import local_layout
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.trainer_layouts import pipeline_split
-from megarl.megatron.hf_weights import local_layout
 from megarl.megatron.modeling.gpt_model import build_chunks
 from megarl.megatron.modeling.language_head import HeadOptions, LanguageHead
 from megarl.megatron.modeling.layer_spec import layer_backend

@@ -20,8 +20,7 @@ from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.strategy import Strategy, SyncContext
 from megarl.reshard.strategies.box_strategy import BoxStrategy, plan_boxes
 from megarl.reshard.strategies.full_gather import FullGather, plan_full_gather
-from megarl.reshard.strategies.gather_hf import GatherHf
-from megarl.reshard.strategies.gather_plan import plan_replica
+from megarl.reshard.strategies.gather_hf import GatherHf, plan_replica
 from megarl.reshard.transfer.process_groups import TransportMaker
 
 STRATEGIES = ("ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact")

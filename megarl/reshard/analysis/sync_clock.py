@@ -29,7 +29,7 @@ from megarl.reshard.layout.topology import LinkRates, Topology
 from megarl.reshard.planning.plan import RankPlan
 
 if TYPE_CHECKING:
-    from megarl.reshard.strategies.gather_plan import BucketPlan
+    from megarl.reshard.strategies.gather_hf import BucketPlan
 
 GroupKey = tuple[int, int]
 """Identifies a group of a rank; groups of all ranks with the same key contain the ends of the same exchanges."""

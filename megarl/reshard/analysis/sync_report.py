@@ -9,16 +9,18 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from megarl.reshard.analysis.forecast import (
     Forecast,
+    Traffic,
     can_plan_all,
+    compute_traffic,
     forecast,
     forecast_rank,
+    make_traffic_spec,
     redundant_bytes,
     sampled_disagreements,
     time_sync,
 )
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, plan_strategy
 from megarl.reshard.analysis.sync_clock import SyncTiming
-from megarl.reshard.analysis.traffic import Traffic, compute_traffic, make_traffic_spec
 from megarl.reshard.layout.engine_ranks import resolve_strategy
 from megarl.reshard.layout.topology import LinkRates, Topology
 from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds, seconds_bound

@@ -20,10 +20,10 @@ from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan, release_indexes
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncStats
+from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.delta_sync import DeltaSync
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.process_groups import TransferGroup, connect_group
-from megarl.reshard.transfer.sink import Parameters
 from megarl.reshard.transfer.transport import Transport
 
 

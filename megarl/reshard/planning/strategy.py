@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import ModelReplica
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.transfer.sink import Parameters, ShardSink, WeightSink
+from megarl.reshard.transfer.bucket import Parameters, ShardSink, WeightSink
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots: pickled in C, by each of thousands of ranks

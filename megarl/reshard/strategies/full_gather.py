@@ -21,7 +21,7 @@ from megarl.reshard.layout.layout import Box, ShardPiece, WeightLayout, volume
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan
 from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
-from megarl.reshard.transfer.bucket import torch_dtype
+from megarl.reshard.transfer.bucket import Parameters, torch_dtype
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.process_groups import (
     TransportMaker,
@@ -31,7 +31,6 @@ from megarl.reshard.transfer.process_groups import (
     make_sync_transport,
     raise_on_all_ranks,
 )
-from megarl.reshard.transfer.sink import Parameters
 from megarl.reshard.transfer.transport import Transport
 
 LAYOUT_CACHE_SIZE = 4

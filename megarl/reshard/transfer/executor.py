@@ -39,10 +39,17 @@ from megarl.reshard.transfer.box_views import (
     view_to_send,
     views_like,
 )
-from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, DeviceBuffer, SharedBuffer, make_buffer
-from megarl.reshard.transfer.byte_counter import ByteCounter
-from megarl.reshard.transfer.sink import DiscardSink, Parameters, ShardSink
-from megarl.reshard.transfer.transport import Deadline, InFlight, Transport, closed_on_failure, wait_for
+from megarl.reshard.transfer.bucket import (
+    BoxBucket,
+    BoxSlot,
+    DeviceBuffer,
+    DiscardSink,
+    Parameters,
+    ShardSink,
+    SharedBuffer,
+    make_buffer,
+)
+from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, Transport, closed_on_failure, wait_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.transfer.torch_groups import close_gloo_connections
-from megarl.reshard.transfer.transport import Deadline, InFlight, Message, Transport, wait_for
+from megarl.reshard.transfer.transport import Deadline, InFlight, Message, Transport, close_gloo_connections, wait_for
 
 _NEVER = timedelta(days=1)
 """Timeout of the waits within gloo; a group ends before only if it has completed or was aborted."""

@@ -30,8 +30,7 @@ from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.piece_table import PieceTable
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec, RankHeartbeat
 from megarl.reshard.transfer.nccl_order import NcclOrderTransport
-from megarl.reshard.transfer.torch_groups import communication_device
-from megarl.reshard.transfer.transport import Transport, list_ranks
+from megarl.reshard.transfer.transport import Transport, communication_device, list_ranks
 
 MAX_RANKS_SHOWN = 5
 """Number of ranks that an error message names."""

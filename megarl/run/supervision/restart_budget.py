@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.cluster.process.atomic_files import LOG_TAIL_PREFIX, append_line, read_lines
-from megarl.config.run_outputs import RecoveryConfig
+from megarl.config.run import RecoveryConfig
 from megarl.errors import MegarlError, RestartLimitError
 
 RESTARTS_FILE = "restarts.jsonl"

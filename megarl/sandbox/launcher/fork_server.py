@@ -25,7 +25,6 @@ from megarl.sandbox.guest.channel import Limits, write_reply
 from megarl.sandbox.guest.confine import confine, limit_resources
 from megarl.sandbox.guest.runner import CHANNEL, Runner
 from megarl.sandbox.guest.seccomp import PR_SET_PDEATHSIG, build_filter, prctl
-from megarl.sandbox.launcher.cgroup import ControlGroup, remove_stale_groups
 from megarl.sandbox.launcher.containers import (
     KERNEL_BYTES,
     KERNEL_PROCESSES,
@@ -34,7 +33,13 @@ from megarl.sandbox.launcher.containers import (
     runsc_command,
     write_bundle,
 )
-from megarl.sandbox.launcher.namespaces import enter_namespaces, enter_root, enter_user_namespace
+from megarl.sandbox.launcher.isolation import (
+    ControlGroup,
+    enter_namespaces,
+    enter_root,
+    enter_user_namespace,
+    remove_stale_groups,
+)
 
 ERRORS = 2
 MAX_ERROR_BYTES = 4096

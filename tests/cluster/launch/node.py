@@ -12,7 +12,7 @@ from megarl.cluster.launch import launch_node, ray_node
 from megarl.cluster.launch.launch_node import LaunchOptions, launch
 from megarl.cluster.launch.node_world import detect_node_world, with_secret
 from megarl.cluster.process import child_processes
-from megarl.cluster.process.early_stop_signal import stop_signal_blocked
+from megarl.cluster.process.launcher_env import stop_signal_blocked
 from megarl.errors import MegarlError
 from tests.cluster.launch.skewed_clock import skew_clocks_once_exists
 from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS

@@ -96,23 +96,23 @@ def test_early_stop_signal_is_noticed_and_ends_neither_process_nor_child():
     process = start_python(
         """
         import threading
-        from megarl.cluster.process.early_stop_signal import SIGNAL, stop_requested, stop_signal_blocked
+        from megarl.cluster.process.launcher_env import EARLY_STOP, stop_requested, stop_signal_blocked
 
         def check_signal_is_noticed(handler):
-            signal.signal(SIGNAL, handler)
+            signal.signal(EARLY_STOP, handler)
             with stop_signal_blocked():
                 before = stop_requested()
                 thread = threading.Thread(target=threading.Event().wait, daemon=True)
                 thread.start()
                 child = subprocess.Popen(["sleep", "6000"])
                 for pid in (os.getpid(), os.getpid(), child.pid):
-                    os.kill(pid, SIGNAL)
+                    os.kill(pid, EARLY_STOP)
                 after, again = stop_requested(), stop_requested()
                 child_lives = child.poll() is None
                 child.kill()
             assert (before, after, again, child_lives) == (False, True, True, True)
-            assert signal.getsignal(SIGNAL) == handler
-            assert SIGNAL not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            assert signal.getsignal(EARLY_STOP) == handler
+            assert EARLY_STOP not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
         check_signal_is_noticed(signal.SIG_DFL)
         check_signal_is_noticed(signal.SIG_IGN)

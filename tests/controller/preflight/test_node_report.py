@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megarl.config import SftConfig
-from megarl.config.paths import with_absolute_paths
+from megarl.config.run import with_absolute_paths
 from megarl.controller.preflight import node_report
 from megarl.controller.preflight.cluster_check import required_paths
 from megarl.controller.preflight.node_report import (

@@ -25,9 +25,10 @@ from megarl.controller.preflight.model_checks import (
     find_gather_problems,
     find_megatron_problems,
 )
-from megarl.controller.preflight.run_checks import check_run, find_agent_problems
-from megarl.controller.preflight.schedule_checks import (
+from megarl.controller.preflight.run_checks import (
     MIN_OBSERVED_STEPS,
+    check_run,
+    find_agent_problems,
     find_schedule_notices,
     find_schedule_problems,
 )

@@ -12,9 +12,14 @@ import pytest
 from megarl.engines.engine_spec import EngineSpec
 from megarl.engines.sglang import engine_host
 from megarl.engines.sglang.engine_host import EngineHost, make_tokenizer_manager_class
-from megarl.engines.sglang.multi_node_host import MultiNodeHost
-from megarl.engines.sglang.weight_update.messages import Reply, checked_path, send_reply
-from megarl.engines.sglang.weight_update.rank_files import find_unresponsive, reply_prefix
+from megarl.engines.sglang.sglang_engine import MultiNodeHost
+from megarl.engines.sglang.weight_update.messages import (
+    Reply,
+    checked_path,
+    find_unresponsive,
+    reply_prefix,
+    send_reply,
+)
 from megarl.errors import LostEngineError, WeightSyncError, WorkerError
 from tests.errors import expect_error
 from tests.rollout.clock import LOOP_CLOCK, in_virtual_time, iterate

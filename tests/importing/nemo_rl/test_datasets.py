@@ -7,9 +7,8 @@ import pytest
 
 from megarl.data.data_files import HUB_FILE
 from megarl.errors import ConfigError
-from megarl.importing.conversion import Conversion
+from megarl.importing.conversion import Conversion, import_run
 from megarl.importing.nemo_rl.datasets import DATASETS, MEDIA_NAMES
-from megarl.importing.peers import import_run
 
 
 def convert(folder: Path, text: str) -> Conversion:

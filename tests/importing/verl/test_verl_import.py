@@ -11,8 +11,7 @@ from megarl.config.load import make_config
 from megarl.config.run import RunConfig
 from megarl.controller.preflight.run_checks import check_offline
 from megarl.errors import ConfigError
-from megarl.importing.conversion import Conversion
-from megarl.importing.peers import PEERS, import_run
+from megarl.importing.conversion import PEERS, Conversion, import_run
 
 FOLDER = Path(__file__).parent
 

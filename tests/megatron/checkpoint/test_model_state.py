@@ -17,13 +17,13 @@ from benchmarks.kernels.measure import peak_allocated_bytes
 from megarl.config.trainer import ParallelConfig
 from megarl.megatron.checkpoint.checkpoint_files import COMMON_STATE, read_index
 from megarl.megatron.command_workers import ConvertWorker
-from megarl.model_files import reader
+from megarl.model_files import tensor_io
 from tests.megatron.checkpoint.test_training_state import error_of
 from tests.megatron.conftest import save_model
 from tests.megatron.fidelity.models import CONFIGS, OWN_HEAD, TWO_DTYPES, build
-from tests.megatron.hf_weights.test_export import same_bits
 from tests.megatron.rank_models import gather, make_model, model_spec
 from tests.megatron.ranks import run_ranks, sample
+from tests.megatron.test_hf_export import same_bits
 
 ROUND_TRIPS = {
     "qwen2": ({"tp": 2, "pp": 2}, {}),
@@ -60,8 +60,8 @@ def save_on_rank(folder, target, sizes, content=None, strategy=None):
 
 def load_on_rank(folder, source, sizes, target=None, dtype="float32"):
     """Load the checkpoint; return, by rank, the error or the names of parameters that differ from those in `folder`."""
+    from megarl.megatron import hf_export, local_layout
     from megarl.megatron.checkpoint import model_state
-    from megarl.megatron.hf_weights import export, local_layout
 
     rank = make_model(model_spec(folder, sizes, weights="none", dtype=dtype))
     for tensor in rank.tensors().values():
@@ -71,7 +71,7 @@ def load_on_rank(folder, source, sizes, target=None, dtype="float32"):
         return errors
     loaded = {name: tensor.clone() for name, tensor in rank.tensors().items()}
     if target is not None:
-        export.save(rank, folder, target)
+        hf_export.save(rank, folder, target)
     local_layout.read_weights(folder, rank.layout, rank.tensors())
     return gather([name for name, tensor in rank.tensors().items() if not torch.equal(loaded[name], tensor)])
 
@@ -267,7 +267,7 @@ def test_error_names_the_rank_that_cannot_write(qwen3_path, tmp_path):
 
 def import_on_rank(folder, target):
     """Import a model; return, by rank, the most that was allocated meanwhile and the size of the weights, in bytes."""
-    reader.CHUNK_ELEMENTS = 2**15
+    tensor_io.CHUNK_ELEMENTS = 2**15
     worker = ConvertWorker(model_spec(folder, {"tp": 2, "pp": 2}, dtype="bfloat16"))
 
     def read_and_write():

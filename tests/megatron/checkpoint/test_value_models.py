@@ -15,13 +15,13 @@ from megarl.config.trainer import ParallelConfig
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.command_workers import ConvertWorker
 from megarl.megatron.families.load_architecture import find_weight_problems, load_architecture_from_folder
-from megarl.megatron.hf_weights.export import save, set_head
+from megarl.megatron.hf_export import save, set_head
 from tests.megatron.fidelity.measure import as_trajectory
 from tests.megatron.fidelity.models import CONFIGS
 from tests.megatron.fidelity.reference import draw
-from tests.megatron.hf_weights.test_export import same_bits
 from tests.megatron.rank_models import gather, make_model, model_spec
 from tests.megatron.ranks import run_ranks
+from tests.megatron.test_hf_export import same_bits
 
 LENGTHS = (5, 9, 2, 14)
 

@@ -17,8 +17,8 @@ from tests.megatron.checkpoint.test_model_state import convert_on_rank
 from tests.megatron.fidelity.measure import TOLERANCE, score_on_ranks
 from tests.megatron.fidelity.models import CONFIGS, VISION, build, save_vision_model
 from tests.megatron.fidelity.reference import SHORT, draw, score
-from tests.megatron.hf_weights.test_export import errors_of, export, load_folder, same_bits
 from tests.megatron.ranks import run_ranks
+from tests.megatron.test_hf_export import errors_of, export, load_folder, same_bits
 from tests.model_files.quantized import INT4, QUANTIZATION, dequantize, pack_int4, quantize
 
 

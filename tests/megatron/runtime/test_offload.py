@@ -14,9 +14,9 @@ from megarl_kernels import linear_logprob
 from tests.megatron.fidelity.measure import nll_request
 from tests.megatron.fidelity.models import TWO_DTYPES
 from tests.megatron.fidelity.reference import draw
-from tests.megatron.hf_weights.test_export import load_folder
 from tests.megatron.rank_models import assert_same_bits, gather, model_spec, own_part, sync_weights, trainer_spec
 from tests.megatron.ranks import run_ranks, sample
+from tests.megatron.test_hf_export import load_folder
 
 EVERYTHING = OffloadConfig(optimizer=True, gradients=True, weights=True)
 STEPS = 2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megarl.algorithms.registry import find_algorithm
+from megarl.algorithms import find_algorithm
 from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.workers.payload import LocalPayload

@@ -20,8 +20,8 @@ from megarl.reshard.analysis.scenario import arrange
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import cached_index, cached_plan
+from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.executor import BoxExecutor
-from megarl.reshard.transfer.sink import Parameters
 from tests.reshard.rank_process import empty_parameters
 from tests.reshard.synthetic import scenario
 

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from megarl.errors import ConfigError
 from megarl.reshard.analysis import forecast as forecast_module
-from megarl.reshard.analysis.forecast import forecast, redundant_bytes
+from megarl.reshard.analysis.forecast import TrafficSpec, compute_traffic, forecast, make_traffic_spec, redundant_bytes
 from megarl.reshard.analysis.nccl_progress import Stall
 from megarl.reshard.analysis.scenario import STRATEGIES, arrange, even_nodes
 from megarl.reshard.analysis.sync_clock import SyncTiming
 from megarl.reshard.analysis.sync_report import RUN_ONLY_FIELDS, SyncReport, explain, explain_auto
-from megarl.reshard.analysis.traffic import TrafficSpec, compute_traffic, make_traffic_spec
 from megarl.reshard.layout.engine_ranks import can_place_strided, split_stages
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
 from megarl.reshard.layout.micro_dp import micro_dp_groups

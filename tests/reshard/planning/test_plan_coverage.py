@@ -13,8 +13,8 @@ import pytest
 from megarl.cli.tools.reshard_explain import make_scenario
 from megarl.engines.sglang.weight_layout.offline_trace import trace_layouts
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
+from megarl.reshard.analysis.forecast import compute_traffic, make_traffic_spec
 from megarl.reshard.analysis.scenario import arrange
-from megarl.reshard.analysis.traffic import compute_traffic, make_traffic_spec
 from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds
 from tests.engines.remote import fork_traces
 from tests.megatron.fidelity.models import CONFIGS

@@ -30,11 +30,10 @@ from megarl.reshard.layout.overlap import layout_bytes
 from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
 from megarl.reshard.strategies import gather_hf
 from megarl.reshard.strategies.box_strategy import BoxStrategy
-from megarl.reshard.strategies.gather_hf import GatherHf
-from megarl.reshard.strategies.gather_plan import plan_buckets
+from megarl.reshard.strategies.gather_hf import GatherHf, plan_buckets
 from megarl.reshard.transfer import transport
 from megarl.reshard.transfer.bucket import lay_out, map_bucket, torch_dtype
-from megarl.reshard.transfer.byte_counter import ByteCounter
+from megarl.reshard.transfer.transport import ByteCounter
 from tests.errors import expect_error
 from tests.megatron.ranks import CollectingSink, run_ranks
 from tests.reshard.rank_process import held_tensors, wrong_elements

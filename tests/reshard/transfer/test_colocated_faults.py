@@ -11,6 +11,7 @@ from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.reshard.layout.micro_dp import micro_dp_groups, strided_places
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import cached_plan
+from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.process_groups import (
     NCCL_ORDER,
@@ -19,7 +20,6 @@ from megarl.reshard.transfer.process_groups import (
     make_sync_group,
     make_sync_transport,
 )
-from megarl.reshard.transfer.sink import Parameters
 from tests.reshard import synthetic
 from tests.reshard.rank_process import ABORT, FaultyTensors, Ranks, call, empty_parameters, held_tensors, wrong_elements
 from tests.reshard.transfer.test_executor import value

@@ -14,10 +14,9 @@ from megarl.reshard.planning.plan import plan_rank
 from megarl.reshard.planning.plan_cache import cached_index
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncContext
 from megarl.reshard.strategies.box_strategy import BoxStrategy
-from megarl.reshard.transfer.bucket import map_bucket, torch_dtype
+from megarl.reshard.transfer.bucket import Parameters, map_bucket, torch_dtype
 from megarl.reshard.transfer.element_code import decode_boxes
 from megarl.reshard.transfer.process_groups import NCCL_ORDER
-from megarl.reshard.transfer.sink import Parameters
 from tests.megatron.ranks import run_ranks
 from tests.reshard import synthetic
 from tests.reshard.rank_process import empty_parameters, held_tensors, wrong_elements

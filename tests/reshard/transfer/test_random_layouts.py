@@ -19,11 +19,11 @@ from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning import rounds as round_planning
 from megarl.reshard.planning.plan_cache import cached_plan
 from megarl.reshard.planning.strategy import DeltaUpdate
+from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.delta_sync import DeltaSync
 from megarl.reshard.transfer.element_code import code_form
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.nccl_order import NcclOrderTransport
-from megarl.reshard.transfer.sink import Parameters
 from megarl.reshard.transfer.transport import Transport
 from tests.reshard.rank_process import empty_parameters, held_tensors, wrong_elements
 from tests.time_limits import UNREACHED_SECONDS

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.transfer import byte_counter, torch_groups
 from megarl.reshard.transfer import transport as transport_module
-from megarl.reshard.transfer.byte_counter import ByteCounter
-from megarl.reshard.transfer.transport import Deadline, InFlight, Transport, wait_for
+from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, Transport, wait_for
 from tests.errors import expect_error
 
 CLOCK = SimpleNamespace(now=0.0)
@@ -163,12 +161,12 @@ def events(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(torch_groups.distributed_c10d, "_coalescing_manager", coalescing_manager)
-    monkeypatch.setattr(byte_counter.dist, "get_backend", lambda _: "nccl")
-    monkeypatch.setattr(byte_counter.dist, "get_rank", lambda: RANKS[MEMBER])
-    monkeypatch.setattr(byte_counter.dist, "get_process_group_ranks", lambda _: RANKS)
+    monkeypatch.setattr(transport.distributed_c10d, "_coalescing_manager", coalescing_manager)
+    monkeypatch.setattr(transport.dist, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(transport.dist, "get_rank", lambda: RANKS[MEMBER])
+    monkeypatch.setattr(transport.dist, "get_process_group_ranks", lambda _: RANKS)
     for name in ("all_gather_into_tensor", "broadcast"):
-        monkeypatch.setattr(byte_counter.dist, name, record(name))
+        monkeypatch.setattr(transport.dist, name, record(name))
     return found
 
 

@@ -13,6 +13,7 @@ from megarl.config.rollout import EnvironmentConfig, RolloutConfig
 from megarl.errors import AgentError, ConfigError
 from megarl.rollout.environments.conversation import PLACEHOLDER
 from megarl.rollout.environments.environment import Step, Task, check_environment
+from tests.errors import expect_error
 from tests.rollout.environments.chat_templates import APPEND, STRIPS_THOUGHTS, chat_tokenizer
 from tests.rollout.environments.scripted import Echo, TextEngine, make_job, make_worker, open_environments
 from tests.rollout.whole_batches import make_generation
@@ -307,8 +308,7 @@ def test_environments_are_checked_before_the_run(config: dict[str, Any], message
 
 
 def test_agent_and_environment_exclude_each_other() -> None:
-    message = "agent and env: one of them runs an episode, got both, agent.path = a:b"
-    with pytest.raises(ValidationError, match=message):
+    with expect_error(ValidationError, "agent and env", "agent.path = a:b"):
         RolloutConfig.model_validate({"agent": {"path": "a:b"}, "env": {"path": "c:D"}})
     config = RolloutConfig.model_validate({"env": {"path": "c:D"}})
     assert RolloutConfig.model_validate(config.model_dump()) == config

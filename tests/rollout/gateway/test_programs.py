@@ -25,6 +25,7 @@ from megarl.rollout.gateway.harness_process import check_harness
 from megarl.rollout.gateway.reply_parser import SglangParser
 from megarl.rollout.gateway.turn_request import TurnRequest
 from megarl.rollout.rollout_worker import GroupSummary
+from tests.errors import expect_error
 from tests.rollout.clock import in_event_loop, iterate, jump
 from tests.rollout.gateway import scripted
 from tests.rollout.gateway.clients import ask_raw
@@ -263,8 +264,7 @@ def test_sections_name_one_program(section: dict[str, Any], message: str) -> Non
 
 
 def test_one_of_agent_environment_and_harness_runs_an_episode() -> None:
-    message = r"harness: one of agent, env and harness runs an episode, got harness \(a:b\) and env.path = c:D"
-    with pytest.raises(ValidationError, match=message):
+    with expect_error(ValidationError, "agent, env and harness", "a:b", "env.path = c:D"):
         RolloutConfig.model_validate({"harness": {"path": "a:b"}, "env": {"path": "c:D"}})
 
 

@@ -15,7 +15,7 @@ from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.run.remote.build import trainer_spec
 from megarl.run.remote.trainer_group import AuxiliaryModels, auxiliary_spec, make_rank_processes, make_trainer_group
 from megarl.run.rollout_batch import RolloutBatch
-from megarl.run.run_events import EventLog
+from megarl.tracking.progress import EventLog
 from tests.algorithms.scripted_run import FakeRolloutGroup, train_with_fakes
 from tests.megatron.fidelity.models import save_model, save_value_model
 from tests.megatron.fidelity.reference import _load

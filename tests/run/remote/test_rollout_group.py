@@ -13,7 +13,7 @@ from megarl.batch.trajectory import Prompt
 from megarl.cluster.workers import failures
 from megarl.cluster.workers.payload import StoredItem
 from megarl.cluster.workers.worker_host import CollectedCalls
-from megarl.config.run_outputs import RecoveryConfig
+from megarl.config.run import RecoveryConfig
 from megarl.config.trainer import ParallelConfig
 from megarl.engines.engine import Sampling
 from megarl.errors import RestartLimitError, RewardError, WorkerError

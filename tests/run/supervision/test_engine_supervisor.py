@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.config.run_outputs import RecoveryConfig
+from megarl.config.run import RecoveryConfig
 from megarl.errors import LostEngineError, RestartLimitError, WeightSyncError, WorkerError
 from megarl.run.supervision import engine_supervisor, restart_budget
 from megarl.run.supervision.engine_supervisor import (

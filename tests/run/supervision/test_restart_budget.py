@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from megarl.config.run_outputs import RecoveryConfig
+from megarl.config.run import RecoveryConfig
 from megarl.errors import LostLockError, RestartLimitError, WeightSyncError, WorkerError
 from megarl.run.supervision import restart_budget
 from megarl.run.supervision.restart_budget import RESTARTS_FILE, RestartBudget, RestartLog
@@ -148,7 +148,7 @@ def test_a_run_that_only_crashes_ends(clock, num_engines):
     while num_restarts < 20:
         crash()
         num_restarts += 1
-    with pytest.raises(RestartLimitError, match="after"):
+    with pytest.raises(RestartLimitError):
         crash()
     assert clock.uptime - begun < 3600
     assert [budget.spend("trainer", make_death(), 1) for _ in range(2)] == [0, 1]

@@ -15,8 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from megarl.engines.sglang.weight_update.messages import WRITING, Command, Reply
-from megarl.engines.sglang.weight_update.rank_files import find_unresponsive, reply_prefix
+from megarl.engines.sglang.weight_update.messages import WRITING, Command, Reply, find_unresponsive, reply_prefix
 from megarl.engines.sglang.weight_update.weight_loader import IMPORT_PATH
 from megarl.errors import WeightSyncError
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megarl.engines.sglang.weight_update import finish_update, network_receive, shared_receive
+from megarl.engines.sglang.weight_update import finish_update, receive
 from megarl.engines.sglang.weight_update.finish_update import CommitVote
 from megarl.engines.sglang.weight_update.messages import WRITING, Command, Reply, checked_path, read_bucket, send_reply
 from megarl.engines.sglang.weight_update.planned_boxes import find_bucket_problems, read_expected_tensors
@@ -154,8 +154,8 @@ def _dump(model: nn.Module, command: Command, reply: Reply) -> None:
 
 WRITERS: dict[str, Callable[[nn.Module, Command, Reply, CommitVote], None]] = {
     "write": _write,
-    "receive": network_receive.receive,
-    "receive_boxes": shared_receive.receive_boxes,
+    "receive": receive.receive,
+    "receive_boxes": receive.receive_boxes,
     "finish": finish_update.finish,
 }
 """Operations that write. Each checks first and writes only if all ranks are ready.
@@ -164,9 +164,9 @@ A rank that found no problem itself replies without an error, even if the vote f
 """
 
 READERS: dict[str, Callable[[nn.Module, Command, Reply], None]] = {
-    "prepare": network_receive.prepare,
-    "connect": network_receive.connect,
-    "prepare_boxes": shared_receive.prepare_boxes,
+    "prepare": receive.prepare,
+    "connect": receive.connect,
+    "prepare_boxes": receive.prepare_boxes,
     "trace": finish_update.report_trace,
     "hash": finish_update.hash_boxes,
     "sum": finish_update.sum_weights,

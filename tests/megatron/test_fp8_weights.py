@@ -23,9 +23,9 @@ from tests.megatron.fidelity.models import (
     save_vision_model,
 )
 from tests.megatron.fidelity.reference import SHORT, draw
-from tests.megatron.hf_weights.test_export import load_folder, same_bits
 from tests.megatron.rank_models import gather, make_model, model_spec
 from tests.megatron.ranks import run_ranks, sample
+from tests.megatron.test_hf_export import load_folder, same_bits
 from tests.model_files.quantized import dequantize_folder, quantize_folder
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -71,9 +71,9 @@ def sync(folder, parallel, layouts, strategy):
     Returns by trainer rank: the engine's parameters, as bytes, and statistics.
     """
     model = make_model(model_spec(folder, parallel, dtype="bfloat16"))
-    from megarl.megatron.hf_weights.weight_sync_worker import WeightSyncWorker
+    from megarl.megatron.weight_sync_worker import WeightSyncWorker
     from megarl.reshard.planning.strategy import DeltaUpdate, Sinks
-    from megarl.reshard.transfer.sink import Parameters
+    from megarl.reshard.transfer.bucket import Parameters
 
     config, world = WeightSyncConfig(strategy=strategy, bucket_bytes=200_000), dist.get_world_size()
     needs, groups = dict(enumerate(layouts)), ()
@@ -175,7 +175,7 @@ def read_shards(folder, grid, dtype):
     """Return the local tensors of each rank of `grid`."""
     from megarl.megatron.families.load_architecture import load_architecture_and_dtype
     from megarl.megatron.families.trainer_layouts import trainer_layouts
-    from megarl.megatron.hf_weights.local_layout import read_weights
+    from megarl.megatron.local_layout import read_weights
 
     ranks = []
     for layout in trainer_layouts(load_architecture_and_dtype(folder)[0], RankGrid(**grid), dtype):
@@ -211,9 +211,9 @@ def add_prediction_tensors(folder):
 
 
 def read_and_export(quantized, dequantized, target):
-    from megarl.megatron.hf_weights import export
+    from megarl.megatron import hf_export
 
-    export.save(make_model(model_spec(quantized, dtype="bfloat16")), quantized, target)
+    hf_export.save(make_model(model_spec(quantized, dtype="bfloat16")), quantized, target)
     return compare_shards(quantized, {"bfloat16": dequantized}, GRIDS[:1] + GRIDS[3:])
 
 
@@ -243,7 +243,7 @@ def test_stacked_experts_in_fp8_are_refused(tmp_path):
 
 def score_and_export(folders, target):
     """Return the log-probabilities of each folder's model; export that of the first to `target`."""
-    from megarl.megatron.hf_weights import export
+    from megarl.megatron import hf_export
 
     trajectories = [as_trajectory(tokens) for tokens in draw(SHORT, CONFIG["vocab_size"])]
     logprobs = []
@@ -251,7 +251,7 @@ def score_and_export(folders, target):
         model = make_model(model_spec(folder, {"tp": 2, "ep": 2, "etp": 1}, dtype="bfloat16"))
         logprobs.append([scores for scores, _ in model.score([trajectories])[0]])
         if target is not None and folder == folders[0]:
-            export.save(model, folder, target)
+            hf_export.save(model, folder, target)
     gather(None)  # rank 0 returns once all have exported
     return logprobs
 

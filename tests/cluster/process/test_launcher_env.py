@@ -2,8 +2,8 @@
 
 import pytest
 
-from megarl.cluster.process import torchrun_env
-from megarl.cluster.process.torchrun_env import TorchrunWorld, report_on_rank0, torchrun_world
+from megarl.cluster.process import launcher_env
+from megarl.cluster.process.launcher_env import TorchrunWorld, report_on_rank0, torchrun_world
 from megarl.config.placement import PlacementConfig
 from megarl.errors import ConfigError
 from tests.errors import expect_error
@@ -38,8 +38,8 @@ def test_placement_of_another_size_is_rejected_with_the_arithmetic():
 @pytest.mark.parametrize(("process_world", "wait_seconds"), [(None, 0), (world(rank=0), 0), (world(rank=1), 10)])
 def test_other_ranks_leave_the_report_to_rank_0(process_world, wait_seconds, monkeypatch):
     waited = []
-    monkeypatch.setattr(torchrun_env.time, "sleep", waited.append)
-    monkeypatch.setattr(torchrun_env.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(launcher_env.time, "sleep", waited.append)
+    monkeypatch.setattr(launcher_env.signal, "signal", lambda *_: None)
     with pytest.raises(ConfigError), report_on_rank0(process_world):
         raise ConfigError("a mistake")
     assert sum(waited) == wait_seconds

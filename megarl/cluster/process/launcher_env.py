@@ -1,4 +1,19 @@
-"""The torchrun world of this process, read from its environment variables; imports no heavy modules."""
+"""What launchers tell this process: torchrun's world, and by SIGUSR1 that the run's time limit is near.
+
+torchrun's world is read from environment variables. After SIGUSR1 the run ends gracefully, after the current step.
+
+The signal stays blocked, and code that needs to know checks whether it is pending. So it interrupts nothing, repeated
+signals have no further effect, and none is lost while a process starts. Child processes inherit the block. That matters
+because SIGUSR1 kills a process without a handler, and some senders signal every process of a job: Slurm sends it to the
+tasks of a step with proctrack/cgroup, and to all their descendants with proctrack/linuxproc.
+
+Programs that are not part of megarl do not block it. torchrun needs
+
+    torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 600 ...
+
+to forward the signal to its ranks and to give them 600 seconds to end. `megarl --help` imports this module, so it
+imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +23,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megarl.config.placement import PlacementConfig
 from megarl.errors import ConfigError, MegarlError
+
+if TYPE_CHECKING:
+    from megarl.config.placement import PlacementConfig
+
 
 RANK0_GRACE_SECONDS = 10.0
 """How much longer rank 0 may take than another rank to find the same error."""
@@ -71,3 +90,27 @@ def report_on_rank0(world: TorchrunWorld | None) -> Iterator[None]:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(RANK0_GRACE_SECONDS)
         raise
+
+
+EARLY_STOP = signal.SIGUSR1
+"""Early-stop request."""
+
+
+@contextmanager
+def stop_signal_blocked() -> Iterator[None]:
+    """Block the signal in this thread and in what it starts, so that it only becomes pending; enter this first."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {EARLY_STOP})
+    # a launcher may have set it to be ignored; POSIX leaves open whether an ignored signal becomes pending
+    handler = signal.signal(EARLY_STOP, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if stop_requested():
+            signal.sigwait({EARLY_STOP})
+        signal.signal(EARLY_STOP, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stop_requested() -> bool:
+    """Return whether the signal has arrived; only valid inside `stop_signal_blocked`."""
+    return EARLY_STOP in signal.sigpending()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.config.rollout import WeightSyncConfig
-from megarl.megatron.hf_weights.export import BlockQuantizer
+from megarl.megatron.hf_export import BlockQuantizer
 from megarl.megatron.modeling.megatron_model import MegatronModel
 from megarl.megatron.requests import PreparedSync, PushRequest, PushResult, SyncSetup
 from megarl.reshard.layout.layout import WeightLayout
@@ -25,10 +25,9 @@ from megarl.reshard.planning.strategy import Sinks, Strategy, SyncContext
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.strategies.gather_hf import GatherHf
 from megarl.reshard.transfer.box_channel import BoxSender
-from megarl.reshard.transfer.bucket import torch_dtype
+from megarl.reshard.transfer.bucket import DiscardSink, ShardSink, torch_dtype
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec
 from megarl.reshard.transfer.process_groups import TransferGroup, exchange_layouts
-from megarl.reshard.transfer.sink import DiscardSink, ShardSink
 from megarl.reshard.transfer.weight_sums import PartSums, PartTable
 
 

@@ -12,9 +12,9 @@ from tests.megatron.checkpoint.test_model_state import convert_on_rank
 from tests.megatron.fidelity.measure import TOLERANCE, assert_same_gradients, measure
 from tests.megatron.fidelity.models import CONFIGS, STACKED, build, save_vision_model
 from tests.megatron.fidelity.reference import SHORT, differentiate, draw
-from tests.megatron.hf_weights.test_export import errors_of, export, load_folder, same_bits
-from tests.megatron.hf_weights.test_fp8_weights import empty_parameters, sync
 from tests.megatron.ranks import run_ranks
+from tests.megatron.test_fp8_weights import empty_parameters, sync
+from tests.megatron.test_hf_export import errors_of, export, load_folder, same_bits
 
 # matrices of experts are larger than messages that are packed together
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}

@@ -37,17 +37,10 @@ from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.load_architecture import STACKED_EXPERTS
 from megarl.model_files.file_plan import PlannedFile, TensorSpecs
 from megarl.model_files.json_object import JsonMapping, JsonObject
-from megarl.model_files.model_config import (
-    MTP_KEY,
-    OTHER_MTP_KEY,
-    copy_companions,
-    language_config,
-    read_model_config,
-)
+from megarl.model_files.model_config import MTP_KEY, OTHER_MTP_KEY, copy_companions, language_config, read_model_config
 from megarl.model_files.quantization import CONFIG_KEY
-from megarl.model_files.reader import SafetensorsReader
+from megarl.model_files.tensor_io import SafetensorsReader, SafetensorsWriter, publish
 from megarl.model_files.weight_index import matches_any, merge_pairs, read_headers, stored_shape
-from megarl.model_files.writer import SafetensorsWriter, publish
 from megarl.reshard.layout.layout import TensorSpec, WeightLayout
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.strategy import Sinks, SyncContext

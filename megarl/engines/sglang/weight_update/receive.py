@@ -1,5 +1,11 @@
-"""Receives boxes of weights from the trainer rank on the same slot into the parameters of one TP rank.
+"""Receives boxes of weights into the parameters of one TP rank, over the network or from the trainer rank on its slot.
 
+over the network, from the trainer's ranks
+prepare         plan what this rank receives, and check that it fits the model                  once
+connect         connect with the trainer's ranks and the other engines                          also after a failed sync
+receive         if every rank of the engine is ready, receive the boxes                         every update
+
+through shared memory, from the trainer rank on the same slot
 prepare_boxes   read which boxes come in which round, check them against the model, connect     once
 receive_boxes   if every rank of the engine is ready, copy the boxes of all rounds, or decode   every update
                 the changed elements that the trainer rank lists
@@ -7,7 +13,8 @@ receive_boxes   if every rank of the engine is ready, copy the boxes of all roun
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import pickle
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -18,13 +25,72 @@ from megarl.engines.sglang.weight_update.messages import Command, Reply
 from megarl.engines.sglang.weight_update.planned_boxes import PlannedBoxes
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.boxes import Ints
+from megarl.reshard.planning.disaggregated import TransferRank
+from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.box_channel import BoxOffer, BoxReceiver
-from megarl.reshard.transfer.bucket import BoxBucket, identify_memory, map_bucket
+from megarl.reshard.transfer.bucket import BoxBucket, Parameters, identify_memory, map_bucket
+from megarl.reshard.transfer.process_groups import TransferGroup
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
-    """This process's plan and connection."""
+class _NetworkPlan:
+    """What this process receives over the network, and its connections."""
+
+    receiver: TransferRank
+    boxes: PlannedBoxes
+
+
+_network: _NetworkPlan | None = None
+
+
+def prepare(model: nn.Module, command: Command, reply: Reply) -> None:
+    """Plan what to receive, and check it against the model; existing connections are closed."""
+    global _network
+    transfer_spec = pickle.loads(Path(command["transfer_spec"][reply.rank]).read_bytes())  # noqa: S301 -- written by this host
+    if _network is not None:
+        _network.receiver.close()
+        _network = None
+    receiver = TransferRank(transfer_spec, transfer_spec.engine_rank(command["engine"], reply.rank))
+    boxes = plan_boxes(model, [each.slots for each in receiver.plan.rounds], command)
+    _network = _NetworkPlan(receiver, boxes)
+
+
+def connect(_: nn.Module, command: Command, __: Reply) -> None:
+    """Connect with the other ranks, which all have to connect at the same time."""
+    _require_network().receiver.connect(TransferGroup(**command["transfer_group"]))
+
+
+def receive(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
+    """Receive the planned boxes; write nothing if any rank of the engine cannot."""
+    session, prepared = get_session(command["session"]), _require_network()
+    is_complete = False
+    try:
+        prepared.boxes.refresh(model)
+        session.boxes = prepared.boxes
+        if not vote.all_ready(ready=True):
+            return
+        reply.wrote = True
+        target = Parameters(prepared.boxes.tensors, next(model.parameters()).device)
+        delta = None if command["delta"] is None else DeltaUpdate(**command["delta"])
+        reply.result = asdict(prepared.receiver.run({}, target, delta))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        is_complete = True
+    finally:
+        if not is_complete:
+            reset_session()
+            prepared.receiver.close()  # so that the trainer does not wait for this rank
+
+
+def _require_network() -> _NetworkPlan:
+    if _network is None:
+        raise WeightSyncError("this rank has no plan of what to receive: it needs `prepare` first")
+    return _network
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedPlan:
+    """What this process receives from the trainer rank on its slot, and the connection with it."""
 
     boxes: PlannedBoxes
     rounds: tuple[int, ...]
@@ -32,24 +98,24 @@ class _Prepared:
     receiver: BoxReceiver
 
 
-_prepared: _Prepared | None = None
+_shared: _SharedPlan | None = None
 
 
 def prepare_boxes(model: nn.Module, command: Command, _: Reply) -> None:
     """Check the boxes that the command's trainer rank offers, and connect with it; an older connection is closed."""
-    global _prepared
-    if _prepared is not None:
-        _prepared.receiver.close()
-        _prepared = None
+    global _shared
+    if _shared is not None:
+        _shared.receiver.close()
+        _shared = None
     offer = BoxOffer(**command["offer"])
     rounds = offer.read_slots()
     boxes = plan_boxes(model, rounds, command)
-    _prepared = _Prepared(boxes, tuple(i for i, slots in enumerate(rounds) if slots), BoxReceiver(offer))
+    _shared = _SharedPlan(boxes, tuple(i for i, slots in enumerate(rounds) if slots), BoxReceiver(offer))
 
 
 def receive_boxes(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
     """Copy the boxes of all rounds as they come; copy nothing if any rank of the engine cannot."""
-    session, prepared, is_complete = get_session(command["session"]), _require_prepared(), False
+    session, prepared, is_complete = get_session(command["session"]), _require_shared(), False
     abort_file, mapped = Path(command["abort_file"]), dict[tuple[int | str, ...], Tensor]()
 
     def check() -> None:
@@ -99,10 +165,10 @@ def _map(bucket: BoxBucket, mapped: dict[tuple[int | str, ...], Tensor]) -> Tens
     return mapped[key]
 
 
-def _require_prepared() -> _Prepared:
-    if _prepared is None:
+def _require_shared() -> _SharedPlan:
+    if _shared is None:
         raise WeightSyncError("this rank does not know which boxes it receives: it needs `prepare_boxes` first")
-    if not _prepared.receiver.is_connected:
-        sender = _prepared.receiver.sender
+    if not _shared.receiver.is_connected:
+        sender = _shared.receiver.sender
         raise WeightSyncError(f"the connection with {sender} was closed when a sync failed: it needs `prepare_boxes`")
-    return _prepared
+    return _shared

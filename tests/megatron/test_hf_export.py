@@ -31,11 +31,11 @@ def export_on_rank(spec, target, options):
 def export_with(spec, target, file_bytes=60_000, faulty_rank=None, companions=None, num_lock_checks=9):
     """Export; return, by rank, the files written, the error, and the memory for transfers and for writes, in bytes."""
     model = make_model(spec)
-    from megarl.megatron.hf_weights import export
+    from megarl.megatron import hf_export
 
     rank, wrote, memory = dist.get_rank(), [], {"transfer": 0, "written from": set()}
-    export.BUCKET_BYTES, export.FILE_BYTES, export.MAX_JOINED_ELEMENTS = BUCKET, file_bytes, JOINED // 4
-    writer_class, push = export.SafetensorsWriter, export.BoxStrategy.push
+    hf_export.BUCKET_BYTES, hf_export.FILE_BYTES, hf_export.MAX_JOINED_ELEMENTS = BUCKET, file_bytes, JOINED // 4
+    writer_class, push = hf_export.SafetensorsWriter, hf_export.BoxStrategy.push
     finish, write = writer_class.finish, writer_class.write
 
     def finish_and_record(writer):
@@ -50,7 +50,7 @@ def export_with(spec, target, file_bytes=60_000, faulty_rank=None, companions=No
         memory["transfer"] = push(*arguments).peak_extra_bytes
 
     writer_class.finish, writer_class.write = finish_and_record, write_and_record
-    export.BoxStrategy.push = push_and_record
+    hf_export.BoxStrategy.push = push_and_record
     if rank == faulty_rank:  # simulates a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
@@ -62,7 +62,7 @@ def export_with(spec, target, file_bytes=60_000, faulty_rank=None, companions=No
 
     error = None
     try:
-        export.save(model, companions or spec.model_path, target, require_lock=require_lock)
+        hf_export.save(model, companions or spec.model_path, target, require_lock=require_lock)
     except (DataError, LostLockError) as e:
         error = f"{type(e).__name__}: {e}"
     return gather((wrote, error, memory))

@@ -12,7 +12,7 @@ from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.parameter_map import ParameterMap, local_shape, shard_pieces
 from megarl.megatron.modeling.gpt_model import ModelChunk
 from megarl.megatron.runtime import platform
-from megarl.model_files.reader import SafetensorsReader
+from megarl.model_files.tensor_io import SafetensorsReader
 from megarl.model_files.weight_index import merge_pairs, stored_shape
 from megarl.reshard.layout.layout import ShardPiece, WeightLayout, extent, slices
 from megarl.reshard.transfer.bucket import dtype_name, torch_dtype
