@@ -161,12 +161,12 @@ def events(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(transport.distributed_c10d, "_coalescing_manager", coalescing_manager)
-    monkeypatch.setattr(transport.dist, "get_backend", lambda _: "nccl")
-    monkeypatch.setattr(transport.dist, "get_rank", lambda: RANKS[MEMBER])
-    monkeypatch.setattr(transport.dist, "get_process_group_ranks", lambda _: RANKS)
+    monkeypatch.setattr(transport_module.distributed_c10d, "_coalescing_manager", coalescing_manager)
+    monkeypatch.setattr(transport_module.dist, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(transport_module.dist, "get_rank", lambda: RANKS[MEMBER])
+    monkeypatch.setattr(transport_module.dist, "get_process_group_ranks", lambda _: RANKS)
     for name in ("all_gather_into_tensor", "broadcast"):
-        monkeypatch.setattr(transport.dist, name, record(name))
+        monkeypatch.setattr(transport_module.dist, name, record(name))
     return found
 
 
