@@ -33,7 +33,7 @@ from megarl.megatron.requests import PreparedSync, PushResult, SyncSetup
 from megarl.reshard.layout.layout import WeightLayout, WeightNeeds
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
-from megarl.reshard.planning.plan_cache import RoundPlan, release_indexes
+from megarl.reshard.planning.plan_cache import release_indexes
 from megarl.reshard.planning.strategy import SyncContext, SyncStats
 from megarl.reshard.strategies.box_strategy import plan_boxes
 from megarl.reshard.transfer.box_channel import BoxOffer
@@ -223,25 +223,24 @@ class FakeController:
         if setup.transfer_spec is not None:
             spec = replace(setup.transfer_spec, sources=layouts)
             transfer, nodes = TransferRank(spec, rank), spec.nodes
-            plans = [*(full.rounds for full in transfer.full_plans), transfer.plan]
+            plan = transfer.plan
             del spec
         else:
             context = SyncContext(rank=rank, sources=layouts, topology=Topology(setup.nodes), needs=setup.needs)
-            plans = [plan_boxes(context, setup.config.bucket_bytes)]
+            plan = plan_boxes(context, setup.config.bucket_bytes)
             release_indexes()
             del context
         has_engine = rank in setup.receivers
         del setup, layouts
         cost.connect_cpu_seconds = time.process_time() - began
         cost.connect_host_mb, cost.connect_peak_mb = memory.kept_mb(), memory.peak_mb()
-        cost.peers_outside_machine = peers_outside_machine(rank, plans, nodes)
+        cost.peers_outside_machine = peers_outside_machine(rank, plan, nodes)
         held = meta_tensors(case.sources[rank])
         if not has_engine:
-            cost.sync_cpu_seconds = sync_cpu_seconds(rank, plans, held, None)
+            cost.sync_cpu_seconds = sync_cpu_seconds(rank, plan, held, None)
             return cost
-        (plan,) = plans
         with signaled_sender(rank, [each.slots for each in plan.rounds]) as sender:
-            cost.sync_cpu_seconds = sync_cpu_seconds(rank, plans, held, sender)
+            cost.sync_cpu_seconds = sync_cpu_seconds(rank, plan, held, sender)
             parameters = meta_tensors(case.needs.layouts[rank % len(case.needs.layouts)])
             of_engine = engine_rank_cost(sender, parameters, plan.buffer_sizes.bucket)
         cost.engine_rank_connect_cpu_seconds = of_engine.connect_cpu_seconds
@@ -257,8 +256,7 @@ class FakeController:
         del spec
         cost.connect_cpu_seconds = time.process_time() - began
         cost.connect_host_mb, cost.connect_peak_mb = memory.kept_mb(), memory.peak_mb()
-        plans: list[RoundPlan] = [*(full.rounds for full in transfer.full_plans), transfer.plan]
-        cost.peers_outside_machine = peers_outside_machine(rank, plans, nodes)
+        cost.peers_outside_machine = peers_outside_machine(rank, transfer.plan, nodes)
         target = Parameters(meta_tensors(self._case.needs.layouts[tp_rank]))
-        cost.sync_cpu_seconds = sync_cpu_seconds(rank, plans, {}, target)
+        cost.sync_cpu_seconds = sync_cpu_seconds(rank, transfer.plan, {}, target)
         return cost

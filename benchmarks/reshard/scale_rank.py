@@ -150,25 +150,23 @@ def meta_tensors(layout: WeightLayout) -> dict[str, Tensor]:
 
 
 def sync_cpu_seconds(
-    rank: int, plans: Sequence[RoundPlan], held: Mapping[str, Tensor], sink: ShardSink | Parameters | None
+    rank: int, plan: RoundPlan, held: Mapping[str, Tensor], sink: ShardSink | Parameters | None
 ) -> float:
-    """Return the CPU seconds of one execution of the plans, the best of five: other work on the machine adds to it."""
+    """Return the CPU seconds of one execution of the plan, the best of five: other work on the machine adds to it."""
     seconds = []
     for _ in range(5):
         with meta_buckets(), torch.no_grad():
             began = time.thread_time()
-            for plan in plans:
-                transport: Any = _NoTransport()
-                BoxExecutor(rank, plan.rounds, plan.buffer_sizes, transport=transport).run(held, sink)
+            transport: Any = _NoTransport()
+            BoxExecutor(rank, plan.rounds, plan.buffer_sizes, transport=transport).run(held, sink)
             seconds.append(time.thread_time() - began)
     return min(seconds)
 
 
-def peers_outside_machine(rank: int, plans: Sequence[RoundPlan], nodes: Sequence[int]) -> int:
+def peers_outside_machine(rank: int, plan: RoundPlan, nodes: Sequence[int]) -> int:
     """Return the number of ranks on other machines that the rank exchanges messages with."""
     peers: set[int] = set()
-    for plan in plans:
-        for hop in (hop for this in plan.rounds for hop in this.hops):
-            peers.update(message.to for message in hop.sends)
-            peers.update(message.source for message in hop.receives)
+    for hop in (hop for this in plan.rounds for hop in this.hops):
+        peers.update(message.to for message in hop.sends)
+        peers.update(message.source for message in hop.receives)
     return sum(nodes[peer] != nodes[rank] for peer in peers)
