@@ -50,16 +50,25 @@ class RankProcess:
         self.process = context.Process(target=_serve, args=(end, member, rank, arguments), daemon=True)
         self.process.start()
         end.close()
+        self._num_awaited = 1
 
     def wait_started(self):
         assert self.result() == "started"
 
     def begin(self, method, *arguments):
         self._end.send((method, arguments))
+        self._num_awaited += 1
 
     def result(self):
         assert self._end.poll(HANG_SECONDS), f"rank {self.rank} does not answer"
+        self._num_awaited -= 1
         return self._end.recv()
+
+    def settle(self):
+        """Let the process continue, and drop the results that a failed test has not taken."""
+        self.signal(signal.SIGCONT)
+        while self._num_awaited:
+            self.result()
 
     def signal(self, number):
         os.kill(self.process.pid, number)

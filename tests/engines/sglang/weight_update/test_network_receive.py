@@ -125,6 +125,8 @@ class World:
 
     def ready(self):
         """Connect all ranks and serve version 1, whatever tests before have left; return this world."""
+        for trainer in self.trainers:
+            trainer.settle()
         self.connect()
         self.sync(1)
         return self
