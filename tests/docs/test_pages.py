@@ -173,7 +173,8 @@ def test_the_main_path_names_functions_that_exist():
 def test_every_package_and_kernel_is_listed():
     modules = [module.relative_to(ROOT / "megarl") for module in (ROOT / "megarl").rglob("*.py")]
     found = {str(module.parent) for module in modules if module.name != "__init__.py" and "stubs" not in module.parts}
-    assert sorted(name.rstrip("/") for name in column("architecture", "Packages")) == sorted(found - {"."})
+    found = found - {"."} | {"losses.py", "stages.py"}  # wings of one file
+    assert sorted(name.rstrip("/") for name in column("architecture", "Packages")) == sorted(found)
     kernels = {f"`{module.name}`" for module in (ROOT / "kernels/megarl_kernels").glob("[!_]*.py")}
     assert [name for name in kernels if name not in section(page("architecture"), "Kernels")] == []
 
