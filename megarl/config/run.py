@@ -38,7 +38,7 @@ class RecoveryConfig(Section):
 
     engine_stall_seconds: float = Field(default=60.0, gt=0)
     """Seconds without an answer to a ping after which an engine or a rollout worker counts as dead. Each is pinged
-    every quarter of this time."""
+    every quarter of this time, while the run waits for completions."""
 
     node_wait_seconds: float = Field(default=600.0, ge=0)
     """Seconds that a trainer which has lost a node waits for another node to join the cluster."""

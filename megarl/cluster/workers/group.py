@@ -15,8 +15,8 @@ Calls of ranks are sent to their processes directly, or once to a relay on each 
     controller -> relay of node 0 -> ranks 0 to 7
                -> relay of node 1 -> ranks 8 to 15
 
-What a call costs the controller then depends on the number of nodes, not on that of ranks. Of many nodes, several share
-a relay (`ranks_by_relay`).
+What a call costs the controller then depends on the number of relays, not on that of ranks. Of many nodes, several
+share a relay, so that the controller calls about as many relays as each of them calls ranks (`ranks_by_relay`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import batched, chain
+from math import sqrt
 from typing import Any, Protocol, TypeVar
 
 import ray
@@ -187,9 +188,6 @@ A = TypeVar("A")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 T = TypeVar("T")
-
-MAX_RELAYS = 128
-"""Largest number of relays of a group: with 1,000 nodes, each has the ranks of 8."""
 
 
 class WorkerFuture(Protocol[R_co]):
@@ -376,14 +374,16 @@ def by_node(slots: Sequence[Slot]) -> list[list[int]]:
 
 
 def ranks_by_relay(slots: Sequence[Slot]) -> list[list[int]]:
-    """Return the ranks of each relay: those of a node, or of as many neighbouring nodes as `MAX_RELAYS` demands.
+    """Return the ranks of each relay: those of a node, or of as many neighbouring nodes as to call all ranks soonest.
 
-    There are no relays, and ranks are called directly, if all are on one node, or one on each.
+    The controller calls the relays one after the other, and each relay its ranks: with N ranks, the sum of both is
+    smallest for sqrt(N) relays. There are no relays, and ranks are called directly, if all are on one node, or one on
+    each.
     """
     nodes = by_node(slots)
     if len(nodes) in (1, len(slots)):
         return []
-    nodes_per_relay = -(-len(nodes) // MAX_RELAYS)
+    nodes_per_relay = max(1, round(len(nodes) / sqrt(len(slots))))
     return [list(chain.from_iterable(part)) for part in batched(nodes, nodes_per_relay)]
 
 

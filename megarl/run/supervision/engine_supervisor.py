@@ -45,34 +45,36 @@ class PingTimer:
         """`send`: sends a ping and returns the reference to its answer."""
         self._send, self._timeout = send, timeout_seconds
         self._interval = timeout_seconds / 4  # pings of a thousand engines are most of what their supervision costs
-        self._last_poll = self._last_answer = time.monotonic()
-        self._silent_seconds = 0.0
+        self._last_poll = time.monotonic()
+        self._polled_seconds = 0.0
+        """Time since the last answer, or since the ping that is pending, during which `is_overdue` was called."""
         self.pending: ray.ObjectRef | None = None
         """The ping that has not been answered yet."""
 
     def ping(self) -> None:
         """Ping the process now, unless a ping is pending, and restart the timeout."""
-        self._silent_seconds, self._last_poll = 0.0, time.monotonic()
+        self._polled_seconds, self._last_poll = 0.0, time.monotonic()
         if self.pending is None:
             self.pending = self._send()
 
     def mark_answered(self) -> None:
         """Record that the process has answered."""
-        self.pending, self._last_answer, self._silent_seconds = None, time.monotonic(), 0.0
+        self.pending, self._polled_seconds = None, 0.0
 
     def is_overdue(self) -> bool:
         """Send a ping if one is due; return whether the process has not answered for `timeout_seconds`.
 
-        Only time during which this method is called regularly counts towards the timeout.
+        Only time during which this method is called regularly counts towards the interval and the timeout: after a
+        training step of minutes, not every process is pinged at once.
         """
         now = time.monotonic()
         since, self._last_poll = now - self._last_poll, now
+        self._polled_seconds += min(since, 2 * POLL_INTERVAL_SECONDS)
         if self.pending is None:
-            if now - self._last_answer >= self._interval:
-                self.pending = self._send()
+            if self._polled_seconds >= self._interval:
+                self.pending, self._polled_seconds = self._send(), 0.0
             return False
-        self._silent_seconds += min(since, 2 * POLL_INTERVAL_SECONDS)
-        return self._silent_seconds > self._timeout
+        return self._polled_seconds > self._timeout
 
 
 class WorkerLivenessProbe:

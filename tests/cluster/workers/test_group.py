@@ -11,7 +11,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from itertools import count
+from itertools import chain, count
 from unittest.mock import patch
 
 import numpy as np
@@ -357,9 +357,17 @@ def test_ranks_have_relays_where_that_saves_calls():
 
     assert relayed("a", "a", "b", "b", "a") == [[0, 1, 4], [2, 3]]
     assert relayed("a", "a") == relayed("a", "b") == relayed("a") == []
-    assert relayed(*(str(rank // 2) for rank in range(254))) == [[rank, rank + 1] for rank in range(0, 254, 2)]
-    many = relayed(*(str(rank // 8) for rank in range(8000)))
-    assert many == [list(range(first, first + 64)) for first in range(0, 8000, 64)]
+    assert relayed(*(str(rank // 8) for rank in range(64))) == [list(range(n, n + 8)) for n in range(0, 64, 8)]
+    assert relayed(*(str(rank // 8) for rank in range(512)))[-2:] == [list(range(480, 504)), list(range(504, 512))]
+
+
+@pytest.mark.parametrize("num_nodes", [3, 9, 16, 64, 1000])
+def test_nodes_share_relays_so_that_the_calls_of_controller_and_relay_are_few(num_nodes):
+    """Compare with all numbers of nodes for each relay."""
+    relays = ranks_by_relay([Slot(i, 1.0, 0.0, str(i // 8), None) for i in range(8 * num_nodes)])
+    assert list(chain.from_iterable(relays)) == list(range(8 * num_nodes))
+    fewest = min(-(-num_nodes // shared) + 8 * shared for shared in range(1, num_nodes + 1))
+    assert fewest <= len(relays) + max(map(len, relays)) <= fewest + 1
 
 
 def test_joined_calls_are_waited_for_together(group, others, num_relays):

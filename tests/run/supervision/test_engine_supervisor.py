@@ -254,6 +254,17 @@ def test_time_without_polling_does_not_count_as_hung(make_world):
     assert world.messages == []
 
 
+def test_time_without_polling_brings_no_ping(make_world):
+    world = make_world(1, engine_stall_seconds=40)
+    handle = world.engines.actors[0]
+    world.pass_time(4)
+    world.ray.now += 1000  # the trainer works
+    world.pass_time(4)
+    assert not handle.pings
+    world.pass_time(4)
+    assert len(handle.pings) == 1
+
+
 def test_failed_restarts_back_off_and_finally_abort(make_world):
     world = make_world(1, max_identical_failures=3, backoff_seconds=4)
     kill(world.engines.actors[0])
