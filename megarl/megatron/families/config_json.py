@@ -183,8 +183,10 @@ class HfConfig(BaseModel):
     def _check_rope_scaling(self) -> Self:
         # transformers takes rope_scaling then, others rope_parameters
         scaling, parameters = self.rope_scaling, self.rope_parameters
-        if scaling and parameters and _scaling_of(scaling) != _scaling_of(parameters):
-            raise ValueError("rope_scaling and rope_parameters differ; remove one of them")
+        if scaling and parameters:
+            theta = scaling.get("rope_theta", self.rope_theta or self.default_theta)
+            if _scaling_of(scaling) != _scaling_of(parameters) or parameters.get("rope_theta", theta) != theta:
+                raise ValueError("rope_scaling and rope_parameters differ; remove one of them")
         rotated, within = self.partial_rotary_factor, (parameters or {}).get("partial_rotary_factor")
         # transformers takes that of rope_parameters then, SGLang the other one in some families
         if {"partial_rotary_factor"} <= self.model_fields_set and None not in (rotated, within) and rotated != within:

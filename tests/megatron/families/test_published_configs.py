@@ -271,7 +271,7 @@ def architecture_of_transformers(tree: Mapping[str, Any]) -> ModelArchitecture |
     """Return what megarl reads from transformers' keys, or the message of transformers or megarl that refuses them."""
     try:
         return architecture_or_refusal(normalized(tree))
-    except (StrictDataclassError, TypeError) as error:
+    except (StrictDataclassError, KeyError, TypeError) as error:
         return str(error)
 
 
@@ -389,3 +389,48 @@ def test_architecture_without_a_reader_is_refused_by_the_features_that_it_needs(
     assert message.startswith(f"config.json: architecture {name} is not supported, ")
     assert UNKNOWN[kind] in message
     assert "layer norms with a mean" in UNKNOWN[kind] or "layer norms" not in message  # as in Nemotron-H
+
+
+ABSENT = object()
+"""Value of a key that is left out."""
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+
+VARIANTS: tuple[dict[str, Any], ...] = (
+    *({"head_dim": 64}, {"head_dim": ABSENT}, {"num_key_value_heads": ABSENT}, {"num_key_value_heads": None}),
+    *({"tie_word_embeddings": True}, {"tie_word_embeddings": ABSENT}, {"attention_bias": True}, {"qkv_bias": True}),
+    *({"layer_types": ABSENT}, {"layer_types": None}, {"layer_types": ABSENT, "full_attention_interval": 2}),
+    *({"layer_types": ABSENT, "sliding_window_pattern": 3}, {"layer_types": ABSENT, "_sliding_window_pattern": 3}),
+    *({"use_sliding_window": True, "sliding_window": 4096}, {"sliding_window": 4096, "max_window_layers": 0}),
+    *({"mlp_only_layers": []}, {"mlp_only_layers": [0, 2]}, {"mlp_only_layers": [1], "decoder_sparse_step": 2}),
+    *({"first_k_dense_replace": 0}, {"first_k_dense_replace": 5}, {"first_k_dense_replace": None}),
+    *({"n_shared_experts": 0}, {"n_shared_experts": None}, {"n_shared_experts": 2}),
+    *({"shared_expert_intermediate_size": 0}, {"norm_topk_prob": True}, {"norm_topk_prob": False}),
+    *({"n_group": None, "topk_group": None}, {"q_lora_rank": None}, {"num_nextn_predict_layers": 0}),
+    *({"use_qk_norm": False}, {"use_qk_norm": True}, {"scoring_func": "softmax"}, {"hidden_act": "gelu"}),
+    *({"rope_scaling": None}, {"rope_scaling": {}}, {"rope_scaling": {"type": "default"}}, {"rope_theta": 10000}),
+    *({"rope_scaling": {"rope_type": "yarn", **YARN}}, {"rope_scaling": {"type": "yarn", **YARN}}),
+    *({"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"rope_parameters": {"rope_type": "default"}}),
+    {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    {"rope_theta": ABSENT, "rope_scaling": ABSENT, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    *({"partial_rotary_factor": 0.25}, {"rotary_dim": 32}, {"quantization_config": None}, {"quantization_config": {}}),
+    *({"quantization_config": {"quant_method": method}} for method in ("fp8", "awq", "gptq", "bitsandbytes", "mxfp4")),
+    {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+    {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}},
+)
+"""Changes of keys that publishers write differently, each made in one config.json of every architecture."""
+
+
+@pytest.mark.parametrize("name", ONE_EACH.values())
+def test_variant_is_read_as_by_transformers_or_refused_by_name(name: str) -> None:
+    for change in VARIANTS:
+        tree = published(name)
+        keys = tree.get("text_config", tree)
+        keys.update(change)
+        for key in [key for key, value in change.items() if value is ABSENT]:
+            del keys[key]
+        got, expected = architecture_or_refusal(tree), architecture_of_transformers(tree)
+        if isinstance(got, str):
+            assert any(key in got for key in change), (change, got)
+        else:
+            assert got == expected, change
