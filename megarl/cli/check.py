@@ -23,6 +23,7 @@ from megarl.controller.preflight.data_checks import find_template_notices, repor
 from megarl.controller.preflight.data_report import FileReport
 from megarl.controller.preflight.machine_checks import find_device
 from megarl.controller.preflight.model_checks import (
+    describe_policy,
     describe_trainer,
     find_model_notices,
     require_attention,
@@ -88,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the resolved configuration as YAML; the last line is a comment that starts with `ok`.
 
-    Before it, a comment names each module that was imported, also if problems were found.
+    Before it, a comment names each module that was imported, and another the parameters and layers that the model's
+    config.json describes; both also if problems were found.
 
     Raises:
         ConfigError: lists all problems.
@@ -99,19 +101,22 @@ def run(args: argparse.Namespace) -> int:
     if args.offline and args.gpu:
         raise ConfigError("--gpu: needs the model in model.path, which --offline does not read")
     slots = None if nodes is None or args.stage == "train" else (len(nodes), max(nodes[0].gpus, nodes[0].cpus))
-    reports = list[FileReport]()
+    reports, policy = list[FileReport](), list[str]()
     with recorded_imports() as imported:
         try:
             config = load_config(STAGES[args.stage], args.config, args.overrides, slots=slots)
             if args.offline:
                 return _check_offline(config, nodes, args.stage)
             config = with_local_data(with_local_models(config))
+            policy = describe_policy(config)
             check_or_raise(config, nodes, reports)
             code_rows = report_code_rows(config) if isinstance(config, RunConfig) else []
             memory = _describe_memory(config, args.gpu) if args.gpu else []
         finally:
             for key, path in imported.items():
                 print(f"# imported {path.partition(':')[0]} for {key}: {path}")
+            for line in policy:
+                print(f"# {line}")
     print(dump_config(config), end="")
     device = find_device(config.placement, nodes)
     for line in describe_trainer(config, device):

@@ -16,6 +16,7 @@ from megarl.model_files.model_config import (
     SWITCH,
     TOKENIZER_PATTERNS,
     find_companions,
+    language_config,
     require_own_code,
     tokenizer_code,
 )
@@ -274,7 +275,7 @@ def read_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int | None:
 @lru_cache(maxsize=16)  # each trajectory is compared with it
 def _vocab_size_in(folder: str) -> int | None:
     file = Path(folder) / "config.json"
-    size = read_json_object(file).get("vocab_size") if folder and file.is_file() else None
+    size = language_config(read_json_object(file)).get("vocab_size") if folder and file.is_file() else None
     return size if isinstance(size, int) else None
 
 

@@ -307,10 +307,13 @@ def read_stop_token_ids(model_path: str | Path) -> tuple[int, ...]:
         DataError: a file is not a JSON object, one has an id that is no token of the model, or none has a stop token.
     """
     folder = Path(model_path)
-    vocab_size = read_optional_json_object(folder / "config.json").get("vocab_size")
+    model = read_optional_json_object(folder / "config.json")
+    vocab_size, text = language_config(model).get("vocab_size"), model.get("text_config")
+    sources = [("generation_config.json", read_optional_json_object(folder / "generation_config.json"))]
+    sources += [("config.json", keys) for keys in (model, text) if isinstance(keys, dict)]
     ids: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        eos = read_optional_json_object(folder / name).get("eos_token_id")
+    for name, keys in sources:
+        eos = keys.get("eos_token_id")
         values = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(_is_token_id(value, vocab_size) for value in values):
             raise DataError(f"{folder / name}: eos_token_id needs {_describe_ids(vocab_size)}, got {eos!r}")

@@ -61,7 +61,8 @@ def test_names_the_modules_that_it_executes(run, recipe, tmp_path, monkeypatch, 
 
 def test_reports_all_problems(run, recipe):
     code, out, err = run("check", recipe, "--set", "data.path=none.jsonl", "rollout.max_new_tokens=500")
-    assert (code, out) == (2, "")
+    assert (code, out.count("\n")) == (2, 1)
+    assert out.startswith("# model: ")
     assert err.startswith("error: ")
     assert "rollout.max_new_tokens: " in err
     assert "data.path: none.jsonl: no such data file" in err

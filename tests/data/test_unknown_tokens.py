@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken
@@ -75,6 +77,12 @@ def test_an_end_of_sequence_token_beyond_the_vocabulary_is_refused(folder: Path)
     edit_config(folder, vocab_size=1)
     with expect_error(DataError, "1 ('<eos>')"):
         load_tokenizer(folder)
+
+
+def test_the_vocabulary_of_a_language_model_beside_a_tower_is_that_of_text_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 5}, "vision_config": {}}))
+    tokenizer: Any = SimpleNamespace(name_or_path=str(tmp_path))
+    assert read_vocab_size(tokenizer) == 5
 
 
 def test_ids_are_compared_with_both_ends_of_the_vocabulary(tokenizer: Tokenizer) -> None:

@@ -3,13 +3,10 @@
 `python -m tests.docs.model_table` writes it.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.megatron.families.architecture import Layer, ModelArchitecture
-from megarl.megatron.families.attention import Attention, GatedDeltaNet, GroupedQueryAttention, LatentAttention
-from megarl.megatron.families.feed_forward import FeedForward, GatedMlp
+from megarl.controller.preflight.model_checks import describe_layers
 from megarl.megatron.families.load_architecture import FAMILY_READERS, TEXT_PARTS
 from megarl.model_files.model_config import ARCHITECTURES
 from tests.engines.sglang.test_agreement import FAST_MODELS, SLOW_MODELS
@@ -27,50 +24,11 @@ def table() -> str:
     lines = ["| family | published models | layers | compared with transformers | SGLang |", "|---|---|---|---|---|"]
     for architecture in (*FAMILY_READERS, *TEXT_PARTS):
         models = [name for name in ACCEPTED if published(name)["architectures"][0] == architecture]
-        layers = "; ".join(dict.fromkeys(describe(read(name)) for name in models)) or "-"
+        layers = "; ".join(dict.fromkeys(describe_layers(read(name)) for name in models)) or "-"
         lines.append(f"| `{architecture}` | {', '.join(models) or '-'} | {layers} | {compared(architecture)} |")
     lines += ["", "| published model | why it is refused |", "|---|---|"]
     lines += [f"| {name} | {message.replace('.*', '...')} |" for name, message in REFUSED.items()]
     return "\n".join(lines) + "\n"
-
-
-def describe(model: ModelArchitecture) -> str:
-    """Return the kinds of layers of a model, the most frequent first."""
-    kinds = Counter(describe_layer(layer) for layer in model.layers)
-    return ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common())
-
-
-def describe_layer(layer: Layer) -> str:
-    return f"{describe_attention(layer.attention)} and {describe_mlp(layer.mlp)}"
-
-
-def describe_attention(attention: Attention) -> str:
-    match attention:
-        case GatedDeltaNet():
-            return "gated delta net"
-        case LatentAttention():
-            return "latent attention"
-        case GroupedQueryAttention() as a:
-            features = {
-                f"window {a.window}": a.window,
-                "QKV bias": a.qkv_bias,
-                "q/k norm": a.qk_norm,
-                "q/k norm of all heads": a.full_qk_norm,
-                "output gate": a.output_gate,
-                "sinks": a.sinks,
-                "score cap": a.softcap,
-                f"{a.rope.fraction:.0%} rotated": a.rope.fraction < 1,
-                "post-norm": a.post_norm,
-            }
-            stated = [name for name, has in features.items() if has]
-            return "attention" + (f" ({', '.join(stated)})" if stated else "")
-
-
-def describe_mlp(mlp: FeedForward) -> str:
-    if isinstance(mlp, GatedMlp):
-        return "MLP"
-    shared = " and a shared one" if mlp.shared_ffn_size else ""
-    return f"{mlp.routing.top_k} of {mlp.num_experts} experts{shared}"
 
 
 def compared(architecture: str) -> str:

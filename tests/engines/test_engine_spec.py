@@ -38,8 +38,13 @@ IN_THE_VOCABULARY = {
     "tokenizer": {"added_tokens": [], "model": {"vocab": {"</s>": 2}}},
 }
 
+UNDER_TEXT_CONFIG = {"config": {"eos_token_id": 4, "text_config": {"eos_token_id": 3, "vocab_size": 5}}}
+"""As in the published folders of Qwen3.5, which have a vision tower."""
 
-@pytest.mark.parametrize(("files", "ids"), [(EVERYWHERE, (3, 9, 12)), (IN_THE_VOCABULARY, (2,))])
+
+@pytest.mark.parametrize(
+    ("files", "ids"), [(EVERYWHERE, (3, 9, 12)), (IN_THE_VOCABULARY, (2,)), (UNDER_TEXT_CONFIG, (3, 4))]
+)
 def test_stop_tokens_are_read_from_every_file(tmp_path, files, ids):
     assert read_stop_token_ids(folder(tmp_path, **files)) == ids
 
@@ -47,6 +52,12 @@ def test_stop_tokens_are_read_from_every_file(tmp_path, files, ids):
 def test_folder_without_a_stop_token_is_rejected(tmp_path):
     with expect_error(DataError, "end-of-sequence", "needs"):
         read_stop_token_ids(folder(tmp_path, config={}))
+
+
+def test_a_stop_token_beyond_the_vocabulary_of_the_language_model_is_rejected(tmp_path):
+    config = {"text_config": {"eos_token_id": 5, "vocab_size": 5}}
+    with expect_error(DataError, "config.json: eos_token_id", "vocab_size = 5, got 5"):
+        read_stop_token_ids(folder(tmp_path, config=config))
 
 
 def run_config(path, **rollout):

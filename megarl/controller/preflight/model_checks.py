@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -16,9 +17,9 @@ from megarl.config.run import DpoConfig, RunConfig
 from megarl.data.prompts import resolve_max_prompt_tokens
 from megarl.engines.unsupported_options import find_engine_problems
 from megarl.errors import ConfigError, DataError
-from megarl.megatron.families.architecture import Head, ModelArchitecture, load_family
-from megarl.megatron.families.attention import GatedDeltaNet, GroupedQueryAttention, LatentAttention
-from megarl.megatron.families.feed_forward import MixtureOfExperts
+from megarl.megatron.families.architecture import Head, Layer, ModelArchitecture, load_family
+from megarl.megatron.families.attention import Attention, GatedDeltaNet, GroupedQueryAttention, LatentAttention
+from megarl.megatron.families.feed_forward import FeedForward, GatedMlp, MixtureOfExperts
 from megarl.megatron.families.load_architecture import (
     find_folder_notices,
     find_weight_problems,
@@ -219,6 +220,61 @@ def _lines(part: str, fields: Mapping[str, object]) -> list[str]:
             lines.append("    ")
         lines[-1] += text
     return lines
+
+
+def describe_policy(config: StageConfig) -> list[str]:
+    """Return a line with the policy's parameters and layers, from its config.json; none if that cannot be read, which
+    checks report.
+    """
+    if will_write_model(config):
+        return []
+    try:
+        model = load_architecture_from_folder(
+            Path(config.model.path), head=model_head(config), family=config.model.family
+        )
+    except (ConfigError, DataError):
+        return []
+    more = f", and {model.num_mtp_layers} for multi-token prediction" if model.num_mtp_layers else ""
+    return [f"model: {model.name}, {model.num_parameters:,} parameters in {describe_layers(model)}{more}"]
+
+
+def describe_layers(model: ModelArchitecture) -> str:
+    """Return the kinds of layers of a model, the most frequent first."""
+    kinds = Counter(_describe_layer(layer) for layer in model.layers)
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common())
+
+
+def _describe_layer(layer: Layer) -> str:
+    return f"{_describe_attention(layer.attention)} and {_describe_mlp(layer.mlp)}"
+
+
+def _describe_attention(attention: Attention) -> str:
+    match attention:
+        case GatedDeltaNet():
+            return "gated delta net"
+        case LatentAttention(indexer=indexer):
+            return "latent attention" + (f" ({indexer.top_k} selected keys)" if indexer else "")
+        case GroupedQueryAttention() as a:
+            features = {
+                f"window {a.window}": a.window,
+                "QKV bias": a.qkv_bias,
+                "q/k norm": a.qk_norm,
+                "q/k norm of all heads": a.full_qk_norm,
+                "output gate": a.output_gate,
+                "sinks": a.sinks,
+                "score cap": a.softcap,
+                f"{a.rope.fraction:.0%} rotated": a.rope.fraction < 1,
+                "post-norm": a.post_norm,
+            }
+            stated = [name for name, has in features.items() if has]
+            return "attention" + (f" ({', '.join(stated)})" if stated else "")
+
+
+def _describe_mlp(mlp: FeedForward) -> str:
+    if isinstance(mlp, GatedMlp):
+        return "MLP"
+    shared = " and a shared one" if mlp.shared_ffn_size else ""
+    return f"{mlp.routing.top_k} of {mlp.num_experts} experts{shared}"
 
 
 def find_auxiliary_model_problems(config: RunConfig) -> Iterator[str]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from operator import attrgetter
 from typing import Literal, Protocol, TypeVar
 
@@ -36,6 +35,8 @@ from megarl.model_files.weight_index import EMBEDDING_TENSOR, HEAD_TENSOR
 from megarl.reshard.layout.model_tensors import ModelTensors, TensorSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
+EXPERT_BIAS = "mlp.router.expert_bias"
 HEAD = "output_layer.weight"
 SCORE_TENSOR = "score.weight"
 
@@ -194,6 +195,18 @@ class ModelArchitecture:
         """Number of routed experts per MoE layer; 0 for a dense model."""
         return self.experts.num_experts if self.experts else 0
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters without MTP layers, as transformers counts them: a tied embedding counts once, and the
+        routers' biases of experts, which are buffers, do not.
+        """
+        sizes = {
+            layer: sum(each.num_elements for name, each in _layer_maps(layer) if name != EXPERT_BIAS)
+            for layer in dict.fromkeys(self.layers)
+        }
+        outer = {self.parameter_map(name) for name in (EMBEDDING, FINAL_NORM, HEAD)}  # one map of a tied embedding
+        return sum(sizes[layer] for layer in self.layers) + sum(each.num_elements for each in outer)
+
     def layer(self, number: int) -> Layer:
         """Return layer `number`; numbers from `num_layers` on are MTP layers."""
         return self.layers[number] if number < self.num_layers else self.mtp_layers[number - self.num_layers]
@@ -210,8 +223,7 @@ class ModelArchitecture:
         maps = {EMBEDDING: self.parameter_map(EMBEDDING)}
         for i in range(self.num_layers):
             maps |= self._layer_parameter_maps(f"decoder.layers.{i}.", i)
-        rest = ("decoder.final_layernorm.weight", HEAD)
-        return maps | {name: self.parameter_map(name) for name in rest} | self.mtp_parameter_maps()
+        return maps | {name: self.parameter_map(name) for name in (FINAL_NORM, HEAD)} | self.mtp_parameter_maps()
 
     def mtp_parameter_maps(self) -> dict[str, ParameterMap]:
         """Return those `parameter_maps` that belong to MTP layers."""
@@ -393,17 +405,23 @@ def _num_matmul_parameters(model: ModelArchitecture) -> int:
 
 def _num_layer_parameters(layer: Layer) -> int:
     always = routed = 0
+    for name, mapping in _layer_maps(layer):
+        is_matrix = mapping.stack_size or len(mapping.parts[0][0].shape) == 2
+        if not is_matrix or name.endswith("bias"):
+            continue
+        if mapping.expert is None:
+            always += mapping.num_elements
+        else:
+            routed += mapping.num_elements
+    if isinstance(layer.mlp, MixtureOfExperts):
+        return always + routed * layer.mlp.routing.top_k // layer.mlp.num_experts
+    return always
+
+
+def _layer_maps(layer: Layer) -> Iterator[tuple[str, ParameterMap]]:
+    """Yield name and map of each parameter of a layer, without a prefix."""
     for part in layer.parts:
         for name in part.parameter_names():
             mapping = part.map_parameter("", name)
             assert mapping is not None, name
-            is_matrix = mapping.stack_size or len(mapping.parts[0][0].shape) == 2
-            rows = [rows for group in mapping.parts for rows in group if is_matrix and not name.endswith("bias")]
-            elements = sum((r.stop - r.start) * prod(r.shape[1:]) for r in rows)
-            if mapping.expert is None:
-                always += elements
-            else:
-                routed += elements
-    if isinstance(layer.mlp, MixtureOfExperts):
-        return always + routed * layer.mlp.routing.top_k // layer.mlp.num_experts
-    return always
+            yield name, mapping

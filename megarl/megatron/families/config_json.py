@@ -64,6 +64,15 @@ list, each entry counts.
 """
 
 
+def effective_features(config: JsonMapping) -> Iterator[tuple[str, object, str]]:
+    """Yield key, value and feature for each of `OTHER_FEATURES` that a config.json states with effect."""
+    for key, (feature, neutral) in OTHER_FEATURES.items():
+        stated = config.get(key)
+        entries = stated if isinstance(stated, list) else [stated]
+        if not all(entry in neutral for entry in entries):
+            yield key, stated, feature
+
+
 class HfConfig(BaseModel):
     """config.json of a decoder with rotary embeddings and a gated MLP; families add their own keys and defaults.
 
@@ -140,10 +149,8 @@ class HfConfig(BaseModel):
 
     @classmethod
     def _find_other_features(cls, config: JsonMapping) -> Iterator[str]:
-        for key, (feature, neutral) in OTHER_FEATURES.items():
-            stated = config.get(key)
-            entries = stated if isinstance(stated, list) else [stated]
-            if key not in cls.model_fields and not all(entry in neutral for entry in entries):
+        for key, stated, feature in effective_features(config):
+            if key not in cls.model_fields:
                 yield f"{key} {stated} is not supported: layers of this architecture have no {feature}"
 
     @classmethod
@@ -176,8 +183,10 @@ class HfConfig(BaseModel):
     def _check_rope_scaling(self) -> Self:
         # transformers takes rope_scaling then, others rope_parameters
         scaling, parameters = self.rope_scaling, self.rope_parameters
-        if scaling and parameters and _scaling_of(scaling) != _scaling_of(parameters):
-            raise ValueError("rope_scaling and rope_parameters differ; remove one of them")
+        if scaling and parameters:
+            theta = scaling.get("rope_theta", self.rope_theta or self.default_theta)
+            if _scaling_of(scaling) != _scaling_of(parameters) or parameters.get("rope_theta", theta) != theta:
+                raise ValueError("rope_scaling and rope_parameters differ; remove one of them")
         rotated, within = self.partial_rotary_factor, (parameters or {}).get("partial_rotary_factor")
         # transformers takes that of rope_parameters then, SGLang the other one in some families
         if {"partial_rotary_factor"} <= self.model_fields_set and None not in (rotated, within) and rotated != within:

@@ -98,7 +98,7 @@ class _GlmConfig(_KindsConfig):
     n_group: PositiveInt = 1
     topk_group: PositiveInt = 1
     routed_scaling_factor: PositiveFloat = 1.8
-    first_k_dense_replace: NonNegativeInt = 1
+    first_k_dense_replace: Literal[1] = 1  # transformers reads no other one in this model, SGLang does
 
 
 class _SparseConfig(_KindsConfig):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from megarl.megatron.families.architecture import Layer, ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention, Rope
@@ -32,7 +32,7 @@ class _Config(HfConfig):
     head_dim: PositiveInt = 256
     query_pre_attn_scalar: PositiveFloat = 256
     sliding_window: PositiveInt | None = 4096
-    sliding_window_pattern: PositiveInt = 2
+    sliding_window_pattern: PositiveInt
     """Every layer of this number attends to all tokens, the others to a window."""
     attn_logit_softcapping: PositiveFloat | None = None
     final_logit_softcapping: PositiveFloat | None = None
@@ -66,6 +66,7 @@ class _Config(HfConfig):
 
 
 class _Gemma2Config(_Config):
+    sliding_window_pattern: Literal[2] = 2
     attn_logit_softcapping: PositiveFloat | None = 50.0
     final_logit_softcapping: PositiveFloat | None = 30.0
 
@@ -74,6 +75,17 @@ class _Gemma3Config(_Config):
     default_theta: ClassVar[float] = 1e6
     sliding_window_pattern: PositiveInt = 6
     rope_local_base_freq: PositiveFloat = 10_000.0
+
+    @model_validator(mode="after")
+    def _check_rope_by_kind(self) -> Self:
+        # transformers reads neither of the two in this model
+        shared = {key: of for key, of in (self.rope_parameters or {}).items() if not isinstance(of, Mapping)}
+        if shared not in ({}, {"rope_type": "default"}):
+            raise ValueError(f"rope_parameters needs those of {_SLIDING} and {_FULL} each, got {', '.join(shared)}")
+        scaling = self.rope_scaling or {}
+        if "rope_type" not in scaling and scaling.get("type", "default") != "default":
+            raise ValueError(f"rope_scaling needs the key rope_type, got type {scaling['type']}")
+        return self
 
     def rope_of(self, kind: str, *, origin: str) -> Rope:
         """Return the rotary position embedding of the layers of a kind; transformers 5 writes it by kind."""

@@ -32,6 +32,7 @@ from megarl.megatron.families.architecture import (
     hf_tensors_of,
     load_family,
 )
+from megarl.megatron.families.config_json import effective_features
 from megarl.megatron.families.feed_forward import MixtureOfExperts
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.model_files.model_config import (
@@ -189,30 +190,71 @@ def require_family(path: str, family: str | None, *, key: str = "model.family") 
         raise ConfigError(f"{key}: {family} reads {expected} models, got {architecture} in {file}")
 
 
-MISSING_FEATURES = {
+MISSING_FEATURES: Mapping[str, str] = {
     "mamba_num_heads": "Mamba-2 layers",
+    "mamba_n_heads": "Mamba-2 layers",
     "ssm_state_size": "state-space layers",
-    "num_kv_shared_layers": "layers that share keys and values",
-    "attention_chunk_size": "chunked attention",
+    "state_size": "state-space layers",
+    "moe_latent_size": "experts of a projected hidden state",
+    "mlp_hidden_act": "MLPs without a gate",
+    "conv_L_cache": "convolution layers",
+    "linear_attn_config": "Kimi delta attention",
+    "linear_num_heads": "Kimi delta attention",
+    "hc_mult": "hyper-connections",
+    "hc_count": "hyper-connections",
+    "compress_ratios": "attention to compressed keys",
+    "compress_rates": "attention to compressed keys",
+    "o_lora_rank": "low-rank output projections",
+    "index_topk_blocks": "selected blocks of keys",
+    "attention_value_scale": "scaled values",
+    "attention_k_eq_v": "keys that are values too",
+    "hidden_size_per_layer_input": "embeddings for each layer",
+    "zero_expert_num": "experts without weights",
+    "parallel_attn": "attention and MLP side by side",
+    "use_parallel_residual": "attention and MLP side by side",
     "encoder_layers": "an encoder",
     "alibi": "position biases",
     "rotary_pct": "rotary embeddings named by rotary_pct",
     "layer_norm_eps": "layer norms with a mean",
-    "layer_norm_epsilon": "layer norms with a mean",
+    "vision_config": "a vision tower of another kind than those of Gemma 3, Kimi-K2.5 and Qwen3.5",
+    "audio_config": "an audio tower",
 }
-"""Key of config.json -> the feature that it states and that no layer of megarl has."""
+"""Key of config.json -> the feature that it states and that no model of megarl has."""
+
+_LAYER_NORM = "layer_norm_epsilon"
+"""Key of norms with a mean, as in GPT-2, and of norms without in models of state-space layers, as in Nemotron-H."""
+
+FEATURES_OF_FAMILIES = (
+    *("attn_logit_softcapping", "attn_output_gate", "final_logit_softcapping", "index_topk", "qk_layernorm"),
+    *("query_pre_attn_scalar", "swiglu_limit", "use_qk_norm"),
+)
+"""Keys of `OTHER_FEATURES` whose features some families have."""
+
+MAX_VALUE = 40
+"""Maximum number of characters of a key's value in the message for an architecture without a reader."""
 
 
 def _describe_unknown(architecture: str, config: JsonMapping, *, origin: str) -> str:
     """Return the message for an architecture without a reader: what megarl lacks for it, as far as its keys tell."""
     keys = language_config(config)
-    lacks = [f"{key} {keys[key]} ({feature})" for key, feature in MISSING_FEATURES.items() if keys.get(key)]
+    stated = [(key, keys[key], feature) for key, feature in MISSING_FEATURES.items() if keys.get(key)]
+    stated += [each for each in effective_features(keys) if each[0] not in FEATURES_OF_FAMILIES]
+    if not stated and keys.get(_LAYER_NORM):
+        stated = [(_LAYER_NORM, keys[_LAYER_NORM], MISSING_FEATURES["layer_norm_eps"])]
+    lacks = [_describe_feature(*each) for each in stated]
     if lacks:
         return f"{origin}: architecture {architecture} is not supported, it needs {' and '.join(lacks)}"
     return (
         f"{origin}: architecture {architecture} is not supported, though no key names a missing feature; model.family "
         f"names a family outside the package, which describes each layer"
     )
+
+
+def _describe_feature(key: str, value: object, feature: str) -> str:
+    if isinstance(value, Mapping):
+        return f"{key} ({feature})"
+    text = str(value)
+    return f"{key} {text if len(text) <= MAX_VALUE else text[:MAX_VALUE] + '...'} ({feature})"
 
 
 def _architecture_name(config: JsonMapping, origin: str) -> str:

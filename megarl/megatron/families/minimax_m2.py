@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import Rope
@@ -34,6 +34,17 @@ class _Config(HfConfig):
     use_qk_norm: Literal[True] = True
     qk_norm_type: Literal["per_layer"] = "per_layer"
     use_routing_bias: Literal[True] = True
+
+    @model_validator(mode="after")
+    def _check_rotated(self) -> Self:
+        # transformers takes the fraction then, SGLang the number
+        stated, rotated = self.partial_rotary_factor, self.rotary_dim
+        if stated is not None and rotated is not None and stated * self.head_dim != rotated:
+            raise ValueError(
+                f"partial_rotary_factor {stated} and rotary_dim {rotated} of head_dim {self.head_dim} differ; remove "
+                "one"
+            )
+        return self
 
     def rope(self, *, origin: str) -> Rope:
         """Return the rotary position embedding of all layers, with the fraction that `rotary_dim` states."""

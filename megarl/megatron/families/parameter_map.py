@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 from megarl.reshard.layout.layout import Box, ShardPiece
 
@@ -74,6 +75,11 @@ class ParameterMap:
     """
     transposed: bool = False
     """Each expert's part of a stack is the parameter transposed (gpt-oss)."""
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of the parameter, without padding."""
+        return sum((rows.stop - rows.start) * prod(rows.shape[1:]) for part in self.parts for rows in part)
 
     @property
     def of_expert(self) -> ParameterMap:

@@ -5,9 +5,12 @@ model of a trillion parameters takes a second and no memory.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from copy import deepcopy
 from functools import cache
+from io import StringIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,12 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
+from megarl.cli.main import main
 from megarl.engines.unsupported_options import find_build_problems, find_engine_problems
 from megarl.errors import MegarlError
 from megarl.megatron.families.architecture import ModelArchitecture, hf_tensors_of
@@ -36,6 +44,7 @@ FOLDER = Path(__file__).parent / "published"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
 
 REFUSED = {
+    "DeepSeek-V4-Flash": "DeepseekV4ForCausalLM .*hc_mult 4",
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "NemotronHForCausalLM .*mamba_num_heads 64",
 }
 """Models that megarl refuses, with a part of the message."""
@@ -47,6 +56,9 @@ NOT_SERVED = {
     "gpt-oss-20b": "engines would run in MXFP4",
 }
 """Models that engines of megarl do not run as they are published, with a part of the message."""
+
+NO_STOP_TOKEN = ("MiMo-7B-RL", "MiniMax-M2.5")
+"""Models in whose file here no stop token could be found."""
 
 ACCEPTED = [name for name in NAMES if name not in REFUSED]
 
@@ -63,6 +75,7 @@ BILLIONS = {
     "Kimi-K2-Instruct": 1040,
     "Kimi-K2.5": 1040,
     "Llama-3.1-8B": 8.03,
+    "Llama-3.3-70B-Instruct": 70.6,
     "Mixtral-8x7B-v0.1": 46.7,
     "Moonlight-16B-A3B-Instruct": 16,
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6,
@@ -70,6 +83,8 @@ BILLIONS = {
     "Qwen3-0.6B": 0.6,
     "Qwen3-235B-A22B": 235,
     "Qwen3-30B-A3B": 30.5,
+    "Qwen3-32B": 32.8,
+    "Qwen3-4B": 4.0,
     "Qwen3-8B": 8.2,
     "gemma-2-9b-it": 9.24,
     "gpt-oss-120b": 116.8,
@@ -161,6 +176,44 @@ def test_accepted_model_is_accepted_as_a_folder(name: str, tmp_path: Path) -> No
         assert NOT_SERVED[name] in problem
 
 
+def check_folder(config: str, folder: Path) -> tuple[int, str, list[str]]:
+    """Run `megarl check` for `megarl sft` with a model folder that has `config` as its only file.
+
+    Returns:
+        exit code, output, and problems
+    """
+    model, data, run = folder / "model", folder / "rows.jsonl", folder / "sft.yaml"
+    model.mkdir()
+    (model / "config.json").write_text(config)
+    data.write_text('{"prompt": "1 + 1 =", "response": "2"}\n')
+    tree = {"run_dir": f"{folder}/run", "model": {"path": f"{model}"}, "data": {"path": f"{data}"}}
+    run.write_text(json.dumps(tree | {"trainer": {"steps": 1, "batch_size": 1}, "placement": {"slots_per_node": 1}}))
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["check", f"{run}", "--stage", "sft"])
+    return code, out.getvalue(), err.getvalue().removeprefix("error: ").splitlines()
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_check_of_a_config_json_alone_states_the_parameters_of_transformers(name: str, tmp_path: Path) -> None:
+    code, out, problems = check_folder((FOLDER / f"{name}.json").read_text(), tmp_path)
+    parameters = sum(parameter.numel() for parameter in language_model(name).parameters())
+    assert out.startswith(f"# model: {architectures_of(name)[0]}, {parameters:,} parameters in "), out
+    lacks = [problem.partition(f"{tmp_path}/model")[2] for problem in problems]
+    assert lacks.pop(0) == " holds no safetensors files"
+    assert lacks.pop().startswith(": the model folder holds no tokenizer")
+    assert len(lacks) == (name in NO_STOP_TOKEN)
+    assert all("needs an end-of-sequence token" in problem for problem in lacks)
+    assert code == 2
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_check_of_a_config_json_alone_names_the_missing_features(name: str, tmp_path: Path) -> None:
+    code, out, problems = check_folder((FOLDER / f"{name}.json").read_text(), tmp_path)
+    assert (code, out) == (2, "")
+    assert re.search(REFUSED[name], problems[0])
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_model_is_refused_for_its_feature(name: str, tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match=REFUSED[name]):
@@ -218,7 +271,7 @@ def architecture_of_transformers(tree: Mapping[str, Any]) -> ModelArchitecture |
     """Return what megarl reads from transformers' keys, or the message of transformers or megarl that refuses them."""
     try:
         return architecture_or_refusal(normalized(tree))
-    except (StrictDataclassError, TypeError) as error:
+    except (StrictDataclassError, KeyError, TypeError) as error:
         return str(error)
 
 
@@ -300,3 +353,84 @@ def test_other_names_of_keys_are_those_of_transformers(name: str) -> None:
             load_architecture(tree, origin="config.json")
         del text[second]
         text[first] = value
+
+
+UNKNOWN = {
+    "deepseek_v4": "hc_mult 4 (hyper-connections)",
+    "falcon": "parallel_attn True (attention and MLP side by side)",
+    "falcon_mamba": "state_size 16 (state-space layers)",
+    "gemma3n_text": "num_kv_shared_layers 15 (layers that share keys and values)",
+    "gemma4": "hidden_size_per_layer_input 256 (embeddings for each layer)",
+    "gpt2": "layer_norm_epsilon 1e-05 (layer norms with a mean)",
+    "granite": "attention_multiplier 1.0 (another scale of attention scores)",
+    "kimi_linear": "linear_num_heads 32 (Kimi delta attention)",
+    "lfm2": "conv_L_cache 3 (convolution layers)",
+    "llama4_text": "attention_chunk_size 8192 (attention in chunks)",
+    "mimo_v2_flash": "attention_value_scale 0.707 (scaled values)",
+    "minicpm3": "scale_depth 1.4 (scaled residuals)",
+    "minimax_m3_vl_text": "index_topk_blocks 16 (selected blocks of keys)",
+    "nemotron_h": "mlp_hidden_act relu2 (MLPs without a gate)",
+    "qwen3_vl": "vision_config (a vision tower of another kind",
+    "smollm3": "no_rope_layer_interval 4 (layers without RoPE)",
+    "stablelm": "layer_norm_eps 1e-05 (layer norms with a mean)",
+    "mistral": "no key names a missing feature",
+    "olmo2": "no key names a missing feature",
+}
+"""`model_type` of a model without a reader -> a part of the message about its class's default configuration."""
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_architecture_without_a_reader_is_refused_by_the_features_that_it_needs(kind: str) -> None:
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    name = names[kind]
+    config = AutoConfig.for_model(kind).to_dict() | {"architectures": [name]}
+    message = architecture_or_refusal(config)
+    assert isinstance(message, str)
+    assert message.startswith(f"config.json: architecture {name} is not supported, ")
+    assert UNKNOWN[kind] in message
+    assert "layer norms with a mean" in UNKNOWN[kind] or "layer norms" not in message  # as in Nemotron-H
+
+
+ABSENT = object()
+"""Value of a key that is left out."""
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+
+VARIANTS: tuple[dict[str, Any], ...] = (
+    *({"head_dim": 64}, {"head_dim": ABSENT}, {"num_key_value_heads": ABSENT}, {"num_key_value_heads": None}),
+    *({"tie_word_embeddings": True}, {"tie_word_embeddings": ABSENT}, {"attention_bias": True}, {"qkv_bias": True}),
+    *({"layer_types": ABSENT}, {"layer_types": None}, {"layer_types": ABSENT, "full_attention_interval": 2}),
+    *({"layer_types": ABSENT, "sliding_window_pattern": 3}, {"layer_types": ABSENT, "_sliding_window_pattern": 3}),
+    *({"use_sliding_window": True, "sliding_window": 4096}, {"sliding_window": 4096, "max_window_layers": 0}),
+    *({"mlp_only_layers": []}, {"mlp_only_layers": [0, 2]}, {"mlp_only_layers": [1], "decoder_sparse_step": 2}),
+    *({"first_k_dense_replace": 0}, {"first_k_dense_replace": 5}, {"first_k_dense_replace": None}),
+    *({"n_shared_experts": 0}, {"n_shared_experts": None}, {"n_shared_experts": 2}),
+    *({"shared_expert_intermediate_size": 0}, {"norm_topk_prob": True}, {"norm_topk_prob": False}),
+    *({"n_group": None, "topk_group": None}, {"q_lora_rank": None}, {"num_nextn_predict_layers": 0}),
+    *({"use_qk_norm": False}, {"use_qk_norm": True}, {"scoring_func": "softmax"}, {"hidden_act": "gelu"}),
+    *({"rope_scaling": None}, {"rope_scaling": {}}, {"rope_scaling": {"type": "default"}}, {"rope_theta": 10000}),
+    *({"rope_scaling": {"rope_type": "yarn", **YARN}}, {"rope_scaling": {"type": "yarn", **YARN}}),
+    *({"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"rope_parameters": {"rope_type": "default"}}),
+    {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    {"rope_theta": ABSENT, "rope_scaling": ABSENT, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    *({"partial_rotary_factor": 0.25}, {"rotary_dim": 32}, {"quantization_config": None}, {"quantization_config": {}}),
+    *({"quantization_config": {"quant_method": method}} for method in ("fp8", "awq", "gptq", "bitsandbytes", "mxfp4")),
+    {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+    {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}},
+)
+"""Changes of keys that publishers write differently, each made in one config.json of every architecture."""
+
+
+@pytest.mark.parametrize("name", ONE_EACH.values())
+def test_variant_is_read_as_by_transformers_or_refused_by_name(name: str) -> None:
+    for change in VARIANTS:
+        tree = published(name)
+        keys = tree.get("text_config", tree)
+        keys.update(change)
+        for key in [key for key, value in change.items() if value is ABSENT]:
+            del keys[key]
+        got, expected = architecture_or_refusal(tree), architecture_of_transformers(tree)
+        if isinstance(got, str):
+            assert any(key in got for key in change), (change, got)
+        else:
+            assert got == expected, change
