@@ -16,16 +16,18 @@ have started them, and all these operations have met.
 Both ends of a message derive its step from the same tables (`SyncIndex`): the round from the tensor part, the hop from
 `SourceSelector.sources`, of which `sends` is the inverse. What a rank derives for itself is which tensor parts it
 all-gathers, and hence does not send. That depends only on what the members of its group hold and need, so it is
-compared on one group of each kind. The messages between the compared ranks are compared too.
+compared on one group of each kind. The argument is checked, message by message, on all that enters one node of each
+class: see `find_unmatched_routes`.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import combinations
 
 import numpy as np
 
@@ -38,7 +40,7 @@ from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import model_replicas
 from megarl.reshard.layout.topology import LinkRates, Topology
 from megarl.reshard.planning.lower_bounds import NeedIndex, missing_by_node
-from megarl.reshard.planning.plan import Moves, RankPlan, plan_rank
+from megarl.reshard.planning.plan import Moves, RankPlan, plan_rank, plan_sends
 from megarl.reshard.planning.plan_cache import cached_index, cached_plan
 from megarl.reshard.planning.rounds import Round
 from megarl.reshard.planning.strategy import SyncStats
@@ -110,64 +112,102 @@ MAX_REPRESENTATIVES = 128
 """Limit on the ranks that are planned: planning one takes up to two seconds for the largest models."""
 
 
-def representative_plans(index: SyncIndex) -> list[RankPlan] | None:
-    """Return the plans of some ranks, whose agreement implies that of all; None if these are too many to plan.
+def find_unmatched_routes(index: SyncIndex) -> list[str] | None:
+    """Compare what enters one node of each class at both ends of every message; return one sentence for each pair.
 
-    With all-gather groups these are the members of one group of each kind, otherwise the first, the middle and the last
-    rank that receives, each with the first and the last of its sources in each hop.
+    A class is nodes whose ranks hold and need the same, one by one. With all-gather groups, one group of each kind is
+    compared instead. The ranks of the nodes are planned; of all others that they receive from, what these send them.
+
+    Returns None if the classes are too many to plan.
     """
-    if not index.groups:
-        receivers = sorted(index.class_of)
-        plans = {rank: plan_rank(index, rank) for rank in {receivers[i * (len(receivers) - 1) // 2] for i in range(3)}}
-        sources = {source for plan in plans.values() for source in _outer_sources(plan)}
-        return [*plans.values(), *(plan_rank(index, rank) for rank in sorted(sources - set(plans)))]
-    kinds: dict[tuple[tuple[int, int | None], ...], tuple[int, ...]] = {}
+    representatives = _representative_groups(index) if index.groups else _representative_nodes(index)
+    if sum(map(len, representatives)) > MAX_REPRESENTATIVES:
+        return None
+    found = []
+    for ranks in representatives:
+        plans = [plan_rank(index, rank) for rank in ranks]
+        sources = sorted({source for plan in plans for source in np.unique(plan.receives.peer).tolist()} - set(ranks))
+        sends = {plan.rank: plan.sends for plan in plans} | {
+            source: plan_sends(index, source, [plan.rank for plan in plans if source in plan.receives.peer])
+            for source in sources
+        }
+        found += compare_ends(plans, sends)
+    return found
+
+
+def _representative_nodes(index: SyncIndex) -> list[list[int]]:
+    """Return the ranks that receive on one node of each class; if these are many, of nodes that need the same."""
+    nodes = [[rank for rank in ranks if rank in index.class_of] for ranks in index.topology.ranks_of.values()]
+    for with_held in (True, False):
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for ranks in filter(None, nodes):
+            held = tuple(index.sources[rank].box_digest for rank in ranks) if with_held else ()
+            kinds.setdefault((tuple(index.class_of[rank] for rank in ranks), held), ranks)
+        if sum(map(len, kinds.values())) <= MAX_REPRESENTATIVES:
+            break
+    return list(kinds.values())
+
+
+def _representative_groups(index: SyncIndex) -> list[list[int]]:
+    """Return the members of one all-gather group of each kind, whose members hold and need the same, one by one."""
+    kinds: dict[tuple[tuple[int, int | None], ...], list[int]] = {}
     for group in index.groups:
-        members = tuple(sorted(group))
+        members = sorted(group)
         kinds.setdefault(tuple((id(index.sources[rank]), index.class_of.get(rank)) for rank in members), members)
-    ranks = [rank for members in kinds.values() for rank in members]
-    return [plan_rank(index, rank) for rank in ranks] if len(ranks) <= MAX_REPRESENTATIVES else None
+    return list(kinds.values())
 
 
-def _outer_sources(plan: RankPlan) -> Iterator[int]:
+def compare_ends(plans: Sequence[RankPlan], sends: Mapping[int, Moves]) -> list[str]:
+    """Return one sentence for each pair of ranks of which one posts what the other does not expect; empty if all agree.
+
+    Both ends of a message have to agree about its step, boxes, bytes and order among those of the pair.
+
+    Args:
+        plans: of the ranks that receive.
+        sends: by rank that any of them receives from, or that could send to them, its sends.
+    """
+    sent = {source: _messages_by_peer(moves, np.ones(len(moves), bool)) for source, moves in sends.items()}
+    nothing = np.zeros((0, 0), np.int64)
+    found = []
+    for plan in plans:
+        receives = plan.receives
+        expected = _messages_by_peer(receives, (receives.peer != plan.rank) & ~plan.gathered)
+        for source in sorted(expected.keys() | {source for source, to in sent.items() if plan.rank in to}):
+            difference = _first_difference(expected.get(source, nothing), sent.get(source, {}).get(plan.rank, nothing))
+            if difference is not None:
+                step = f"hop {difference[1]} of round {difference[0]}"
+                found.append(f"ranks {source} and {plan.rank} disagree about what the first sends the other in {step}")
+    for one, other in combinations(plans, 2):
+        if other.rank in one.group:
+            difference = _first_difference(_gathered(one), _gathered(other))
+            if difference is not None:
+                step = f"the all-gathers of round {difference[0]}"
+                found.append(f"ranks {one.rank} and {other.rank} disagree about {step}")
+    return found
+
+
+def _messages_by_peer(moves: Moves, is_message: Ints) -> dict[int, Ints]:
+    """Return, by peer, its moves in message order: [N, 6 + 2 D] round, hop, item, bytes, path, tensor and box."""
+    columns = moves.round, moves.hop, moves.item, moves.num_bytes, moves.path, moves.tensor, moves.start, moves.stop
+    rows = np.flatnonzero(is_message)
+    rows = rows[np.argsort(moves.peer[rows], kind="stable")]
+    table, peer = np.column_stack(columns)[rows], moves.peer[rows]
+    first = np.flatnonzero(np.r_[True, peer[1:] != peer[:-1]][: len(peer)])
+    return dict(zip(peer[first].tolist(), np.split(table, first)[1:], strict=True))
+
+
+def _gathered(plan: RankPlan) -> Ints:
+    """Return [N, 3] round, tensor part and bytes of what the plan all-gathers, sorted."""
     moves = plan.receives
-    for hop in np.unique(moves.hop):
-        peers = np.unique(moves.peer[(moves.hop == hop) & (moves.peer != plan.rank)])
-        yield from peers[[0, -1]].tolist() if len(peers) else ()
-
-
-def find_disagreements(plans: Sequence[RankPlan]) -> list[str]:
-    """Return one sentence for each pair of ranks whose plans disagree about a step; empty if all agree."""
-    found = (_disagreement(one, other) for one in plans for other in plans if one.rank != other.rank)
-    return [problem for problem in found if problem is not None]
-
-
-def _disagreement(one: RankPlan, other: RankPlan) -> str | None:
-    """Return how what `one` receives from `other` differs from what `other` sends, or their all-gathers; else None."""
-    receives, sends = one.receives, other.sends
-    received = _steps(receives, (receives.peer == other.rank) & ~one.gathered)
-    difference = _first_difference(received, _steps(sends, sends.peer == one.rank))
-    if difference is not None:
-        step = f"hop {difference[1]} of round {difference[0]}"
-        return f"ranks {other.rank} and {one.rank} disagree about what the first sends the other in {step}"
-    if other.rank in one.group:
-        difference = _first_difference(_steps(receives, one.gathered), _steps(other.receives, other.gathered))
-        if difference is not None:
-            return f"ranks {one.rank} and {other.rank} disagree about the all-gathers of round {difference[0]}"
-    return None
-
-
-def _steps(moves: Moves, rows: Ints) -> Ints:
-    """Return [N, 4] round, hop, tensor part and bytes of the moves in `rows`, sorted."""
-    table = np.column_stack([moves.round, moves.hop, moves.item, moves.num_bytes])[rows]
+    table = np.column_stack([moves.round, moves.item, moves.num_bytes])[plan.gathered]
     order: Ints = np.lexsort(table[:, ::-1].T)
     return table[order]
 
 
 def _first_difference(a: Ints, b: Ints) -> tuple[int, ...] | None:
-    """Return the first row that only one of two sorted tables has at its place, or None if they are equal."""
+    """Return the first row that only one of two tables has at its place, or None if they are equal."""
     common = min(len(a), len(b))
-    differs = np.flatnonzero((a[:common] != b[:common]).any(axis=1))
+    differs = np.flatnonzero((a[:common] != b[:common]).any(axis=1)) if common else ()
     if len(differs):
         at = int(differs[0])
         return min(tuple(a[at].tolist()), tuple(b[at].tolist()))
@@ -257,8 +297,7 @@ def sampled_disagreements(arrangement: Arrangement, scenario: Scenario) -> list[
 
     Returns None if even those are too many to plan. For any strategy other than `gather_hf`.
     """
-    plans = representative_plans(_index(arrangement, scenario))
-    return None if plans is None else find_disagreements(plans)
+    return find_unmatched_routes(_index(arrangement, scenario))
 
 
 def forecast_rank(arrangement: Arrangement, scenario: Scenario, rank: int) -> SyncStats:

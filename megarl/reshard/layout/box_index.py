@@ -212,15 +212,22 @@ class SyncIndex:
         return mine.take(at[once]), of[once]
 
     def _find_stages(self, needs: Sequence[PieceTable]) -> Stages:
-        """Return the stages of tensors: those whose first box the same ranks hold; none has bytes that nobody needs."""
+        """Return the stages of tensors: those whose first box the same ranks hold, and which the same layouts need.
+
+        No stage has bytes that nobody needs. Experts of one rank that different ranks need are different stages, so
+        that each of these ranks receives some of them in every round.
+        """
         size = np.bincount(self.held.tensor, volumes(self.held) * self.itemsize[self.held.tensor], len(self.names))
-        is_needed = np.zeros(len(self.names) + 1, bool)  # the last: tensors without a number
-        for table in needs:
+        needed_by = np.zeros(len(self.names) + 1, np.uint64)  # the last: tensors without a number
+        for table, mark in zip(needs, hash_rows([np.arange(1, len(needs) + 1)]), strict=True):
+            is_needed = np.zeros(len(needed_by), bool)
             is_needed[self._numbers(table.tensors)[table.tensor]] = True
-        size[~is_needed[:-1]] = 0
+            needed_by[is_needed] += mark  # the sum, modulo 2**64, is a hash of the set
+        size[needed_by[:-1] == 0] = 0
         first = np.minimum(self.held_start, max(len(self.held_by) - 1, 0))
         holders = np.where(self.held_count > 0, self.held_by[first] if len(self.held_by) else 0, len(self.holders))
-        return Stages.of(holders, size.astype(np.int64), np.array([*map(len, self.holders), 1], np.int64))
+        num_ranks = np.array([*map(len, self.holders), 1], np.int64)
+        return Stages.of(holders, needed_by[:-1], size.astype(np.int64), num_ranks)
 
     # -- needs
 

@@ -1,7 +1,8 @@
 """Chooses where boxes enter the rings of machines, so that ranks send and receive equally much there.
 
 A pair of holders and receivers has few turns. So each pair starts where the one before has ended: at the holders with
-those of the same holders, at the ranks of a machine with those of the same receivers.
+those of the same holders, at the ranks of a machine with those of the same receivers. The pairs of the same receivers
+enter the ring at one machine after another, so that in every round all machines pass on equally much.
 
 If some receivers get boxes from one holder each (`RemoteSources.single_root`), ranks are also to have equally few peers
 on other machines. If 1,024 pairs of ranks hold what 32 ranks on 32 machines need, then each of these receives directly
@@ -48,7 +49,7 @@ class RingEntries:
         found.root[holders, receivers] = _starts(holders, lengths, order)
         num_fetchers = traffic.needed.max(axis=1)[receivers]
         found.fetcher[holders, receivers] = _starts(receivers, turn_offset(limits.num_turns, num_fetchers), order)
-        found.machine[holders, receivers] = -np.array([traffic.holders[of][0] for of in holders.tolist()], np.int64)
+        found.machine[holders, receivers] = _starts(receivers, np.ones_like(receivers), order)
         num_sources = np.zeros(len(traffic.topology.nodes), np.int64)  # by rank, the roots that it receives from
         single = [number for number, ranks in enumerate(traffic.receivers) if ranks in limits.single_root]
         single.sort(key=lambda number: len(traffic.receivers[number]))

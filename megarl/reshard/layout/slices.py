@@ -1,8 +1,9 @@
 """Cuts the tensors of a sync into slices, and these into rounds whose messages fit the buffers of every rank.
 
-Tensors that the same ranks hold form a stage, such as those of a pipeline stage or of an expert-parallel rank. The
-bytes of a stage lie on an axis, tensor after tensor, which is cut at equal distances. A tensor is cut where the axis
-is, at the rows that are nearest, in the boxes of every rank alike:
+Tensors that the same ranks hold and the same ranks need form a stage, such as those of a pipeline stage, or the experts
+of an expert-parallel rank that go to one rank of each engine. The bytes of a stage lie on an axis, tensor after tensor,
+which is cut at equal distances. A tensor is cut where the axis is, at the rows that are nearest, in the boxes of every
+rank alike:
 
     stage 0     | qkv .. | gate_up ........... | down ....... | qkv .. | gate_up
     slice       0       |   1       |   2       |   3       |   4       |   5
@@ -48,15 +49,17 @@ class Stages:
     """By stage, the number of ranks that hold it."""
 
     @classmethod
-    def of(cls, holders: Ints, size: Ints, num_ranks: Ints) -> Stages:
-        """Return the stages of tensors that the same ranks hold.
+    def of(cls, holders: Ints, needed_by: Ints, size: Ints, num_ranks: Ints) -> Stages:
+        """Return the stages of tensors that the same ranks hold and the same ranks need.
 
         Args:
-            holders: by tensor, the index of the set of these ranks.
-            num_ranks: by set of ranks, their number.
+            holders: by tensor, the index of the set of ranks that hold it.
+            needed_by: by tensor, a number that is equal for the same set of ranks that need it.
+            num_ranks: by set of ranks that hold tensors, their number.
         """
-        found, stage = np.unique(holders, return_inverse=True)
-        stage = stage.reshape(-1)
+        needs, number = np.unique(needed_by, return_inverse=True)
+        found, stage = np.unique(holders * len(needs) + number.reshape(-1), return_inverse=True)
+        stage, found = stage.reshape(-1), found // max(len(needs), 1)
         count = int(stage.max(initial=-1)) + 1
         order = np.argsort(stage, kind="stable")
         before = np.cumsum(size[order]) - size[order]

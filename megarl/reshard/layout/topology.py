@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -119,14 +120,22 @@ class SourceSelector:
         ranks_of = _group_ranks(receivers, topology.nodes) if fetching else {}
         if remote.even_origins and len(ranks_of) > len(fetching) + 1:
             ranks_of = _spread_origins(ranks_of, fetching.keys())
-        self._machines = [np.array(fetching.get(node, ranks), np.int64) for node, ranks in ranks_of.items()]
-        """By node that needs the box, the ranks that take turns at fetching it, or at relaying what the node holds."""
-        self._machine_of = {rank: number for number, ranks in enumerate(self._machines) for rank in ranks.tolist()}
+        machines = [fetching.get(node, ranks) for node, ranks in ranks_of.items()]
+        self._machine_of = {rank: number for number, ranks in enumerate(machines) for rank in ranks}
+        self._members, self._size = (
+            np.array(list(chain(*machines)), np.int64),
+            np.array([*map(len, machines)], np.int64),
+        )
+        """Of all nodes that need the box, the ranks that take turns at fetching it, or at relaying what the node holds;
+        by node, their number."""
+        self._first_member = np.cumsum(self._size) - self._size
+        self._is_holder = np.zeros(len(topology.nodes), bool)
+        self._is_holder[self._holders] = True
         origins = [number for number, node in enumerate(ranks_of) if node not in fetching]
         self._tree = remote.tree(tuple(holders), tuple(receivers), len(ranks_of), origins)
         self._num_turns = remote.num_turns
         self._entry = entry or Entry(0, 0, 0)
-        lacking = [number for number in range(len(self._machines)) if number not in self._tree.origins]
+        lacking = [number for number in range(len(machines)) if number not in self._tree.origins]
         each = int(turn_offset(remote.num_turns, np.array(len(holders))))
         self._first_root = {number: place * each + self._entry.root for place, number in enumerate(lacking)}
         """By node that lacks the box, the position of its root in turn 0 if it gets all boxes from roots."""
@@ -150,9 +159,8 @@ class SourceSelector:
         else:
             root = path.root + self._shift(turn) + self._entry.root
         source = self._holders[root % len(self._holders)]
-        for number in set(path.parent.tolist()) - {-1}:
-            some = path.parent == number
-            source[some] = self._fetcher(number, turn[some])
+        some = np.flatnonzero(path.parent >= 0)
+        source[some] = self._fetcher(path.parent[some], turn[some])
         hop = self._arrival(path, turn)
         return np.where(fetcher == rank, source, fetcher), np.where(fetcher == rank, hop, hop + 1)
 
@@ -163,56 +171,54 @@ class SourceSelector:
             among: receivers to consider; `source` itself is left out.
         """
         found = []
+        is_among = np.zeros(len(self._is_holder), bool)
+        is_among[list(among)] = True
         if source in self._position:
             for rank in among:
                 if rank != source and rank in self._choices and source in self._choices[rank][0]:
                     sources, _ = self.sources(rank, turn)
                     found.append(_select(np.flatnonzero(sources == source), rank, 0))
-            if len(self._tree.origins) < len(self._machines):
-                found += self._enters(source, turn, among)
+            if len(self._tree.origins) < len(self._size):
+                found.append(_to_some(*self._enters(source, turn), is_among))
         if source in self._machine_of:
-            found += self._relays(source, turn, among)
+            found += [_to_some(*moves, is_among) for moves in self._relays(source, turn)]
         if not found:
             return (np.zeros(0, np.int64),) * 3
         boxes, ranks, hops = (np.concatenate(column) for column in zip(*found, strict=True))
         return boxes, ranks, hops
 
-    def _enters(self, source: int, turn: Ints, among: Sequence[int]) -> list[tuple[Ints, Ints, Ints]]:
+    def _enters(self, source: int, turn: Ints) -> tuple[Ints, Ints, Ints]:
         """Return what `source`, a holder, sends as a root."""
         turn, rotation = self._limit(turn)
         if self._tree.arc == 1:
-            found = []
-            for number, first in self._first_root.items():
-                boxes = np.flatnonzero((first + turn) % len(self._holders) == self._position[source])
-                hop = np.zeros(len(boxes), np.int64)
-                found.append(_to_some(boxes, self._fetcher(number, turn[boxes]), hop, among))
-            return found
-        root = (self._position[source] - self._shift(turn) - self._entry.root) % len(self._holders)
-        machines = self._tree.entries(root, rotation)
-        found = []
-        for number in set(machines.tolist()) - {-1}:
-            boxes = np.flatnonzero(machines == number)
-            found.append(_to_some(boxes, self._fetcher(number, turn[boxes]), np.zeros(len(boxes), np.int64), among))
-        return found
+            number, first = (np.array([*column], np.int64) for column in (self._first_root, self._first_root.values()))
+            root = (first + turn[:, None]) % len(self._holders)
+            boxes, place = np.nonzero(root == self._position[source])
+            machine = number[place]
+        else:
+            root = (self._position[source] - self._shift(turn) - self._entry.root) % len(self._holders)
+            machine = self._tree.entries(root, rotation)
+            boxes = np.flatnonzero(machine >= 0)
+            machine = machine[boxes]
+        return boxes, self._fetcher(machine, turn[boxes]), np.zeros(len(boxes), np.int64)
 
-    def _relays(self, source: int, turn: Ints, among: Sequence[int]) -> list[tuple[Ints, Ints, Ints]]:
+    def _relays(self, source: int, turn: Ints) -> list[tuple[Ints, Ints, Ints]]:
         machine, (turn, rotation) = self._machine_of[source], self._limit(turn)
         mine = np.flatnonzero(self._fetcher(machine, turn) == source)
         hop = self._arrival(self._tree.path(machine, rotation[mine]), turn[mine]) + 1
         found = []
         if machine not in self._tree.origins:  # else holders send to the others
-            others = [rank for rank in self._machines[machine].tolist() if rank != source and rank in among]
-            found += [_select(mine, rank, hop) for rank in others]
+            members = self._members[self._first_member[machine] :][: self._size[machine]].tolist()
+            found += [_select(mine, rank, hop) for rank in members if rank != source]
         for boxes, number in self._tree.children(machine, rotation[mine]):
-            found.append(_to_some(mine[boxes], self._fetcher(number, turn[mine[boxes]]), hop[boxes], among))
+            found.append((mine[boxes], self._fetcher(number, turn[mine[boxes]]), hop[boxes]))
         return found
 
     def _arrival(self, path: Path, turn: Ints) -> Ints:
         """Return the hop [N] in which each box arrives at the rank that fetches it; -1: that rank holds it."""
         arrival = path.passed.copy()
-        for number in set(path.origin.tolist()) - {-1}:
-            some = np.flatnonzero(path.origin == number)
-            arrival[some] -= np.isin(self._fetcher(number, turn[some]), self._holders)
+        some = np.flatnonzero(path.origin >= 0)
+        arrival[some] -= self._is_holder[self._fetcher(path.origin[some], turn[some])]
         return arrival
 
     def _limit(self, turn: Ints) -> tuple[Ints, Ints]:
@@ -222,7 +228,7 @@ class SourceSelector:
         return turn, self._rotation(turn)
 
     def _rotation(self, turn: Ints) -> Ints:
-        stride = 1 if self._num_turns is None else max(len(self._machines) // self._num_turns, 1)
+        stride = 1 if self._num_turns is None else max(len(self._size) // self._num_turns, 1)
         return self._entry.rotation + turn * stride
 
     def _shift(self, turn: Ints) -> Ints:
@@ -231,18 +237,19 @@ class SourceSelector:
         Within as many turns as there are machines, each machine gets boxes from each root, as the place where boxes
         enter the ring moves on. Only after them, all roots are moved on by one holder.
         """
-        machines = len(self._machines)
+        machines = len(self._size)
         if self._tree.num_roots == 1 or (self._num_turns is not None and self._num_turns < machines):
             return turn
         return turn // machines
 
-    def _fetcher(self, machine: int, turn: Ints) -> Ints:
-        """Return the rank of the machine that fetches each box [N]."""
-        ranks, count, arc = self._machines[machine], len(self._machines), self._tree.arc
+    def _fetcher(self, machine: int | Ints, turn: Ints) -> Ints:
+        """Return the rank of the machine, or of each box's machine [N], that fetches each box [N]."""
+        count, arc = len(self._size), self._tree.arc
         at = (machine + self._rotation(turn)) % count
         # each rank is equally often at each place of an arc, where machines pass on unequally many boxes
         number = turn + machine if arc == 1 else at % arc + at // arc + turn // count
-        fetcher: Ints = ranks[(number + self._entry.fetcher) % len(ranks)]
+        place = (number + self._entry.fetcher) % self._size[machine]
+        fetcher: Ints = self._members[self._first_member[machine] + place]
         return fetcher
 
 
@@ -257,9 +264,9 @@ def _spread_origins(ranks_of: Mapping[int, list[int]], lacking: Collection[int])
     return {node: ranks_of[node] for node in sorted(ranks_of, key=place.__getitem__)}
 
 
-def _to_some(boxes: Ints, ranks: Ints, hop: Ints, among: Sequence[int]) -> tuple[Ints, Ints, Ints]:
-    """Return the boxes that go to ranks of `among`, these ranks, and the hops."""
-    kept = np.isin(ranks, among)
+def _to_some(boxes: Ints, ranks: Ints, hop: Ints, is_among: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the boxes that go to some ranks, these ranks, and the hops; `is_among`: by rank, whether it is of them."""
+    kept = np.flatnonzero(is_among[ranks])
     return boxes[kept], ranks[kept], hop[kept]
 
 

@@ -174,7 +174,9 @@ class _RoundBuilder:
         self._held_row = dict(zip(plan.own_rows.tolist(), range(len(plan.own_rows)), strict=True))
         self._boxes = _lists(receives.start + receives.shift, receives.stop + receives.shift)
         self._held_boxes = _lists(receives.start[plan.own_rows] + held.shift, receives.stop[plan.own_rows] + held.shift)
-        self._send_boxes = _lists(sends.start + sends.shift, sends.stop + sends.shift)
+        held_sends = np.flatnonzero(sends.local >= 0)
+        boxes = _lists((sends.start + sends.shift)[held_sends], (sends.stop + sends.shift)[held_sends])
+        self._send_boxes = dict(zip(held_sends.tolist(), boxes, strict=True))
         self._tensor, self._size = receives.tensor.tolist(), receives.num_bytes.tolist()
         self._peer, self._hop, self._path = receives.peer.tolist(), receives.hop.tolist(), receives.path.tolist()
         self._local, self._item = receives.local.tolist(), receives.item.tolist()
@@ -183,6 +185,7 @@ class _RoundBuilder:
         self._send_size, self._send_local = sends.num_bytes.tolist(), sends.local.tolist()
         self._send_tensor = sends.tensor.tolist()
         self._in_place, self._send_key = self._find_equal_sends()
+        self._receive_box, self._send_box = _number_boxes(receives, sends)
 
     def build(self) -> list[Round]:
         edges = np.arange(self._plan.num_rounds + 1)
@@ -270,8 +273,8 @@ class _RoundBuilder:
         sends: list[list[Send]] = [[] for _ in range(self._plan.num_hops)]
         ends, packed = [0] * self._plan.num_hops, [dict[tuple[int, ...], int]() for _ in range(self._plan.num_hops)]
         hop, peer, size = self._send_hop, self._send_peer, self._send_size
-        bucket_offsets = (
-            {self._key(self._plan.receives, row): self._bucket_offsets[row] for row in received}
+        bucket_offsets: dict[int, int] = (
+            {self._receive_box[row]: self._bucket_offsets[row] for row in received}
             if any(hop[row] for row in sent)
             else {}
         )
@@ -307,16 +310,13 @@ class _RoundBuilder:
         keys = hash_rows([sends.tensor, sends.local, *sends.start.T, *sends.stop.T])
         return in_place.tolist(), keys.tolist()
 
-    def _sent_part(self, row: int, size: int, bucket_offsets: dict[tuple[int, ...], int]) -> MessagePart:
+    def _sent_part(self, row: int, size: int, bucket_offsets: dict[int, int]) -> MessagePart:
         local = self._send_local[row]
         if local < 0:
-            return MessagePart(None, (), size, bucket_offsets[self._key(self._plan.sends, row)])
+            return MessagePart(None, (), size, bucket_offsets[self._send_box[row]])
         return MessagePart(
             self._source_locals[local], self._send_boxes[row][: self._dims[self._send_tensor[row]]], size
         )
-
-    def _key(self, moves: Moves, row: int) -> tuple[int, ...]:
-        return int(moves.tensor[row]), *moves.start[row].tolist(), *moves.stop[row].tolist()
 
 
 def _messages(
@@ -343,5 +343,11 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
+def _number_boxes(receives: Moves, sends: Moves) -> tuple[list[int], list[int]]:
+    """Return, by row of the receives and by row of the sends, a number that is equal for equal boxes of a tensor."""
+    found = [hash_rows([moves.tensor, *moves.start.T, *moves.stop.T]).tolist() for moves in (receives, sends)]
+    return found[0], found[1]
+
+
 def _lists(start: Ints, stop: Ints) -> list[Box]:
-    return [tuple(map(tuple, box)) for box in np.stack([start, stop], axis=-1).tolist()]
+    return [tuple(zip(*ends, strict=True)) for ends in zip(start.tolist(), stop.tolist(), strict=True)]

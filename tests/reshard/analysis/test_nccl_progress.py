@@ -14,11 +14,12 @@ from benchmarks.reshard.synthetic import engine_layouts
 from megarl.cli.tools.reshard_explain import make_scenario
 from megarl.megatron.families.load_architecture import load_architecture
 from megarl.reshard.analysis import forecast
-from megarl.reshard.analysis.forecast import find_disagreements, representative_plans
+from megarl.reshard.analysis.forecast import compare_ends, find_unmatched_routes
 from megarl.reshard.analysis.nccl_progress import PostedGroup, Stall, find_stalls, posted_groups
 from megarl.reshard.analysis.scenario import arrange
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.plan import Moves, plan_rank
 from megarl.reshard.planning.plan_cache import cached_index, cached_plan
 from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.executor import BoxExecutor
@@ -262,38 +263,102 @@ def index_of(strategy, case):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "layout", "ranks"),
+    ("strategy", "layout", "nodes", "compared"),
     [
-        ("micro_dp", (1, 4, 4, 1, 2), [0, 1, 2, 3]),  # the groups of other replicas are of the same kinds
-        ("micro_dp", (2, 2, 2, 2, 1), [0, 1, 4, 5]),
-        ("exact", (1, 3, 2, 1, 2), [0, 1, 2, 4, 5]),
-        ("exact", (2, 2, 2, 1, 8), [0, 1, 3, 4, 5, 7]),
+        ("micro_dp", (1, 4, 4, 1, 2), 1, [0, 1, 2, 3]),  # the groups of other replicas are of the same kinds
+        ("micro_dp", (2, 2, 2, 2, 1), 1, [0, 1, 4, 5]),
+        ("exact", (1, 3, 2, 1, 2), 1, [*range(6)]),
+        ("exact", (2, 2, 2, 1, 8), 1, [*range(8)]),
+        ("exact", (1, 4, 4, 1, 4), 4, [0, 1, 2, 3]),  # the other nodes hold and need the same
     ],
 )
-def test_representatives_of_a_plan_agree(strategy, layout, ranks):
-    plans = representative_plans(index_of(strategy, scenario(*layout)))
-    assert sorted(plan.rank for plan in plans) == ranks
-    assert sum(len(plan.receives) for plan in plans) > 0
-    assert find_disagreements(plans) == []
+def test_both_ends_of_all_that_enters_a_node_of_each_class_agree(strategy, layout, nodes, compared, monkeypatch):
+    index = index_of(strategy, scenario(*layout, nodes=nodes))
+    found = []
+    monkeypatch.setattr(forecast, "compare_ends", lambda plans, sends: found.append((plans, sends)) or [])
+    assert find_unmatched_routes(index) == []
+    assert sorted(plan.rank for plans, _ in found for plan in plans) == compared
+    for plans, sends in found:
+        assert sends.keys() >= {peer for plan in plans for peer in plan.receives.peer.tolist()}
+        assert compare_ends(plans, sends) == []
+        for rank, some in sends.items():  # sends to few ranks are those of the whole plan
+            whole, to = plan_rank(index, rank).sends, [plan.rank for plan in plans]
+            kept = np.flatnonzero(np.isin(whole.peer, np.unique(some.peer)))
+            assert np.isin(some.peer, to).all() or rank in to
+            for column in Moves.__slots__:
+                assert np.array_equal(getattr(some, column), getattr(whole.take(kept), column))
 
 
-def test_a_message_in_another_round_is_found():
-    first, *others = representative_plans(index_of("exact", scenario(1, 4, 1, 1, 1)))
-    later = replace(first, sends=replace(first.sends, round=first.sends.round + 1))
-    assert find_disagreements([later, *others])[0] == (
-        "ranks 0 and 1 disagree about what the first sends the other in hop 0 of round 0"
-    )
-    none = replace(first, sends=first.sends.take(np.arange(0)))
-    assert len(find_disagreements([none, *others])) == 3
+def both_ends(strategy="exact", layout=(1, 4, 1, 1, 1), nodes=2):
+    """Return the plans and sends of all ranks."""
+    index = index_of(strategy, scenario(*layout, nodes=nodes))
+    plans = [plan_rank(index, rank) for rank in range(len(index.sources))]
+    return plans, {plan.rank: plan.sends for plan in plans}
+
+
+def in_later_round(sends, row):
+    sends.round[row] += 1
+
+
+def in_later_hop(sends, row):
+    sends.hop[row] += 1
+
+
+def of_other_size(sends, row):
+    sends.num_bytes[row] -= 2
+
+
+def of_other_rows(sends, row):
+    sends.start[row, 0] += 1
+    sends.stop[row, 0] += 1
+
+
+@pytest.mark.parametrize("change", [in_later_round, in_later_hop, of_other_size, of_other_rows])
+@pytest.mark.parametrize("sender", [0, 3])
+def test_a_message_that_differs_at_one_end_is_found(change, sender):
+    plans, sends = both_ends()
+    assert compare_ends(plans, sends) == []
+    row = len(sends[sender]) // 2
+    to, step = int(sends[sender].peer[row]), (int(sends[sender].hop[row]), int(sends[sender].round[row]))
+    changed = replace(sends[sender], **{name: getattr(sends[sender], name).copy() for name in Moves.__slots__})
+    change(changed, row)
+    assert compare_ends(plans, sends | {sender: changed}) == [
+        f"ranks {sender} and {to} disagree about what the first sends the other in hop {step[0]} of round {step[1]}"
+    ]
+
+
+def test_messages_in_another_order_are_found():
+    plans, sends = both_ends()
+    rows = np.arange(len(sends[0]))
+    of_one = np.flatnonzero(sends[0].peer == sends[0].peer[0])
+    rows[of_one[:2]] = of_one[1::-1]
+    (problem,) = compare_ends(plans, sends | {0: sends[0].take(rows)})
+    assert problem.startswith(f"ranks 0 and {sends[0].peer[0]} disagree")
+
+
+def test_a_message_to_another_rank_is_found_at_both():
+    plans, sends = both_ends()
+    peer = sends[0].peer.copy()
+    before, after = int(peer[0]), next(rank for rank in (1, 2, 3) if rank != peer[0])
+    peer[0] = after
+    problems = compare_ends(plans, sends | {0: replace(sends[0], peer=peer)})
+    assert sorted(problem.split(" disagree")[0] for problem in problems) == [
+        f"ranks 0 and {rank}" for rank in sorted((before, after))
+    ]
+
+
+def test_a_rank_that_sends_nothing_is_found():
+    plans, sends = both_ends(nodes=1)
+    assert len(compare_ends(plans, sends | {0: sends[0].take(np.arange(0))})) == 3
 
 
 def test_another_choice_of_all_gathers_is_found():
-    first, second, *_ = representative_plans(index_of("micro_dp", scenario(1, 4, 1, 1, 2)))
+    plans, sends = both_ends("micro_dp", (1, 4, 1, 1, 2), nodes=1)
+    first, second, *others = plans
     fewer = replace(first, gathered=first.gathered & (first.receives.item > 0))
-    problems = find_disagreements([fewer, second])
-    assert problems[-1] == "ranks 1 and 0 disagree about the all-gathers of round 0"
+    assert "ranks 0 and 1 disagree about the all-gathers of round 0" in compare_ends([fewer, second, *others], sends)
 
 
 def test_too_many_representatives_are_not_planned(monkeypatch):
     monkeypatch.setattr(forecast, "MAX_REPRESENTATIVES", 3)
-    assert representative_plans(index_of("micro_dp", scenario(1, 4, 4, 1, 2))) is None
+    assert find_unmatched_routes(index_of("micro_dp", scenario(1, 4, 4, 1, 2))) is None

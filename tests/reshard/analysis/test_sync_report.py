@@ -125,7 +125,7 @@ def test_progress_of_too_many_ranks_to_plan_follows_from_some(found, progress, m
     case = scenario(1, 4, 2, 1, 2)
     monkeypatch.setattr(forecast_module, "MAX_PLANNED_PIECES", 0)
     assert explain("micro_dp", case).as_json()["nccl_progress"] is True
-    monkeypatch.setattr(forecast_module, "find_disagreements", lambda _: found)
+    monkeypatch.setattr(forecast_module, "compare_ends", lambda *_: found)
     if found is None:
         monkeypatch.setattr(forecast_module, "MAX_REPRESENTATIVES", 1)
     assert explain("micro_dp", case).as_json()["nccl_progress"] is progress

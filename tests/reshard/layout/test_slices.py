@@ -1,6 +1,7 @@
 """Slices of tensors, their rounds, and the buffers of a round, against brute force."""
 
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -24,7 +25,11 @@ def stages_of_tensors(draw):
     """Return (rows of each tensor, stages, number of slices of each stage)."""
     rows = draw(st.lists(st.integers(1, 40), min_size=1, max_size=8))
     of = np.array(draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows))))
-    stages = Stages.of(of, np.array(rows) * 6, np.array([1, 2, 3]))
+    needed_by = np.array(draw(st.lists(st.sampled_from([5, 9]), min_size=len(rows), max_size=len(rows))))
+    stages = Stages.of(of, needed_by, np.array(rows) * 6, np.array([1, 2, 3]))
+    same = [(a, b) for a, b in product(range(len(rows)), repeat=2) if stages.stage[a] == stages.stage[b]]
+    keys = list(zip(of.tolist(), needed_by.tolist(), strict=True))
+    assert same == [(a, b) for a, b in product(range(len(rows)), repeat=2) if keys[a] == keys[b]]
     return rows, stages, np.array([draw(st.integers(1, 20)) for _ in stages.total])
 
 
@@ -69,7 +74,7 @@ def test_boxes_of_other_heights_are_cut_at_the_same_shares(case, num_rounds, fac
 
 def test_rows_that_are_held_one_by_one_are_in_the_slices_at_their_share_of_the_needed_box():
     """Eight experts, each held as a tensor of its own, which an engine needs in one."""
-    stages = Stages.of(np.array([0]), np.array([8 * 100]), np.array([1]))
+    stages = Stages.of(np.array([0]), np.array([0]), np.array([8 * 100]), np.array([1]))
     slices = Slices(stages, np.array([16]), stages.total, 16)
     rows = np.arange(8)[:, None]
     row, start, stop, item = slices.cut(np.zeros(8, int), rows, rows + 1, np.zeros(8, int), np.full(8, 8))
@@ -82,7 +87,7 @@ def test_stages_of_few_slices_fill_rounds_equally_and_lanes_apart():
     """As many stages as a mixture of experts has on 64 ranks in 16 stages of its pipeline; 500 rounds of 10 slices."""
     num_stages, num_rounds, num_lanes = 1024, 500, 8
     size = np.full(num_stages, 5 * 8)
-    stages = Stages.of(np.arange(num_stages), size, np.full(num_stages, 2))
+    stages = Stages.of(np.arange(num_stages), np.zeros(num_stages), size, np.full(num_stages, 2))
     slices = Slices(stages, np.full(num_stages, 5), size, num_rounds, num_lanes)
     low, high = np.zeros((num_stages, 1), int), np.full((num_stages, 1), 40)
     _, _, _, item = slices.cut(np.arange(num_stages), low, high, low[:, 0], high[:, 0])
@@ -96,7 +101,7 @@ def test_stages_of_few_slices_fill_rounds_equally_and_lanes_apart():
 
 
 def test_stages_of_many_slices_are_in_every_round_alike():
-    stages = Stages.of(np.array([0, 1, 0]), np.array([600, 5000, 300]), np.array([1, 1]))
+    stages = Stages.of(np.array([0, 1, 0]), np.zeros(3), np.array([600, 5000, 300]), np.array([1, 1]))
     slices = Slices(stages, np.array([24, 12]), stages.total, 12, 4)
     edges = np.array([[600], [5000], [300]])
     _, _, _, item = slices.cut(np.arange(3), np.zeros_like(edges), edges, np.zeros(3, int), edges[:, 0])

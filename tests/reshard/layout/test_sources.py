@@ -165,6 +165,23 @@ def test_few_turns_use_all_holders_and_fetchers_equally(num_turns, num_engines):
     assert by_rank.max() - by_rank.min() <= 1
 
 
+def test_machines_pass_on_equally_much_of_the_boxes_of_one_turn():
+    """Eight ranks hold a box each that one rank on each of 8 machines needs: each machine passes on 7 of them."""
+    topology = Topology((*(rank // 8 for rank in range(64)), *range(8, 16)))
+    holders, receivers = [(rank,) for rank in range(0, 64, 8)], tuple(range(64, 72))
+    traffic = RemoteTraffic(topology, holders, [receivers], np.full((8, 1), 1000))
+    limits = RemoteSources(16)
+    entries = RingEntries.choose(traffic, limits)
+    passed_on = np.zeros((16, 72), int)
+    for number, of in enumerate(holders):
+        entry = entries.of(number, 0)
+        selector = SourceSelector(of, receivers, topology, {}, relay=True, remote=limits, entry=entry)
+        for rank in receivers:
+            sources, hops = selector.sources(rank, np.arange(16))
+            np.add.at(passed_on, (np.flatnonzero(hops > 0), sources[hops > 0]), 1)
+    assert (passed_on[:, 64:] == 7).all()
+
+
 @given(st.data(), st.booleans(), st.booleans(), st.sampled_from([None, 1, 3]), st.booleans(), st.booleans())
 @settings(max_examples=300)
 def test_senders_and_receivers_agree(data, relay, single_root, num_turns, direct, even_origins):
