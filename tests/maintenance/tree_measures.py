@@ -23,11 +23,11 @@ LIMITS = {
     "words to avoid": 0,
     "functions of more than 80 lines": 0,
     "unexpected names": 0,
-    "reaches into private names by tests": 58,
+    "reaches into private names by tests": 57,
 }
 """Places found at most, by measure."""
 
-SIZE_LIMITS = {"Python files of megarl": 400, "lines of the weight sync": 14_395}
+SIZE_LIMITS = {"Python files of megarl": 400, "lines of the weight sync": 14_279}
 """Figures of the tree without places."""
 
 WEIGHT_SYNC = (
