@@ -192,7 +192,9 @@ def _messages_by_peer(moves: Moves, is_message: Ints) -> dict[int, Ints]:
     rows = np.flatnonzero(is_message)
     rows = rows[np.argsort(moves.peer[rows], kind="stable")]
     table, peer = np.column_stack(columns)[rows], moves.peer[rows]
-    first = np.flatnonzero(np.r_[True, peer[1:] != peer[:-1]][: len(peer)])
+    is_first = np.ones(len(peer), bool)
+    is_first[1:] = peer[1:] != peer[:-1]
+    first = np.flatnonzero(is_first)
     return dict(zip(peer[first].tolist(), np.split(table, first)[1:], strict=True))
 
 
@@ -207,7 +209,7 @@ def _gathered(plan: RankPlan) -> Ints:
 def _first_difference(a: Ints, b: Ints) -> tuple[int, ...] | None:
     """Return the first row that only one of two tables has at its place, or None if they are equal."""
     common = min(len(a), len(b))
-    differs = np.flatnonzero((a[:common] != b[:common]).any(axis=1)) if common else ()
+    differs = np.flatnonzero((a[:common] != b[:common]).any(axis=1)) if common else np.zeros(0, np.int64)
     if len(differs):
         at = int(differs[0])
         return min(tuple(a[at].tolist()), tuple(b[at].tolist()))
