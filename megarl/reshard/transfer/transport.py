@@ -265,9 +265,17 @@ class Transport:
         group: Any = dist.group.WORLD if self._group is None else self._group
         if self._is_coalescing():
             return self._start_coalesced(group, sends, receives)
-        received = [self._begin(group.recv, tensor, rank, is_receive=True) for tensor, rank in receives]
-        sent = [self._begin(group.send, tensor, rank, is_receive=False) for tensor, rank in sends]
-        return received, sent
+        return self._post(group, sends, receives)
+
+    def _post(
+        self, group: Any, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> tuple[list[InFlight], list[InFlight]]:
+        """Start messages over gloo, none of them after an abort: on closed connections they would never end."""
+        with self._ending:
+            self.raise_if_aborted()
+            received = [self._begin(group.recv, tensor, rank, is_receive=True) for tensor, rank in receives]
+            sent = [self._begin(group.send, tensor, rank, is_receive=False) for tensor, rank in sends]
+            return received, sent
 
     def _begin(
         self, call: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, rank: int, *, is_receive: bool
@@ -324,9 +332,8 @@ class Transport:
                 parts[me].copy_(mine)
             sends += [(mine, member) for member in others]
             receives += [(parts[member], member) for member in others]
-        messages = [self._begin(group.recv, tensor, member, is_receive=True) for tensor, member in receives]
-        messages += [self._begin(group.send, tensor, member, is_receive=False) for tensor, member in sends]
-        return [replace(message, peers=tuple(ranks[member] for member in message.peers)) for message in messages]
+        received, sent = self._post(group, sends, receives)
+        return [replace(each, peers=tuple(ranks[member] for member in each.peers)) for each in (*received, *sent)]
 
     @property
     def is_closed(self) -> bool:

@@ -1,5 +1,6 @@
 """Posting of messages and collectives, errors for messages that do not arrive, and counted bytes; fake works."""
 
+import threading
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
@@ -8,10 +9,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megarl.errors import WeightSyncError
+from megarl.errors import LostRankError, WeightSyncError
 from megarl.reshard.transfer import transport as transport_module
 from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, Transport, wait_for
 from tests.errors import expect_error
+from tests.time_limits import HANG_SECONDS
 
 CLOCK = SimpleNamespace(now=0.0)
 
@@ -133,6 +135,28 @@ def test_closed_transport_rejects_messages_and_aborts_an_exclusive_group(is_excl
         transport.close()
     assert group.calls == ["abort"] * is_exclusive
     with expect_error(WeightSyncError, "connections", "closed"):
+        transport.start([(A, 1)], [])
+
+
+def test_connections_are_not_closed_while_messages_are_posted(monkeypatch):
+    """Over gloo, a message on a connection that another thread has closed never ends."""
+    group, closing, threads = Group(), threading.Event(), []
+    transport = Transport(group, coalesces=False, is_exclusive=True)
+    monkeypatch.setattr(transport_module, "close_gloo_connections", lambda _: closing.set())
+    post = group.recv
+
+    def abort_meanwhile(*message):
+        threads.append(threading.Thread(target=transport.abort, args=("for a test",)))
+        threads[0].start()
+        assert not closing.wait(0.1)
+        return post(*message)
+
+    group.recv = abort_meanwhile
+    transport.start([(A, 1)], [(B, 2)])
+    threads[0].join(HANG_SECONDS)
+    assert closing.is_set()
+    assert [name for name, *_ in group.calls] == ["recv", "send"]
+    with expect_error(LostRankError, "aborted", "for a test"):
         transport.start([(A, 1)], [])
 
 
