@@ -265,9 +265,9 @@ class Transport:
         group: Any = dist.group.WORLD if self._group is None else self._group
         if self._is_coalescing():
             return self._start_coalesced(group, sends, receives)
-        return self._post(group, sends, receives)
+        return self._begin_all(group, sends, receives)
 
-    def _post(
+    def _begin_all(
         self, group: Any, sends: Sequence[Message], receives: Sequence[Message]
     ) -> tuple[list[InFlight], list[InFlight]]:
         """Start messages over gloo, none of them after an abort: on closed connections they would never end."""
@@ -332,7 +332,7 @@ class Transport:
                 parts[me].copy_(mine)
             sends += [(mine, member) for member in others]
             receives += [(parts[member], member) for member in others]
-        received, sent = self._post(group, sends, receives)
+        received, sent = self._begin_all(group, sends, receives)
         return [replace(each, peers=tuple(ranks[member] for member in each.peers)) for each in (*received, *sent)]
 
     @property
