@@ -43,24 +43,6 @@ class SyncStats:
     changed_elements: int = 0
     """Number of these elements that have changed; all in a full sync."""
 
-    def __add__(self, after: SyncStats) -> SyncStats:
-        """Combine two consecutive parts of a sync; the first frees its memory before the second begins."""
-        return SyncStats(
-            bytes_sent=self.bytes_sent + after.bytes_sent,
-            bytes_received=self.bytes_received + after.bytes_received,
-            bytes_delivered=self.bytes_delivered + after.bytes_delivered,
-            buckets=self.buckets + after.buckets,
-            peak_extra_bytes=max(self.peak_extra_bytes, after.peak_extra_bytes),
-            messages=self.messages + after.messages,
-            collectives=self.collectives + after.collectives,
-            bytes_not_received=self.bytes_not_received + after.bytes_not_received,
-            bytes_not_delivered=self.bytes_not_delivered + after.bytes_not_delivered,
-            count_bytes=self.count_bytes + after.count_bytes,
-            copied_bytes=self.copied_bytes + after.copied_bytes,
-            elements=self.elements + after.elements,
-            changed_elements=self.changed_elements + after.changed_elements,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaUpdate:

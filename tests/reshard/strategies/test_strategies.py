@@ -27,7 +27,7 @@ from megarl.reshard.layout.layout import (
 )
 from megarl.reshard.layout.micro_dp import micro_dp_groups, model_replicas
 from megarl.reshard.layout.overlap import layout_bytes
-from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
+from megarl.reshard.planning.strategy import Sinks, SyncContext
 from megarl.reshard.strategies import gather_hf
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.strategies.gather_hf import GatherHf, plan_buckets
@@ -393,10 +393,3 @@ def test_all_ranks_raise_if_one_cannot_plan(tmp_path):
     errors = run_ranks(fail_to_plan, 2, tmp_path, box_context(RankGrid(tp=2), 1, micro_dp=True))
     assert errors[0] == errors[1]
     assert re.match(r"rank 1: norm: rank \d needs .*, of which no trainer rank holds", errors[0]), errors
-
-
-def test_stats_of_two_parts_add_up():
-    first = SyncStats(bytes_sent=1, bytes_received=2, bytes_delivered=3, buckets=4, peak_extra_bytes=9, messages=5)
-    second = replace(first, peak_extra_bytes=7, collectives=6)
-    sums = {"bytes_sent": 2, "bytes_received": 4, "bytes_delivered": 6, "buckets": 8, "messages": 10, "collectives": 6}
-    assert first + second == SyncStats(**sums, peak_extra_bytes=9)
