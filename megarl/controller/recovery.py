@@ -31,6 +31,7 @@ from megarl.cluster.workers.failures import find_losses, pause
 from megarl.cluster.workers.group import RemoteCall, WorkerProcesses
 from megarl.config import RunConfig
 from megarl.config.placement import MAIN_POOL
+from megarl.controller.preflight.machine_checks import find_schedule_problems
 from megarl.controller.resume import latest_valid
 from megarl.engines.engine import KV_CACHE, WEIGHTS
 from megarl.errors import (
@@ -138,8 +139,6 @@ class RunAssembly:
             self._requested = None
             is_first_start = not self._is_rollout_started
             engines, rollout = self._rollout or self._start_rollout(trainer)
-            from megarl.controller.preflight.run_checks import find_schedule_problems  # while processes start
-
             for problem in find_schedule_problems(config, pool.device):  # the device may only be known now
                 raise ConfigError(problem)
             releases_memory = config.releases_engine_memory(pool.device)

@@ -1,4 +1,4 @@
-"""Checks of GPUs, slots, ports, packages and folders, without starting a process."""
+"""Checks of GPUs, slots, ports, packages and folders, and of schedules on these, without starting a process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megarl.cluster.placement.hardware import GpuType, find_gpu_type, package_ve
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.process.launcher_env import torchrun_world
 from megarl.cluster.process.ports import is_port_free
+from megarl.config.algorithm import DapoConfig, PrimeConfig
 from megarl.config.engine_options import find_variable_problems
 from megarl.config.placement import PlacementConfig, pool_key
 from megarl.config.run import RunConfig, StageConfig
@@ -95,6 +96,36 @@ def find_engine_placement_problems(config: RunConfig) -> Iterator[str]:
         require_single_node_groups("micro_dp", servers, topology)
     except ConfigError as e:
         yield str(e)
+
+
+def find_schedule_problems(config: RunConfig, device: str | None) -> Iterator[str]:
+    """Yield a sentence for each setting with which the schedule cannot work.
+
+    Args:
+        device: of the engines, `cpu` or `cuda`; None: unknown.
+    """
+    schedule = config.schedule.resolved()
+    if schedule.type == "sync":
+        return
+    yield from config.schedule.engine_problems(config.rollout.engine)
+    releases_memory = device is not None and config.releases_engine_memory(device)
+    if schedule.update == "in_place" and releases_memory:
+        yield (
+            "schedule.update: in_place keeps the KV cache of running requests, but engines that share the trainer's "
+            "devices release it: give them a pool of their own (placement.rollout.pool), set "
+            "rollout.engine.release_memory: false, or use update: retract"
+        )
+    if schedule.update == "drain" and releases_memory:
+        yield (
+            "schedule.update: drain waits for requests after the training of a step, when engines that share the "
+            "trainer's devices have released their memory: give them a pool of their own (placement.rollout.pool), set "
+            "rollout.engine.release_memory: false, or use schedule.type: async with update: retract"
+        )
+    if isinstance(config.algorithm, DapoConfig | PrimeConfig) and (models := sorted(config.reward.models)):
+        yield (
+            f"schedule.type: {schedule.type} filters groups by rules as they finish, but reward.terms.{models[0]} is a "
+            f"model, which scores whole batches: {config.algorithm.type} needs rules only, or schedule.type: sync"
+        )
 
 
 def find_profile_problems(config: StageConfig) -> Iterator[str]:

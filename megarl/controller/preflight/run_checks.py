@@ -15,7 +15,6 @@ from statistics import fmean, median
 from typing import Any, Literal, cast
 
 from megarl.cluster.placement.assign import ClusterNode
-from megarl.config.algorithm import DapoConfig, PrimeConfig
 from megarl.config.reward import CodeRewardConfig, FormatRewardConfig, JudgeRewardConfig, PythonRewardConfig
 from megarl.config.rollout import AgentConfig, EnvironmentConfig, HarnessConfig
 from megarl.config.run import DpoConfig, RunConfig, StageConfig
@@ -33,6 +32,7 @@ from megarl.controller.preflight.machine_checks import (
     find_package_problems,
     find_port_problems,
     find_profile_problems,
+    find_schedule_problems,
 )
 from megarl.controller.preflight.model_checks import (
     find_auxiliary_model_problems,
@@ -166,36 +166,6 @@ def find_optimizer_problems(config: StageConfig) -> Iterator[str]:
             load_optimizer(optimizer, config.trainer.megatron, layouts.get(key, config.trainer.parallel), key=key)
         except ConfigError as e:
             yield str(e)
-
-
-def find_schedule_problems(config: RunConfig, device: str | None) -> Iterator[str]:
-    """Yield a sentence for each setting with which the schedule cannot work.
-
-    Args:
-        device: of the engines, `cpu` or `cuda`; None: unknown.
-    """
-    schedule = config.schedule.resolved()
-    if schedule.type == "sync":
-        return
-    yield from config.schedule.engine_problems(config.rollout.engine)
-    releases_memory = device is not None and config.releases_engine_memory(device)
-    if schedule.update == "in_place" and releases_memory:
-        yield (
-            "schedule.update: in_place keeps the KV cache of running requests, but engines that share the trainer's "
-            "devices release it: give them a pool of their own (placement.rollout.pool), set "
-            "rollout.engine.release_memory: false, or use update: retract"
-        )
-    if schedule.update == "drain" and releases_memory:
-        yield (
-            "schedule.update: drain waits for requests after the training of a step, when engines that share the "
-            "trainer's devices have released their memory: give them a pool of their own (placement.rollout.pool), set "
-            "rollout.engine.release_memory: false, or use schedule.type: async with update: retract"
-        )
-    if isinstance(config.algorithm, DapoConfig | PrimeConfig) and (models := sorted(config.reward.models)):
-        yield (
-            f"schedule.type: {schedule.type} filters groups by rules as they finish, but reward.terms.{models[0]} is a "
-            f"model, which scores whole batches: {config.algorithm.type} needs rules only, or schedule.type: sync"
-        )
 
 
 def check_or_raise(

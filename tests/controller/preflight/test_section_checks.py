@@ -19,6 +19,7 @@ from megarl.cluster.placement.assign import planned_nodes
 from megarl.config import RunConfig, SftConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.controller.preflight import weight_sync_checks
+from megarl.controller.preflight.machine_checks import find_schedule_problems
 from megarl.controller.preflight.model_checks import (
     describe_megatron,
     find_engine_size_problems,
@@ -30,7 +31,6 @@ from megarl.controller.preflight.run_checks import (
     check_run,
     find_agent_problems,
     find_schedule_notices,
-    find_schedule_problems,
 )
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.megatron.families.load_architecture import load_architecture
