@@ -203,8 +203,8 @@ class DisaggregatedConnections:
         self.heartbeat: HeartbeatSpec | None = None
         self.generation = 0
         self._transfer_spec: TransferSpec | None = None
-        self.engine_layouts: Sequence[WeightLayout] = ()
-        """Layouts of each connected engine by TP rank."""
+        self.engine_layouts: tuple[WeightLayout, ...] = ()
+        """Layouts of each connected engine by TP rank; empty if they are not to be compared."""
         self._connected: list[StartedEngine] | None = None
         """Engines that are connected with the trainer ranks; None: no ranks are connected."""
 
@@ -217,8 +217,8 @@ class DisaggregatedConnections:
         config, store = self._config, self.store.open()
         needs = engines.weight_needs()
         spec = make_transfer_spec(config, engines.engine_slots, engines.pool, self._pool, needs)
-        self.engine_layouts = needs.layouts
-        setup = SyncSetup(config=config.weight_sync, engine=needs.layouts, transfer_spec=spec)
+        self.engine_layouts = () if config.weight_sync.verify is None else needs.layouts
+        setup = SyncSetup(config=config.weight_sync, engine=self.engine_layouts, transfer_spec=spec)
         self._transfer_spec = self._trainer.prepare_sync(setup).transfer_spec
         assert self._transfer_spec is not None, "trainer ranks return a transfer spec if they are given one"
         transfer_group = TransferGroup(
