@@ -93,7 +93,7 @@ def report_on_rank0(world: TorchrunWorld | None) -> Iterator[None]:
 
 
 EARLY_STOP = signal.SIGUSR1
-"""Early-stop request."""
+"""The signal with which launchers request an early stop."""
 
 
 @contextmanager

@@ -122,12 +122,10 @@ class SourceSelector:
             ranks_of = _spread_origins(ranks_of, fetching.keys())
         machines = [fetching.get(node, ranks) for node, ranks in ranks_of.items()]
         self._machine_of = {rank: number for number, ranks in enumerate(machines) for rank in ranks}
-        self._members, self._size = (
-            np.array(list(chain(*machines)), np.int64),
-            np.array([*map(len, machines)], np.int64),
-        )
-        """Of all nodes that need the box, the ranks that take turns at fetching it, or at relaying what the node holds;
-        by node, their number."""
+        self._members = np.array(list(chain(*machines)), np.int64)
+        """Of all nodes that need the box, the ranks that take turns at fetching it, or at relaying what they hold."""
+        self._size = np.array([*map(len, machines)], np.int64)
+        """By node, the number of these."""
         self._first_member = np.cumsum(self._size) - self._size
         self._is_holder = np.zeros(len(topology.nodes), bool)
         self._is_holder[self._holders] = True

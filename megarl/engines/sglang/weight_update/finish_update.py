@@ -179,7 +179,7 @@ def reset_session() -> None:
     _session = WriteSession()
 
 
-def plan_boxes(model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], command: Command) -> PlannedBoxes:
+def make_planned_boxes(model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], command: Command) -> PlannedBoxes:
     """Check the boxes of all rounds, and allocate the tensors that are received in full.
 
     Raises:

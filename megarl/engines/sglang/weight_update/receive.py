@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megarl.engines.sglang.weight_update.finish_update import CommitVote, get_session, plan_boxes, reset_session
+from megarl.engines.sglang.weight_update.finish_update import CommitVote, get_session, make_planned_boxes, reset_session
 from megarl.engines.sglang.weight_update.messages import Command, Reply
 from megarl.engines.sglang.weight_update.planned_boxes import PlannedBoxes
 from megarl.errors import WeightSyncError
@@ -51,7 +51,7 @@ def prepare(model: nn.Module, command: Command, reply: Reply) -> None:
         _network.receiver.close()
         _network = None
     receiver = TransferRank(transfer_spec, transfer_spec.engine_rank(command["engine"], reply.rank))
-    boxes = plan_boxes(model, [each.slots for each in receiver.plan.rounds], command)
+    boxes = make_planned_boxes(model, [each.slots for each in receiver.plan.rounds], command)
     _network = _NetworkPlan(receiver, boxes)
 
 
@@ -109,7 +109,7 @@ def prepare_boxes(model: nn.Module, command: Command, _: Reply) -> None:
         _shared = None
     offer = BoxOffer(**command["offer"])
     rounds = offer.read_slots()
-    boxes = plan_boxes(model, rounds, command)
+    boxes = make_planned_boxes(model, rounds, command)
     _shared = _SharedPlan(boxes, tuple(i for i, slots in enumerate(rounds) if slots), BoxReceiver(offer))
 
 

@@ -36,7 +36,7 @@ class Engine(nn.Module):
 def model(monkeypatch):
     monkeypatch.setattr(weight_loader, "tp_rank", lambda: 0)
     monkeypatch.setattr(weight_loader, "tp_group", lambda: None)
-    monkeypatch.setattr(receive, "plan_boxes", lambda *inputs: PlannedBoxes(*inputs[:2]))  # needs no model of SGLang
+    monkeypatch.setattr(receive, "make_planned_boxes", lambda *inputs: PlannedBoxes(*inputs[:2]))  # no SGLang model
     return Engine()
 
 
