@@ -22,7 +22,7 @@ from benchmarks.controller.cluster import (
     fetched_per_used,
     request_bytes,
 )
-from megarl.algorithms import train
+from megarl.algorithms import find_algorithm
 from megarl.batch.balance import QWEN2_5_7B
 from megarl.batch.sample_table import SampleTable
 from megarl.batch.trajectory import Prompt
@@ -228,7 +228,7 @@ def _measure_run(
     collect_rarely()  # as a run does before its first step
     calibrations = [calibrate() for _ in range(3)]
     rss_before = anonymous_bytes()
-    train(run)
+    find_algorithm(run.config.algorithm.type)().train(run, run.config.algorithm)
     counts = dict(cluster.counts)
     calibrations += [calibrate() for _ in range(3)]
     rank_calls += [cluster.call_ranks() for _ in range(2)]

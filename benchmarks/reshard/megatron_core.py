@@ -48,7 +48,7 @@ from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.trainer_layouts import EVEN, trainer_layouts
-from megarl.megatron.local_layout import local_tensors
+from megarl.megatron.local_layout import find_weights, view_weights
 from megarl.megatron.modeling.gpt_model import build_chunks
 from megarl.megatron.modeling.language_head import HeadOptions
 from megarl.megatron.modeling.layer_spec import layer_backend
@@ -215,6 +215,6 @@ def _build(model: ModelArchitecture, grid: RankGrid, layout: WeightLayout, dtype
     head = HeadOptions(temperature=1.0, fused=False, fp32=False)
     (chunk,) = build_chunks(model, config, groups, EVEN, backend=backend, head=head)
     chunk.module.pg_collection = groups
-    shard = Shard(layout, local_tensors(model, [chunk]))
+    shard = Shard(layout, view_weights(find_weights(model, [chunk])))
     parallel_state.destroy_model_parallel()  # the other side creates its own groups
     return chunk.module, shard

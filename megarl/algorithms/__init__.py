@@ -88,9 +88,3 @@ def find_algorithm(kind: str) -> type[Algorithm[Any]]:
     if ":" in kind:
         return cast("type[Algorithm[Any]]", load_algorithm_class(kind))
     return next(found for found in BUILT_IN if found.Config.model_fields["type"].default == kind)
-
-
-def train(run: RLRun) -> None:
-    """Run the training loop of `algorithm.type`, from the first weight sync to the last step."""
-    config = run.config.algorithm
-    find_algorithm(config.type)().train(run, config)

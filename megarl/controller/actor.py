@@ -144,11 +144,19 @@ class Controller:
         """
         self._events.add(MessageEvent("starting trainer ranks and rollout engines"))
         with self._startup.phase("controller", "imports"):
-            from megarl.controller.recovery import train_with_recovery
+            from megarl.controller.recovery import Recovery
 
         restarted = ray.get_runtime_context().was_current_actor_reconstructed
         with self._stage() as closing:
-            run = train_with_recovery(config, self._events, closing, self._startup, resume=resume, restarted=restarted)
+            recovery = Recovery(config, self._events, closing, self._startup, resume=resume, restarted=restarted)
+            while not recovery.is_finished:
+                with recovery.attempt() as run:
+                    from megarl.algorithms import find_algorithm  # imports torch, while other processes start
+
+                    find_algorithm(config.algorithm.type)().train(run, config.algorithm)
+                    run.save()
+                    run.export(run.trainer)
+                    run.finish()
         run.raise_if_stopped_early()
 
     def sft(self, config: SftConfig, resume: Path | None = None) -> None:

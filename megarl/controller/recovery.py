@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Set
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Set
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -318,60 +318,100 @@ class RunAssembly:
         self._events.add(MessageEvent(text))
 
 
-def train_with_recovery(
-    config: RunConfig, events: EventLog, closing: ExitStack, startup: Startup, *, resume: Path | None, restarted: bool
-) -> RLRun:
-    """Train and export, restarting lost processes, and return the finished run.
+class Recovery:
+    """Assembles a run, and assembles it again from the newest checkpoint when processes are lost."""
 
-    Args:
-        closing: receives the shutdown callbacks of what must end gracefully.
-        resume: checkpoint folder to resume from; None: start from step 0.
-        restarted: Ray has restarted the controller: resume from the run's newest valid checkpoint, if there is one.
+    def __init__(
+        self,
+        config: RunConfig,
+        events: EventLog,
+        closing: ExitStack,
+        startup: Startup,
+        *,
+        resume: Path | None,
+        restarted: bool,
+    ) -> None:
+        """Reserve the slots and request all processes.
 
-    Raises:
-        MegarlError: an error that no lost process explains, or the restart budget is spent.
-    """
+        Args:
+            closing: receives the shutdown callbacks of what must end gracefully.
+            resume: checkpoint folder to resume from; None: start from step 0.
+            restarted: Ray has restarted the controller: resume from the run's newest valid checkpoint, if there is one.
 
-    def notify(text: str) -> None:
-        events.add(MessageEvent(text))
+        Raises:
+            RestartLimitError: the controller was lost too often.
+        """
 
-    def newest_checkpoint() -> Path | None:
-        saved = latest_valid(config, notify)
-        return saved.folder if saved is not None else resume
+        def notify(text: str) -> None:
+            events.add(MessageEvent(text))
 
-    restart_budget = _open_restart_budget(config, notify, restarted=restarted)
-    monitor = RunMonitor(config, notify)
-    closing.push(monitor.close)
-    assembly = RunAssembly(config, events, closing, startup, restart_budget=restart_budget, monitor=monitor)
-    checkpoint = newest_checkpoint() if restarted else resume
-    while True:
-        if checkpoint is None and restarted:
-            discard_partial_journal(config)
-        run: RLRun | None = None
+        self._config, self._notify = config, notify
+        self._resume, self._restarted = resume, restarted
+        self._restart_budget = _open_restart_budget(config, notify, restarted=restarted)
+        self._monitor = RunMonitor(config, notify)
+        closing.push(self._monitor.close)
+        self._assembly = RunAssembly(
+            config, events, closing, startup, restart_budget=self._restart_budget, monitor=self._monitor
+        )
+        self._checkpoint = self._newest_checkpoint() if restarted else resume
+        self.is_finished = False
+        """Whether the body of an `attempt` has reached its end."""
+
+    @contextmanager
+    def attempt(self) -> Iterator[RLRun]:
+        """Yield the run, ready to train; a body that loses a process ends without an error, to be attempted again.
+
+        Raises:
+            MegarlError: an error that no lost process explains, or the restart budget is spent.
+        """
+        run = self._assemble()
         try:
-            with monitor.start(restart_budget.step):
-                run = assembly.assemble(checkpoint, restarted=restarted)
-            monitor.heartbeat.status("running")
-            train(run)
-            run.save()
-            run.export(run.trainer)
-            run.finish()
-        except RestartLimitError:
-            raise
+            yield run
         except (WorkerError, WeightSyncError) as error:
-            loss = _find_loss(error, assembly, is_first_start=run is None and not restarted)
-            if loss is None:
-                raise
-            seconds = restart_budget.spend("trainer", loss, run.step if run is not None else 0)
+            self._recover(error, run)
         else:
-            return run
-        monitor.heartbeat.status("recovering")
-        assembly.stop_trainer()
+            self.is_finished = True
+
+    def _assemble(self) -> RLRun:
+        """Assemble the run, as often as processes are lost meanwhile."""
+        while True:
+            if self._checkpoint is None and self._restarted:
+                discard_partial_journal(self._config)
+            try:
+                with self._monitor.start(self._restart_budget.step):
+                    run = self._assembly.assemble(self._checkpoint, restarted=self._restarted)
+            except (WorkerError, WeightSyncError) as error:
+                self._recover(error, None)
+            else:
+                self._monitor.heartbeat.status("running")
+                return run
+
+    def _recover(self, error: MegarlError, run: RLRun | None) -> None:
+        """Stop the trainer after a loss, and wait for nodes that replace lost ones.
+
+        Args:
+            run: None: it was not assembled yet.
+
+        Raises:
+            MegarlError: `error`, if no lost process explains it, or the restart budget is spent.
+        """
+        if isinstance(error, RestartLimitError):
+            raise error
+        loss = _find_loss(error, self._assembly, is_first_start=run is None and not self._restarted)
+        if loss is None:
+            raise error
+        seconds = self._restart_budget.spend("trainer", loss, run.step if run is not None else 0)
+        self._monitor.heartbeat.status("recovering")
+        self._assembly.stop_trainer()
         if run is not None:
             run.abort()
         pause(seconds)
-        assembly.replace_nodes()
-        checkpoint, restarted = newest_checkpoint(), True
+        self._assembly.replace_nodes()
+        self._checkpoint, self._restarted = self._newest_checkpoint(), True
+
+    def _newest_checkpoint(self) -> Path | None:
+        saved = latest_valid(self._config, self._notify)
+        return saved.folder if saved is not None else self._resume
 
 
 def _open_restart_budget(config: RunConfig, notify: Callable[[str], None], *, restarted: bool) -> RestartBudget:
@@ -416,10 +456,3 @@ def _find_loss(error: MegarlError, assembly: RunAssembly, *, is_first_start: boo
     if loss is None and isinstance(error, HungWorkerError | LostRankError):
         loss = error
     return None if is_first_start and not isinstance(loss, LostWorkerError | LostEngineError) else loss
-
-
-def train(run: RLRun) -> None:
-    """Run the training loop of the configured algorithm, imported here because the loops import torch."""
-    from megarl.algorithms import train as train_algorithm
-
-    train_algorithm(run)

@@ -185,7 +185,7 @@ def replay_journal(
     Raises:
         WorkerError: the journal lacks a group.
     """
-    from megarl.algorithms import find_algorithm, train
+    from megarl.algorithms import find_algorithm
 
     def notify(text: str) -> None:
         events.add(MessageEvent(text))
@@ -197,8 +197,9 @@ def replay_journal(
     # a batch is read at once: in one call, it has arrived before the step that needs it
     rollout = RolloutGroup(config, None, workers, max_per_object=config.algorithm.prompts_per_step)
     closing.callback(rollout.shutdown)
+    algorithm = find_algorithm(config.algorithm.type)
     for actor in rollout.actors().values():  # otherwise it would import estimators and torch in the first step
-        actor.preimport.remote(find_algorithm(config.algorithm.type), time.time())
+        actor.preimport.remote(algorithm, time.time())
     models, starting = AuxiliaryModels.start(config, processes, pools, load_weights=load_weights)
     starting.append(trainer.start_workers(trainer_spec(config, load_weights=load_weights)))
     prompts = replace(read_prompts(config, Path(config.run_dir)), held_out=())
@@ -223,7 +224,7 @@ def replay_journal(
     )
     run = RLRun(config, events, PhaseTimer(), startup, parts)
     begin = time.perf_counter()
-    train(run)
+    algorithm().train(run, config.algorithm)
     run.save()
     seconds = {"total": time.perf_counter() - begin, **run.totals.snapshot(run.timer).seconds_by_phase}
     run.finish()

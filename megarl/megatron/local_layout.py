@@ -18,17 +18,22 @@ from megarl.reshard.layout.layout import ShardPiece, WeightLayout, extent, slice
 from megarl.reshard.transfer.bucket import dtype_name, torch_dtype
 
 
-def local_tensors(model: ModelArchitecture, chunks: Sequence[ModelChunk]) -> dict[str, Tensor]:
-    """Return this rank's tensors by megatron-core name, with global layer and expert numbers (`local_view`)."""
-    tensors: dict[str, Tensor] = {}
+def find_weights(model: ModelArchitecture, chunks: Sequence[ModelChunk]) -> dict[str, tuple[Tensor, ParameterMap]]:
+    """Return this rank's parameters by megatron-core name, with global layer and expert numbers, and their maps."""
+    weights: dict[str, tuple[Tensor, ParameterMap]] = {}
     for chunk in chunks:
-        held = {name: parameter.data for name, parameter in chunk.module.named_parameters()}
+        held: dict[str, Tensor] = dict(chunk.module.named_parameters())
         # the only buffer that is part of the model's weights
         held |= {name: buffer for name, buffer in chunk.module.named_buffers() if name.endswith("router.expert_bias")}
         for name, tensor in held.items():
             global_name = chunk.global_name(name)
-            tensors[global_name] = local_view(model.parameter_map(global_name), tensor)
-    return tensors
+            weights[global_name] = tensor, model.parameter_map(global_name)
+    return weights
+
+
+def view_weights(weights: Mapping[str, tuple[Tensor, ParameterMap]]) -> dict[str, Tensor]:
+    """Return the current tensors of what `find_weights` returned, each as a `local_view`."""
+    return {name: local_view(mapping, weight.data) for name, (weight, mapping) in weights.items()}
 
 
 def local_view(mapping: ParameterMap, tensor: Tensor) -> Tensor:

@@ -290,10 +290,11 @@ class RLRun(StageRun):
     @property
     def _turn_weight(self) -> float | None:
         """Weight of the environment's rewards, if advantages are per turn."""
-        environments = [name for name in self.config.reward.environments if name in self._sampler.weights.current]
-        if self.config.algorithm.advantages_per != "turn" or not environments:
+        if self.config.algorithm.advantages_per != "turn":
             return None
-        return sum(self._sampler.weights.current[name] for name in environments)
+        weights = self._sampler.weights.current
+        environments = [name for name in self.config.reward.environments if name in weights]
+        return sum(weights[name] for name in environments) if environments else None
 
     @override
     def should_stop(self) -> bool:

@@ -40,6 +40,7 @@ class MismatchLimits:
     def __init__(self, limits: LimitsConfig, dtype: str) -> None:
         self._dtype, self._absolute = dtype, limits.mismatch
         self._auto: Mapping[str, AutoLimit] = {key: AUTO_LIMITS[dtype][key] for key in limits.auto_keys}
+        self._largest = {key: LimitConfig(max=auto.limit) for key, auto in self._auto.items()}
         self.history = {key: MismatchHistory(dtype=dtype) for key in self._auto}
         """By limit that is `auto`; part of the run state, restored on resume."""
 
@@ -50,8 +51,9 @@ class MismatchLimits:
 
     def of_step(self) -> dict[str, LimitConfig]:
         """Return the limits of the next step, by key."""
-        auto = {key: LimitConfig(max=limit.bound(self.history[key].passed)) for key, limit in self._auto.items()}
-        return auto | self._absolute
+        bounds = {key: auto.bound(self.history[key].passed) for key, auto in self._auto.items()}
+        changed = {key: self._largest[key].model_copy(update={"max": bound}) for key, bound in bounds.items()}
+        return changed | self._absolute
 
     def notes(self) -> dict[str, str]:
         """Return what messages add about each limit of `of_step`: healthy values, of this run and the demo."""

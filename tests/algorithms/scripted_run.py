@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.algorithms import train
+from megarl.algorithms import find_algorithm
 from megarl.batch.sample_table import SampleKey, SampleRef
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.cluster.workers.payload import LocalPayload
@@ -374,7 +374,7 @@ def train_with_fakes(
     run_prompts = RunPrompts(training=prompts, order=order)
     parts = RunParts(prompts=run_prompts, **stand_ins)
     run = RLRun(config, events, PhaseTimer(), Startup(time.time()), parts)
-    train(run)
+    find_algorithm(config.algorithm.type)().train(run, config.algorithm)
     run.save()
     run.finish()
     messages = [event.text for event in events.since(0)[0] if isinstance(event, MessageEvent)]

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +10,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from megarl import errors
+from megarl import algorithms, errors
 from megarl.cluster.placement.pool import Slot, SlotPool
-from megarl.controller import recovery
-from megarl.controller.recovery import RunAssembly, train_with_recovery
+from megarl.controller import actor, recovery
+from megarl.controller.actor import Controller
+from megarl.controller.recovery import RunAssembly
 from megarl.run.supervision import restart_budget
-from megarl.tracking.progress import EventLog, MessageEvent
+from megarl.tracking.progress import MessageEvent
 from megarl.tracking.timing import Startup
 from tests.errors import expect_error
 from tests.run.finished_groups import run_config
@@ -54,17 +54,20 @@ class World:
                 pass
 
         patch.setattr(recovery, "RunAssembly", RunAssembly)
-        patch.setattr(recovery, "train", self.train)
+        patch.setattr(algorithms, "find_algorithm", lambda kind: lambda: SimpleNamespace(train=self.train))
+        runtime = SimpleNamespace(get_runtime_context=lambda: self.runtime_context)
+        patch.setattr(actor, "ray", runtime)
         patch.setattr(restart_budget, "BACKOFF_SECONDS", 0.0)
         patch.setattr(recovery, "latest_valid", lambda *_: self.saved and SimpleNamespace(folder=self.saved))
 
     restart_budget: Any
+    runtime_context: Any
 
     def fail(self, step: int) -> None:
         if self.failures.get(step):
             raise self.failures[step].pop(0)
 
-    def train(self, run: Any) -> None:
+    def train(self, run: Any, _: Any) -> None:
         for step in range(1, 4):
             run.step = step
             self.fail(step)
@@ -72,10 +75,12 @@ class World:
             self.saved = Path(f"step-{step}")
 
     def run(self, resume: Path | None = None, *, restarted: bool = False) -> list[str]:
-        events = EventLog()
-        with ExitStack() as closing:
-            train_with_recovery(self.config, events, closing, Startup(0.0), resume=resume, restarted=restarted)
-        return [event.text for event in events.since(0)[0] if isinstance(event, MessageEvent)]
+        self.runtime_context = SimpleNamespace(was_current_actor_reconstructed=restarted)
+        controller = Controller(Startup(0.0), 0.0)
+        controller.train(self.config, resume)
+        first, *messages = [event.text for event in controller.events(0)[0] if isinstance(event, MessageEvent)]
+        assert first == "starting trainer ranks and rollout engines"
+        return messages
 
     def assert_fails(self, error: errors.MegarlError) -> None:
         """Check that the error ends the run without a restart."""

@@ -18,7 +18,7 @@ from ray.util import remove_placement_group
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.algorithms import train as train_algorithm
+from megarl.algorithms import find_algorithm
 from megarl.batch.trajectory import Prompt
 from megarl.cluster.placement.pool import SlotPool, reserve, reserve_pools
 from megarl.cluster.placement.rank_grid import RankGrid
@@ -138,7 +138,7 @@ class Components:
                     prompts=prompts,
                 ),
             )
-            train_algorithm(run)
+            find_algorithm(config.algorithm.type)().train(run, config.algorithm)
             run.export(run.trainer)
             run.finish()
         return run

@@ -272,6 +272,7 @@ class EngineHost:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
+        self._node_ranks = spec.node_ranks
         self.directory = ""
         """Private folder of this engine, for sockets and other files; created at launch, removed by `shutdown`."""
         self.failure: LostEngineError | None = None
@@ -364,7 +365,7 @@ class EngineHost:
 
     async def describe(self, rank: int) -> str:
         """Return the TP rank, pid and OS process state of a scheduler process as text, for error messages."""
-        pid = self.processes[rank - self.spec.node_ranks[0]].pid
+        pid = self.processes[rank - self._node_ranks[0]].pid
         try:
             status = Path(f"/proc/{pid}/status").read_text()
         except OSError:
@@ -388,7 +389,7 @@ class EngineHost:
 
     async def share_file(self, name: str, content: bytes) -> list[str]:
         """Write a file for the TP ranks; return the path at which each of them can read it."""
-        return [self._files.share(name, content)] * len(self.spec.node_ranks)
+        return [self._files.share(name, content)] * len(self._node_ranks)
 
     async def remove_file(self, name: str) -> None:
         """Remove a shared file."""
@@ -396,7 +397,7 @@ class EngineHost:
 
     async def folders(self) -> list[str]:
         """Return for each TP rank the folder on its node in which it exchanges files with the host."""
-        return [self.directory] * len(self.spec.node_ranks)
+        return [self.directory] * len(self._node_ranks)
 
     async def reply_states(self, number: int) -> list[ReplyState]:
         """Return the state of each TP rank for command `number`."""
@@ -470,7 +471,7 @@ class EngineHost:
             self.tokenizer_manager._subprocess_watchdog.stop()  # it would send this process a SIGQUIT
             # a full garbage collection over all SGLang modules takes 0.4 s, and flushing the cache triggers one
             loop.run_until_complete(self.tokenizer_manager.freeze_gc())
-        for rank, process in zip(self.spec.node_ranks, self.processes, strict=True):
+        for rank, process in zip(self._node_ranks, self.processes, strict=True):
             what = f"scheduler process of TP rank {rank}"
             loop.add_reader(process.sentinel, self._on_exit, what, process)
         for process in self._controllers:
@@ -483,7 +484,7 @@ class EngineHost:
         self._load_snapshot = load_snapshot
 
     def _on_launch(self, processes: list[BaseProcess]) -> None:
-        num_controllers = len(processes) - len(self.spec.node_ranks)
+        num_controllers = len(processes) - len(self._node_ranks)
         self._controllers += processes[:num_controllers]
         self.processes += processes[num_controllers:]
 
@@ -555,7 +556,7 @@ class EngineHost:
 
     @property
     def _files(self) -> RankFiles:
-        return RankFiles(self.directory, self.spec.node_ranks)
+        return RankFiles(self.directory, self._node_ranks)
 
     def _log_tail(self, process: BaseProcess | None = None) -> str:
         for candidate in [process] if process else self._all_processes:

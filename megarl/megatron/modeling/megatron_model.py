@@ -77,6 +77,7 @@ class MegatronModel:
         self.dtype = _compute_dtype(spec.dtype)
         self._backend = layer_backend(self.architecture, spec.megatron, self.dtype)
         self.config = transformer_config(self.architecture, p, self.dtype, spec.recompute, spec.megatron, spec.moe)
+        self._token_multiple = token_multiple(self.config)
         head = HeadOptions(
             temperature=spec.temperature,
             fused=platform.is_cuda() if spec.fused_lm_head is None else spec.fused_lm_head,
@@ -90,6 +91,7 @@ class MegatronModel:
         if spec.moe.router_replay != "none":
             self._route_shape = RouteShape.of(self.architecture)
             replay_routes((chunk.module for chunk in self.chunks), self._route_shape)
+        self._weights = local_layout.find_weights(self.architecture, self.chunks)
         self._mtp_tensors = local_layout.mtp_tensors(self.architecture, self.groups, self.dtype)
         tensors = self.tensors()
         self.layout = local_layout.make_layout(self.architecture, tensors, self.groups, self.dtype)
@@ -110,7 +112,7 @@ class MegatronModel:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's parameters by the local names that `layout` uses."""
-        return local_layout.local_tensors(self.architecture, self.chunks) | self._mtp_tensors
+        return local_layout.view_weights(self._weights) | self._mtp_tensors
 
     def pack(
         self,
@@ -128,7 +130,7 @@ class MegatronModel:
         """
         cp = self.groups.cp
         sequence_multiple = 2 * cp.size() if cp.size() > 1 else 1
-        multiple = lcm(sequence_multiple, token_multiple(self.config))
+        multiple = lcm(sequence_multiple, self._token_multiple)
         packed = pack(trajectories, columns, multiple=multiple, sequence_multiple=sequence_multiple)
         index_t = local_index(packed.cu_seqlens_S, cp.rank(), cp.size())
         if cp.size() > 1:
