@@ -40,7 +40,7 @@ class FakeTokenizerManager:
 def host(monkeypatch):
     """An engine host whose two schedulers have used `spent` seconds of CPU time."""
     monkeypatch.setattr(engine_host, "time", LOOP_CLOCK)
-    host = EngineHost(SimpleNamespace(log_dir=None))
+    host = EngineHost(EngineSpec(model_path=""))
     host._engine = SimpleNamespace(tokenizer_manager=FakeTokenizerManager())
     host.spent = [1.0, 1.0]
 

@@ -379,18 +379,33 @@ def test_gradient_and_optimizer_configurations(tmp_path: Any) -> None:
         assert {name: got[name] for name in want} == want
 
 
-def layers_of_latent_attention(path: str) -> dict[str, Any]:
-    """Return the layers that both specs name, those that are built, and those that megatron-core would build."""
-    model = make_model(model_spec(path))
+def specs_of(model: Any) -> dict[str, Any]:
+    """Return the layers of a model with two layers, as torch's and as Transformer Engine's."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     from megarl.megatron.modeling.layer_spec import te_block_spec, torch_block_spec
 
-    found, specs = {}, {"torch": torch_block_spec(model.architecture, range(2))}
     with patch("megatron.core.models.gpt.gpt_layer_specs.TESpecProvider", TESpecProvider):
-        specs["Transformer Engine"] = te_block_spec(model.config, vp_stage=None)
-    for name, block in specs.items():
+        of_te = te_block_spec(model.config, vp_stage=None)
+    return {"torch": torch_block_spec(model.architecture, range(2)), "Transformer Engine": of_te}
+
+
+def cross_attentions(path: str) -> set[str]:
+    blocks = specs_of(make_model(model_spec(path))).values()
+    return {layer.submodules.cross_attention.__name__ for block in blocks for layer in block.layer_specs}
+
+
+def test_no_layer_has_cross_attention(model_folder: Any, tmp_path: Any) -> None:
+    assert run_ranks(cross_attentions, 1, tmp_path, model_folder("qwen3")) == {"IdentityOp"}
+
+
+def layers_of_latent_attention(path: str) -> dict[str, Any]:
+    """Return the layers that both specs name, those that are built, and those that megatron-core would build."""
+    model = make_model(model_spec(path))
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    found = {}
+    for name, block in specs_of(model).items():
         attention = block.layer_specs[0].submodules.self_attention
         owner = SimpleNamespace(config=model.config)
         built = attention.module._resolve_qk_norm_config(owner, attention.submodules)
