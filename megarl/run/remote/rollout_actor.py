@@ -25,7 +25,7 @@ from megarl.rollout.gateway.harness_agent import HarnessAgent
 from megarl.rollout.gateway.harness_process import HARNESS
 from megarl.rollout.journal import Replay, open_journal, parse_step
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec, SourceAgent
-from megarl.tracking.rollout_log import write_rollouts
+from megarl.tracking.tracker import write_rollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
