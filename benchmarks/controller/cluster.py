@@ -63,7 +63,7 @@ from megarl.run.remote.rollout_workers import RolloutWorkers
 from megarl.run.remote.trainer_group import TrainerGroup
 from megarl.run.supervision.engine_supervisor import LIVENESS_GROUP, EngineSupervisor
 from megarl.run.supervision.restart_budget import RestartBudget
-from megarl.run.sync.sync_update import PushReport
+from megarl.run.sync.weight_sync import PushReport
 
 NUM_PROCESSES = 2
 """Ray actors that stand in for all trainer ranks, and as many each for their relays, all rollout workers and all
