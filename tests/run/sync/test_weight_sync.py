@@ -182,9 +182,8 @@ def make(monkeypatch):
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(failures, "ROOT_CAUSE_SECONDS", 0.1)
     monkeypatch.setattr(weight_sync_module, "CAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(
-        weight_sync_module, "CLOSE_SECONDS", HANG_SECONDS
-    )  # the threads of engines connect to the store first
+    # the threads of engines connect to the store first
+    monkeypatch.setattr(weight_sync_module, "CLOSE_SECONDS", HANG_SECONDS)
 
     def make(*, disaggregated=False, **weight_sync):
         cluster = Cluster(disaggregated)
