@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.engines.sglang.cpu import batched_attention as cpu_attention
-from megarl.engines.sglang.cpu.batched_attention import decode, extend, group_sequences
+from megarl.engines.sglang.cpu import attention as cpu_attention
+from megarl.engines.sglang.cpu.attention import (
+    can_share,
+    decode,
+    extend,
+    find_shared_prompts,
+    group_sequences,
+    repeated_tokens,
+    select_first,
+)
 from megarl.engines.sglang.cpu.determinism import seeded_hash
-from megarl.engines.sglang.cpu.shared_prefill import can_share, find_shared_prompts, repeated_tokens, select_first
 from tests.engines.remote import requests
 
 PROMPTS = [tuple((11 * i + 3 * j) % 240 for j in range(4 + 5 * i)) for i in range(7)]

@@ -36,9 +36,8 @@ class Engine(nn.Module):
 def model(monkeypatch):
     monkeypatch.setattr(weight_loader, "tp_rank", lambda: 0)
     monkeypatch.setattr(weight_loader, "tp_group", lambda: None)
-    monkeypatch.setattr(
-        weight_loader, "make_planned_boxes", lambda *inputs: PlannedBoxes(*inputs[:2])
-    )  # no SGLang model
+    # without SGLang's model
+    monkeypatch.setattr(weight_loader, "make_planned_boxes", lambda *inputs: PlannedBoxes(*inputs[:2]))
     return Engine()
 
 
