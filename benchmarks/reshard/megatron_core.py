@@ -49,8 +49,7 @@ from megarl.errors import ConfigError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.trainer_layouts import EVEN, trainer_layouts
 from megarl.megatron.local_layout import local_tensors
-from megarl.megatron.modeling.gpt_model import build_chunks
-from megarl.megatron.modeling.language_head import HeadOptions
+from megarl.megatron.modeling.gpt_model import HeadOptions, build_chunks
 from megarl.megatron.modeling.layer_spec import layer_backend
 from megarl.megatron.modeling.transformer_config import transformer_config
 from megarl.megatron.runtime import platform
