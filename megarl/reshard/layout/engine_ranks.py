@@ -13,8 +13,7 @@ import numpy as np
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
-from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import PieceTable, WeightLayout
+from megarl.reshard.layout.layout import Ints, PieceTable, WeightLayout
 from megarl.reshard.layout.micro_dp import micro_dp_groups, strided_places
 from megarl.reshard.layout.overlap import layout_bytes, overlap_bytes
 from megarl.reshard.layout.topology import Topology

@@ -10,7 +10,7 @@ from itertools import chain
 
 import numpy as np
 
-from megarl.reshard.layout.boxes import Ints
+from megarl.reshard.layout.layout import Ints
 from megarl.reshard.layout.relay_tree import Ranks, RemoteSources, distances, num_passed
 from megarl.reshard.layout.topology import Topology
 

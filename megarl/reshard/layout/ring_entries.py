@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.reshard.layout.boxes import Ints
+from megarl.reshard.layout.layout import Ints
 from megarl.reshard.layout.relay_tree import Entry, RemoteSources, turn_offset
 from megarl.reshard.layout.remote_traffic import RemoteTraffic
 

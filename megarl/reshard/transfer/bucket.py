@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import Box, TensorSpec, volume
+from megarl.reshard.layout.layout import Box, Ints, TensorSpec, volume
 
 ON_DEVICE = "cuda-ipc:"
 """Prefix of the path of device memory; torch's IPC handle follows."""

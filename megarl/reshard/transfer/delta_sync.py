@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import slices
+from megarl.reshard.layout.layout import Ints, slices
 from megarl.reshard.planning.delta import CodedRound, DeltaPlan, code_name
 from megarl.reshard.planning.rounds import Round
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.boxes import Ints
+from megarl.reshard.layout.layout import Ints
 from megarl.reshard.transfer.box_views import contiguous_bytes
 
 BLOCK = 1 << 16

@@ -44,7 +44,7 @@ from megarl.engines.sglang.weight_update.finish_update import CommitVote, get_se
 from megarl.engines.sglang.weight_update.messages import WRITING, Command, Reply, checked_path, read_bucket, send_reply
 from megarl.engines.sglang.weight_update.planned_boxes import PlannedBoxes, find_bucket_problems, read_expected_tensors
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.boxes import Ints
+from megarl.reshard.layout.layout import Ints
 from megarl.reshard.planning.disaggregated import TransferRank
 from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.box_channel import BoxOffer, BoxReceiver
