@@ -12,8 +12,7 @@ from typing import override
 import numpy as np
 
 from megarl.batch.balance import MICRO_BATCHES_PER_CHUNK
-from megarl.batch.pack import ColumnName, PerToken
-from megarl.batch.sample_table import SampleRef
+from megarl.batch.pack import ColumnName, PerToken, SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import require_lock
 from megarl.cluster.process.launcher_env import torchrun_world

@@ -18,8 +18,8 @@ import numpy as np
 import ray
 
 from megarl.batch.balance import QWEN2_5_7B
+from megarl.batch.pack import SampleTable
 from megarl.batch.packed_trajectories import PackedTrajectories
-from megarl.batch.sample_table import SampleTable
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.placement.pool import Slot
 from megarl.cluster.placement.rank_grid import RankGrid

@@ -25,9 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches, plan_whole_groups
-from megarl.batch.pack import ColumnName, PerToken, padded_length
+from megarl.batch.pack import ColumnName, PerToken, SampleKey, SampleTable, padded_length
 from megarl.batch.packed_trajectories import PackedGroup, PackedTrajectories
-from megarl.batch.sample_table import SampleKey, SampleTable
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.workers.dispatch import Dispatch, from_output_rank

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from megarl.batch.pack import ColumnName, PerToken
-from megarl.batch.sample_table import SampleKey, SampleRef
+from megarl.batch.pack import ColumnName, PerToken, SampleKey, SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import LockClaim
 from megarl.cluster.placement.rank_grid import RankGrid

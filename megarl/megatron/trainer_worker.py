@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.batch.pack import PerToken
-from megarl.batch.sample_table import SampleKey
+from megarl.batch.pack import PerToken, SampleKey
 from megarl.batch.trajectory import Routes
 from megarl.checkpoint.run_lock import require_claim
 from megarl.cluster.process.process_start import record_imports

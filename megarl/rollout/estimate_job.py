@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.batch.pack import ColumnName, PerToken
-from megarl.batch.sample_table import SampleKey
+from megarl.batch.pack import ColumnName, PerToken, SampleKey
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.workers.payload import Payload
 from megarl.functional import normalize

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megarl.algorithms import train
-from megarl.batch.sample_table import SampleKey, SampleRef
+from megarl.batch.pack import SampleKey, SampleRef
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.cluster.workers.payload import LocalPayload
 from megarl.config import RunConfig

@@ -18,8 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.batch.pack import pack
-from megarl.batch.sample_table import SampleRef
+from megarl.batch.pack import SampleRef, pack
 from megarl.batch.trajectory import Trajectory
 from megarl.config.algorithm import GrpoConfig
 from megarl.config.policy import DecoupledConfig, RolloutIsConfig

@@ -10,8 +10,7 @@ import pytest
 import ray
 
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
-from megarl.batch.pack import padded_length
-from megarl.batch.sample_table import SampleKey, SampleRef, SampleTable
+from megarl.batch.pack import SampleKey, SampleRef, SampleTable, padded_length
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.workers.dispatch import BROADCAST

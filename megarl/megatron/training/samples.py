@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.batch.pack import ColumnName, PerToken
-from megarl.batch.sample_table import SampleKey, SampleRef, SampleTable
+from megarl.batch.pack import ColumnName, PerToken, SampleKey, SampleRef, SampleTable
 from megarl.batch.trajectory import ROUTES, Routes, Trajectory, find_mixed_kv, is_routed
 from megarl.cluster.workers.payload import LocalPayload, Payload, fetch_all
 from megarl.megatron.requests import ForwardRequest, MiniBatch, TokenColumn, TrainRequest, Trajectories, VersionRange

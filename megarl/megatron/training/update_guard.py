@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch.sample_table import SampleRef
+from megarl.batch.pack import SampleRef
 from megarl.cluster.process.atomic_files import atomic_write
 from megarl.config.limits import LimitConfig
 from megarl.errors import LimitError

@@ -10,7 +10,7 @@ from operator import add
 from typing import TYPE_CHECKING
 
 from megarl.batch.balance import SequenceCost
-from megarl.batch.sample_table import SampleKey
+from megarl.batch.pack import SampleKey
 from megarl.cluster.placement.hardware import BLACKWELL, find_gpu_type
 from megarl.cluster.placement.pool import SlotPool
 from megarl.cluster.placement.rank_grid import RankGrid

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.batch.sample_table import SampleRef
+from megarl.batch.pack import SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.workers.payload import LocalPayload
 from megarl.config.megatron import MegatronConfig
