@@ -27,7 +27,6 @@ EPISODE_TOKENS: ColumnName = "episode_tokens"
 PerToken = np.ndarray
 """float32 [n] for a trajectory of n tokens: entry i belongs to token i, given the tokens before it."""
 
-
 SampleKey = tuple[int, int]
 """Identifies a trajectory of a step: (payload index, index within that payload)."""
 

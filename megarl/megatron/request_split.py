@@ -29,8 +29,7 @@ from megarl.batch.pack import ColumnName, PerToken, SampleKey, SampleTable, padd
 from megarl.batch.packed_trajectories import PackedGroup, PackedTrajectories
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.cluster.workers.dispatch import Dispatch, from_output_rank
-from megarl.cluster.workers.payload import LocalPayload, Payload, RemoteResults, fetch_all
+from megarl.cluster.workers.dispatch import Dispatch, LocalPayload, Payload, RemoteResults, fetch_all, from_output_rank
 from megarl.megatron.requests import (
     ForwardRequest,
     MiniBatch,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megarl.batch.pack import ColumnName, PerToken, SampleKey
 from megarl.batch.trajectory import Trajectory
-from megarl.cluster.workers.payload import Payload
+from megarl.cluster.workers.dispatch import Payload
 from megarl.functional import normalize
 from megarl.megatron.requests import TokenColumn
 from megarl.megatron.training.samples import ComputedColumn, merge_column, select_values

@@ -19,7 +19,7 @@ import numpy as np
 from megarl.algorithms import train
 from megarl.batch.pack import SampleKey, SampleRef
 from megarl.batch.trajectory import Prompt, Trajectory
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config import RunConfig
 from megarl.config.trainer import OffloadConfig
 from megarl.data.sampler import PromptOrder, RunPrompts

@@ -13,8 +13,7 @@ from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
 from megarl.batch.pack import SampleKey, SampleRef, SampleTable, padded_length
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.cluster.workers.dispatch import BROADCAST
-from megarl.cluster.workers.payload import LocalPayload, RemoteResults, StoredItem, StoredPayload
+from megarl.cluster.workers.dispatch import BROADCAST, LocalPayload, RemoteResults, StoredItem, StoredPayload
 from megarl.functional.losses import Denominators
 from megarl.megatron import request_split
 from megarl.megatron.request_split import (

@@ -18,7 +18,7 @@ from megarl.algorithms.grpo import group_estimates
 from megarl.algorithms.ppo import monte_carlo_estimates, ppo_estimates, safe_estimates, vapo_estimates
 from megarl.algorithms.prime import prime_estimates
 from megarl.algorithms.reinforce import distillation_estimates, reinforce_estimates, remax_estimates
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config.algorithm import (
     DrGrpoConfig,
     GrpoConfig,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megarl.batch.pack import ColumnName, PerToken, SampleKey, SampleRef, SampleTable
 from megarl.batch.trajectory import ROUTES, Routes, Trajectory, find_mixed_kv, is_routed
-from megarl.cluster.workers.payload import LocalPayload, Payload, fetch_all
+from megarl.cluster.workers.dispatch import LocalPayload, Payload, fetch_all
 from megarl.megatron.requests import ForwardRequest, MiniBatch, TokenColumn, TrainRequest, Trajectories, VersionRange
 
 

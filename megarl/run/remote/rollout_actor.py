@@ -13,7 +13,7 @@ from megarl.batch.packed_trajectories import PackedGroups, PackedTrajectories
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import LockClaim, adopt_claim, require_lock
 from megarl.cluster.process.process_start import freeze_objects
-from megarl.cluster.workers.payload import fetch_arguments
+from megarl.cluster.workers.dispatch import fetch_arguments
 from megarl.config import RunConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engines.engine import GenerationEngine

@@ -14,9 +14,8 @@ from megarl.batch.pack import SampleKey
 from megarl.cluster.placement.hardware import BLACKWELL, find_gpu_type
 from megarl.cluster.placement.pool import SlotPool
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.cluster.workers.dispatch import BROADCAST, Dispatch, from_output_rank, to_all
+from megarl.cluster.workers.dispatch import BROADCAST, Dispatch, Payload, from_output_rank, to_all
 from megarl.cluster.workers.group import Group, Processes, WorkerFuture, WorkerGroup, WorkerProcesses
-from megarl.cluster.workers.payload import Payload
 from megarl.config import RunConfig, StageConfig
 from megarl.config.model import REWARD_MODEL_NAME, AuxiliaryModel
 from megarl.config.placement import MAIN_POOL

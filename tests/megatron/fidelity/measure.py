@@ -12,7 +12,7 @@ import torch
 
 from megarl.batch.pack import SampleRef
 from megarl.batch.trajectory import Trajectory
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config.megatron import MegatronConfig
 from megarl.config.trainer import OptimizerConfig, RecomputeConfig
 from megarl.functional.losses import Denominators

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.batch.pack import SampleRef
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config.algorithm import GrpoConfig
 from megarl.config.megatron import MoeConfig
 from megarl.functional.losses import Denominators
