@@ -260,7 +260,7 @@ class SchedulerProcess:
         """Run the scheduler until it fails; does not return."""
         from sglang.srt.managers.scheduler import run_scheduler_process
 
-        from megarl.engines.sglang.cpu.attention import (
+        from megarl.engines.sglang.cpu.batching import (
             use_absorbed_mla_on_cpu,
             use_batched_attention_on_cpu,
             use_shared_prefill_on_cpu,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.engines.sglang.cpu import attention as cpu_attention
-from megarl.engines.sglang.cpu.attention import (
+from megarl.engines.sglang.cpu import batching
+from megarl.engines.sglang.cpu.batching import (
     can_share,
     decode,
     extend,
@@ -227,11 +227,11 @@ def test_attention_equals_a_softmax(batch):
         torch.testing.assert_close(attended.double(), batch.expected(row), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("max_tokens", [cpu_attention.MAX_TOKENS, 400])
+@pytest.mark.parametrize("max_tokens", [batching.MAX_TOKENS, 400])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
 def test_attention_of_a_sequence_does_not_depend_on_the_others(batch, max_tokens, monkeypatch):
     together = batch.attend(range(len(LENGTHS)))
-    monkeypatch.setattr(cpu_attention, "MAX_TOKENS", max_tokens)
+    monkeypatch.setattr(batching, "MAX_TOKENS", max_tokens)
     alone = [[row] for row in range(len(LENGTHS))]
     for rows in (*alone, range(0, len(LENGTHS), 2), [6, 7], range(len(LENGTHS) - 1, -1, -1)):
         for row, attended in zip(rows, batch.attend(rows), strict=True):

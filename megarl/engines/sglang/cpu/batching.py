@@ -1,4 +1,4 @@
-"""Attention of SGLang's CPU engine: many sequences in one call, and prompts that several requests share computed once.
+"""Batches of SGLang's CPU engine: attention of many sequences in one call, and a shared prompt computed once.
 
 SGLang's `torch_native` attention calls PyTorch once per sequence and layer, which takes most of the time of a small
 model. Here sequences whose lengths are equal after padding share a call:
