@@ -39,7 +39,7 @@ from megarl.cluster.workers.worker_host import AsyncWorkerHost, WorkerHost
 from megarl.config import RunConfig
 from megarl.config.trainer import OffloadConfig
 from megarl.engines.engine import EngineUpdate, UpdateReport
-from megarl.megatron.request_split import plan_replicas, split_by_dp, train_dispatch
+from megarl.megatron.request_samples import StepSamples, payloads_by_index, plan_replicas, split_by_dp, train_dispatch
 from megarl.megatron.requests import (
     OffloadStats,
     PushRequest,
@@ -51,7 +51,6 @@ from megarl.megatron.requests import (
     TrainStats,
 )
 from megarl.megatron.trainer_worker import TrainerWorker
-from megarl.megatron.training.samples import StepSamples, payloads_by_index
 from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.transfer.commit_decision import CommitSpec
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize

@@ -19,7 +19,7 @@ from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.workers.dispatch import Dispatch, Payload
 from megarl.errors import DataError
 from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, RELEASE, TRACKER
-from megarl.megatron.request_split import plan_replica_micro_batches
+from megarl.megatron.request_samples import plan_replica_micro_batches
 from megarl.megatron.requests import ModelSpec
 from megarl.model_files.model_config import copy_companions, read_model_config
 

@@ -22,6 +22,7 @@ from megarl.checkpoint.run_lock import require_claim
 from megarl.cluster.process.process_start import record_imports
 from megarl.cluster.workers.dispatch import fetch_all
 from megarl.config.trainer import OffloadConfig
+from megarl.megatron.request_samples import payloads_by_index
 from megarl.megatron.requests import (
     ForwardRequest,
     LoadReport,
@@ -37,7 +38,6 @@ from megarl.megatron.requests import (
     TrainRequest,
     TrainStats,
 )
-from megarl.megatron.training.samples import payloads_by_index
 
 if TYPE_CHECKING:
     from torch import Tensor

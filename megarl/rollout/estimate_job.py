@@ -24,8 +24,8 @@ from megarl.batch.pack import ColumnName, PerToken, SampleKey
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.workers.dispatch import Payload
 from megarl.functional import normalize
+from megarl.megatron.request_samples import ComputedColumn, merge_column, select_values
 from megarl.megatron.requests import TokenColumn
-from megarl.megatron.training.samples import ComputedColumn, merge_column, select_values
 from megarl.rollout.estimators import (
     CompletionBatch,
     Estimator,

@@ -24,8 +24,8 @@ from megarl.config.algorithm import GrpoConfig
 from megarl.config.policy import DecoupledConfig, RolloutIsConfig
 from megarl.functional import Denominators, Sequences
 from megarl.losses import ClippedLoss, LossBatch, PolicyLoss, TokenScores
+from megarl.megatron.request_samples import StepSamples
 from megarl.megatron.requests import VersionRange
-from megarl.megatron.training.samples import StepSamples
 from tests.megatron.fidelity.measure import as_trajectory
 
 VOCABULARY, LENGTH, TOLERANCE = 5, 3, 1e-6

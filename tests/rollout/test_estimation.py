@@ -32,7 +32,7 @@ from megarl.config.algorithm import (
     VapoConfig,
 )
 from megarl.config.policy import KlRewardConfig
-from megarl.megatron.training.samples import ComputedColumn
+from megarl.megatron.request_samples import ComputedColumn
 from megarl.rollout.estimate_job import TOKENS_PER_WORKER, estimate_completions, share_groups
 from megarl.rollout.estimators import EstimatorOutput, is_by_completions, make_token_batch
 from tests.errors import expect_error

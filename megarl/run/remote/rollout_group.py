@@ -29,7 +29,7 @@ from megarl.cluster.workers.worker_host import CollectedCalls
 from megarl.config import RunConfig
 from megarl.engines.engine import Sampling
 from megarl.errors import MegarlError
-from megarl.megatron.training.samples import ComputedColumn
+from megarl.megatron.request_samples import ComputedColumn
 from megarl.rollout.rollout_worker import SUMMARY_POSITIONS, GroupJob, GroupSummary
 from megarl.run.remote.engine_group import EngineGroup
 from megarl.run.remote.rollout_workers import WORKER_DEATHS, AssignedJob, RolloutWorkers

@@ -22,7 +22,7 @@ from megarl.config.placement import MAIN_POOL
 from megarl.config.trainer import OffloadConfig
 from megarl.megatron.families.architecture import sequence_cost
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
-from megarl.megatron.request_split import computed_column, forward_dispatch, train_dispatch
+from megarl.megatron.request_samples import computed_column, forward_dispatch, train_dispatch
 from megarl.megatron.requests import (
     PREPARE,
     PUSH,
