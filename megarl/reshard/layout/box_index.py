@@ -34,8 +34,7 @@ from megarl.reshard.layout.layout import (
 from megarl.reshard.layout.model_tensors import Names
 from megarl.reshard.layout.overlap import find_rank_sets, find_receiver_sets, group_ranks
 from megarl.reshard.layout.relay_tree import UNLIMITED, Ranks, RemoteSources
-from megarl.reshard.layout.remote_traffic import RemoteTraffic
-from megarl.reshard.layout.ring_entries import RingEntries
+from megarl.reshard.layout.remote_traffic import RemoteTraffic, RingEntries
 from megarl.reshard.layout.slices import Loads, Slices, Stages, are_contiguous, cut_rounds, share_buffers
 from megarl.reshard.layout.topology import SourceSelector, Topology
 
