@@ -54,8 +54,8 @@ from megarl.megatron.modeling.layer_spec import layer_backend
 from megarl.megatron.modeling.transformer_config import transformer_config
 from megarl.megatron.runtime import platform
 from megarl.reshard.analysis.scenario import Arrangement, Scenario
+from megarl.reshard.layout.engine_ranks import GenerationPlace
 from megarl.reshard.layout.layout import WeightLayout, volume
-from megarl.reshard.layout.micro_dp import GenerationPlace
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import cached_plan
 from megarl.reshard.planning.strategy import SyncStats
