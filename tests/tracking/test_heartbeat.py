@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megarl.errors import LostLockError
-from megarl.tracking import run_heartbeat as module
-from megarl.tracking.run_heartbeat import Heartbeat
+from megarl.tracking import progress as module
+from megarl.tracking.progress import Heartbeat
 from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 OFTEN = 0.05
