@@ -71,7 +71,7 @@ def test_file_is_rewritten_while_nothing_changes(path):
 
 
 def test_writes_are_rate_limited(path, monkeypatch):
-    monkeypatch.setattr(module, "MIN_INTERVAL_SECONDS", UNREACHED_SECONDS)
+    monkeypatch.setattr(module, "MIN_HEARTBEAT_SECONDS", UNREACHED_SECONDS)
     writes: list[int] = []
     heartbeat = Heartbeat(
         path, steps=1, notify=print, interval_seconds=UNREACHED_SECONDS, require_lock=lambda: writes.append(1)
