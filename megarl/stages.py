@@ -12,13 +12,12 @@ from typing import override
 import numpy as np
 
 from megarl.batch.balance import MICRO_BATCHES_PER_CHUNK
-from megarl.batch.pack import ColumnName, PerToken
-from megarl.batch.sample_table import SampleRef
+from megarl.batch.pack import ColumnName, PerToken, SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import require_lock
 from megarl.cluster.process.launcher_env import torchrun_world
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.cluster.workers.group import Processes, WorkerFuture
-from megarl.cluster.workers.payload import LocalPayload
 from megarl.config import DpoConfig, RmConfig, SftConfig, StageConfig, SupervisedStageConfig
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.preference_pairs import PreferencePair, load_preferences

@@ -45,8 +45,7 @@ from megarl.rollout.rollout_worker import GroupSummary, summarize
 from megarl.text import describe_error, replace_surrogates
 from megarl.tracking import tracker
 from megarl.tracking.progress import RunProgress
-from megarl.tracking.rollout_log import write_rollouts
-from megarl.tracking.tracker import Tracker
+from megarl.tracking.tracker import Tracker, write_rollouts
 from tests.hostile_texts import hostile_texts, sampled_hostile_texts, texts_of_kinds
 from tests.reward.conftest import decode, make_scorer, make_trajectory
 from tests.rollout.environments.chat_templates import APPEND, DAY, SORTED_CALLS, STABLE, STRIPS_THOUGHTS, chat_tokenizer
@@ -543,7 +542,7 @@ def test_lines_on_a_terminal_are_not_obeyed() -> None:
 
 
 WRITERS = {
-    "tracking/rollout_log.py": test_rollout_files_read_back,
+    "tracking/tracker.py": test_rollout_files_read_back,
     "rollout/journal.py": test_journals_read_back,
     "megatron/training/update_guard.py": None,
 }

@@ -18,8 +18,8 @@ import numpy as np
 import ray
 
 from megarl.batch.balance import QWEN2_5_7B
+from megarl.batch.pack import SampleTable
 from megarl.batch.packed_trajectories import PackedTrajectories
-from megarl.batch.sample_table import SampleTable
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.placement.pool import Slot
 from megarl.cluster.placement.rank_grid import RankGrid
@@ -39,7 +39,7 @@ from megarl.cluster.workers.worker_host import AsyncWorkerHost, WorkerHost
 from megarl.config import RunConfig
 from megarl.config.trainer import OffloadConfig
 from megarl.engines.engine import EngineUpdate, UpdateReport
-from megarl.megatron.request_split import plan_replicas, split_by_dp, train_dispatch
+from megarl.megatron.request_samples import StepSamples, payloads_by_index, plan_replicas, split_by_dp, train_dispatch
 from megarl.megatron.requests import (
     OffloadStats,
     PushRequest,
@@ -51,7 +51,6 @@ from megarl.megatron.requests import (
     TrainStats,
 )
 from megarl.megatron.trainer_worker import TrainerWorker
-from megarl.megatron.training.samples import StepSamples, payloads_by_index
 from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.transfer.commit_decision import CommitSpec
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
@@ -63,7 +62,7 @@ from megarl.run.remote.rollout_workers import RolloutWorkers
 from megarl.run.remote.trainer_group import TrainerGroup
 from megarl.run.supervision.engine_supervisor import LIVENESS_GROUP, EngineSupervisor
 from megarl.run.supervision.restart_budget import RestartBudget
-from megarl.run.sync.sync_update import PushReport
+from megarl.run.sync.weight_sync import PushReport
 
 NUM_PROCESSES = 2
 """Ray actors that stand in for all trainer ranks, and as many each for their relays, all rollout workers and all

@@ -24,7 +24,7 @@ from benchmarks.controller.cluster import (
 )
 from megarl.algorithms import find_algorithm
 from megarl.batch.balance import QWEN2_5_7B
-from megarl.batch.sample_table import SampleTable
+from megarl.batch.pack import SampleTable
 from megarl.batch.trajectory import Prompt
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.process.process_start import collect_rarely

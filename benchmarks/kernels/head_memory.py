@@ -98,7 +98,7 @@ def _peak_of_head(tokens: int, vocab: int, hidden: int, *, fused: bool, fp32: bo
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megarl.megatron.modeling.language_head import HeadOptions, LanguageHead
+    from megarl.megatron.modeling.gpt_model import HeadOptions, LanguageHead
     from megarl.megatron.runtime import platform
 
     device = platform.device()

@@ -59,9 +59,8 @@ from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.reshard.analysis.forecast import time_sync
 from megarl.reshard.analysis.scenario import arrange
 from megarl.reshard.layout.box_index import SyncIndex
-from megarl.reshard.layout.boxes import Boxes, intersections
 from megarl.reshard.layout.engine_ranks import resolve_strategy
-from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.layout import Boxes, WeightLayout, intersections
 from megarl.reshard.layout.topology import LinkRates, Topology
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.planning.plan import RankPlan

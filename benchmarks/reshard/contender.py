@@ -24,7 +24,7 @@ from benchmarks.reshard.slowed_links import SlowedLinks, SlowedTransport
 from megarl.reshard.analysis.forecast import forecast
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, build_strategy, sync_context
 from megarl.reshard.analysis.sync_report import time_planning
-from megarl.reshard.layout.micro_dp import consecutive_places
+from megarl.reshard.layout.engine_ranks import consecutive_places
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, Strategy, SyncStats
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.strategies.gather_hf import GatherHf

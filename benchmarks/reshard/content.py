@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.megatron.runtime.platform import device
-from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import Box, ShardPiece, WeightLayout, extent, slices
+from megarl.reshard.layout.layout import Box, Ints, ShardPiece, WeightLayout, extent, slices
 from megarl.reshard.transfer.bucket import BoxBucket, TensorSlot, WeightBucket, identify_memory, map_bucket, torch_dtype
 from megarl.reshard.transfer.element_code import decode_boxes
 

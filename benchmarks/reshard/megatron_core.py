@@ -49,14 +49,13 @@ from megarl.errors import ConfigError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.trainer_layouts import EVEN, trainer_layouts
 from megarl.megatron.local_layout import find_weights, view_weights
-from megarl.megatron.modeling.gpt_model import build_chunks
-from megarl.megatron.modeling.language_head import HeadOptions
+from megarl.megatron.modeling.gpt_model import HeadOptions, build_chunks
 from megarl.megatron.modeling.layer_spec import layer_backend
 from megarl.megatron.modeling.transformer_config import transformer_config
 from megarl.megatron.runtime import platform
 from megarl.reshard.analysis.scenario import Arrangement, Scenario
+from megarl.reshard.layout.engine_ranks import GenerationPlace
 from megarl.reshard.layout.layout import WeightLayout, volume
-from megarl.reshard.layout.micro_dp import GenerationPlace
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import cached_plan
 from megarl.reshard.planning.strategy import SyncStats

@@ -23,8 +23,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megarl.reshard.layout.boxes import local_extents
-from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.layout import WeightLayout, local_extents
 from megarl.reshard.planning.plan_cache import RoundPlan
 from megarl.reshard.transfer import executor as executor_module
 from megarl.reshard.transfer.bucket import Parameters, ShardSink, torch_dtype

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import cast
 
 from megarl.batch.trajectory import Prompt, Trajectory
-from megarl.cluster.workers.payload import StoredItem
+from megarl.cluster.workers.dispatch import StoredItem
 from megarl.engines.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, TrajectorySummary
 from megarl.run.remote.rollout_group import FinishedGroup

@@ -219,6 +219,13 @@ def find_mixed_kv(loss_mask_T: NDArray[np.bool_], policy_versions_T: NDArray[np.
     return mixed_T
 
 
+def count_routed(trajectory: Trajectory) -> tuple[int, int]:
+    """Return how many tokens have a route, and how many tokens there are, before the last trained token."""
+    trained_T = np.flatnonzero(trajectory.loss_mask)
+    num = int(trained_T[-1]) if len(trained_T) else 0
+    return (0 if trajectory.routes is None else int(is_routed(trajectory.routes[:num]).sum())), num
+
+
 @dataclass(frozen=True, kw_only=True)  # without slots: pickled in C
 class Prompt:
     """A tokenized row of a data source.

@@ -27,7 +27,7 @@ from megarl.config import StageConfig
 from megarl.config.placement import PlacementConfig
 from megarl.controller.preflight.cluster_check import RequiredPaths, check_nodes_or_raise
 from megarl.errors import ConfigError, DataError, WorkerError
-from megarl.tracking.run_heartbeat import HEARTBEAT_FILE
+from megarl.tracking.progress import HEARTBEAT_FILE
 
 
 @contextmanager

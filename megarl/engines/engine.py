@@ -13,8 +13,7 @@ from megarl.batch.trajectory import Routes, join_routes
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:  # these import torch, which checks of a configuration do without
-    from megarl.reshard.layout.boxes import Ints
-    from megarl.reshard.layout.layout import WeightLayout, WeightNeeds
+    from megarl.reshard.layout.layout import Ints, WeightLayout, WeightNeeds
     from megarl.reshard.planning.disaggregated import TransferSpec
     from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
     from megarl.reshard.transfer.box_channel import BoxOffer

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.cluster.workers.dispatch import Dispatch
-from megarl.cluster.workers.payload import Payload
+from megarl.cluster.workers.dispatch import Dispatch, Payload
 from megarl.errors import DataError
 from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, RELEASE, TRACKER
-from megarl.megatron.request_split import plan_replica_micro_batches
+from megarl.megatron.request_samples import plan_replica_micro_batches
 from megarl.megatron.requests import ModelSpec
 from megarl.model_files.model_config import copy_companions, read_model_config
 

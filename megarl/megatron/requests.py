@@ -9,13 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from megarl.batch.pack import ColumnName, PerToken
-from megarl.batch.sample_table import SampleKey, SampleRef
+from megarl.batch.pack import ColumnName, PerToken, SampleKey, SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import LockClaim
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.cluster.workers.dispatch import Dispatch, to_all
-from megarl.cluster.workers.payload import Payload
+from megarl.cluster.workers.dispatch import Dispatch, Payload, to_all
 from megarl.config.limits import LimitConfig
 from megarl.config.megatron import MegatronConfig, MoeConfig
 from megarl.config.rollout import WeightSyncConfig

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.batch.pack import PerToken
-from megarl.batch.sample_table import SampleKey
+from megarl.batch.pack import PerToken, SampleKey
 from megarl.batch.trajectory import Routes
 from megarl.checkpoint.run_lock import require_claim
 from megarl.cluster.process.process_start import record_imports
-from megarl.cluster.workers.payload import fetch_all
+from megarl.cluster.workers.dispatch import fetch_all
 from megarl.config.trainer import OffloadConfig
+from megarl.megatron.request_samples import payloads_by_index
 from megarl.megatron.requests import (
     ForwardRequest,
     LoadReport,
@@ -38,12 +38,11 @@ from megarl.megatron.requests import (
     TrainRequest,
     TrainStats,
 )
-from megarl.megatron.training.samples import payloads_by_index
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.cluster.workers.payload import Payload
+    from megarl.cluster.workers.dispatch import Payload
     from megarl.losses import ModelOutput
     from megarl.megatron.modeling.megatron_model import MegatronModel
     from megarl.megatron.runtime.offload import OffloadStats

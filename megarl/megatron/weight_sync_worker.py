@@ -16,8 +16,8 @@ from megarl.config.rollout import WeightSyncConfig
 from megarl.megatron.hf_export import BlockQuantizer
 from megarl.megatron.modeling.megatron_model import MegatronModel
 from megarl.megatron.requests import PreparedSync, PushRequest, PushResult, SyncSetup
+from megarl.reshard.layout.engine_ranks import ModelReplica, model_replicas
 from megarl.reshard.layout.layout import WeightLayout
-from megarl.reshard.layout.micro_dp import ModelReplica, model_replicas
 from megarl.reshard.layout.quantized_layout import cast_dtypes, cast_layout, quantized_tensors
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec

@@ -20,13 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.batch.pack import ColumnName, PerToken
-from megarl.batch.sample_table import SampleKey
+from megarl.batch.pack import ColumnName, PerToken, SampleKey
 from megarl.batch.trajectory import Trajectory
-from megarl.cluster.workers.payload import Payload
+from megarl.cluster.workers.dispatch import Payload
 from megarl.functional import normalize
+from megarl.megatron.request_samples import ComputedColumn, merge_column, select_values
 from megarl.megatron.requests import TokenColumn
-from megarl.megatron.training.samples import ComputedColumn, merge_column, select_values
 from megarl.rollout.estimators import (
     CompletionBatch,
     Estimator,

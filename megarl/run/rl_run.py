@@ -15,8 +15,7 @@ from typing import Any, TypeVar, override
 import numpy as np
 import psutil
 
-from megarl.batch.pack import ColumnName
-from megarl.batch.sample_table import SampleKey
+from megarl.batch.pack import ColumnName, SampleKey
 from megarl.batch.trajectory import ROUTES, Prompt, Trajectory
 from megarl.checkpoint.run_lock import require_lock
 from megarl.cluster.workers.group import WorkerFuture

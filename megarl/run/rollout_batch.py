@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.batch.pack import EPISODE_TOKENS, ColumnName
-from megarl.batch.sample_table import SampleKey, SampleTable
+from megarl.batch.pack import EPISODE_TOKENS, ColumnName, SampleKey, SampleTable
 from megarl.batch.trajectory import TRUNCATED_REASONS, Trajectory
-from megarl.cluster.workers.payload import Payload, StoredItem
+from megarl.cluster.workers.dispatch import Payload, StoredItem
 from megarl.config import RunConfig
 from megarl.functional import Denominators
 from megarl.losses import AnyLoss

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from megarl.algorithms import find_algorithm
-from megarl.batch.sample_table import SampleKey, SampleRef
+from megarl.batch.pack import SampleKey, SampleRef
 from megarl.batch.trajectory import Prompt, Trajectory
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config import RunConfig
 from megarl.config.trainer import OffloadConfig
 from megarl.data.sampler import PromptOrder, RunPrompts
@@ -33,8 +33,7 @@ from megarl.run.remote.trainer_group import AuxiliaryModels
 from megarl.run.rl_run import RLRun
 from megarl.run.run_parts import RunParts
 from megarl.run.run_state import RunState
-from megarl.run.sync.sync_update import PushReport
-from megarl.run.sync.weight_sync import WeightSync
+from megarl.run.sync.weight_sync import PushReport, WeightSync
 from megarl.tracking.progress import EventLog, MessageEvent
 from megarl.tracking.timing import PhaseTimer, Startup
 from tests.rollout.estimates import estimate_here

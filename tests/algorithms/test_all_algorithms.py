@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.batch.sample_table import SampleKey, SampleRef
+from megarl.batch.pack import SampleKey, SampleRef
 from megarl.errors import ConfigError, LimitError
 from megarl.megatron.requests import TrainRequest
 from megarl.rollout.rollout_worker import GroupJob

@@ -26,7 +26,7 @@ from benchmarks.chaos.targets import DEFAULT_TARGETS, ProcessRow, pids_by_target
 from benchmarks.chaos.watch import RunWatcher, Span, phases_between
 from megarl.batch.trajectory import Trajectory
 from megarl.errors import DataError
-from megarl.tracking.rollout_log import write_rollouts
+from megarl.tracking.tracker import write_rollouts
 from tests.benchmarks.fake_reports import log_step
 from tests.end_to_end.launched import has_ended, run_program
 from tests.errors import expect_error

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from megarl import algorithms as rl
 from megarl.algorithms.grpo import Grpo
 from megarl.config.algorithm import GrpoConfig
-from megarl.run.sync.sync_update import PushReport
+from megarl.run.sync.weight_sync import PushReport
 
 SCALED_PUSH = 12
 """The version after whose push the engines' matrix is multiplied by 1.25."""

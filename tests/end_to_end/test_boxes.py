@@ -15,7 +15,7 @@ from megarl.reshard.layout.engine_ranks import can_place_strided
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.bucket import digest
 from megarl.run.remote.engine_group import pool_topology
-from megarl.run.sync.sync_update import PushReport
+from megarl.run.sync.weight_sync import PushReport
 from tests.end_to_end.components import Components, started
 from tests.end_to_end.tiny_world import SIZES, run_tree
 

@@ -17,7 +17,7 @@ from megarl.algorithms.reinforce import reinforce_estimates
 from megarl.config.algorithm import ReinforcePlusPlusConfig
 from megarl.engines.engine import Sampling
 from megarl.errors import RewardError, WorkerError
-from megarl.megatron.training.samples import merge_column
+from megarl.megatron.request_samples import merge_column
 from megarl.rollout import estimate_job
 from megarl.run.remote.build import trainer_spec
 from megarl.run.remote.rollout_group import RolloutGroup

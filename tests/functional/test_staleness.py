@@ -18,15 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.batch.pack import pack
-from megarl.batch.sample_table import SampleRef
+from megarl.batch.pack import SampleRef, pack
 from megarl.batch.trajectory import Trajectory
 from megarl.config.algorithm import GrpoConfig
 from megarl.config.policy import DecoupledConfig, RolloutIsConfig
 from megarl.functional import Denominators, Sequences
 from megarl.losses import ClippedLoss, LossBatch, PolicyLoss, TokenScores
+from megarl.megatron.request_samples import StepSamples
 from megarl.megatron.requests import VersionRange
-from megarl.megatron.training.samples import StepSamples
 from tests.megatron.fidelity.measure import as_trajectory
 
 VOCABULARY, LENGTH, TOLERANCE = 5, 3, 1e-6

@@ -12,7 +12,7 @@ from megarl.config.megatron import MegatronConfig
 from megarl.config.trainer import OffloadConfig, OptimizerConfig
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.trainer_layouts import EVEN
-from megarl.megatron.request_split import split_by_dp
+from megarl.megatron.request_samples import split_by_dp
 from megarl.megatron.requests import ProfileSpec
 from megarl.megatron.trainer_worker import TrainerWorker
 from megarl.run.memory.training_memory import ElementBytes, library_caches

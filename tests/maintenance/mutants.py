@@ -63,7 +63,7 @@ MUTANTS = (
         "megarl/batch/pack.py",
         "num_tokens + -num_tokens % (2 * cp)",
         "num_tokens + -num_tokens % cp",
-        "tests/batch tests/megatron/test_request_split.py",
+        "tests/batch tests/megatron/test_request_samples.py",
     ),
     Mutant(
         "megarl/batch/balance.py",
@@ -112,10 +112,10 @@ MUTANTS = (
         "tests/megatron/training/test_loss.py",
     ),
     Mutant(
-        "megarl/megatron/request_split.py",
+        "megarl/megatron/request_samples.py",
         "lengths_U = padded_N.reshape(-1, sequences_per_unit).sum(axis=1)",
         "lengths_U = padded_N.reshape(-1, sequences_per_unit).max(axis=1)",
-        "tests/megatron/test_request_split.py",
+        "tests/megatron/test_request_samples.py",
     ),
     # rollouts
     Mutant(
@@ -204,7 +204,7 @@ MUTANTS = (
         "megarl/cluster/workers/dispatch.py",
         "return results[grid.output_rank(0)]",
         "return results[0]",
-        "tests/cluster/workers tests/megatron/test_request_split.py",
+        "tests/cluster/workers tests/megatron/test_request_samples.py",
     ),
 )
 """Thirty faults in twelve packages."""

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config.rollout import WeightSyncConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
-from megarl.megatron.request_split import split_by_dp, split_forward_by_dp
+from megarl.megatron.request_samples import split_by_dp, split_forward_by_dp
 from megarl.megatron.requests import ForwardRequest, ModelSpec, PushRequest, SyncSetup, TrainerSpec, TrainRequest
 from megarl.model_files.weight_index import stored_shape
 from tests.megatron.ranks import CollectingSink

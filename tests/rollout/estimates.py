@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.rollout.estimate_job import EstimateJob, estimate, estimate_in_shares, whiten
 
 

@@ -18,7 +18,7 @@ from megarl.algorithms.grpo import group_estimates
 from megarl.algorithms.ppo import monte_carlo_estimates, ppo_estimates, safe_estimates, vapo_estimates
 from megarl.algorithms.prime import prime_estimates
 from megarl.algorithms.reinforce import distillation_estimates, reinforce_estimates, remax_estimates
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config.algorithm import (
     DrGrpoConfig,
     GrpoConfig,
@@ -32,7 +32,7 @@ from megarl.config.algorithm import (
     VapoConfig,
 )
 from megarl.config.policy import KlRewardConfig
-from megarl.megatron.training.samples import ComputedColumn
+from megarl.megatron.request_samples import ComputedColumn
 from megarl.rollout.estimate_job import TOKENS_PER_WORKER, estimate_completions, share_groups
 from megarl.rollout.estimators import EstimatorOutput, is_by_completions, make_token_batch
 from tests.errors import expect_error

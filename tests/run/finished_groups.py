@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megarl.batch.trajectory import Prompt, Trajectory
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config import RunConfig
 from megarl.engines.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize

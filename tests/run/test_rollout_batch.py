@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megarl.batch.trajectory import Prompt
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.engines.engine import Sampling
 from megarl.functional import Denominators
 from megarl.losses import SftLoss, ValueLoss

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config import DpoConfig, RmConfig, StageConfig
 from megarl.config.load import make_config
 from megarl.config.run import with_absolute_paths

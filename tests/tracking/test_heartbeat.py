@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megarl.errors import LostLockError
-from megarl.tracking import run_heartbeat as module
-from megarl.tracking.run_heartbeat import Heartbeat
+from megarl.tracking import progress as module
+from megarl.tracking.progress import Heartbeat
 from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
 OFTEN = 0.05
@@ -71,7 +71,7 @@ def test_file_is_rewritten_while_nothing_changes(path):
 
 
 def test_writes_are_rate_limited(path, monkeypatch):
-    monkeypatch.setattr(module, "MIN_INTERVAL_SECONDS", UNREACHED_SECONDS)
+    monkeypatch.setattr(module, "MIN_HEARTBEAT_SECONDS", UNREACHED_SECONDS)
     writes: list[int] = []
     heartbeat = Heartbeat(
         path, steps=1, notify=print, interval_seconds=UNREACHED_SECONDS, require_lock=lambda: writes.append(1)

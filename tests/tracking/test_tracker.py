@@ -16,8 +16,7 @@ import pytest
 from megarl.batch.trajectory import Trajectory
 from megarl.config.run import TrackingConfig
 from megarl.errors import ConfigError, DataError
-from megarl.tracking.rollout_log import write_rollouts
-from megarl.tracking.tracker import ResumedMetrics, Tracker
+from megarl.tracking.tracker import ResumedMetrics, Tracker, write_rollouts
 from tests.errors import expect_error
 
 
@@ -119,7 +118,7 @@ def test_wandb_without_the_package_is_a_configuration_error(tmp_path, monkeypatc
 
 def test_tracking_loads_neither_torch_nor_tensorflow():
     code = (
-        "import sys, megarl.tracking.tracker, megarl.tracking.rollout_log, megarl.tracking.progress\n"
+        "import sys, megarl.tracking.tracker, megarl.tracking.progress\n"
         "assert not {'torch', 'tensorflow', 'ray'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -38,9 +38,8 @@ from megarl.cluster.placement.pool import Slot, SlotPool
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.process.process_start import StartupTiming
 from megarl.cluster.process.stack_dump import ProcessInfo
-from megarl.cluster.workers.dispatch import Dispatch
+from megarl.cluster.workers.dispatch import Dispatch, Payload, RemoteResults, StoredPayload
 from megarl.cluster.workers.failures import Workers, late_names, run_abort_check, wait_all
-from megarl.cluster.workers.payload import Payload, RemoteResults, StoredPayload
 from megarl.cluster.workers.stragglers import CallLog, CallRecord, CallTime, query_processes
 from megarl.cluster.workers.worker_host import WorkerHost, pack_call
 

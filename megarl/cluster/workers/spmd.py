@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.process.process_start import freeze_objects
-from megarl.cluster.workers.dispatch import Dispatch
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import Dispatch, LocalPayload
 from megarl.errors import MegarlError, WorkerError
 
 A = TypeVar("A")

@@ -260,9 +260,12 @@ class SchedulerProcess:
         """Run the scheduler until it fails; does not return."""
         from sglang.srt.managers.scheduler import run_scheduler_process
 
-        from megarl.engines.sglang.cpu.batched_attention import use_absorbed_mla_on_cpu, use_batched_attention_on_cpu
+        from megarl.engines.sglang.cpu.batching import (
+            use_absorbed_mla_on_cpu,
+            use_batched_attention_on_cpu,
+            use_shared_prefill_on_cpu,
+        )
         from megarl.engines.sglang.cpu.determinism import install_cpu_kernels
-        from megarl.engines.sglang.cpu.shared_prefill import use_shared_prefill_on_cpu
         from megarl.engines.sglang.request_runner import send_versions_with_partial_outputs
 
         install_cpu_kernels()

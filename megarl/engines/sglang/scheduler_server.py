@@ -32,7 +32,7 @@ with fast_imports():
 
     import sglang.srt.managers.scheduler  # noqa: F401 -- imported for the schedulers
 
-    from megarl.engines.sglang.cpu import batched_attention, determinism, shared_prefill  # noqa: F401
+    from megarl.engines.sglang.cpu import batching, determinism  # noqa: F401
 
 scheduler_process.ignore_sigquit()  # a failing scheduler sends it to its parent
 scheduler_process.mark_as_fork_server()

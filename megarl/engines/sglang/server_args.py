@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.config.engine_options import find_option_problems, find_variable_problems
 from megarl.config.rollout import IN_PLACE_ARGUMENTS
 from megarl.engines.engine_spec import EngineSpec
-from megarl.engines.sglang.cpu.batched_attention import PAGE_SIZE
+from megarl.engines.sglang.cpu.batching import PAGE_SIZE
 from megarl.engines.sglang.cpu.determinism import allow_determinism_on_cpu
 from megarl.engines.sglang.weight_update.weight_loader import IMPORT_PATH
 from megarl.errors import ConfigError

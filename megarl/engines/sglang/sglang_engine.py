@@ -52,8 +52,7 @@ from megarl.engines.sglang.weight_update.messages import Reply, ReplyState
 from megarl.engines.sglang.weight_update.update_session import WeightSession, full_tensors
 from megarl.engines.update_runner import UpdateRunner
 from megarl.errors import LostEngineError, WeightSyncError, WorkerError
-from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import Box, WeightLayout, WeightNeeds, share_tensors
+from megarl.reshard.layout.layout import Box, Ints, WeightLayout, WeightNeeds, share_tensors
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.transfer.box_channel import BoxOffer
 from megarl.reshard.transfer.bucket import WeightBucket

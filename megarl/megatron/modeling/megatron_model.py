@@ -25,8 +25,7 @@ from megarl.losses import ModelOutput, TokenScores, token_scores, token_values
 from megarl.megatron import local_layout
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.trainer_layouts import pipeline_split
-from megarl.megatron.modeling.gpt_model import build_chunks
-from megarl.megatron.modeling.language_head import HeadOptions, LanguageHead
+from megarl.megatron.modeling.gpt_model import HeadOptions, LanguageHead, build_chunks
 from megarl.megatron.modeling.layer_spec import layer_backend
 from megarl.megatron.modeling.packed_seq import TorchPackedSeqParams, describe_pack, local_index
 from megarl.megatron.modeling.router import find_routers, replay_routes, router_mask

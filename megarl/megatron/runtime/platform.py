@@ -1,9 +1,14 @@
-"""Emulates CUDA on the CPU so that megatron-core runs without GPUs; no emulation if CUDA is available.
+"""Prepares a process for megatron-core: replaces CUDA on machines without it, and patches bugs of megatron-core 0.19.2.
 
 megatron-core takes its device from `torch.cuda.current_device()` or hard-codes `device="cuda"`, overlaps copies on CUDA
-streams, keeps dropout state in CUDA generators and sorts gradients by the type name "torch.cuda.FloatTensor". Each
-function below replaces one of these on the CPU. Call `prepare()` once per process, before the first megatron-core
-import.
+streams, keeps dropout state in CUDA generators and sorts gradients by the type name "torch.cuda.FloatTensor". Functions
+`_replace_...` replace one of these each on the CPU.
+
+Functions `_patch_...` fix one bug each and name its symptom; most are of the CPU and gloo.
+`tests/megatron/runtime/test_mcore_patches.py` calls megatron-core's own functions, `__wrapped__` by the patches, and
+fails where one no longer has its bug.
+
+Call `prepare()` once per process, before the first megatron-core import.
 """
 
 from __future__ import annotations
@@ -14,14 +19,20 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megarl.cluster.process.process_start import run_adam_without_compiler
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 
 class CudaTimer:
@@ -108,15 +119,13 @@ def prepare() -> None:
     _silence_missing_packages()
     if not is_cuda():
         _emulate_cuda_on_cpu()
-    from megarl.megatron.runtime import mcore_patches
-
-    mcore_patches.patch_recomputation()
-    mcore_patches.patch_routing_padding()
-    mcore_patches.patch_packed_rope()
+    _patch_recomputation()
+    _patch_routing_padding()
+    _patch_packed_rope()
     if not is_cuda():
-        mcore_patches.patch_expert_token_counts()
-        mcore_patches.patch_uneven_gather()
-        mcore_patches.patch_optimizer_on_host()
+        _patch_expert_token_counts()
+        _patch_uneven_gather()
+        _patch_optimizer_on_host()
 
 
 def _silence_missing_packages() -> None:
@@ -195,10 +204,10 @@ def _replace_device_functions() -> None:
 
 def _replace_random_state() -> None:
     # The tensor-parallel RNG tracker saves, seeds and restores CUDA generator states.
-    def get_state(*_: object, **__: object) -> torch.Tensor:
+    def get_state(*_: object, **__: object) -> Tensor:
         return torch.get_rng_state()
 
-    def set_state(state: torch.Tensor, *_: object, **__: object) -> None:
+    def set_state(state: Tensor, *_: object, **__: object) -> None:
         torch.set_rng_state(state)
 
     cuda: Any = torch.cuda
@@ -231,14 +240,14 @@ def _replace_tensor_functions() -> None:
     """
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    tensor: Any = torch.Tensor
+    tensor: Any = Tensor
     to, name_type = tensor.to, tensor.type
 
-    def to_cpu(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        moved: torch.Tensor = to(self, *map(_cpu, args), **_cpu_arguments(kwargs))
+    def to_cpu(self: Tensor, *args: object, **kwargs: object) -> Tensor:
+        moved: Tensor = to(self, *map(_cpu, args), **_cpu_arguments(kwargs))
         return moved
 
-    def cuda_type(self: torch.Tensor, *args: object, **kwargs: object) -> object:
+    def cuda_type(self: Tensor, *args: object, **kwargs: object) -> object:
         # DistributedOptimizer sorts parameters by comparing with "torch.cuda.FloatTensor"
         if args or kwargs:
             return name_type(self, *args, **kwargs)
@@ -269,3 +278,127 @@ def _cpu(value: object) -> object:
         case torch.device(type="cuda"):
             return torch.device("cpu")
     return value
+
+
+def _patch_recomputation() -> None:
+    """Recompute without FP8 where Transformer Engine is missing: NameError with selective recomputation.
+
+    megatron-core takes `fp8=False`, the default that nearly all its callers use, for fp8 enabled.
+    """
+    from megatron.core.tensor_parallel import random
+
+    if find_spec("transformer_engine") is None:
+        random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def _patch_routing_padding() -> None:
+    """Pad a copy of the routing map: RuntimeError in the backward pass of models with experts in FP8.
+
+    Transformer Engine's fused router keeps the map for its backward pass, and megatron-core pads it in place.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    original = token_dispatcher.pad_routing_map
+
+    @functools.wraps(original)
+    def pad(routing_map: Tensor, pad_multiple: int) -> Tensor:
+        padded: Tensor = original(routing_map.clone(), pad_multiple)
+        return padded
+
+    token_dispatcher.pad_routing_map = pad
+
+
+def _patch_packed_rope() -> None:
+    """Rotate the tokens of a pack in one operation: megatron-core rotates one sequence after the other.
+
+    That is a fifth of a training step with packs of 64 short sequences. It rotates all at once if it gets the angles of
+    every token, and takes a table of one sequence's angles for them if the pack happens to be as long as the table.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    original = rope_utils._apply_rotary_pos_emb_thd
+
+    @functools.wraps(original)
+    def rotate(tokens_thd: Tensor, cu_seqlens_S: Tensor, table_L11d: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        starts_T = cu_seqlens_S[:-1].repeat_interleave(cu_seqlens_S.diff())
+        angles_T11d = table_L11d[torch.arange(len(starts_T), device=starts_T.device) - starts_T]
+        rotated_thd: Tensor = original(tokens_thd, cu_seqlens_S, angles_T11d, *args, **kwargs)
+        return rotated_thd
+
+    rope_utils._apply_rotary_pos_emb_thd = rotate
+
+
+def _patch_expert_token_counts() -> None:
+    """Convert expert token counts to numpy on the CPU; megatron-core converts them only from CUDA."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    original = token_dispatcher.maybe_move_tensor_to_cpu
+
+    @functools.wraps(original)
+    def to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+def _patch_uneven_gather() -> None:
+    """Support uneven all-gathers, which expert tensor parallelism needs and gloo lacks."""
+    from megatron.core.tensor_parallel import mappings
+
+    original = mappings._gather_along_first_dim
+
+    @functools.wraps(original)
+    def gather(
+        x: Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if sizes is None or group.size() == 1:
+            gathered: Tensor = original(x, group, sizes, use_global_buffer)
+            return gathered
+        sizes = [int(n) for n in sizes]
+        padded = x.new_zeros(max(sizes), *x.shape[1:])
+        padded[: len(x)] = x
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
+
+    mappings._gather_along_first_dim = gather
+
+
+def _patch_optimizer_on_host() -> None:
+    """Count all parameters as device tensors where Adam is to step a part of them on the host.
+
+    megatron-core asks `is_cuda`, finds no parameters on a device, and then misses its copies: KeyError in every step.
+    """
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    original = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    @functools.wraps(original)
+    def divide(optimizer: HybridDeviceOptimizer, fraction: float) -> object:
+        with _PretendDevice():
+            return original(optimizer, fraction)
+
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = divide
+
+
+class _PretendDevice(TorchFunctionMode):
+    """Makes `is_cuda` true of every tensor that was not made by `cpu()` or from one that was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on_host: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:
+        is_on_host = bool(args) and any(args[0] is tensor for tensor in self._on_host)
+        if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return not is_on_host
+        result = args[0] if func is Tensor.pin_memory else func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and (is_on_host or func is Tensor.cpu):
+            self._on_host.append(result)
+        return result

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megarl.batch.pack import PackedBatch
-from megarl.batch.trajectory import Routes
+from megarl.batch.trajectory import Routes, count_routed
 from megarl.functional import Denominators, Sequences
 from megarl.functional.losses import clamp_log_ratio
 from megarl.losses import AnyLoss, LossBatch, ModelOutput, ValueHeadLoss, token_scores, token_values
 from megarl.megatron.checkpoint.training_state import TrainCheckpoint
 from megarl.megatron.modeling.megatron_model import LocalPack, MegatronModel
+from megarl.megatron.request_samples import POLICY_VERSIONS, StepSamples
 from megarl.megatron.requests import (
     MISSING_ROUTES,
     RATIO_MEAN,
@@ -46,7 +47,6 @@ from megarl.megatron.training.optimizer import (
     squared_norms,
     wrap_in_ddp,
 )
-from megarl.megatron.training.samples import POLICY_VERSIONS, StepSamples, count_routed
 from megarl.megatron.training.update_guard import UpdateGuard
 
 

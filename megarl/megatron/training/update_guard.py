@@ -25,17 +25,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch.sample_table import SampleRef
+from megarl.batch.pack import SampleRef
 from megarl.cluster.process.atomic_files import atomic_write
 from megarl.config.limits import LimitConfig
 from megarl.errors import LimitError
 from megarl.losses import ModelOutput, token_scores, token_values
 from megarl.megatron.modeling.megatron_model import MegatronModel
+from megarl.megatron.request_samples import StepSamples
 from megarl.megatron.requests import MISMATCH_MESSAGE, MISMATCH_METRICS, MiniBatch, TrainRequest
 from megarl.megatron.runtime import platform
 from megarl.megatron.training.metric_sums import DeviceMetrics, all_reduce_max
 from megarl.megatron.training.optimizer import gradient_norm
-from megarl.megatron.training.samples import StepSamples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,9 +35,8 @@ from megarl.reshard.analysis.nccl_progress import Stall, find_stalls, posted_gro
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, sync_context
 from megarl.reshard.analysis.sync_clock import SyncTiming, box_schedule, gather_schedule, time_schedule
 from megarl.reshard.layout.box_index import SyncIndex
-from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import WeightLayout
-from megarl.reshard.layout.micro_dp import model_replicas
+from megarl.reshard.layout.engine_ranks import model_replicas
+from megarl.reshard.layout.layout import Ints, WeightLayout
 from megarl.reshard.layout.topology import LinkRates, Topology
 from megarl.reshard.planning.lower_bounds import NeedIndex, missing_by_node
 from megarl.reshard.planning.plan import Moves, RankPlan, plan_rank, plan_sends

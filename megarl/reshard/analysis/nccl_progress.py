@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.reshard.layout.boxes import Ints
+from megarl.reshard.layout.layout import Ints
 from megarl.reshard.planning.rounds import Round, hops_of_step
 
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
-from megarl.reshard.layout.engine_ranks import place_engines_by_overlap
-from megarl.reshard.layout.layout import WeightLayout
-from megarl.reshard.layout.micro_dp import (
+from megarl.reshard.layout.engine_ranks import (
     GenerationPlace,
     consecutive_places,
     micro_dp_groups,
     model_replicas,
+    place_engines_by_overlap,
     strided_places,
 )
+from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.strategy import Strategy, SyncContext
 from megarl.reshard.strategies.box_strategy import BoxStrategy, plan_boxes

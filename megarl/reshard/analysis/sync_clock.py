@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.micro_dp import ModelReplica
+from megarl.reshard.layout.engine_ranks import ModelReplica
+from megarl.reshard.layout.layout import Ints
 from megarl.reshard.layout.topology import LinkRates, Topology
 from megarl.reshard.planning.plan import RankPlan
 

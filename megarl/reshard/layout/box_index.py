@@ -15,9 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.model_files.header import itemsize
-from megarl.reshard.layout.boxes import (
+from megarl.reshard.layout.layout import (
     Boxes,
     Ints,
+    PieceTable,
+    TensorSpec,
+    WeightLayout,
     check_dtypes,
     concatenate,
     extents,
@@ -26,13 +29,12 @@ from megarl.reshard.layout.boxes import (
     local_extents,
     pair_by_tensor,
     volumes,
+    widen,
 )
-from megarl.reshard.layout.layout import PieceTable, TensorSpec, WeightLayout, widen
 from megarl.reshard.layout.model_tensors import Names
 from megarl.reshard.layout.overlap import find_rank_sets, find_receiver_sets, group_ranks
 from megarl.reshard.layout.relay_tree import UNLIMITED, Ranks, RemoteSources
-from megarl.reshard.layout.remote_traffic import RemoteTraffic
-from megarl.reshard.layout.ring_entries import RingEntries
+from megarl.reshard.layout.remote_traffic import RemoteTraffic, RingEntries
 from megarl.reshard.layout.slices import Loads, Slices, Stages, are_contiguous, cut_rounds, share_buffers
 from megarl.reshard.layout.topology import SourceSelector, Topology
 

@@ -4,16 +4,20 @@
     a rank's piece       rows 256:512, all columns                 Box ((256, 512), (0, 128))
     local tensor         decoder.layers.0.self_attention.linear_qkv.weight   at Box ((0, 256), (0, 128))
 
-Every holder of weights describes them this way; moving weights needs no other information.
+Every holder of weights describes them this way; moving weights needs no other information. `Boxes` has boxes of many
+tensors in arrays, from which plans are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from megarl.errors import WeightSyncError
 from megarl.model_files.file_plan import Box as Box
 from megarl.model_files.file_plan import extent as extent
 from megarl.reshard.layout.model_tensors import ModelTensors, Names, digest_of
@@ -148,3 +152,119 @@ def contains(outer: Box, inner: Box) -> bool:
 def slices(box: Box) -> tuple[slice, ...]:
     """Return the slices that index a tensor with the box."""
     return tuple(slice(start, stop) for start, stop in box)
+
+
+Ints = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """N boxes of many tensors, sorted by tensor: arrays [N], or [N, D] with D the largest number of dimensions."""
+
+    tensor: Ints
+    """Index of the tensor in `SyncIndex.names`."""
+    start: Ints
+    stop: Ints
+    shift: Ints
+    """Offset from the box's coordinates to its coordinates in the local tensor."""
+    local: Ints
+    """Index of the local tensor's name."""
+
+    def take(self, rows: Ints) -> Boxes:
+        """Return the boxes of the given rows."""
+        return Boxes(*(getattr(self, name)[rows] for name in Boxes.__slots__))
+
+
+def intersections(need: Boxes, held: Boxes, start: Ints, count: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return all pairs of boxes that share elements: rows of `need`, rows of `held`, start and stop of the overlap.
+
+    Args:
+        start: by tensor, its first row in `held`.
+        count: by tensor, its number of rows in `held`.
+    """
+    at, of = pair_by_tensor(need, start, count)
+    low = np.maximum(need.start[at], held.start[of])
+    high = np.minimum(need.stop[at], held.stop[of])
+    some = (low < high).all(axis=1)
+    return at[some], of[some], low[some], high[some]
+
+
+def pair_by_tensor(boxes: Boxes, start: Ints, count: Ints) -> tuple[Ints, Ints]:
+    """Pair every row of `boxes` with every row of the other table that belongs to the same tensor."""
+    repeats = count[boxes.tensor]
+    at = np.repeat(np.arange(len(boxes.tensor)), repeats)
+    first = np.cumsum(repeats) - repeats
+    of = np.arange(len(at)) - np.repeat(first, repeats) + np.repeat(start[boxes.tensor], repeats)
+    return at, of
+
+
+def extents(tensor: Ints, count: int) -> tuple[Ints, Ints]:
+    """Return, by tensor, its first row in the sorted array `tensor` and its number of rows there."""
+    starts = np.searchsorted(tensor, np.arange(count + 1))
+    return starts[:-1], np.diff(starts)
+
+
+def volumes(boxes: Boxes) -> Ints:
+    """Return the number of elements of each box [N]."""
+    elements: Ints = (boxes.stop - boxes.start).prod(axis=1)
+    return elements
+
+
+def concatenate(tables: Sequence[Boxes], width: int) -> Boxes:
+    """Return the boxes of all tables, one table after another; `width` is their number of dimensions."""
+    if not tables:
+        nothing, flat = np.zeros((0, width), np.int64), np.zeros(0, np.int64)
+        return Boxes(flat, nothing, nothing, nothing, flat)
+    return Boxes(*(np.concatenate([getattr(t, name) for t in tables]) for name in Boxes.__slots__))
+
+
+def local_extents(table: PieceTable, width: int) -> Ints:
+    """Return the sizes [num locals, width] of the local tensors of a layout, as far as its pieces reach."""
+    sizes = np.ones((len(table.locals), width), np.int64)
+    np.maximum.at(sizes, table.local, widen(table.local_boxes, width)[:, :width, 1])
+    return sizes
+
+
+def hash_rows(columns: Sequence[Ints]) -> Ints:
+    """Return a 64-bit hash per row of the columns."""
+    out = np.zeros(len(columns[0]), np.uint64)
+    for column in columns:
+        x = out ^ column.astype(np.uint64)
+        x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+        x = (x ^ (x >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
+        out = x ^ (x >> np.uint64(32))
+    return out
+
+
+def check_dtypes(sides: Mapping[str, Iterable[WeightLayout]]) -> None:
+    """Raise WeightSyncError if a tensor of which layouts hold pieces has another dtype in one of them.
+
+    Args:
+        sides: by name of a side, for messages, its layouts.
+    """
+    layouts_of = {side: list(layouts) for side, layouts in sides.items()}
+    if len({layout.tensors.digest for layouts in layouts_of.values() for layout in layouts}) <= 1:
+        return
+    found: dict[str, tuple[str, str]] = {}
+    for side, layouts in layouts_of.items():
+        for tensors, names in _names_held(layouts):
+            for name in names:
+                dtype = tensors[name].dtype
+                first_side, first_dtype = found.setdefault(name, (side, dtype))
+                if dtype != first_dtype:
+                    raise WeightSyncError(f"{name}: the {first_side} hold {first_dtype}, the {side} {dtype}")
+
+
+def _names_held(layouts: Iterable[WeightLayout]) -> list[tuple[Mapping[str, TensorSpec], list[str]]]:
+    """Return the distinct specs of the layouts, each with the names of the tensors that its layouts hold pieces of."""
+    marks: dict[tuple[int, int], tuple[WeightLayout, Ints]] = {}
+    for layout in layouts:
+        table = layout.pieces
+        _, held = marks.setdefault(
+            (id(layout.tensors), id(table.tensors)), (layout, np.zeros(len(table.tensors), bool))
+        )
+        held[table.tensor] = True
+    return [
+        (layout.tensors, [layout.tensors.names[number] for number in np.flatnonzero(held).tolist()])
+        for layout, held in marks.values()
+    ]

@@ -12,8 +12,16 @@ from itertools import chain
 import numpy as np
 
 from megarl.model_files.header import itemsize
-from megarl.reshard.layout.boxes import Boxes, Ints, concatenate, extents, hash_rows, intersections
-from megarl.reshard.layout.layout import WeightLayout, widen
+from megarl.reshard.layout.layout import (
+    Boxes,
+    Ints,
+    WeightLayout,
+    concatenate,
+    extents,
+    hash_rows,
+    intersections,
+    widen,
+)
 from megarl.reshard.layout.relay_tree import Ranks
 
 HASH_BITS = 22

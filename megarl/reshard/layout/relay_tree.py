@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from megarl.reshard.layout.boxes import Ints
+from megarl.reshard.layout.layout import Ints
 
 Ranks = tuple[int, ...]
 

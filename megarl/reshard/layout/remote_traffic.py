@@ -1,4 +1,22 @@
-"""Estimates the traffic between machines: how many peers a rank has there, and how many hops boxes take."""
+"""Traffic between machines: estimates of its peers and hops, and where boxes enter the rings of machines.
+
+`RemoteTraffic` estimates how many peers a rank has on other machines, and how many hops boxes take.
+
+`RingEntries` chooses where boxes enter the rings, so that ranks send and receive equally much there. A pair of holders
+and receivers has few turns. So each pair starts where the one before has ended: at the holders with those of the same
+holders, at the ranks of a machine with those of the same receivers. The pairs of the same receivers enter the ring at
+one machine after another, so that in every round all machines pass on equally much.
+
+If some receivers get boxes from one holder each (`RemoteSources.single_root`), ranks are also to have equally few peers
+on other machines. If 1,024 pairs of ranks hold what 32 ranks on 32 machines need, then each of these receives directly
+from 32 holders, and the boxes of larger sets of holders, such as all ranks of a pipeline stage, come from the same 32:
+
+    holders {0, 8}    root 0, enters at rank 100            holders {1, 9}     root 9, enters at rank 108
+    holders {0, 1, 8, 9}                  root 0, at rank 100: no further pair of ranks
+
+If the machine of a receiver holds the box, no root is needed at all. Receivers that get boxes from several holders
+each keep these, but different ranks of a machine fetch the boxes of different holders.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +28,8 @@ from itertools import chain
 
 import numpy as np
 
-from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.relay_tree import Ranks, RemoteSources, distances, num_passed
+from megarl.reshard.layout.layout import Ints
+from megarl.reshard.layout.relay_tree import Entry, Ranks, RemoteSources, distances, num_passed, turn_offset
 from megarl.reshard.layout.topology import Topology
 
 MAX_REMOTE_PEERS = 128
@@ -154,3 +172,135 @@ def _lengths(sets: Sequence[Ranks]) -> Ints:
 
 def _flat(sets: Sequence[Ranks]) -> Ints:
     return np.fromiter(chain.from_iterable(sets), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class RingEntries:
+    """The chosen entries: arrays [holders, receivers], indexed as in `RemoteTraffic`."""
+
+    root: Ints
+    """Position of the root among the holders, modulo their number; -1: nothing is chosen for the pair."""
+    machine: Ints
+    """Index of the machine on the ring, modulo the number of machines."""
+    fetcher: Ints
+    """Position of the rank that fetches the box among the receivers on a machine, modulo their number."""
+
+    @classmethod
+    def choose(cls, traffic: RemoteTraffic, limits: RemoteSources) -> RingEntries:
+        """Return the same entries on every rank."""
+        found = cls(*(np.full(traffic.pairs.shape, -1, np.int64) for _ in range(3)))
+        holders, receivers = traffic.remote_pairs
+        machines = ((traffic.needed > 0)[receivers] & (traffic.held == 0)[holders]).sum(axis=1)
+        num_holders = np.array([len(traffic.holders[of]) for of in holders.tolist()], np.int64)
+        order = _by_bytes(traffic, holders, receivers)
+        lengths = machines * turn_offset(limits.num_turns, num_holders)
+        found.root[holders, receivers] = _starts(holders, lengths, order)
+        num_fetchers = traffic.needed.max(axis=1)[receivers]
+        found.fetcher[holders, receivers] = _starts(receivers, turn_offset(limits.num_turns, num_fetchers), order)
+        found.machine[holders, receivers] = _starts(receivers, np.ones_like(receivers), order)
+        num_sources = np.zeros(len(traffic.topology.nodes), np.int64)  # by rank, the roots that it receives from
+        single = [number for number, ranks in enumerate(traffic.receivers) if ranks in limits.single_root]
+        single.sort(key=lambda number: len(traffic.receivers[number]))
+        for turn, number in enumerate(single):
+            found._choose_for(traffic, number, holders[receivers == number], turn, num_sources)
+        return found
+
+    def of(self, holders: int, receivers: int) -> Entry | None:
+        """Return the entry of a pair; None if none is chosen."""
+        if self.root[holders, receivers] < 0:
+            return None
+        columns = (self.root, self.machine, self.fetcher)
+        root, machine, fetcher = (int(column[holders, receivers]) for column in columns)
+        return Entry(root, -machine, fetcher)
+
+    def _choose_for(self, traffic: RemoteTraffic, number: int, sets: Ints, turn: int, num_sources: Ints) -> None:
+        """Choose the entries of one set of receivers.
+
+        Args:
+            number: index of the receivers.
+            sets: indices of the sets of holders.
+            turn: how many sets of receivers came before.
+            num_sources: counts the new pairs of a root and a receiver.
+        """
+        ring = _Ring(traffic, traffic.receivers[number])
+        holds = traffic.held[sets][:, ring.nodes] > 0
+        some = np.flatnonzero(holds.any(axis=1))
+        self.root[sets[some], number] = 0
+        self.machine[sets[some], number] = _nth_true(holds[some], turn)
+        self.fetcher[sets[some], number] = sets[some]
+        remote = sets[~holds.any(axis=1)]
+        size = np.array([len(traffic.holders[of]) for of in remote.tolist()], np.int64)
+        entered_at = np.full(len(num_sources), -1, np.int64)  # by root, the position of its receiver
+        for length in np.unique(size):  # larger sets contain roots of smaller ones
+            of = remote[size == length]
+            ranks = np.array([traffic.holders[i] for i in of.tolist()])
+            known = entered_at[ranks] >= 0
+            is_new = ~known.any(axis=1)
+            root = np.where(is_new, (turn + of) % length, _nth_true(known, turn))
+            chosen = ranks[np.arange(len(of)), root]
+            new = _least_first(num_sources[ring.members], int(is_new.sum()))
+            entered_at[chosen[is_new]] = new
+            np.add.at(num_sources, ring.members[new], 1)
+            at = entered_at[chosen]
+            self.root[of, number], self.machine[of, number] = root, ring.machine[at]
+            self.fetcher[of, number] = ring.place[at]
+
+
+class _Ring:
+    """The machines of a set of receivers, in ring order."""
+
+    def __init__(self, traffic: RemoteTraffic, receivers: tuple[int, ...]) -> None:
+        self.members = np.array(receivers, np.int64)
+        nodes = [traffic.topology.nodes[rank] for rank in receivers]
+        number = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
+        self.machine = np.array([number[node] for node in nodes], np.int64)
+        """By receiver, the index of its machine."""
+        count = [0] * len(number)
+        place = []
+        for machine in self.machine.tolist():
+            place.append(count[machine])
+            count[machine] += 1
+        self.place = np.array(place, np.int64)
+        """By receiver, its position among those of its machine."""
+        self.nodes = traffic.columns_of(list(number))
+
+
+def _by_bytes(traffic: RemoteTraffic, holders: Ints, receivers: Ints) -> Ints:
+    """Return the order of pairs [N] by descending bytes, equal ones by the ranks of both sides.
+
+    So pairs that are next to each other are those that a rank has most often in the same round.
+    """
+    places = []
+    for sets, numbers in ((traffic.holders, holders), (traffic.receivers, receivers)):
+        place = np.empty(len(sets), np.int64)
+        place[sorted(range(len(sets)), key=sets.__getitem__)] = np.arange(len(sets))
+        places.append(place[numbers])
+    order: Ints = np.lexsort((*places[::-1], -traffic.pairs[holders, receivers]))
+    return order
+
+
+def _starts(group: Ints, lengths: Ints, order: Ints) -> Ints:
+    """Return the sum [N] of the lengths of the same group that come before in an order."""
+    order = order[np.argsort(group[order], kind="stable")]
+    ends = np.cumsum(lengths[order])
+    starts = ends - lengths[order]
+    first = np.searchsorted(group[order], group[order])
+    found = np.empty_like(starts)
+    found[order] = starts - starts[first]
+    return found
+
+
+def _nth_true(mask: Ints, n: int) -> Ints:
+    """Return, by row of the mask [N, M], the column of its n-th true value, counted in turns; 0 in rows without any."""
+    order = np.cumsum(mask, axis=1)
+    wanted = n % np.maximum(order[:, -1:], 1) + 1
+    columns: Ints = (mask & (order == wanted)).argmax(axis=1)
+    return columns
+
+
+def _least_first(load: Ints, count: int) -> Ints:
+    """Return `count` positions of `load`: each time that of the least value, which then grows by 1."""
+    levels = count // len(load) + int(load.max() - load.min()) + 1
+    order = np.argsort((load[:, None] + np.arange(levels)).reshape(-1), kind="stable")
+    positions: Ints = order[:count] // levels
+    return positions

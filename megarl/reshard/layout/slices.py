@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.reshard.layout.boxes import Ints
+from megarl.reshard.layout.layout import Ints
 
 PADDING = 1024
 """Bytes of each buffer reserved for alignment."""

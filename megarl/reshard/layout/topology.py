@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from megarl.reshard.layout.boxes import Ints
+from megarl.reshard.layout.layout import Ints
 from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Path, RemoteSources, turn_offset
 
 

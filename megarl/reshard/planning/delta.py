@@ -29,8 +29,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import Box, volume
+from megarl.reshard.layout.layout import Box, Ints, volume
 from megarl.reshard.planning.rounds import (
     Gather,
     Hop,

@@ -10,8 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from megarl.model_files.header import itemsize
-from megarl.reshard.layout.boxes import Ints, hash_rows
-from megarl.reshard.layout.layout import Box, PieceTable, WeightLayout, intersect, volume, widen
+from megarl.reshard.layout.layout import Box, Ints, PieceTable, WeightLayout, hash_rows, intersect, volume, widen
 from megarl.reshard.layout.model_tensors import Names
 from megarl.reshard.layout.topology import LinkRates, Topology
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.box_index import NeedClass, SyncIndex
-from megarl.reshard.layout.boxes import Boxes, Ints, extents, intersections
+from megarl.reshard.layout.layout import Boxes, Ints, extents, intersections
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from megarl.reshard.layout.box_index import SyncIndex
-from megarl.reshard.layout.boxes import Ints, hash_rows, local_extents
-from megarl.reshard.layout.layout import Box
+from megarl.reshard.layout.layout import Box, Ints, hash_rows, local_extents
 from megarl.reshard.layout.slices import are_contiguous
 from megarl.reshard.planning.plan import Moves, RankPlan
 from megarl.reshard.transfer.bucket import BoxSlot

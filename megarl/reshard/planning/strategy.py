@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megarl.reshard.layout.engine_ranks import ModelReplica
 from megarl.reshard.layout.layout import WeightLayout
-from megarl.reshard.layout.micro_dp import ModelReplica
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.transfer.bucket import Parameters, ShardSink, WeightSink
 
@@ -69,7 +69,7 @@ class SyncContext:
     groups: Sequence[Sequence[int]] = ()
     """Micro-DP groups; empty if the strategy uses none."""
     model_replicas: Sequence[Sequence[ModelReplica]] = ()
-    """[kind][replica] of the trainer, as `micro_dp.model_replicas` returns; used to gather full tensors."""
+    """[kind][replica] of the trainer, as `engine_ranks.model_replicas` returns; used to gather full tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from megarl.errors import WeightSyncError
 from megarl.model_files.weight_index import stored_shape
+from megarl.reshard.layout.engine_ranks import ModelReplica
 from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout, intersect, slices, volume
-from megarl.reshard.layout.micro_dp import ModelReplica
 from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
 from megarl.reshard.transfer.bucket import (
     ALIGNMENT,

@@ -29,8 +29,7 @@ import numpy as np
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import Box
+from megarl.reshard.layout.layout import Box, Ints
 from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, map_bucket
 
 POLL_SECONDS = 0.1

@@ -22,13 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import slices
+from megarl.reshard.layout.layout import Ints, slices
 from megarl.reshard.planning.delta import CodedRound, DeltaPlan, code_name
 from megarl.reshard.planning.rounds import Round
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
-from megarl.reshard.transfer.box_views import view_box
-from megarl.reshard.transfer.bucket import BoxBucket, CodeSink, Parameters, ShardSink, map_bucket
+from megarl.reshard.transfer.bucket import BoxBucket, CodeSink, Parameters, ShardSink, map_bucket, view_box
 from megarl.reshard.transfer.element_code import as_integers, decode_boxes, encode, whole_bytes
 from megarl.reshard.transfer.executor import BoxExecutor, BufferSizes, device_of
 from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, Transport, closed_on_failure, wait_for

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.transfer.box_views import contiguous_bytes
+from megarl.reshard.layout.layout import Ints
+from megarl.reshard.transfer.bucket import contiguous_bytes
 
 BLOCK = 1 << 16
 """Elements in a block: places in it fit into 16 bits."""

@@ -29,16 +29,6 @@ from torch import Tensor
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.planning.rounds import Gather, Hop, LocalCopy, MessagePart, Round, aligned, hops_of_step
-from megarl.reshard.transfer.box_views import (
-    consecutive,
-    contiguous_bytes,
-    copy_boxes,
-    split_regions,
-    stack_boxes,
-    view_box,
-    view_to_send,
-    views_like,
-)
 from megarl.reshard.transfer.bucket import (
     BoxBucket,
     BoxSlot,
@@ -47,7 +37,15 @@ from megarl.reshard.transfer.bucket import (
     Parameters,
     ShardSink,
     SharedBuffer,
+    consecutive,
+    contiguous_bytes,
+    copy_boxes,
     make_buffer,
+    split_regions,
+    stack_boxes,
+    view_box,
+    view_to_send,
+    views_like,
 )
 from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, Transport, closed_on_failure, wait_for
 

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.boxes import Ints, hash_rows
-from megarl.reshard.layout.layout import Box, WeightLayout, intersect, slices, volume
+from megarl.reshard.layout.layout import Box, Ints, WeightLayout, hash_rows, intersect, slices, volume
 from megarl.reshard.transfer.bucket import torch_dtype
 
 CHUNK_ELEMENTS = 1 << 22

@@ -13,7 +13,7 @@ from megarl.batch.packed_trajectories import PackedGroups, PackedTrajectories
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import LockClaim, adopt_claim, require_lock
 from megarl.cluster.process.process_start import freeze_objects
-from megarl.cluster.workers.payload import fetch_arguments
+from megarl.cluster.workers.dispatch import fetch_arguments
 from megarl.config import RunConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engines.engine import GenerationEngine
@@ -25,7 +25,7 @@ from megarl.rollout.gateway.harness_agent import HarnessAgent
 from megarl.rollout.gateway.harness_process import HARNESS
 from megarl.rollout.journal import Replay, open_journal, parse_step
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec, SourceAgent
-from megarl.tracking.rollout_log import write_rollouts
+from megarl.tracking.tracker import write_rollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

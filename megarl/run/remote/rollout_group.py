@@ -23,13 +23,13 @@ from megarl.batch.packed_trajectories import with_values
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.process.process_start import StartupTiming
+from megarl.cluster.workers.dispatch import StoredItem, as_arguments, distinct_refs
 from megarl.cluster.workers.failures import Completions, raise_failure, to_megarl_error
-from megarl.cluster.workers.payload import StoredItem, as_arguments, distinct_refs
 from megarl.cluster.workers.worker_host import CollectedCalls
 from megarl.config import RunConfig
 from megarl.engines.engine import Sampling
 from megarl.errors import MegarlError
-from megarl.megatron.training.samples import ComputedColumn
+from megarl.megatron.request_samples import ComputedColumn
 from megarl.rollout.rollout_worker import SUMMARY_POSITIONS, GroupJob, GroupSummary
 from megarl.run.remote.engine_group import EngineGroup
 from megarl.run.remote.rollout_workers import WORKER_DEATHS, AssignedJob, RolloutWorkers

@@ -10,20 +10,19 @@ from operator import add
 from typing import TYPE_CHECKING
 
 from megarl.batch.balance import SequenceCost
-from megarl.batch.sample_table import SampleKey
+from megarl.batch.pack import SampleKey
 from megarl.cluster.placement.hardware import BLACKWELL, find_gpu_type
 from megarl.cluster.placement.pool import SlotPool
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.cluster.workers.dispatch import BROADCAST, Dispatch, from_output_rank, to_all
+from megarl.cluster.workers.dispatch import BROADCAST, Dispatch, Payload, from_output_rank, to_all
 from megarl.cluster.workers.group import Group, Processes, WorkerFuture, WorkerGroup, WorkerProcesses
-from megarl.cluster.workers.payload import Payload
 from megarl.config import RunConfig, StageConfig
 from megarl.config.model import REWARD_MODEL_NAME, AuxiliaryModel
 from megarl.config.placement import MAIN_POOL
 from megarl.config.trainer import OffloadConfig
 from megarl.megatron.families.architecture import sequence_cost
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
-from megarl.megatron.request_split import computed_column, forward_dispatch, train_dispatch
+from megarl.megatron.request_samples import computed_column, forward_dispatch, train_dispatch
 from megarl.megatron.requests import (
     PREPARE,
     PUSH,

@@ -23,7 +23,7 @@ from megarl.cluster.process.stack_dump import ProcessInfo
 from megarl.cluster.workers.group import WorkerProcesses
 from megarl.cluster.workers.stragglers import StragglerMonitor, collect_stacks, find_processes
 from megarl.config import RunConfig
-from megarl.tracking.run_heartbeat import HEARTBEAT_FILE, Heartbeat
+from megarl.tracking.progress import HEARTBEAT_FILE, Heartbeat
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

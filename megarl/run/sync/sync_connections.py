@@ -22,9 +22,8 @@ from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.config import RunConfig
 from megarl.errors import MegarlError, WeightSyncError
 from megarl.megatron.requests import PreparedSync, PushRequest, SyncSetup
-from megarl.reshard.layout.engine_ranks import resolve_strategy
+from megarl.reshard.layout.engine_ranks import micro_dp_groups, resolve_strategy
 from megarl.reshard.layout.layout import WeightLayout, WeightNeeds
-from megarl.reshard.layout.micro_dp import micro_dp_groups
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.transfer.commit_decision import open_store
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec

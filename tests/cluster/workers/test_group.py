@@ -22,11 +22,10 @@ from ray.util import remove_placement_group
 from megarl.cluster.placement.pool import Slot, SlotPool, reserve
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.cluster.process.ports import join_world
-from megarl.cluster.workers import failures, payload
-from megarl.cluster.workers.dispatch import BROADCAST, Dispatch
-from megarl.cluster.workers.failures import NUM_LOOKS, find_losses, interruptible, late_names, wait_all
-from megarl.cluster.workers.group import WorkerGroup, WorkerProcesses, by_node, ranks_by_relay
-from megarl.cluster.workers.payload import (
+from megarl.cluster.workers import dispatch, failures
+from megarl.cluster.workers.dispatch import (
+    BROADCAST,
+    Dispatch,
     LocalPayload,
     StoredItem,
     StoredPayload,
@@ -35,6 +34,8 @@ from megarl.cluster.workers.payload import (
     fetch_all,
     fetch_arguments,
 )
+from megarl.cluster.workers.failures import NUM_LOOKS, find_losses, interruptible, late_names, wait_all
+from megarl.cluster.workers.group import WorkerGroup, WorkerProcesses, by_node, ranks_by_relay
 from megarl.cluster.workers.stragglers import MIN_CONSECUTIVE_STEPS, StragglerMonitor, collect_stacks
 from megarl.cluster.workers.worker_host import AsyncWorkerHost
 from megarl.config.placement import PlacementConfig
@@ -529,7 +530,7 @@ def sum_arguments(*stored):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
 def test_any_number_of_stored_values_can_be_arguments(count, monkeypatch):
-    monkeypatch.setattr(payload, "MAX_ARGUMENTS", 2)
+    monkeypatch.setattr(dispatch, "MAX_ARGUMENTS", 2)
     arguments = as_arguments([ray.put(10**i) for i in range(count)])
     assert len(arguments) == (count if count <= 2 else 1)
     assert ray.get(sum_arguments.options(num_cpus=0).remote(*arguments), timeout=HANG_SECONDS) == (10**count - 1) // 9

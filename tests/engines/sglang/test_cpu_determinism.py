@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.engines.sglang.cpu import batched_attention as cpu_attention
-from megarl.engines.sglang.cpu.batched_attention import decode, extend, group_sequences
+from megarl.engines.sglang.cpu import batching
+from megarl.engines.sglang.cpu.batching import (
+    can_share,
+    decode,
+    extend,
+    find_shared_prompts,
+    group_sequences,
+    repeated_tokens,
+    select_first,
+)
 from megarl.engines.sglang.cpu.determinism import seeded_hash
-from megarl.engines.sglang.cpu.shared_prefill import can_share, find_shared_prompts, repeated_tokens, select_first
 from tests.engines.remote import requests
 
 PROMPTS = [tuple((11 * i + 3 * j) % 240 for j in range(4 + 5 * i)) for i in range(7)]
@@ -220,11 +227,11 @@ def test_attention_equals_a_softmax(batch):
         torch.testing.assert_close(attended.double(), batch.expected(row), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("max_tokens", [cpu_attention.MAX_TOKENS, 400])
+@pytest.mark.parametrize("max_tokens", [batching.MAX_TOKENS, 400])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
 def test_attention_of_a_sequence_does_not_depend_on_the_others(batch, max_tokens, monkeypatch):
     together = batch.attend(range(len(LENGTHS)))
-    monkeypatch.setattr(cpu_attention, "MAX_TOKENS", max_tokens)
+    monkeypatch.setattr(batching, "MAX_TOKENS", max_tokens)
     alone = [[row] for row in range(len(LENGTHS))]
     for rows in (*alone, range(0, len(LENGTHS), 2), [6, 7], range(len(LENGTHS) - 1, -1, -1)):
         for row, attended in zip(rows, batch.attend(rows), strict=True):

@@ -130,10 +130,10 @@ def test_a_scheduler_waits_after_its_imports_and_before_it_runs(monkeypatch: pyt
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [FakeSglang(events), *sys.meta_path])
     for module in (
-        "cpu.batched_attention.use_batched_attention_on_cpu",
+        "cpu.batching.use_batched_attention_on_cpu",
         "cpu.determinism.install_cpu_kernels",
-        "cpu.batched_attention.use_absorbed_mla_on_cpu",
-        "cpu.shared_prefill.use_shared_prefill_on_cpu",
+        "cpu.batching.use_absorbed_mla_on_cpu",
+        "cpu.batching.use_shared_prefill_on_cpu",
         "request_runner.send_versions_with_partial_outputs",
         "scheduler_process.idle_on_cpu",
         "scheduler_process.capture_routes_on_cpu",

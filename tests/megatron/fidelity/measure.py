@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.batch.sample_table import SampleRef
+from megarl.batch.pack import SampleRef
 from megarl.batch.trajectory import Trajectory
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config.megatron import MegatronConfig
 from megarl.config.trainer import OptimizerConfig, RecomputeConfig
 from megarl.functional.losses import Denominators
 from megarl.losses import ValueLoss
+from megarl.megatron.request_samples import StepSamples
 from megarl.megatron.requests import MiniBatch, ModelSpec, TrainerSpec, TrainRequest
-from megarl.megatron.training.samples import StepSamples
 from tests.megatron import rank_models
 from tests.megatron.fidelity.reference import Tokens, draw_returns
 from tests.megatron.rank_models import gather, gather_full, make_model, make_trainer, model_spec, own_part, train_step

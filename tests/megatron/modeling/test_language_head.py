@@ -43,7 +43,7 @@ def head_on_rank(
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megarl.megatron.modeling.language_head import HeadOptions, LanguageHead
+    from megarl.megatron.modeling.gpt_model import HeadOptions, LanguageHead
 
     state = parallel_state.init_parallel_state(parallel, seed=0, timeout=timedelta(seconds=HANG_SECONDS))
     state.activate()

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megarl.algorithms import find_algorithm
-from megarl.batch.sample_table import SampleRef
+from megarl.batch.pack import SampleRef
 from megarl.batch.trajectory import Trajectory
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config.algorithm import CispoConfig, GmpoConfig, GrpoConfig, GspoConfig
 from megarl.config.policy import DecoupledConfig, KlLossConfig, RolloutIsConfig
 from megarl.data.preference_pairs import PreferencePair

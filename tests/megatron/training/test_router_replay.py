@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.batch.trajectory import ROUTES
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config.megatron import MoeConfig
 from megarl.config.trainer import RecomputeConfig
 from megarl.megatron.requests import ForwardRequest

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.batch.sample_table import SampleRef
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.batch.pack import SampleRef
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config.algorithm import GrpoConfig
 from megarl.config.megatron import MoeConfig
 from megarl.functional.losses import Denominators

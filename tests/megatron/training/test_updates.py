@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config.limits import LimitConfig
 from megarl.config.policy import RolloutIsConfig
 from megarl.config.trainer import ParallelConfig

@@ -15,9 +15,8 @@ from megarl.reshard.analysis.nccl_progress import Stall
 from megarl.reshard.analysis.scenario import STRATEGIES, arrange, even_nodes
 from megarl.reshard.analysis.sync_clock import SyncTiming
 from megarl.reshard.analysis.sync_report import RUN_ONLY_FIELDS, SyncReport, explain, explain_auto
-from megarl.reshard.layout.engine_ranks import can_place_strided, split_stages
+from megarl.reshard.layout.engine_ranks import can_place_strided, micro_dp_groups, split_stages
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
-from megarl.reshard.layout.micro_dp import micro_dp_groups
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import cached_plan, clear_plan_cache
 from megarl.reshard.strategies.full_gather import owned_parts

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.reshard.layout.relay_tree import RelayTree, RemoteSources
-from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS, RemoteTraffic
-from megarl.reshard.layout.ring_entries import RingEntries
+from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS, RemoteTraffic, RingEntries
 from megarl.reshard.layout.topology import SourceSelector, Topology
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.nccl_progress import PostedGroup, find_stalls, posted_groups
+from megarl.reshard.layout.engine_ranks import consecutive_places, micro_dp_groups, strided_places
 from megarl.reshard.layout.layout import slices
-from megarl.reshard.layout.micro_dp import consecutive_places, micro_dp_groups, strided_places
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning import rounds as round_planning
 from megarl.reshard.planning.delta import DeltaPlan, code_name

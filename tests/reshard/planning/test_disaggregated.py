@@ -10,8 +10,8 @@ import pytest
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import WeightSyncError
+from megarl.reshard.layout.engine_ranks import GenerationPlace
 from megarl.reshard.layout.layout import WeightNeeds
-from megarl.reshard.layout.micro_dp import GenerationPlace
 from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
 from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.commit_decision import open_store

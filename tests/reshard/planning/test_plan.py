@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.reshard.analysis.nccl_progress import find_stalls, posted_groups
+from megarl.reshard.layout.engine_ranks import consecutive_places, micro_dp_groups, strided_places
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices, volume
-from megarl.reshard.layout.micro_dp import consecutive_places, micro_dp_groups, strided_places
 from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds, subtract

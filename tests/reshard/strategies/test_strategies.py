@@ -14,7 +14,12 @@ from megarl.errors import WeightSyncError
 from megarl.reshard.analysis.forecast import forecast
 from megarl.reshard.analysis.nccl_progress import PostedGroup, find_stalls
 from megarl.reshard.analysis.scenario import arrange, even_nodes
-from megarl.reshard.layout.engine_ranks import place_engines_by_overlap, place_engines_strided
+from megarl.reshard.layout.engine_ranks import (
+    micro_dp_groups,
+    model_replicas,
+    place_engines_by_overlap,
+    place_engines_strided,
+)
 from megarl.reshard.layout.layout import (
     ShardPiece,
     TensorSpec,
@@ -25,7 +30,6 @@ from megarl.reshard.layout.layout import (
     slices,
     volume,
 )
-from megarl.reshard.layout.micro_dp import micro_dp_groups, model_replicas
 from megarl.reshard.layout.overlap import layout_bytes
 from megarl.reshard.planning.strategy import Sinks, SyncContext
 from megarl.reshard.strategies import gather_hf

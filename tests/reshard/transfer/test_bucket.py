@@ -17,16 +17,6 @@ from hypothesis import strategies as st
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer import bucket as bucket_module
-from megarl.reshard.transfer.box_views import (
-    consecutive,
-    contiguous_bytes,
-    copy_boxes,
-    first_element,
-    split_regions,
-    view_box,
-    view_to_send,
-    views_like,
-)
 from megarl.reshard.transfer.bucket import (
     ALIGNMENT,
     IPC_COUNTER,
@@ -34,12 +24,20 @@ from megarl.reshard.transfer.bucket import (
     BoxBucket,
     DeviceBuffer,
     SharedBuffer,
+    consecutive,
+    contiguous_bytes,
+    copy_boxes,
+    first_element,
     identify_memory,
     lay_out,
     make_buffer,
     map_bucket,
     open_bucket,
+    split_regions,
     torch_dtype,
+    view_box,
+    view_to_send,
+    views_like,
 )
 from tests.errors import expect_error
 from tests.reshard.rank_process import call_in_process

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.reshard.layout.micro_dp import micro_dp_groups, strided_places
+from megarl.reshard.layout.engine_ranks import micro_dp_groups, strided_places
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import cached_plan
 from megarl.reshard.transfer.bucket import Parameters

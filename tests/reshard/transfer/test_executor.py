@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.cluster.placement.rank_grid import RankGrid
+from megarl.reshard.layout.engine_ranks import consecutive_places, micro_dp_groups, strided_places
 from megarl.reshard.layout.layout import extent, slices
-from megarl.reshard.layout.micro_dp import consecutive_places, micro_dp_groups, strided_places
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning import rounds
 from megarl.reshard.planning.plan import plan_rank

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.batch.trajectory import Trajectory
-from megarl.cluster.workers.payload import LocalPayload
+from megarl.cluster.workers.dispatch import LocalPayload
 from megarl.config.reward import RewardsConfig
 from megarl.functional import group_advantages
 from megarl.reward.reward_scorer import RewardScorer

@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
 from megarl.algorithms.grpo import group_estimates
 from megarl.batch.trajectory import Prompt
 from megarl.cluster.workers import failures
-from megarl.cluster.workers.payload import StoredItem
+from megarl.cluster.workers.dispatch import StoredItem
 from megarl.cluster.workers.worker_host import CollectedCalls
 from megarl.config.run import RecoveryConfig
 from megarl.config.trainer import ParallelConfig

@@ -26,9 +26,8 @@ from megarl.reshard.transfer.process_groups import connect_group
 from megarl.reshard.transfer.transport import SyncActivity
 from megarl.reshard.transfer.weight_sums import PartTable, sum_box
 from megarl.run.remote.engine_group import EngineHandles, StartedEngine
-from megarl.run.sync import sync_update
-from megarl.run.sync.sync_update import verify_weights
-from megarl.run.sync.weight_sync import WeightSync
+from megarl.run.sync import weight_sync as weight_sync_module
+from megarl.run.sync.weight_sync import WeightSync, verify_weights
 from tests.errors import expect_error
 from tests.run.finished_groups import run_config
 from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until
@@ -182,8 +181,9 @@ def make(monkeypatch):
     monkeypatch.setattr(ray, "put", lambda value: value)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(failures, "ROOT_CAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(sync_update, "CAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(sync_update, "CLOSE_SECONDS", HANG_SECONDS)  # the threads of engines connect to the store first
+    monkeypatch.setattr(weight_sync_module, "CAUSE_SECONDS", 0.1)
+    # the threads of engines connect to the store first
+    monkeypatch.setattr(weight_sync_module, "CLOSE_SECONDS", HANG_SECONDS)
 
     def make(*, disaggregated=False, **weight_sync):
         cluster = Cluster(disaggregated)
@@ -441,7 +441,7 @@ def test_all_weights_are_sent_again_if_engines_differ_after_a_delta(make, monkey
         if (problem := next(differs)) is not None:
             raise WeightDifferenceError(problem)
 
-    monkeypatch.setattr(sync_update, "verify_weights", compare)
+    monkeypatch.setattr(weight_sync_module, "verify_weights", compare)
     sync.push(0)
     assert sync.push(1).metrics()["weight_sync/is_full"] == 1.0
     assert last_delta(cluster) == (3, None)
@@ -647,7 +647,7 @@ def test_every_second_version_is_compared_before_it_is_served(make, monkeypatch)
         if policy_version == 4:
             raise WeightSyncError("engine 0: TP rank 0 does not hold w")
 
-    monkeypatch.setattr(sync_update, "verify_weights", compare)
+    monkeypatch.setattr(weight_sync_module, "verify_weights", compare)
     phases = [set(sync.push(version).seconds) for version in range(4)]
     assert compared == [0, 2]
     assert phases == [{"open", "transfer", "verify", "commit"}, {"open", "transfer", "commit"}] * 2

@@ -17,10 +17,16 @@ from megarl.errors import WeightSyncError
 from megarl.model_files.model_config import language_config, read_model_config, untrained_patterns
 from megarl.model_files.quantization import VALUES_DTYPE
 from megarl.model_files.weight_index import derived_tensor_patterns, matches_any, read_headers
-from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import Box, contains, extent, full_local, slices, volume
-from megarl.reshard.transfer.box_views import consecutive, copy_boxes, views_like
-from megarl.reshard.transfer.bucket import BoxSlot, TensorSlot, dtype_name, torch_dtype
+from megarl.reshard.layout.layout import Box, Ints, contains, extent, full_local, slices, volume
+from megarl.reshard.transfer.bucket import (
+    BoxSlot,
+    TensorSlot,
+    consecutive,
+    copy_boxes,
+    dtype_name,
+    torch_dtype,
+    views_like,
+)
 from megarl.reshard.transfer.element_code import decode_boxes
 
 

@@ -51,8 +51,7 @@ from megarl.engines.sglang.weight_update.messages import (
 )
 from megarl.engines.sglang.weight_update.planned_boxes import read_expected_tensors
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.boxes import Ints
-from megarl.reshard.layout.layout import Box
+from megarl.reshard.layout.layout import Box, Ints
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.box_channel import BoxOffer

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megarl.engines.sglang.weight_layout.engine_trace import fold
-from megarl.engines.sglang.weight_update import messages, receive, weight_loader
+from megarl.engines.sglang.weight_update import messages, weight_loader
 from megarl.engines.sglang.weight_update.planned_boxes import PlannedBoxes
 from megarl.engines.sglang.weight_update.weight_loader import keeps_fp8_blocks
 from megarl.errors import WeightSyncError
@@ -36,7 +36,8 @@ class Engine(nn.Module):
 def model(monkeypatch):
     monkeypatch.setattr(weight_loader, "tp_rank", lambda: 0)
     monkeypatch.setattr(weight_loader, "tp_group", lambda: None)
-    monkeypatch.setattr(receive, "make_planned_boxes", lambda *inputs: PlannedBoxes(*inputs[:2]))  # no SGLang model
+    # without SGLang's model
+    monkeypatch.setattr(weight_loader, "make_planned_boxes", lambda *inputs: PlannedBoxes(*inputs[:2]))
     return Engine()
 
 

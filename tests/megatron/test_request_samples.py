@@ -10,24 +10,25 @@ import pytest
 import ray
 
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
-from megarl.batch.pack import padded_length
-from megarl.batch.sample_table import SampleKey, SampleRef, SampleTable
+from megarl.batch.pack import SampleKey, SampleRef, SampleTable, padded_length
 from megarl.batch.trajectory import Trajectory
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.cluster.workers.dispatch import BROADCAST
-from megarl.cluster.workers.payload import LocalPayload, RemoteResults, StoredItem, StoredPayload
+from megarl.cluster.workers.dispatch import BROADCAST, LocalPayload, RemoteResults, StoredItem, StoredPayload
 from megarl.functional.losses import Denominators
-from megarl.megatron import request_split
-from megarl.megatron.request_split import (
+from megarl.megatron import request_samples
+from megarl.megatron.request_samples import (
+    ComputedColumn,
+    StepSamples,
     computed_column,
+    merge_column,
     pack_samples,
+    payloads_by_index,
     split_by_dp,
     split_forward_by_dp,
     train_dispatch,
 )
 from megarl.megatron.requests import PUSH, ForwardRequest, MiniBatch, PushRequest, PushResult, TrainRequest, TrainStats
 from megarl.megatron.training.metric_sums import Throughput
-from megarl.megatron.training.samples import ComputedColumn, StepSamples, merge_column, payloads_by_index
 from megarl.reshard.planning.strategy import SyncStats
 from tests.megatron.fidelity.measure import as_trajectory
 
@@ -144,7 +145,7 @@ def test_ranks_of_one_replica_get_the_same_object(grid: RankGrid) -> None:
     assert len({id(request) for request in requests}) == grid.dp
     for rank in range(grid.size):
         assert requests[rank] is requests[grid.output_rank(grid.coordinates(rank).dp)]
-    for dispatch in (train_dispatch(QWEN2_5_7B), request_split.forward_dispatch(QWEN2_5_7B)):
+    for dispatch in (train_dispatch(QWEN2_5_7B), request_samples.forward_dispatch(QWEN2_5_7B)):
         assert dispatch.by_reference
         assert dispatch.equal_work
 
@@ -178,7 +179,7 @@ def test_micro_batches_do_not_depend_on_how_groups_are_stored(ep: int) -> None:
         blocks = {"payload_blocks": [p // 4 for p in range(128)]}
         request = one_batch(samples, payloads, 8192, **blocks)
         forward = ForwardRequest(samples=samples, payloads=payloads, max_tokens_per_micro_batch=8192, **blocks)
-        request_split.plan_replicas.cache_clear()
+        request_samples.plan_replicas.cache_clear()
         parts = [own for of in split_by_dp(request, grid) for own in of.mini_batches]
         parts += split_forward_by_dp(forward, grid)
         found.append([(all_keys(own.samples), own.micro_batches) for own in parts])
