@@ -203,7 +203,7 @@ class EngineConfig(Section):
 class AgentConfig(Section):
     """The agent that turns a prompt into a trajectory, in training and evaluation."""
 
-    path: str = "megarl.rollout.agents.agent:single_turn"
+    path: str = "megarl.rollout.agents.single_turn:single_turn"
     """Import path of the agent, `package.module:name`: a function `async def run(episode, **kwargs)`, or a class whose
     method `async def run(self, episode)` does the same. A class is created once in each rollout worker. Either returns
     a trajectory, usually `episode.trajectory()`. Default: one completion of the prompt."""

@@ -33,8 +33,9 @@ from megarl.engines.engine import GenerationEngine, Sampling
 from megarl.engines.engine_pool import EngineFailedError, EngineLease, EnginePool, EpisodeEngine
 from megarl.engines.request_clock import RequestClock, TimeLimit
 from megarl.errors import LostEngineError, MegarlError, StalledEngineError
-from megarl.rollout.agents.agent import Agent, run_agent, single_turn
+from megarl.rollout.agents.agent import Agent, run_agent
 from megarl.rollout.agents.episode import Episode, RefusedTextError
+from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.environments.conversation import EnvironmentFailedError
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from megarl.engines.engine_pool import PooledEngine
 from megarl.engines.sglang import request_runner
 from megarl.engines.sglang.request_runner import ABORT_SECONDS, EARLY_ABORT_SECONDS, RequestRunner, SglangLoad
 from megarl.errors import AgentError, LostEngineError, MegarlError
-from megarl.rollout.agents.agent import Agent, single_turn
+from megarl.rollout.agents.agent import Agent
 from megarl.rollout.agents.episode import Episode
+from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
 from tests.errors import expect_error
 from tests.rollout.clock import LOOP_CLOCK, in_virtual_time

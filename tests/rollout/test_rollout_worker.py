@@ -14,7 +14,7 @@ from megarl.engines.engine import UNFINISHED, Generation, GenerationRequest, Sam
 from megarl.engines.engine_pool import PooledEngine
 from megarl.errors import AgentError, LostEngineError, RewardError, WorkerError
 from megarl.rollout import rollout_worker
-from megarl.rollout.agents.agent import single_turn
+from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec, SourceAgent
 from tests.errors import expect_error
 from tests.rollout.clock import LOOP_CLOCK, in_virtual_time

@@ -13,7 +13,8 @@ from megarl.config.reward import RewardsConfig
 from megarl.engines import engine_pool
 from megarl.engines.engine import UNFINISHED, FinishedRequest, Generation, GenerationRequest, tokens_from
 from megarl.errors import LostEngineError, RewardError, WorkerError
-from megarl.rollout.agents.agent import GRACE_SECONDS, single_turn
+from megarl.rollout.agents.agent import GRACE_SECONDS
+from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
 from megarl.run.remote.rollout_group import FinishedGroup
 from megarl.run.reward_weights import RewardFailures

@@ -1,4 +1,4 @@
-"""The agent interface, the default agent, and how the agent of `rollout.agent` is loaded and run."""
+"""The agent interface, and how an agent is loaded from the import path in `rollout.agent`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,6 @@ Agent: TypeAlias = Callable[[Episode], Awaitable[Trajectory | Sequence[Trajector
 
 Many episodes run at the same time in one worker, so an agent keeps what belongs to an episode in local variables.
 """
-
-
-async def single_turn(episode: Episode) -> Trajectory:
-    """Sample one completion and return the prompt tokens followed by the sampled ones; the default agent."""
-    await episode.generate()
-    return episode.trajectory()
-
 
 METHOD = "run"
 """The method that runs an episode, if the agent is a class."""

@@ -17,8 +17,9 @@ from megarl.config.rollout import AgentConfig
 from megarl.data.tiny_checkpoint import EOS, train_tokenizer
 from megarl.engines.engine import Generation, GenerationRequest, Sampling
 from megarl.errors import AgentError, ConfigError, WorkerError
-from megarl.rollout.agents.agent import check_agent, load_agent, run_agent, single_turn
+from megarl.rollout.agents.agent import check_agent, load_agent, run_agent
 from megarl.rollout.agents.episode import Episode
+from megarl.rollout.agents.single_turn import single_turn
 from tests.errors import expect_error
 from tests.rollout.clock import in_event_loop
 from tests.rollout.whole_batches import WholeBatches, make_generation, token_routes, with_routes

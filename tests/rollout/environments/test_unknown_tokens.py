@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken
 
 from megarl.data.tokenizer import load_tokenizer
-from megarl.rollout.agents.agent import single_turn
 from megarl.rollout.agents.episode import Episode, RefusedTextError
+from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Step, Task
 from megarl.rollout.rollout_worker import RolloutWorker, RolloutWorkerSpec
