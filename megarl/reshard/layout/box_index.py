@@ -219,11 +219,8 @@ class SyncIndex:
         No stage has bytes that nobody needs. Experts of one rank that different ranks need are different stages, so
         that each of these ranks receives some of them in every round.
         """
-        size = np.bincount(
-            self.held.tensor,
-            volumes(self.held.start, self.held.stop) * self.itemsize[self.held.tensor],
-            len(self.names),
-        )
+        held, num_tensors = self.held, len(self.names)
+        size = np.bincount(held.tensor, volumes(held.start, held.stop) * self.itemsize[held.tensor], num_tensors)
         needed_by = np.zeros(len(self.names) + 1, np.uint64)  # the last: tensors without a number
         for table, mark in zip(needs, hash_rows([np.arange(1, len(needs) + 1)]), strict=True):
             is_needed = np.zeros(len(needed_by), bool)
@@ -248,7 +245,7 @@ class SyncIndex:
         """
         self.round_bytes, _ = share_buffers(bucket_bytes, self.num_hops, needed, 0)
         """The most that a rank receives in one round."""
-        num_rounds, count = max(-(-needed // self.round_bytes), 1), np.zeros(0, np.int64)
+        num_rounds, count = max(-(-needed // self.round_bytes), 1), np.array([-1])
         per_round = overlaps.traffic.num_turns(self.remote) if overlaps.traffic is not None else 1
         num_lanes = 1 if self.groups or overlaps.traffic is None else min(len(overlaps.receiver_sets), MAX_LANES)
         while True:
