@@ -108,7 +108,7 @@ def _traffic_without_relay(need_index: NeedIndex, spec: TrafficSpec, topology: T
 
 
 MAX_REPRESENTATIVES = 128
-"""Limit on the ranks that are planned: planning one takes up to two seconds for the largest models."""
+"""Limit on the ranks that are planned: planning one takes up to a second for the largest models."""
 
 
 def find_unmatched_routes(index: SyncIndex) -> list[str] | None:

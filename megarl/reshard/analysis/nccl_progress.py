@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.reshard.layout.layout import Ints
+from megarl.reshard.layout.layout import Ints, count_up
 from megarl.reshard.planning.rounds import Round, hops_of_step
 
 
@@ -147,14 +147,15 @@ class _Operations:
     def find_stalls(self) -> list[Stall]:
         """Start groups in waves, each of the groups that can start once the previous wave's have ended."""
         missing = self._size.copy()  # operations of a meeting that have not started
-        unmet = np.diff(self._start)  # operations of a group that have not met
+        counts = np.diff(self._start)
+        unmet = counts.copy()  # operations of a group that have not met
         current = self._first[:-1].copy()  # by rank, the group that it is in
         started = current[current < self._first[1:]]
         while len(started):
-            joined = self._meeting[_ranges(self._start, started)]
+            joined = self._meeting[count_up(self._start[started], counts[started])[1]]
             np.subtract.at(missing, joined, 1)
             met = np.unique(joined[missing[joined] == 0])
-            groups = self._group[self._by_meeting[_ranges(self._meeting_start, met)]]
+            groups = self._group[self._by_meeting[count_up(self._meeting_start[met], self._size[met])[1]]]
             np.subtract.at(unmet, groups, 1)
             ended = np.unique(groups[unmet[groups] == 0])
             current[self._rank[ended]] = ended + 1
@@ -201,11 +202,3 @@ def _changes(rows: Ints) -> Ints:
     """Return bool [N]: whether each of the sorted rows differs from the row before."""
     changes: Ints = np.r_[True, (rows[1:] != rows[:-1]).any(axis=1)]
     return changes
-
-
-def _ranges(start: Ints, numbers: Ints) -> Ints:
-    """Return the concatenated ranges from `start[i]` to `start[i + 1]`, for i in `numbers`."""
-    counts = start[numbers + 1] - start[numbers]
-    offsets = np.cumsum(counts) - counts
-    ranges: Ints = np.arange(counts.sum()) + np.repeat(start[numbers] - offsets, counts)
-    return ranges

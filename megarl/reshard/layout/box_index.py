@@ -21,8 +21,10 @@ from megarl.reshard.layout.layout import (
     PieceTable,
     TensorSpec,
     WeightLayout,
+    all_columns,
     check_dtypes,
     concatenate,
+    count_up,
     extents,
     hash_rows,
     intersections,
@@ -208,7 +210,7 @@ class SyncIndex:
         """Return the boxes that `rank` holds, and the row of each in `held`."""
         mine = self._boxes(self.sources[rank].pieces)
         at, of = pair_by_tensor(mine, self.held_start, self.held_count)
-        same = (mine.start[at] == self.held.start[of]).all(axis=1) & (mine.stop[at] == self.held.stop[of]).all(axis=1)
+        same = all_columns((mine.start[at] == self.held.start[of]) & (mine.stop[at] == self.held.stop[of]))
         at, of = at[same], of[same]
         _, once = np.unique(of, return_index=True)  # the same box may be held under two names
         return mine.take(at[once]), of[once]
@@ -219,7 +221,8 @@ class SyncIndex:
         No stage has bytes that nobody needs. Experts of one rank that different ranks need are different stages, so
         that each of these ranks receives some of them in every round.
         """
-        size = np.bincount(self.held.tensor, volumes(self.held) * self.itemsize[self.held.tensor], len(self.names))
+        held, num_tensors = self.held, len(self.names)
+        size = np.bincount(held.tensor, volumes(held.start, held.stop) * self.itemsize[held.tensor], num_tensors)
         needed_by = np.zeros(len(self.names) + 1, np.uint64)  # the last: tensors without a number
         for table, mark in zip(needs, hash_rows([np.arange(1, len(needs) + 1)]), strict=True):
             is_needed = np.zeros(len(needed_by), bool)
@@ -244,36 +247,33 @@ class SyncIndex:
         """
         self.round_bytes, _ = share_buffers(bucket_bytes, self.num_hops, needed, 0)
         """The most that a rank receives in one round."""
-        num_rounds = max(-(-needed // self.round_bytes), 1)
-        num_items = 0
+        num_rounds, count = max(-(-needed // self.round_bytes), 1), np.array([-1])
         per_round = overlaps.traffic.num_turns(self.remote) if overlaps.traffic is not None else 1
         num_lanes = 1 if self.groups or overlaps.traffic is None else min(len(overlaps.receiver_sets), MAX_LANES)
         while True:
-            count = self._count_slices(bytes_of, needed, num_rounds, per_round)
+            before, count = count, self._count_slices(bytes_of, needed, num_rounds, per_round)
             self.slices = Slices(self.stages, count, bytes_of.sum(axis=0), num_rounds, num_lanes)
-            received, packed = self._loads(tables, overlaps)
-            rounds = self.slices.round[self.slices.order]
-            self.round_bytes, self.staging_bytes = share_buffers(
-                bucket_bytes, self.num_hops, received.largest(rounds), packed.largest(rounds)
-            )
+            is_same = np.array_equal(count, before)
+            if not is_same:
+                received, packed = self._loads(tables, overlaps)
+            most = received.largest(self.slices.round), packed.largest(self.slices.round)
+            self.round_bytes, self.staging_bytes = share_buffers(bucket_bytes, self.num_hops, *most)
             """The most that a rank packs in one round."""
-            loads = Loads.join([received, packed.times(self.round_bytes / self.staging_bytes)])
-            worst = loads.largest(rounds) / self.round_bytes
-            if worst <= 1 or self.slices.num_items == num_items:
+            worst = max(most[0] / self.round_bytes, most[1] / self.staging_bytes)
+            if worst <= 1 or is_same:
                 break
-            num_items = self.slices.num_items
             num_rounds = int(np.ceil(num_rounds * min(worst, 2) * 1.01))
-        rounds = cut_rounds(loads, rounds, self.round_bytes)
-        self._round_of_place: Ints = np.empty(len(rounds), np.int64)
-        self._round_of_place[self.slices.order] = rounds
-        self.num_rounds: int = int(rounds.max(initial=-1)) + 1
+        limited = [(received, self.round_bytes), (packed, self.staging_bytes)]
+        self._round_of_place = cut_rounds(self.slices.round, self.slices.order, limited)
+        self.num_rounds: int = int(self._round_of_place.max(initial=-1)) + 1
 
     def _stage_bytes(self, tables: Sequence[Boxes]) -> Ints:
         """Return [classes, stages], the bytes that a rank of each class needs."""
         count = len(self.stages.total)
-        return np.array(
-            [np.bincount(self.stages.stage[t.tensor], volumes(t) * self.itemsize[t.tensor], count) for t in tables]
-        ).reshape(len(tables), count)
+        found = np.zeros((len(tables), count))
+        for row, t in zip(found, tables, strict=True):
+            row += np.bincount(self.stages.stage[t.tensor], volumes(t.start, t.stop) * self.itemsize[t.tensor], count)
+        return found
 
     def _count_slices(self, bytes_of: Ints, needed: int, num_rounds: int, per_round: int) -> Ints:
         """Return, by stage, the number of its slices, at most `per_round` in a round; others as of `_cut_to_fit`."""
@@ -295,7 +295,7 @@ class SyncIndex:
         found = []
         for table, to in zip(tables, receivers, strict=True):
             at, of, low, high = intersections(table, self.held, self.held_start, self.held_count)
-            size = (high - low).prod(axis=1) * self.itemsize[table.tensor[at]]
+            size = volumes(low, high) * self.itemsize[table.tensor[at]]
             np.add.at(pairs, (self.held_by[of], to[at]), size)
             found.append(Overlap(at, of, low, high))
         traffic = RemoteTraffic(self.topology, self.holders, sets, pairs) if relays else None
@@ -303,49 +303,46 @@ class SyncIndex:
 
     def _loads(self, tables: Sequence[Boxes], overlaps: Overlaps) -> tuple[Loads, Loads]:
         """Return what ranks receive, and what they pack, whichever of equally good sources are chosen."""
-        position = np.empty_like(self.slices.order)
-        position[self.slices.order] = np.arange(len(position))
         in_classes = np.bincount(
             np.concatenate([np.zeros(0, np.int64), *map(np.unique, overlaps.receivers)]),
             minlength=len(overlaps.receiver_sets),
         )
-        received, packed, several = [], [], []
-        for table, receivers, whole in zip(tables, overlaps.receivers, overlaps.found, strict=True):
+        received, packed, several = [], [], [np.zeros((4, 0), np.int64)]
+        for number, (table, receivers, whole) in enumerate(
+            zip(tables, overlaps.receivers, overlaps.found, strict=True)
+        ):
             tensor = table.tensor[whole.at]
             first, last = table.start[whole.at, 0], table.stop[whole.at, 0]
             row, low, high, item = self.slices.cut(tensor, whole.low, whole.high, first, last)
             of, to = whole.of[row], receivers[whole.at[row]]
-            at = position[self.slices.place(item, to)]
-            size = (high - low).prod(axis=1) * self.itemsize[tensor[row]]
-            received.append(Loads.of(np.zeros_like(at), at, size))
+            place = self.slices.place(item, to)
+            size = volumes(low, high) * self.itemsize[tensor[row]]
+            received.append(Loads(np.full_like(place, number), place, size))
             is_small = size < self.large_bytes
             is_packed = is_small | ~are_contiguous(low, high, self._held_extent[of])
             is_once = is_small & (in_classes[to] == 1)
             some = np.flatnonzero(is_packed & is_once)
-            packed.append(self._packing(of[some], at[some], size[some]))
+            packed.append(self._packing(of[some], place[some], size[some]))
             # a box is packed once for the receivers of several classes, a large one for all of them
             some = np.flatnonzero(is_packed & ~is_once)
             key = hash_rows([np.where(is_small[some], to[some], -1), *low[some].T, *high[some].T])
-            several.append(np.array([of[some], at[some], size[some], key.view(np.int64)]))
-        several.append(np.zeros((4, 0), np.int64))
-        of, at, size, key = np.concatenate(several, axis=1)
-        _, once = np.unique(hash_rows([of, at, key]), return_index=True)
-        packed.append(self._packing(of[once], at[once], size[once]))
-        return Loads.join(received), Loads.of(*np.concatenate(packed, axis=1))
+            several.append(np.array([of[some], place[some], size[some], key.view(np.int64)]))
+        of, place, size, key = np.concatenate(several, axis=1)
+        _, once = np.unique(hash_rows([of, place, key]), return_index=True)
+        packed.append(self._packing(of[once], place[once], size[once]))
+        return Loads.join(received), Loads.join(packed)
 
-    def _packing(self, of: Ints, at: Ints, size: Ints) -> Ints:
-        """Return [3, M], what the layouts that hold N boxes pack: layout, place in transfer order and bytes.
+    def _packing(self, of: Ints, place: Ints, size: Ints) -> Loads:
+        """Return what the layouts that hold N boxes pack.
 
         Args:
             of: [N], row of the held box.
-            at: [N], place in transfer order.
+            place: [N], where it is in transfer order.
             size: [N], bytes.
         """
         of_layout, first, count = self._holding_layouts
-        row = np.repeat(np.arange(len(of)), count[of])
-        layout = of_layout[np.arange(len(row)) + (first[of] - np.cumsum(count[of]) + count[of])[row]]
-        loads = Loads.of(layout, at[row], size[row])
-        return np.array([loads.owner, loads.item, loads.num_bytes])
+        row, at = count_up(first[of], count[of])
+        return Loads(of_layout[at], place[row], size[row])
 
     def round_of(self, item: Ints, receivers: Ints) -> Ints:
         """Return the round in which each slice of a tensor is sent to the set of receivers of this index."""

@@ -20,6 +20,7 @@ from megarl.reshard.layout.layout import (
     extents,
     hash_rows,
     intersections,
+    volumes,
     widen,
 )
 from megarl.reshard.layout.relay_tree import Ranks
@@ -106,7 +107,7 @@ def overlap_bytes(sources: Sequence[WeightLayout], needs: Sequence[WeightLayout]
     def of_source(layout: WeightLayout) -> Ints:
         held = _boxes(layout, numbers[id(layout.tensors)], width)
         _, of, low, high = intersections(held, every, start, count)
-        shared = (high - low).prod(axis=1, dtype=np.int64) * sizes[every.tensor[of]]
+        shared = volumes(low, high) * sizes[every.tensor[of]]
         return np.bincount(of_need[of], shared, len(needs)).astype(np.int64)
 
     by_layout = {key: of_source(layout) for key, layout in distinct.items()}

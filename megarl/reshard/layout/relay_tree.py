@@ -13,7 +13,7 @@ machines send equally much.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -134,11 +134,12 @@ class RelayTree:
             place = np.where(is_origin, 0, above)
         return Path(arc, parent, origin, passed)
 
-    def children(self, machine: int, rotation: Ints) -> list[tuple[Ints, int]]:
+    def children(self, machine: int, rotation: Ints, among: Collection[int]) -> list[tuple[Ints, int]]:
         """Return which machines `machine` passes N boxes on to, as (indices of boxes, machine).
 
         Args:
             rotation: [N].
+            among: machines to consider.
         """
         at = (machine + rotation) % self.machines
         place = at % self.arc
@@ -146,9 +147,9 @@ class RelayTree:
         found = []
         for distance in distances(self.arc):
             number = (machine + distance) % self.machines
-            boxes = np.flatnonzero((place < _power(distance)) & (at + distance < end))
-            if len(boxes) and number not in self.origins:
-                found.append((boxes, number))
+            if number in among and number not in self.origins:
+                boxes = np.flatnonzero((place < _power(distance)) & (at + distance < end))
+                found += [(boxes, number)] if len(boxes) else []
         return found
 
     def entries(self, root: Ints, rotation: Ints) -> Ints:
@@ -169,6 +170,7 @@ class RelayTree:
         return is_origin
 
 
+@lru_cache
 def distances(arc: int) -> list[int]:
     """Return the distances on the ring between machines of an arc that exchange messages."""
     return [distance for distance in range(1, arc) if distance % _power(distance) == 0]

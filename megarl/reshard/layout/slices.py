@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.reshard.layout.layout import Ints
+from megarl.reshard.layout.layout import Ints, count_up
 
 PADDING = 1024
 """Bytes of each buffer reserved for alignment."""
@@ -96,17 +96,17 @@ class Slices:
         self.parts = last - self._first + 1
         """By tensor, the number of slices that it lies in."""
         self.first_item = np.cumsum(self.parts) - self.parts
-        self.num_items = int(self.parts.sum())
-        """Number of items: slices of tensors."""
-        self.tensor_of_item = np.repeat(np.arange(len(self.parts)), self.parts)
-        self.turn = np.arange(self.num_items) - (self.first_item - self._first)[self.tensor_of_item]
-        """By item, its turn among equally good sources."""
+        self.tensor_of_item, self.turn = count_up(self._first, self.parts)
+        """By item, a slice of a tensor: the tensor, and its turn among equally good sources."""
         first = np.cumsum(count) - count
         of_slice = _spread(count, num_bytes, num_rounds, num_lanes)
         self.round = of_slice[first[stages.stage[self.tensor_of_item]] + self.turn].reshape(-1)
         """By place, an item in a lane, the round in which it is sent."""
-        self.order = np.lexsort((np.repeat(self.turn, num_lanes), self.round))
+
+    @property
+    def order(self) -> Ints:
         """Places in transfer order."""
+        return np.lexsort((np.repeat(self.turn, self._num_lanes), self.round))
 
     def place(self, item: Ints, receivers: Ints) -> Ints:
         """Return the places of items [N] for the sets of receivers of these indices [N]."""
@@ -130,8 +130,7 @@ class Slices:
             for each part of a part: its row among the N, start, stop and item.
         """
         repeats = self.parts[tensor]
-        row = np.repeat(np.arange(len(tensor)), repeats)
-        number = np.arange(len(row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        row, number = count_up(0, repeats)
         of = tensor[row]
         start, stop = low[row], high[row]
         several = np.flatnonzero(repeats[row] > 1)
@@ -160,8 +159,7 @@ def _spread(count: Ints, num_bytes: Ints, num_rounds: int, num_lanes: int) -> In
     Stages of as many slices as there are rounds, or of several times as many, have equally many in each. The others
     begin one after another, and the lanes of each.
     """
-    stage = np.repeat(np.arange(len(count)), count)
-    turn = np.arange(len(stage)) - (np.cumsum(count) - count)[stage]
+    stage, turn = count_up(0, count)
     rounds = np.repeat((turn * num_rounds // np.maximum(count, 1)[stage])[:, None], num_lanes, axis=1)
     others = np.flatnonzero(count[stage] % num_rounds > 0)
     size = (num_bytes / np.maximum(count, 1))[stage[others]]
@@ -176,48 +174,33 @@ def _spread(count: Ints, num_bytes: Ints, num_rounds: int, num_lanes: int) -> In
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """N loads of groups of ranks: arrays [N]."""
+    """N loads of groups of ranks, several of which may be of the same group and place: arrays [N]."""
 
     owner: Ints
     """Index of the group; each of its ranks has the load."""
-    item: Ints
-    """Position of the slice of a tensor in transfer order."""
+    place: Ints
+    """Place of the slice of a tensor, as `Slices.place` returns."""
     num_bytes: Ints
-
-    @classmethod
-    def of(cls, owner: Ints, item: Ints, num_bytes: Ints) -> Loads:
-        """Return the sums per owner and slice, without those of zero bytes."""
-        some = np.flatnonzero(num_bytes)
-        return cls(owner[some], item[some], num_bytes[some])._sums()
+    """At least 1 each."""
 
     @classmethod
     def join(cls, loads: Sequence[Loads]) -> Loads:
-        """Return all loads, with the owners of each sequence numbered after those of the previous one."""
-        first = np.cumsum([0, *(int(each.owner.max(initial=-1)) + 1 for each in loads)])
-        owners = [each.owner + number for each, number in zip(loads, first, strict=False)]
-        columns = ([getattr(each, name) for each in loads] for name in ("item", "num_bytes"))
-        return cls(np.concatenate(owners), *map(np.concatenate, columns))
+        """Return all loads of a sequence, which may be empty."""
+        nothing = np.zeros(0, np.int64)
+        return cls(*(np.concatenate([nothing, *(getattr(each, name) for each in loads)]) for name in cls.__slots__))
 
-    def times(self, factor: float) -> Loads:
-        """Return `factor` times as large loads, rounded up."""
-        return Loads(self.owner, self.item, np.ceil(self.num_bytes * factor).astype(np.int64))
+    def in_rounds(self, rounds: Ints) -> tuple[Ints, Ints]:
+        """Return the sums of one owner's loads in one round, and of each load [N] the index of its sum.
+
+        Args:
+            rounds: by place, its round.
+        """
+        key = self.owner * (int(rounds.max(initial=0)) + 1) + rounds[self.place]
+        return np.bincount(key, self.num_bytes), key
 
     def largest(self, rounds: Ints) -> int:
-        """Return the largest sum of one owner's loads in one round; `rounds`: by slice."""
-        if not len(self.owner):
-            return 0
-        key = self.owner * (int(rounds.max()) + 1) + rounds[self.item]
-        return int(np.bincount(key, self.num_bytes).max())
-
-    def _sums(self) -> Loads:
-        """Return the sums per owner and slice, sorted by both."""
-        if not len(self.owner):
-            return self
-        key = self.owner * (self.item.max() + 1) + self.item
-        order = np.argsort(key, kind="stable")  # much faster than sorting by two keys, and than an unstable sort
-        key, owner, item = key[order], self.owner[order], self.item[order]
-        first = np.flatnonzero(np.r_[True, key[1:] != key[:-1]])
-        return Loads(owner[first], item[first], np.add.reduceat(self.num_bytes[order], first))
+        """Return the largest sum of one owner's loads in one round; `rounds` as of `in_rounds`."""
+        return int(self.in_rounds(rounds)[0].max(initial=0))
 
 
 def share_buffers(bucket_bytes: int, num_hops: int, received: int, packed: int) -> tuple[int, int]:
@@ -236,30 +219,36 @@ def share_buffers(bucket_bytes: int, num_hops: int, received: int, packed: int) 
     return max(bucket - PADDING, bucket // 2, 1), max(staging - PADDING, staging // 2, 1)
 
 
-def cut_rounds(loads: Loads, rounds: Ints, limit: int) -> Ints:
-    """Cut rounds of consecutive slices into the fewest that are within the limit; return the new round of each slice.
+def cut_rounds(rounds: Ints, order: Ints, limited: Sequence[tuple[Loads, int]]) -> Ints:
+    """Cut rounds of consecutive slices into the fewest that are within limits; return the new round of each place.
 
     Args:
-        loads: sorted by owner and slice, one load of each.
-        rounds: by slice in transfer order, its round, ascending.
-        limit: the most bytes of an owner in one round; a slice whose own load is larger ends up in a round in which
-            that owner has no other load.
+        rounds: by place, its round.
+        order: places in transfer order, of ascending rounds.
+        limited: loads, and the most bytes of an owner in one round; a slice whose own load is larger ends up in a round
+            in which that owner has no other load.
     """
-    num_items = len(rounds)
-    end = np.cumsum(loads.num_bytes)
-    begin = end - loads.num_bytes
-    owner_start = np.searchsorted(loads.owner, loads.owner)
-    # the first load that may share a round with each load
-    first = np.clip(np.searchsorted(begin, end - limit), owner_start, np.arange(len(end)))
-    earliest = np.where(first > owner_start, loads.item[first - 1] + 1, 0)
-    starts = np.zeros(num_items, np.int64)
-    np.maximum.at(starts, loads.item, earliest)
-    starts = np.maximum(np.maximum.accumulate(starts), np.searchsorted(rounds, rounds))
-    found, start, number = np.zeros(num_items, np.int64), 0, 0
-    while start < num_items:
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order))
+    starts = np.searchsorted(rounds[order], rounds[order])
+    for loads, limit in limited:
+        sums, number = loads.in_rounds(rounds)
+        some = np.flatnonzero(sums[number] > limit)
+        key, group = np.unique(number[some] * len(order) + position[loads.place[some]], return_inverse=True)
+        number, at = np.divmod(key, len(order))
+        size = np.bincount(group, loads.num_bytes[some], len(key))
+        end = np.cumsum(size)
+        same = np.searchsorted(number, number)
+        # the first load that may share a round with each load
+        first = np.clip(np.searchsorted(end - size, end - limit), same, np.arange(len(end)))
+        earliest = np.where(first > same, at[first - 1] + 1, 0)
+        np.maximum.at(starts, at, earliest)
+    starts = np.maximum.accumulate(starts)
+    found, start, count = np.zeros(len(order), np.int64), 0, 0
+    while start < len(order):
         stop = int(np.searchsorted(starts, start, side="right"))
-        found[start:stop] = number
-        start, number = stop, number + 1
+        found[order[start:stop]] = count
+        start, count = stop, count + 1
     return found
 
 
@@ -271,8 +260,8 @@ def are_contiguous(start: Ints, stop: Ints, extent: Ints) -> Ints:
         stop: [N, D].
         extent: [N, D], the tensor's size.
     """
-    length = stop - start
-    leading = np.ones((len(length), length.shape[1] + 1), bool)
-    leading[:, 1:] = np.logical_and.accumulate(length == 1, axis=1)
-    contiguous: Ints = ((length == extent) | leading[:, :-1]).all(axis=1)
+    contiguous, is_single = np.ones(len(start), bool), np.ones(len(start), bool)
+    for length, size in zip((stop - start).T, extent.T, strict=True):
+        contiguous &= is_single | (length == size)
+        is_single &= length == 1
     return contiguous

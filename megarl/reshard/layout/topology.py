@@ -179,7 +179,8 @@ class SourceSelector:
             if len(self._tree.origins) < len(self._size):
                 found.append(_to_some(*self._enters(source, turn), is_among))
         if source in self._machine_of:
-            found += [_to_some(*moves, is_among) for moves in self._relays(source, turn)]
+            machines = {self._machine_of[rank] for rank in among if rank in self._machine_of}
+            found += [_to_some(*moves, is_among) for moves in self._relays(source, turn, machines)]
         if not found:
             return (np.zeros(0, np.int64),) * 3
         boxes, ranks, hops = (np.concatenate(column) for column in zip(*found, strict=True))
@@ -200,16 +201,19 @@ class SourceSelector:
             machine = machine[boxes]
         return boxes, self._fetcher(machine, turn[boxes]), np.zeros(len(boxes), np.int64)
 
-    def _relays(self, source: int, turn: Ints) -> list[tuple[Ints, Ints, Ints]]:
+    def _relays(self, source: int, turn: Ints, machines: Collection[int]) -> list[tuple[Ints, Ints, Ints]]:
+        """Return what `source` passes on to ranks of these machines."""
         machine, (turn, rotation) = self._machine_of[source], self._limit(turn)
         mine = np.flatnonzero(self._fetcher(machine, turn) == source)
+        children = self._tree.children(machine, rotation[mine], machines)
+        is_on_machine = machine in machines and machine not in self._tree.origins  # else holders send to the others
+        if not children and not is_on_machine:
+            return []
         hop = self._arrival(self._tree.path(machine, rotation[mine]), turn[mine]) + 1
-        found = []
-        if machine not in self._tree.origins:  # else holders send to the others
+        found = [(mine[boxes], self._fetcher(number, turn[mine[boxes]]), hop[boxes]) for boxes, number in children]
+        if is_on_machine:
             members = self._members[self._first_member[machine] :][: self._size[machine]].tolist()
             found += [_select(mine, rank, hop) for rank in members if rank != source]
-        for boxes, number in self._tree.children(machine, rotation[mine]):
-            found.append((mine[boxes], self._fetcher(number, turn[mine[boxes]]), hop[boxes]))
         return found
 
     def _arrival(self, path: Path, turn: Ints) -> Ints:

@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.box_index import NeedClass, SyncIndex
-from megarl.reshard.layout.layout import Boxes, Ints, extents, intersections
+from megarl.reshard.layout.layout import Boxes, Ints, extents, intersections, volumes
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ def _moves(
         high,
         need.local[at],
         need.shift[at],
-        (high - low).prod(axis=1) * index.itemsize[tensor],
+        volumes(low, high) * index.itemsize[tensor],
         item,
         path,
     )
@@ -293,8 +293,8 @@ def _message_order(index: SyncIndex, moves: Moves) -> Ints:
 
 
 def _check_complete(index: SyncIndex, rank: int, need: Boxes, at: Ints, low: Ints, high: Ints) -> None:
-    missing = (need.stop - need.start).prod(axis=1)
-    np.subtract.at(missing, at, (high - low).prod(axis=1))
+    missing = volumes(need.start, need.stop)
+    np.subtract.at(missing, at, volumes(low, high))
     if missing.any():
         row = int(np.flatnonzero(missing)[0])
         tensor = int(need.tensor[row])

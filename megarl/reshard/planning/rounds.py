@@ -20,7 +20,7 @@ import numpy as np
 from megarl.reshard.layout.box_index import SyncIndex
 from megarl.reshard.layout.layout import Box, Ints, hash_rows, local_extents
 from megarl.reshard.layout.slices import are_contiguous
-from megarl.reshard.planning.plan import Moves, RankPlan
+from megarl.reshard.planning.plan import RankPlan
 from megarl.reshard.transfer.bucket import BoxSlot
 
 ALIGNMENT = 16
@@ -184,7 +184,9 @@ class _RoundBuilder:
         self._send_size, self._send_local = sends.num_bytes.tolist(), sends.local.tolist()
         self._send_tensor = sends.tensor.tolist()
         self._in_place, self._send_key = self._find_equal_sends()
-        self._receive_box, self._send_box = _number_boxes(receives, sends)
+        self._receive_box, self._send_box = (  # equal for equal boxes of a tensor
+            hash_rows([moves.tensor, *moves.start.T, *moves.stop.T]).tolist() for moves in (receives, sends)
+        )
 
     def build(self) -> list[Round]:
         edges = np.arange(self._plan.num_rounds + 1)
@@ -340,12 +342,6 @@ def _messages(
 def aligned(offset: int) -> int:
     """Return the next multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
-def _number_boxes(receives: Moves, sends: Moves) -> tuple[list[int], list[int]]:
-    """Return, by row of the receives and by row of the sends, a number that is equal for equal boxes of a tensor."""
-    found = [hash_rows([moves.tensor, *moves.start.T, *moves.stop.T]).tolist() for moves in (receives, sends)]
-    return found[0], found[1]
 
 
 def _lists(start: Ints, stop: Ints) -> list[Box]:

@@ -113,19 +113,31 @@ def test_stages_of_many_slices_are_in_every_round_alike():
         assert np.bincount(found).tolist() == [per_round] * 12
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 30)), max_size=30), st.integers(1, 40))
-@settings(max_examples=200)
-def test_rounds_are_as_long_as_the_limit_allows(loads, limit):
-    owner, item, num_bytes = np.array(loads, np.int64).reshape(-1, 3).T
-    rounds = cut_rounds(Loads.of(owner, item, num_bytes), np.zeros(10, np.int64), limit).tolist()
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(1, 30)), max_size=30),
+    st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    st.permutations(range(10)),
+    st.lists(st.integers(0, 3), min_size=10, max_size=10).map(sorted),
+)
+@settings(max_examples=400)
+def test_rounds_are_as_long_as_the_limits_allow(loads, limits, order, rounds):
+    """Owners 0 and 1 have the first limit, 2 and 3 the second; places are items, in another order of transfer."""
+    of_place, order = np.empty(10, np.int64), np.array(order)
+    of_place[order] = rounds
+    limited = []
+    for number, limit in enumerate(limits):
+        rows = [(owner, order[item], size) for owner, item, size in loads if owner // 2 == number]
+        limited.append((Loads(*np.array(rows, np.int64).reshape(-1, 3).T), limit))
+    found = cut_rounds(of_place, order, limited)[order].tolist()
     expected, start = [], 0
     for position in range(10):
         sums = {who: sum(n for o, i, n in loads if o == who and start <= i <= position) for who in range(4)}
         now = {who: sum(n for o, i, n in loads if o == who and i == position) for who in range(4)}
-        if any(sums[who] > limit and sums[who] > now[who] and now[who] for who in range(4)):
+        is_over = any(sums[who] > limits[who // 2] and sums[who] > now[who] and now[who] for who in range(4))
+        if is_over or rounds[position] != rounds[position - 1]:
             start = position
         expected.append(start)
-    assert rounds == [sorted(set(expected)).index(start) for start in expected]
+    assert found == [sorted(set(expected)).index(start) for start in expected]
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=4))

@@ -35,7 +35,7 @@ def test_every_machine_receives_once_over_short_paths(machines, roots, origins):
             elif parent != -1:
                 assert paths[parent] == (root, paths[parent][1], origin, passed - 1)
             assert passed <= tree.depth <= (tree.arc - 1).bit_length()
-            children = {to for _, to in tree.children(machine, turn)}
+            children = {to for _, to in tree.children(machine, turn, range(machines))}
             assert children == {other for other, (_, source, _, _) in paths.items() if source == machine}
 
 
@@ -47,9 +47,9 @@ def path_of(tree, machine, rotation):
 def test_machines_send_equally_much_and_have_few_peers():
     """Over all rotations of a ring of 64, every machine passes a box on as often as the others."""
     tree, turns = RelayTree.over(64, 1), np.arange(64)
-    sends = [sum(len(boxes) for boxes, _ in tree.children(machine, turns)) for machine in range(64)]
+    sends = [sum(len(boxes) for boxes, _ in tree.children(machine, turns, range(64))) for machine in range(64)]
     assert sends == [63] * 64
-    peers = {(to - 5) % 64 for _, to in tree.children(5, turns)}
+    peers = {(to - 5) % 64 for _, to in tree.children(5, turns, range(64))}
     assert peers == {1, 2, 3, 4, 8, 12, 16, 32, 48}
     assert tree.depth == 3
 

@@ -243,6 +243,7 @@ class RankCommands:
 
     def __init__(self, host: EngineHost, requests: RequestRunner) -> None:
         self._host, self._tp = host, host.spec.tp
+        self._common = {"model_path": host.spec.model_path, "dtype": host.spec.dtype}
         self.calls = ControlCalls(host, requests)
         self.one_at_a_time = asyncio.Lock()
         """Serializes commands: with two in flight, it would be unknown what the engine holds."""
@@ -270,7 +271,10 @@ class RankCommands:
         writes, was_mixed = commands[0]["op"] in WRITING, self.is_mixed
         self.is_mixed |= writes  # until every rank has replied that it wrote nothing; a late rank may still write
         sglang_error = await self.calls.send(
-            [{**command, "reply": reply_prefix(f, number)} for command, f in zip(commands, folders, strict=True)],
+            [
+                {**command, **self._common, "reply": reply_prefix(folder, number)}
+                for command, folder in zip(commands, folders, strict=True)
+            ],
             what=what,
             unresponsive=lambda: self._unresponsive(number),
             extra_seconds=extra_seconds,

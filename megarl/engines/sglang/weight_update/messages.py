@@ -82,7 +82,9 @@ def decode_box(flat: list[int]) -> Box:
 
 
 Command = Mapping[str, Any]
-"""A command: `op`, `reply` (a path prefix; the rank is appended) and the arguments of the operation.
+"""A command: `op` and the arguments of the operation.
+
+`RankCommands` adds `reply` (a path prefix; the rank is appended), and the engine's `model_path` and `dtype`.
 
 Values are strings, numbers, lists and dicts only: SGLang unpickles nothing else.
 """
@@ -104,25 +106,19 @@ class Reply:
     """Result of the operation, as JSON data."""
 
 
-def write_command(bucket: WeightBucket, model_path: str, dtype: str) -> Command:
+def write_command(bucket: WeightBucket) -> Command:
     """Make the command to write a bucket's tensors after checking them against the model folder and engine dtype."""
-    return {"op": "write", "bucket": asdict(bucket), "model_path": model_path, "dtype": dtype}
+    return {"op": "write", "bucket": asdict(bucket)}
 
 
-def prepare_command(transfer_spec: Sequence[str], engine: int, model_path: str, dtype: str) -> Command:
+def prepare_command(transfer_spec: Sequence[str], engine: int) -> Command:
     """Make the command to plan what the rank receives in later syncs.
 
     Args:
         transfer_spec: for each TP rank the path of a pickled `TransferSpec`, written by the host of its node.
         engine: index of the engine in it.
     """
-    return {
-        "op": "prepare",
-        "transfer_spec": list(transfer_spec),
-        "engine": engine,
-        "model_path": model_path,
-        "dtype": dtype,
-    }
+    return {"op": "prepare", "transfer_spec": list(transfer_spec), "engine": engine}
 
 
 def connect_command(transfer_group: TransferGroup) -> Command:
@@ -135,9 +131,9 @@ def receive_command(session: int, delta: DeltaUpdate | None) -> Command:
     return {"op": "receive", "session": session, "delta": None if delta is None else asdict(delta)}
 
 
-def prepare_boxes_command(offer: BoxOffer, model_path: str, dtype: str) -> Command:
+def prepare_boxes_command(offer: BoxOffer) -> Command:
     """Make the command to connect with the trainer rank on the same slot, which offers boxes."""
-    return {"op": "prepare_boxes", "offer": asdict(offer), "model_path": model_path, "dtype": dtype}
+    return {"op": "prepare_boxes", "offer": asdict(offer)}
 
 
 def receive_boxes_command(session: int, abort_file: Path, seconds: float, *, coded: bool) -> Command:
@@ -152,34 +148,9 @@ def receive_boxes_command(session: int, abort_file: Path, seconds: float, *, cod
     return command | {"coded": coded}
 
 
-def finish_command(session: int, model_path: str, dtype: str) -> Command:
+def finish_command(session: int) -> Command:
     """Make the command to check that the boxes cover the model, and to finish it."""
-    return {"op": "finish", "session": session, "model_path": model_path, "dtype": dtype}
-
-
-def trace_command(model_path: str, dtype: str) -> Command:
-    """Make the command to return the rank's trace, encoded with `encode_traces`."""
-    return {"op": "trace", "model_path": model_path, "dtype": dtype}
-
-
-def hash_command(model_path: str, dtype: str) -> Command:
-    """Make the command to return the hexadecimal digest of each piece of the layout, in order."""
-    return {"op": "hash", "model_path": model_path, "dtype": dtype}
-
-
-def sum_command(model_path: str, dtype: str) -> Command:
-    """Make the command to return the sum of each piece of the layout, in order, and what else has changed."""
-    return {"op": "sum", "model_path": model_path, "dtype": dtype}
-
-
-def repacking_command() -> Command:
-    """Make the command to return the modules whose weights SGLang changes after loading them."""
-    return {"op": "repacking"}
-
-
-def release_command() -> Command:
-    """Make the command to drop what is left of an aborted update, such as mapped buckets."""
-    return {"op": "release"}
+    return {"op": "finish", "session": session}
 
 
 def dump_command(directory: str) -> Command:

@@ -163,14 +163,9 @@ class PlannedBoxes:
         """Parameters by name, viewed with as many dimensions as their boxes have."""
         self._views: list[list[Tensor]] | None = None
         """By round, the parts of the parameters that its boxes are copied to; None until they are needed."""
-        sizes = [[slot.num_bytes for slot in slots] for slots in rounds]
-        self._ends = [
-            max((slot.offset + size for slot, size in zip(slots, of_round, strict=True)), default=0)
-            for slots, of_round in zip(rounds, sizes, strict=True)
-        ]
+        self._ends = [max((slot.offset + slot.num_bytes for slot in slots), default=0) for slots in rounds]
         self._runs = [
-            consecutive([slot.offset for slot in slots], of_round)
-            for slots, of_round in zip(rounds, sizes, strict=True)
+            consecutive([slot.offset for slot in slots], [slot.num_bytes for slot in slots]) for slots in rounds
         ]
         """By round, its boxes that lie one after another in the bucket."""
 

@@ -38,15 +38,10 @@ from megarl.engines.sglang.weight_update.messages import (
     decode_traces,
     dump_command,
     finish_command,
-    hash_command,
     prepare_boxes_command,
     prepare_command,
     receive_boxes_command,
     receive_command,
-    release_command,
-    repacking_command,
-    sum_command,
-    trace_command,
     write_command,
 )
 from megarl.engines.sglang.weight_update.planned_boxes import read_expected_tensors
@@ -180,7 +175,7 @@ class WeightSession:
             WeightSyncError: a rank refused or failed; the update is closed.
         """
         self._require_open("load_weights")
-        command = write_command(bucket, self._spec.model_path, self._spec.dtype)
+        command = write_command(bucket)
         what = f"the command to load {join_names([slot.name for slot in bucket.slots])}"
         await self._execute_or_close(self.commands.for_all(command), what=what)
         self._arrived.update(slot.name for slot in bucket.slots)
@@ -193,8 +188,7 @@ class WeightSession:
         """
         if len(offers) != self._spec.tp:
             raise WeightSyncError(f"the engine has {self._spec.tp} TP ranks, got boxes for {len(offers)}")
-        model_path, dtype = self._spec.model_path, self._spec.dtype
-        await self._query([prepare_boxes_command(offer, model_path, dtype) for offer in offers])
+        await self._query([prepare_boxes_command(offer) for offer in offers])
         self._over_network, self.sync_seconds = False, self._spec.round_timeout_seconds
 
     async def prepare(self, transfer_spec: TransferSpec, engine: int) -> None:
@@ -205,7 +199,7 @@ class WeightSession:
         """
         try:
             paths = await self._host.share_file("transfer_spec", pickle.dumps(transfer_spec))
-            command = prepare_command(paths, engine, self._spec.model_path, self._spec.dtype)
+            command = prepare_command(paths, engine)
             await self._query(self.commands.for_all(command))
         finally:
             await self._host.remove_file("transfer_spec")
@@ -253,8 +247,8 @@ class WeightSession:
         what = "the command to receive weights"
         commands = self.commands.for_all(command)
         replies = await self._execute_or_close(commands, what=what, extra_seconds=self.sync_seconds)
-        finish = finish_command(self._num_updates, self._spec.model_path, self._spec.dtype)
-        await self._execute_or_close(self.commands.for_all(finish), what="the command to finish the update")
+        finish = self.commands.for_all(finish_command(self._num_updates))
+        await self._execute_or_close(finish, what="the command to finish the update")
         return [SyncStats(**reply.result) for reply in replies] if self._over_network else []
 
     async def verify(self, expected: Sequence[Ints]) -> str | None:
@@ -271,8 +265,8 @@ class WeightSession:
         """
         self._require_open("verify_weights")
         await self._check_arrived()
-        command = sum_command(self._spec.model_path, self._spec.dtype)
-        replies = await self._execute_or_close(self.commands.for_all(command), what="the command to sum the weights")
+        commands = self.commands.for_all({"op": "sum"})
+        replies = await self._execute_or_close(commands, what="the command to sum the weights")
         traces = await self.traces()
         for rank, (trace, sums, reply) in enumerate(zip(traces, expected, replies, strict=True)):
             different = np.flatnonzero(np.array(reply.result["sums"], np.int64) != sums)
@@ -348,8 +342,7 @@ class WeightSession:
                     f"be written into them: {join_names(repacked)}; set weight_sync.strategy: gather_hf and "
                     f"weight_sync.verify: null or, for experts, rollout.engine.extra_args.moe_runner_backend: triton"
                 )
-            command = trace_command(self._spec.model_path, self._spec.dtype)
-            replies = await self._query(self.commands.for_all(command))
+            replies = await self._query(self.commands.for_all({"op": "trace"}))
             self._traces = [decode_traces(reply.result)[0] for reply in replies]
         return self._traces
 
@@ -360,8 +353,7 @@ class WeightSession:
             WeightSyncError: a rank holds a box twice, with different values.
         """
         traces = await self.traces()
-        command = hash_command(self._spec.model_path, self._spec.dtype)
-        replies = await self._query(self.commands.for_all(command))
+        replies = await self._query(self.commands.for_all({"op": "hash"}))
         hashes: list[dict[tuple[str, Box], bytes]] = []
         for trace, reply in zip(traces, replies, strict=True):
             of_rank: dict[tuple[str, Box], bytes] = {}
@@ -374,7 +366,7 @@ class WeightSession:
     async def _find_repacked(self) -> list[str]:
         """Return the modules whose weights SGLang changes after loading them."""
         if self._repacked is None:
-            replies = await self._query(self.commands.for_all(repacking_command()))
+            replies = await self._query(self.commands.for_all({"op": "repacking"}))
             self._repacked = sorted({name for reply in replies for name in reply.result})
         return self._repacked
 
@@ -412,7 +404,7 @@ class WeightSession:
                 self._blocked_reason = reason  # the next update waits for the pending call
                 return
             with self._block_on_failure():
-                release = self.commands.for_all(release_command())
+                release = self.commands.for_all({"op": "release"})
                 await self.commands.execute(release, "the command to abort the update")
                 await self.commands.calls.end()
                 if not self.commands.is_mixed:

@@ -140,7 +140,7 @@ def test_failed_receive_is_reported_to_both_sides(model, tmp_path, fault):
     (buffer, bucket), abort_file = box_bucket(BOXES[0]), tmp_path / "abort"
     sender = BoxSender("trainer rank 0", "engine 0 rank 0", [bucket.slots], UNREACHED_SECONDS)
     receive = messages.receive_boxes_command(1, abort_file, UNREACHED_SECONDS, coded=False)
-    prepare = messages.prepare_boxes_command(sender.offer, "unused", "float32")
+    prepare = messages.prepare_boxes_command(sender.offer) | {"model_path": "unused", "dtype": "float32"}
     assert execute(model, prepare, tmp_path).error is None
     sender.begin()
     if fault == "aborted":

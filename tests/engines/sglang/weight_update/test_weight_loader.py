@@ -142,7 +142,8 @@ def command(tmp_path):
         for slot in slots:
             buffers[-1].view(slot).copy_(tensors[slot.name])
         bucket = buffers[-1].describe(slots)
-        return messages.write_command(bucket, str(tmp_path), "float32") | {"reply": str(tmp_path / "reply")}
+        added = {"reply": str(tmp_path / "reply"), "model_path": str(tmp_path), "dtype": "float32"}
+        return messages.write_command(bucket) | added
 
     yield make
     for buffer in buffers:
