@@ -56,7 +56,7 @@ class SampleTable(Sequence[SampleRef]):
     keys_N2: NDArray[np.int64]
     """[N, 2]: payload and index of each sample."""
     num_tokens_N: NDArray[np.int64]
-    """[N]"""
+    """[N]: prompt and completion tokens of each sample."""
     scalars: Mapping[ColumnName, NDArray[np.float64]] = field(default_factory=dict)
     """Columns with one value for each sequence, [N] each."""
 
