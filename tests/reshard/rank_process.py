@@ -287,7 +287,7 @@ def _serve(end, make_member, rank, arguments):
         try:
             result = getattr(member, method)(*arguments)
         except WeightSyncError as e:
-            error = str(e)
+            error = str(e.with_traceback(None))  # an error among the arguments would keep the tensors of its frames
         # a gloo thread may hold a message for a moment after it was sent, or until its connection has ended
         wait_until(partial(_has_no_other_byte_tensor, before), END_SECONDS)
         gc.collect()

@@ -33,7 +33,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.transfer.transport import Deadline, InFlight, Message, Transport, close_gloo_connections, wait_for
+from megarl.reshard.transfer.transport import (
+    Deadline,
+    InFlight,
+    Message,
+    Transport,
+    close_gloo_connections,
+    wait_for,
+    wait_for_gloo,
+)
 
 _NEVER = timedelta(days=1)
 """Timeout of the waits within gloo; a group ends before only if it has completed or was aborted."""
@@ -190,18 +198,21 @@ class StreamCommunicator:
         arriving = [(torch.empty_like(tensor), tensor, rank) for tensor, rank in receives]
         received = [(_begin(self._group.recv, data, rank, tag), data, tensor) for data, tensor, rank in arriving]
         sent = [_begin(self._group.send, tensor, rank, tag) for tensor, rank in sends]
-        is_complete = True
         for work, data, tensor in received:
-            if not _has_completed(work):
-                is_complete = False
-                continue
+            if not self._has_completed(work):
+                return False
             with self._changed:
                 if self._is_aborted:
                     return False
                 tensor.copy_(data)
-        for work in sent:
-            is_complete &= _has_completed(work)
-        return is_complete
+        return all(self._has_completed(work) for work in sent)
+
+    def _has_completed(self, work: dist.Work | None) -> bool:
+        """Wait for a gloo message; return False if the connection to the peer is broken, or after an abort."""
+        try:
+            return work is not None and wait_for_gloo(work, _NEVER, lambda: self._is_aborted)
+        except RuntimeError:
+            return False
 
     def _watch(self) -> None:
         """End the process if an operation has failed or is not done in time."""
@@ -316,11 +327,3 @@ def _begin(
         return call([tensor], rank, tag)
     except RuntimeError:
         return None
-
-
-def _has_completed(work: dist.Work | None) -> bool:
-    """Wait for a gloo message; return False if the connection to the peer is broken."""
-    try:
-        return work is not None and bool(work.wait(_NEVER))
-    except RuntimeError:
-        return False

@@ -13,10 +13,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -81,6 +84,9 @@ MAX_NAMED = 8
 
 _POLL_SECONDS = 2e-5, 1e-3
 """First and longest pause between two looks at a work; the pauses double."""
+
+_ABORT_SECONDS = 0.02
+"""How often a wait over gloo looks whether it was aborted."""
 
 _GLOO_NOISE = re.compile(r"^\[\S+\] |\. This is typically caused by .*$")
 """Parts of gloo's messages that are removed: the source line and generic advice."""
@@ -174,7 +180,9 @@ class Transport:
             coalesces: the backend combines the messages of one call into one work, as NCCL does; None: derive it from
                 the backend that torch.distributed reports for the group.
         """
-        self._group, self._is_exclusive, self._coalesces = group, is_exclusive, coalesces
+        self._group, self._coalesces = group, coalesces
+        self.is_exclusive = is_exclusive
+        """Whether nothing else uses the group."""
         self.timeout_seconds, self._closed = timeout_seconds, False
         self.activity = SyncActivity()
         self.abort_reason = ""
@@ -351,7 +359,7 @@ class Transport:
 
     def _end_works(self, *, gathers: bool) -> None:
         """End the works of this rank, if nothing else uses the group."""
-        if not self._is_exclusive:
+        if not self.is_exclusive:
             return
         for group in (self._group, *(self._gather_groups if gathers else ())):
             if self._is_coalescing():
@@ -404,18 +412,72 @@ def wait_for(messages: Iterable[InFlight], deadline: Deadline) -> None:
 
 def _wait(message: InFlight, deadline: Deadline) -> bool:
     """Return whether the message completed before the deadline; raises RuntimeError if it failed."""
+    transport, left = message.transport, deadline.remaining
     if not message.is_polled:
-        left = deadline.remaining
-        return bool(message.work.wait() if left is None else message.work.wait(left))
+        if transport is None or not transport.is_exclusive:
+            return bool(message.work.wait() if left is None else message.work.wait(left))
+        if wait_for_gloo(message.work, left, lambda: bool(transport.abort_reason)):
+            return True
+        transport.raise_if_aborted()
+        return False
     pause, longest = _POLL_SECONDS
     while not message.work.is_completed():
-        if message.transport is not None:
-            message.transport.raise_if_aborted()
+        if transport is not None:
+            transport.raise_if_aborted()
         if deadline.is_expired:
             return False
         time.sleep(pause)
         pause = min(2 * pause, longest)
     return bool(message.work.wait(AT_ONCE))  # with a timeout, as NCCL's wait does not report failures without one
+
+
+class _Waiter:
+    """A thread that waits for messages, one at a time."""
+
+    idle: ClassVar[list[_Waiter]] = []
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], bool], Future[bool]]] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name="gloo wait").start()
+
+    def submit(self, call: Callable[[], bool]) -> Future[bool]:
+        """Return what will be the result of `call`, or the RuntimeError that it raises."""
+        result: Future[bool] = Future()
+        self._calls.put((call, result))
+        return result
+
+    def _run(self) -> None:
+        while True:
+            call, result = self._calls.get()
+            try:
+                result.set_result(call())
+            except RuntimeError as e:
+                result.set_exception(e)
+            del call, result  # references to tensors
+            self.idle.append(self)
+
+
+def wait_for_gloo(work: dist.Work, left: timedelta | None, is_aborted: Callable[[], bool]) -> bool:
+    """Wait for a message over gloo; return False if `is_aborted` says so.
+
+    If a connection breaks, or is closed, gloo ends no wait for a message that is partly read or written. Such a wait is
+    left to a thread of its own until `left` has passed; until then gloo keeps the memory of the message.
+
+    Args:
+        left: longest wait; None: the timeout of the process group.
+
+    Raises:
+        RuntimeError: the connection is broken, or `left` has passed, which closes all connections of the group.
+    """
+    try:
+        waiter = _Waiter.idle.pop()
+    except IndexError:
+        waiter = _Waiter()
+    result = waiter.submit(work.wait if left is None else partial(work.wait, left))
+    while not is_aborted():
+        with suppress(TimeoutError):
+            return bool(result.result(_ABORT_SECONDS))
+    return False
 
 
 def _lost(peers: Iterable[int], error: RuntimeError) -> LostRankError:

@@ -175,9 +175,9 @@ def test_rank_that_makes_no_progress_aborts_the_sync(ranks, tmp_path):
     end = tmp_path / "end"
     said = check_failures(ranks.monitored_sync(10, (end, 0)))
     limit = BUSY_LIMITS * ABORT
-    check_aborted(ranks, said, f"no rank made progress for {limit:g} s: the others wait for rank 0")
     end.touch()
-    assert "the sync was aborted" in ranks.ranks[0].result().error
+    said += [ranks.ranks[0].result().error]  # which lives, and may abort the sync first
+    check_aborted(ranks, said, f"no rank made progress for {limit:g} s: the others wait for rank 0")
     check_next_sync(ranks)
 
 

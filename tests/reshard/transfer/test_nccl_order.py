@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.errors import WeightSyncError
+from megarl.errors import LostRankError, WeightSyncError
 from megarl.reshard.transfer.nccl_order import NcclOrderTransport
 from megarl.reshard.transfer.transport import Deadline, Transport, wait_for
 from tests.errors import expect_error
@@ -188,6 +188,21 @@ def test_lost_rank_stops_only_the_groups_that_need_it(make_ranks, is_stuck):
     assert is_done(start(b, receives=[(received, 0)]))
     assert is_stuck(lost)
     assert torch.equal(received, full(2))
+
+
+@pytest.mark.parametrize("kind", [NcclOrderTransport, Transport])
+def test_abort_ends_waits_for_messages_that_broke_off(make_ranks, kind):
+    """Gloo ends no wait for a message that is partly read, or partly written, when its connection breaks."""
+    a, b = make_ranks(2, kind)
+    messages = start(b, receives=[(torch.zeros(2**24), 0)])
+    start(a, [(torch.ones(2**24), 1)])
+    a.close()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for, messages, Deadline(UNREACHED_SECONDS))
+        assert wait_until(lambda: b.activity.waits_for == (0,))
+        b.abort("for a test")
+        with expect_error(LostRankError, "for a test"):
+            waiting.result(HANG_SECONDS)
 
 
 def test_abort_ends_all_threads(make_ranks):
