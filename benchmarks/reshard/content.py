@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.megatron.runtime.platform import device
 from megarl.reshard.layout.layout import Box, Ints, ShardPiece, WeightLayout, extent, slices
-from megarl.reshard.transfer.bucket import BoxBucket, TensorSlot, WeightBucket, identify_memory, map_bucket, torch_dtype
+from megarl.reshard.transfer.bucket import BoxBucket, MappedBuckets, TensorSlot, WeightBucket, torch_dtype
 from megarl.reshard.transfer.element_code import decode_boxes
 
 BUCKETS_OF_A_PUSH = 2
@@ -94,7 +94,7 @@ class Shard:
         """
         self._frozen, self._changed_share = frozen, changed_share
         self.tensors = dict(tensors) if tensors is not None else _allocate(layout)
-        self._mapped: dict[tuple[int | str, ...], Tensor] = {}
+        self._mapped = MappedBuckets()
         self._codes: dict[int, Ints] = {}
         """By round of the sync that begins, the codes that come in place of boxes."""
         self._pieces: dict[str, list[ShardPiece]] = {}
@@ -160,12 +160,10 @@ class Shard:
         """Return the bucket's bytes, from a cache: mapping a bucket costs as much as copying a good part of it."""
         if bucket.path in _PRIVATE:
             return _PRIVATE[bucket.path].bytes
-        memory, _ = identify_memory(bucket)
-        if memory not in self._mapped:
-            if len(self._mapped) == BUCKETS_OF_A_PUSH:
-                self._mapped.clear()
-            self._mapped[memory] = map_bucket(bucket)
-        return self._mapped[memory]
+        data = self._mapped.map(bucket)
+        if len(self._mapped) > BUCKETS_OF_A_PUSH:
+            self._mapped.clear()
+        return data
 
     def _boxes(self) -> Iterator[tuple[ShardPiece, Tensor]]:
         for pieces in self._pieces.values():

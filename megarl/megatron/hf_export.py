@@ -63,7 +63,7 @@ from megarl.model_files.quantization import BLOCK, VALUES_DTYPE, scale_shape, sc
 from megarl.reshard.layout.layout import Box, ShardPiece, extent, intersect, slices, volume
 from megarl.reshard.layout.model_tensors import ModelTensors
 from megarl.reshard.layout.quantized_layout import QuantizedPiece, find_quantized_pieces, quantize_layout
-from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, identify_memory, map_bucket
+from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, MappedBuckets
 from megarl_kernels import fp8_block_encode, fp8_block_maxima, fp8_block_scales
 
 
@@ -172,16 +172,13 @@ class FileSink:
         self._writer = writer
         self._error: OSError | None = None
         self._thread = ThreadPoolExecutor(1)
-        self._mapped: dict[tuple[int | str, ...], Tensor] = {}
+        self._mapped = MappedBuckets()
 
     def load_boxes(self, _: int, bucket: BoxBucket | None) -> Callable[[], None]:
         """Write the boxes of a round in the background; the returned function waits for it (`ShardSink`)."""
         if bucket is None:
             return lambda: None
-        key, _size = identify_memory(bucket)
-        if key not in self._mapped:
-            self._mapped[key] = map_bucket(bucket)
-        return self._thread.submit(self._try_to_write, self._mapped[key], bucket.slots).result
+        return self._thread.submit(self._try_to_write, self._mapped.map(bucket), bucket.slots).result
 
     def close(self) -> None:
         """Wait for pending writes and unmap the buckets."""

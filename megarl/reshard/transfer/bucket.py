@@ -2,7 +2,7 @@
 
 trainer rank                          SGLang TP rank
 SharedBuffer (owner) --- WeightBucket (plain data) ---> open_bucket(): views, no copies
-SharedBuffer (owner) --- BoxBucket    (plain data) ---> map_bucket():  the bytes that the boxes are read from
+SharedBuffer (owner) --- BoxBucket    (plain data) ---> MappedBuckets: the bytes that the boxes are read from
 DeviceBuffer (owner) --- either of them ---------------> the same, in the memory of the owner's GPU
 
 A view takes a microsecond or two of Python and of torch, and a sync of a large model has 100,000 boxes per rank. So
@@ -261,18 +261,36 @@ def open_bucket(bucket: WeightBucket) -> dict[str, Tensor]:
 
 
 def map_bucket(bucket: WeightBucket | BoxBucket) -> Tensor:
-    """Map the shared memory; return uint8 [num_bytes], not a copy."""
+    """Map the shared memory; return uint8 [num_bytes], not a copy.
+
+    Raises:
+        OSError: the memory no longer exists.
+        WeightSyncError: it is smaller than the bucket; to read past its end would be a SIGBUS.
+    """
     if bucket.path.startswith(ON_DEVICE):
         return _map_device(bucket)
+    size = os.stat(bucket.path).st_size
+    if size < bucket.num_bytes:
+        raise WeightSyncError(f"{bucket.path} needs {bucket.num_bytes} bytes, got {size}")
     return torch.from_file(bucket.path, shared=True, size=bucket.num_bytes, dtype=torch.uint8)
 
 
-def identify_memory(bucket: WeightBucket | BoxBucket) -> tuple[tuple[int | str, ...], int]:
-    """Return an identifier of the bucket's memory, and its size in bytes; raises OSError if it no longer exists."""
+class MappedBuckets(dict[tuple[int | str, ...], Tensor]):
+    """Buckets of a sync, each mapped once: that costs as much as copying a good part of it."""
+
+    def map(self, bucket: WeightBucket | BoxBucket) -> Tensor:
+        """Return the bytes of a bucket as `map_bucket`."""
+        key = _identify_memory(bucket)
+        if key not in self:
+            self[key] = map_bucket(bucket)
+        return self[key]
+
+
+def _identify_memory(bucket: WeightBucket | BoxBucket) -> tuple[int | str, ...]:
     if bucket.path.startswith(ON_DEVICE):
-        return (bucket.path,), bucket.num_bytes
+        return (bucket.path,)
     stat = os.stat(bucket.path)
-    return (stat.st_dev, stat.st_ino, bucket.num_bytes), stat.st_size
+    return stat.st_dev, stat.st_ino, bucket.num_bytes
 
 
 def _map_device(bucket: WeightBucket | BoxBucket) -> Tensor:

@@ -2,10 +2,12 @@
 
 import functools
 import inspect
+import mmap
 import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -23,12 +25,12 @@ from megarl.reshard.transfer.bucket import (
     IPC_STORAGE,
     BoxBucket,
     DeviceBuffer,
+    MappedBuckets,
     SharedBuffer,
     consecutive,
     contiguous_bytes,
     copy_boxes,
     first_element,
-    identify_memory,
     lay_out,
     make_buffer,
     map_bucket,
@@ -91,7 +93,7 @@ def test_another_process_reads_a_bucket_until_it_is_closed():
     buffer.close()
     buffer.close()
     assert not os.path.exists(buffer.path)
-    with expect_error(RuntimeError, "No"):
+    with expect_error(FileNotFoundError, bucket.path):
         open_bucket(bucket)
 
 
@@ -194,13 +196,29 @@ def fake_cuda(monkeypatch):
     bucket_module.reader_counter.cache_clear()
 
 
+def test_each_bucket_is_mapped_once_and_never_beyond_its_memory():
+    mapped, buffers = MappedBuckets(), [SharedBuffer(mmap.PAGESIZE) for _ in range(2)]
+    buckets = [BoxBucket(buffer.path, buffer.num_bytes, ()) for buffer in buffers]
+    for bucket, buffer in zip(buckets, buffers, strict=True):
+        data = mapped.map(bucket)
+        assert mapped.map(replace(bucket)) is data
+        buffer.bytes[0] = 7
+        assert data[0] == 7
+    buffers[0].close()
+    buffers.append(SharedBuffer(mmap.PAGESIZE))
+    assert buffers[-1].path == buffers[0].path  # of other memory
+    assert mapped.map(buckets[0])[0] == 0
+    with expect_error(WeightSyncError, buffers[1].path, str(2 * mmap.PAGESIZE), f"got {mmap.PAGESIZE}"):
+        mapped.map(replace(buckets[1], num_bytes=2 * mmap.PAGESIZE))
+
+
 def test_device_memory_is_identified_by_its_handle(fake_cuda, monkeypatch):
     """The reader sees the owner's GPU under another number."""
     buffer = DeviceBuffer(10, torch.device("cpu"))
     bucket = BoxBucket(buffer.path, buffer.num_bytes, ())
     buffer.bytes[:3] = torch.tensor([7, 8, 9])
     assert map_bucket(bucket)[:3].tolist() == [7, 8, 9]
-    assert identify_memory(bucket) == ((buffer.path,), 4096)
+    assert len(buffer.bytes) == 4096
     assert isinstance(make_buffer(10, torch.device("cpu")), SharedBuffer)
     del buffer  # as in another process
     monkeypatch.setattr(bucket_module, "device_uuid", lambda device: ["GPU-c", "GPU-a"][device.index or 0])

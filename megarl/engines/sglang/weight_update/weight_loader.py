@@ -48,7 +48,7 @@ from megarl.reshard.layout.layout import Ints
 from megarl.reshard.planning.disaggregated import TransferRank
 from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.box_channel import BoxOffer, BoxReceiver
-from megarl.reshard.transfer.bucket import BoxBucket, Parameters, identify_memory, map_bucket, open_bucket
+from megarl.reshard.transfer.bucket import MappedBuckets, Parameters, open_bucket
 from megarl.reshard.transfer.process_groups import TransferGroup
 
 PLAIN_EXPERT_RUNNERS = frozenset({"triton", "deep_gemm", "cutlass"})
@@ -145,9 +145,6 @@ def _write(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None
     found = find_bucket_problems(
         bucket.slots, bucket.num_bytes, read_expected_tensors(command["model_path"]), command["dtype"]
     )
-    _, size = identify_memory(bucket)
-    if size < bucket.num_bytes:  # reading past the end of a mapping is a SIGBUS
-        found.append(f"{bucket.path} needs {bucket.num_bytes} bytes, got {size}")
     if found:
         reply.error = "; ".join(found)
         return
@@ -255,7 +252,7 @@ def prepare_boxes(model: nn.Module, command: Command, _: Reply) -> None:
 def receive_boxes(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
     """Copy the boxes of all rounds as they come; copy nothing if any rank of the engine cannot."""
     session, prepared, is_complete = get_session(command["session"]), _require_shared(), False
-    abort_file, mapped = Path(command["abort_file"]), dict[tuple[int | str, ...], Tensor]()
+    abort_file, mapped = Path(command["abort_file"]), MappedBuckets()
 
     def check() -> None:
         if abort_file.exists():
@@ -276,9 +273,9 @@ def receive_boxes(model: nn.Module, command: Command, reply: Reply, vote: Commit
         for index in rounds:
             bucket = prepared.receiver.receive(index, command["seconds"], check)
             if codes is None:
-                prepared.boxes.copy_round(index, _map(bucket, mapped))
+                prepared.boxes.copy_round(index, mapped.map(bucket))
             else:
-                prepared.boxes.decode_round(index, _map(bucket, mapped), codes[index])
+                prepared.boxes.decode_round(index, mapped.map(bucket), codes[index])
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the sender reuses the bucket once it has the answer
             if index == rounds[-1]:
@@ -292,16 +289,6 @@ def receive_boxes(model: nn.Module, command: Command, reply: Reply, vote: Commit
         if not is_complete:
             reset_session()
             prepared.receiver.close()  # so that the trainer does not wait for this rank
-
-
-def _map(bucket: BoxBucket, mapped: dict[tuple[int | str, ...], Tensor]) -> Tensor:
-    """Return the bucket's bytes, mapped once: mapping a bucket costs as much as copying much of it."""
-    key, size = identify_memory(bucket)
-    if size < bucket.num_bytes:  # reading past the end of a mapping is a SIGBUS
-        raise WeightSyncError(f"{bucket.path} needs {bucket.num_bytes} bytes, got {size}")
-    if key not in mapped:
-        mapped[key] = map_bucket(bucket)
-    return mapped[key]
 
 
 def _require_shared() -> _SharedPlan:
