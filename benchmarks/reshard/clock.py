@@ -80,7 +80,7 @@ SMALL_MB, SMALL_BUCKET_BYTES = 48, 3 << 19
 """Size of the measured models, 10**6 bytes, and a bucket in the same ratio to it as 256 MiB to Qwen3-8B."""
 SMALL_DENSE, SMALL_MOE = f"synthetic:{SMALL_MB}", f"synthetic-moe:{SMALL_MB}"
 MEASURED_MACHINES = 2
-MEASURED_NETWORK, MEASURED_NVLINK = 0.5, 4.0
+MEASURED_NETWORK, MEASURED_NVLINK = 0.25, 2.0
 """10**6 bytes per second; in the ratio of 50 to 400 GB/s."""
 
 

@@ -85,7 +85,7 @@ MAX_NAMED = 8
 _POLL_SECONDS = 2e-5, 1e-3
 """First and longest pause between two looks at a work; the pauses double."""
 
-_ABORT_SECONDS = 0.02
+_ABORT_SECONDS = 0.2
 """How often a wait over gloo looks whether it was aborted."""
 
 _GLOO_NOISE = re.compile(r"^\[\S+\] |\. This is typically caused by .*$")
