@@ -160,10 +160,9 @@ class Shard:
         """Return the bucket's bytes, from a cache: mapping a bucket costs as much as copying a good part of it."""
         if bucket.path in _PRIVATE:
             return _PRIVATE[bucket.path].bytes
-        data = self._mapped.map(bucket)
         if len(self._mapped) > BUCKETS_OF_A_PUSH:
             self._mapped.clear()
-        return data
+        return self._mapped.map(bucket)
 
     def _boxes(self) -> Iterator[tuple[ShardPiece, Tensor]]:
         for pieces in self._pieces.values():

@@ -416,10 +416,7 @@ def _wait(message: InFlight, deadline: Deadline) -> bool:
     if not message.is_polled:
         if transport is None or not transport.is_exclusive:
             return bool(message.work.wait() if left is None else message.work.wait(left))
-        if wait_for_gloo(message.work, left, lambda: bool(transport.abort_reason)):
-            return True
-        transport.raise_if_aborted()
-        return False
+        return wait_for_gloo(message.work, left, transport.raise_if_aborted)
     pause, longest = _POLL_SECONDS
     while not message.work.is_completed():
         if transport is not None:
@@ -457,14 +454,15 @@ class _Waiter:
             self.idle.append(self)
 
 
-def wait_for_gloo(work: dist.Work, left: timedelta | None, is_aborted: Callable[[], bool]) -> bool:
-    """Wait for a message over gloo; return False if `is_aborted` says so.
+def wait_for_gloo(work: dist.Work, left: timedelta | None, is_aborted: Callable[[], bool | None]) -> bool:
+    """Wait for a message over gloo until it has completed or the sync is aborted; return whether it has completed.
 
     If a connection breaks, or is closed, gloo ends no wait for a message that is partly read or written. Such a wait is
     left to a thread of its own until `left` has passed; until then gloo keeps the memory of the message.
 
     Args:
         left: longest wait; None: the timeout of the process group.
+        is_aborted: returns whether the sync is aborted, or raises; called every `_ABORT_SECONDS`.
 
     Raises:
         RuntimeError: the connection is broken, or `left` has passed, which closes all connections of the group.

@@ -177,6 +177,7 @@ def test_rank_that_makes_no_progress_aborts_the_sync(ranks, tmp_path):
     limit = BUSY_LIMITS * ABORT
     end.touch()
     said += [ranks.ranks[0].result().error]  # which lives, and may abort the sync first
+    assert "the sync was aborted" in said[-1]
     check_aborted(ranks, said, f"no rank made progress for {limit:g} s: the others wait for rank 0")
     check_next_sync(ranks)
 
