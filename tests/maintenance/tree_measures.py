@@ -27,7 +27,7 @@ LIMITS = {
 }
 """Places found at most, by measure."""
 
-SIZE_LIMITS = {"Python files of megarl": 386, "lines of the weight sync": 14_232}
+SIZE_LIMITS = {"Python files of megarl": 386, "lines of the weight sync": 14_230}
 """Figures of the tree without places."""
 
 WEIGHT_SYNC = (
