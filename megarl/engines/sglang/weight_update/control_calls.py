@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -251,21 +251,20 @@ class RankCommands:
         """The engine may hold parts of two versions."""
         self._count = 0
 
-    def for_all(self, command: Command) -> list[Command]:
-        """Return the same command for every TP rank."""
-        return [command] * self._tp
-
-    async def execute(self, commands: Sequence[Command], what: str, extra_seconds: float = 0.0) -> list[Reply]:
+    async def execute(
+        self, commands: Command | Sequence[Command], what: str, extra_seconds: float = 0.0
+    ) -> list[Reply]:
         """Have every TP rank execute its command inside of an update; the caller holds `one_at_a_time`.
 
         Args:
-            commands: one per TP rank.
+            commands: one per TP rank, or one for all.
             what: name of the commands in error messages.
             extra_seconds: additional timeout, for waits for other processes than the engine's.
 
         Raises:
             WeightSyncError: a rank refused, failed or did not answer in time.
         """
+        commands = [commands] * self._tp if isinstance(commands, Mapping) else commands
         self._count += 1
         number, folders = self._count, await self._host.folders()
         writes, was_mixed = commands[0]["op"] in WRITING, self.is_mixed
@@ -295,14 +294,15 @@ class RankCommands:
         return replies
 
     async def query(
-        self, commands: Sequence[Command], *, in_update: bool, what: str = "", extra_seconds: float = 0.0
+        self, commands: Command | Sequence[Command], *, in_update: bool, extra_seconds: float = 0.0
     ) -> list[Reply]:
         """Execute commands that write nothing; arguments and errors as for `execute`.
 
         Args:
             in_update: whether an update is open; if not, the commands run such that SGLang processes no weights.
         """
-        what = what or f"the command `{commands[0]['op']}`"
+        op = (commands if isinstance(commands, Mapping) else commands[0])["op"]
+        what = f"the command `{op}`"
         async with self.one_at_a_time:
             if in_update:
                 return await self.execute(commands, what, extra_seconds)

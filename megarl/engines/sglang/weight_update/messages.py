@@ -19,10 +19,7 @@ from megarl.cluster.process.atomic_files import atomic_write
 from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, Padding
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout
-from megarl.reshard.planning.strategy import DeltaUpdate
-from megarl.reshard.transfer.box_channel import BoxOffer
 from megarl.reshard.transfer.bucket import TensorSlot, WeightBucket
-from megarl.reshard.transfer.process_groups import TransferGroup
 
 
 def encode_traces(traces: Sequence[EngineTrace]) -> JsonObject:
@@ -82,7 +79,19 @@ def decode_box(flat: list[int]) -> Box:
 
 
 Command = Mapping[str, Any]
-"""A command: `op` and the arguments of the operation.
+"""A command: `op`, the name of an operation of `weight_loader.py`, and its arguments.
+
+    op               arguments
+    write            `bucket`: fields of a `WeightBucket`, whose tensors are checked against model folder and dtype
+    prepare          `transfer_spec`: by TP rank, path of a pickled `TransferSpec`; `engine`: the engine's index in it
+    connect          `transfer_group`: fields of a `TransferGroup`
+    receive          `session`: number of the update; `delta`: fields of a `DeltaUpdate`, or None
+    prepare_boxes    `offer`: fields of the `BoxOffer` of the trainer rank on the same slot
+    receive_boxes    `session`; `abort_file`: ends the waits once it exists, by the reason that it contains; `seconds`:
+                     longest wait for a round; `coded`: whether codes of changed elements come instead of all boxes
+    finish           `session`
+    dump             `directory`, for rank<r>.pt (parameters) and rank<r>.buffers.pt
+    trace, hash, sum, repacking, release
 
 `RankCommands` adds `reply` (a path prefix; the rank is appended), and the engine's `model_path` and `dtype`.
 
@@ -104,58 +113,6 @@ class Reply:
     """The rank began to write parameters: after an error, it may hold a mixture of old and new weights."""
     result: Any = None
     """Result of the operation, as JSON data."""
-
-
-def write_command(bucket: WeightBucket) -> Command:
-    """Make the command to write a bucket's tensors after checking them against the model folder and engine dtype."""
-    return {"op": "write", "bucket": asdict(bucket)}
-
-
-def prepare_command(transfer_spec: Sequence[str], engine: int) -> Command:
-    """Make the command to plan what the rank receives in later syncs.
-
-    Args:
-        transfer_spec: for each TP rank the path of a pickled `TransferSpec`, written by the host of its node.
-        engine: index of the engine in it.
-    """
-    return {"op": "prepare", "transfer_spec": list(transfer_spec), "engine": engine}
-
-
-def connect_command(transfer_group: TransferGroup) -> Command:
-    """Make the command to connect with the trainer's ranks and the other engines' ranks."""
-    return {"op": "connect", "transfer_group": asdict(transfer_group)}
-
-
-def receive_command(session: int, delta: DeltaUpdate | None) -> Command:
-    """Make the command to receive the model as planned with `prepare`, or what `delta` does not leave out of it."""
-    return {"op": "receive", "session": session, "delta": None if delta is None else asdict(delta)}
-
-
-def prepare_boxes_command(offer: BoxOffer) -> Command:
-    """Make the command to connect with the trainer rank on the same slot, which offers boxes."""
-    return {"op": "prepare_boxes", "offer": asdict(offer)}
-
-
-def receive_boxes_command(session: int, abort_file: Path, seconds: float, *, coded: bool) -> Command:
-    """Make the command to copy the boxes of all rounds, as planned with `prepare_boxes`.
-
-    Args:
-        abort_file: the rank stops waiting once the host has created it; it contains the reason.
-        seconds: longest wait for a round.
-        coded: codes of changed elements come, which the trainer rank lists; False: all boxes come.
-    """
-    command = {"op": "receive_boxes", "session": session, "abort_file": str(abort_file), "seconds": seconds}
-    return command | {"coded": coded}
-
-
-def finish_command(session: int) -> Command:
-    """Make the command to check that the boxes cover the model, and to finish it."""
-    return {"op": "finish", "session": session}
-
-
-def dump_command(directory: str) -> Command:
-    """Make the command to save the rank's parameters and buffers in `directory`: rank<r>.pt, rank<r>.buffers.pt."""
-    return {"op": "dump", "directory": directory}
 
 
 def read_bucket(fields: JsonMapping) -> WeightBucket:

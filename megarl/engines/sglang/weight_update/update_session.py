@@ -23,6 +23,7 @@ import asyncio
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,19 +32,7 @@ import numpy as np
 from megarl.cluster.process.atomic_files import atomic_write
 from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, box_text, join_names
 from megarl.engines.sglang.weight_update.control_calls import RankCommands
-from megarl.engines.sglang.weight_update.messages import (
-    Command,
-    Reply,
-    connect_command,
-    decode_traces,
-    dump_command,
-    finish_command,
-    prepare_boxes_command,
-    prepare_command,
-    receive_boxes_command,
-    receive_command,
-    write_command,
-)
+from megarl.engines.sglang.weight_update.messages import Command, Reply, decode_traces
 from megarl.engines.sglang.weight_update.planned_boxes import read_expected_tensors
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import Box, Ints
@@ -175,9 +164,8 @@ class WeightSession:
             WeightSyncError: a rank refused or failed; the update is closed.
         """
         self._require_open("load_weights")
-        command = write_command(bucket)
         what = f"the command to load {join_names([slot.name for slot in bucket.slots])}"
-        await self._execute_or_close(self.commands.for_all(command), what=what)
+        await self._execute_or_close({"op": "write", "bucket": asdict(bucket)}, what=what)
         self._arrived.update(slot.name for slot in bucket.slots)
 
     async def prepare_boxes(self, offers: Sequence[BoxOffer]) -> None:
@@ -188,7 +176,7 @@ class WeightSession:
         """
         if len(offers) != self._spec.tp:
             raise WeightSyncError(f"the engine has {self._spec.tp} TP ranks, got boxes for {len(offers)}")
-        await self._query([prepare_boxes_command(offer) for offer in offers])
+        await self._query([{"op": "prepare_boxes", "offer": asdict(offer)} for offer in offers])
         self._over_network, self.sync_seconds = False, self._spec.round_timeout_seconds
 
     async def prepare(self, transfer_spec: TransferSpec, engine: int) -> None:
@@ -199,8 +187,7 @@ class WeightSession:
         """
         try:
             paths = await self._host.share_file("transfer_spec", pickle.dumps(transfer_spec))
-            command = prepare_command(paths, engine)
-            await self._query(self.commands.for_all(command))
+            await self._query({"op": "prepare", "transfer_spec": list(paths), "engine": engine})
         finally:
             await self._host.remove_file("transfer_spec")
         self._over_network = True
@@ -212,8 +199,8 @@ class WeightSession:
             WeightSyncError: another rank did not connect in time.
         """
         self.sync_seconds = transfer_group.timeout_seconds
-        command = connect_command(transfer_group)
-        await self._query(self.commands.for_all(command), extra_seconds=self.sync_seconds)
+        command = {"op": "connect", "transfer_group": asdict(transfer_group)}
+        await self._query(command, extra_seconds=self.sync_seconds)
 
     async def receive(self, delta: DeltaUpdate | None = None) -> list[SyncStats]:
         """Have the TP ranks receive their boxes.
@@ -239,16 +226,14 @@ class WeightSession:
                 )
             self._number = delta.number
         self._received = True
-        command = (
-            receive_command(self._num_updates, delta)
-            if self._over_network
-            else receive_boxes_command(self._num_updates, self._abort_file, self.sync_seconds, coded=is_delta)
-        )
+        session = {"session": self._num_updates}
+        command: Command = {"op": "receive", **session, "delta": None if delta is None else asdict(delta)}
+        if not self._over_network:
+            waits = {"abort_file": str(self._abort_file), "seconds": self.sync_seconds, "coded": is_delta}
+            command = {"op": "receive_boxes", **session, **waits}
         what = "the command to receive weights"
-        commands = self.commands.for_all(command)
-        replies = await self._execute_or_close(commands, what=what, extra_seconds=self.sync_seconds)
-        finish = self.commands.for_all(finish_command(self._num_updates))
-        await self._execute_or_close(finish, what="the command to finish the update")
+        replies = await self._execute_or_close(command, what=what, extra_seconds=self.sync_seconds)
+        await self._execute_or_close({"op": "finish", **session}, what="the command to finish the update")
         return [SyncStats(**reply.result) for reply in replies] if self._over_network else []
 
     async def verify(self, expected: Sequence[Ints]) -> str | None:
@@ -265,8 +250,7 @@ class WeightSession:
         """
         self._require_open("verify_weights")
         await self._check_arrived()
-        commands = self.commands.for_all({"op": "sum"})
-        replies = await self._execute_or_close(commands, what="the command to sum the weights")
+        replies = await self._execute_or_close({"op": "sum"}, what="the command to sum the weights")
         traces = await self.traces()
         for rank, (trace, sums, reply) in enumerate(zip(traces, expected, replies, strict=True)):
             different = np.flatnonzero(np.array(reply.result["sums"], np.int64) != sums)
@@ -326,7 +310,7 @@ class WeightSession:
 
     async def dump(self, directory: str) -> None:
         """Have every TP rank save its parameters in `directory`."""
-        await self._query(self.commands.for_all(dump_command(directory)))
+        await self._query({"op": "dump", "directory": directory})
 
     async def traces(self) -> list[EngineTrace]:
         """Return the trace of each TP rank's loader.
@@ -342,7 +326,7 @@ class WeightSession:
                     f"be written into them: {join_names(repacked)}; set weight_sync.strategy: gather_hf and "
                     f"weight_sync.verify: null or, for experts, rollout.engine.extra_args.moe_runner_backend: triton"
                 )
-            replies = await self._query(self.commands.for_all({"op": "trace"}))
+            replies = await self._query({"op": "trace"})
             self._traces = [decode_traces(reply.result)[0] for reply in replies]
         return self._traces
 
@@ -353,7 +337,7 @@ class WeightSession:
             WeightSyncError: a rank holds a box twice, with different values.
         """
         traces = await self.traces()
-        replies = await self._query(self.commands.for_all({"op": "hash"}))
+        replies = await self._query({"op": "hash"})
         hashes: list[dict[tuple[str, Box], bytes]] = []
         for trace, reply in zip(traces, replies, strict=True):
             of_rank: dict[tuple[str, Box], bytes] = {}
@@ -366,7 +350,7 @@ class WeightSession:
     async def _find_repacked(self) -> list[str]:
         """Return the modules whose weights SGLang changes after loading them."""
         if self._repacked is None:
-            replies = await self._query(self.commands.for_all({"op": "repacking"}))
+            replies = await self._query({"op": "repacking"})
             self._repacked = sorted({name for reply in replies for name in reply.result})
         return self._repacked
 
@@ -404,8 +388,7 @@ class WeightSession:
                 self._blocked_reason = reason  # the next update waits for the pending call
                 return
             with self._block_on_failure():
-                release = self.commands.for_all({"op": "release"})
-                await self.commands.execute(release, "the command to abort the update")
+                await self.commands.execute({"op": "release"}, "the command to abort the update")
                 await self.commands.calls.end()
                 if not self.commands.is_mixed:
                     await self.commands.calls.resume()
@@ -419,18 +402,16 @@ class WeightSession:
             self._closed_reason = self._blocked_reason = str(e) or "the caller was cancelled"
             raise
 
-    async def _execute_or_close(
-        self, commands: Sequence[Command], *, what: str, extra_seconds: float = 0.0
-    ) -> list[Reply]:
+    async def _execute_or_close(self, command: Command, *, what: str, extra_seconds: float = 0.0) -> list[Reply]:
         try:
             async with self.commands.one_at_a_time:
                 self._require_open("writing")
-                return await self.commands.execute(commands, what, extra_seconds)
+                return await self.commands.execute(command, what, extra_seconds)
         except WeightSyncError as e:
             await self.close(str(e))
             raise
 
-    async def _query(self, commands: Sequence[Command], extra_seconds: float = 0.0) -> list[Reply]:
+    async def _query(self, commands: Command | Sequence[Command], extra_seconds: float = 0.0) -> list[Reply]:
         return await self.commands.query(commands, in_update=self._is_open, extra_seconds=extra_seconds)
 
 

@@ -1,7 +1,7 @@
 """The boxes of a plan against a small model, without SGLang, and the modules in FP8 that can be written as boxes."""
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -139,8 +139,9 @@ FAULTS = {
 def test_failed_receive_is_reported_to_both_sides(model, tmp_path, fault):
     (buffer, bucket), abort_file = box_bucket(BOXES[0]), tmp_path / "abort"
     sender = BoxSender("trainer rank 0", "engine 0 rank 0", [bucket.slots], UNREACHED_SECONDS)
-    receive = messages.receive_boxes_command(1, abort_file, UNREACHED_SECONDS, coded=False)
-    prepare = messages.prepare_boxes_command(sender.offer) | {"model_path": "unused", "dtype": "float32"}
+    waits = {"abort_file": abort_file, "seconds": UNREACHED_SECONDS}
+    receive = {"op": "receive_boxes", "session": 1, "coded": False} | waits
+    prepare = {"op": "prepare_boxes", "offer": asdict(sender.offer), "model_path": "unused", "dtype": "float32"}
     assert execute(model, prepare, tmp_path).error is None
     sender.begin()
     if fault == "aborted":

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
@@ -143,7 +144,7 @@ def command(tmp_path):
             buffers[-1].view(slot).copy_(tensors[slot.name])
         bucket = buffers[-1].describe(slots)
         added = {"reply": str(tmp_path / "reply"), "model_path": str(tmp_path), "dtype": "float32"}
-        return messages.write_command(bucket) | added
+        return {"op": "write", "bucket": asdict(bucket)} | added
 
     yield make
     for buffer in buffers:
@@ -195,7 +196,7 @@ def test_missing_reply_if_it_cannot_be_written(model, command, tmp_path):
 
 
 def test_dump_saves_parameters_by_name(model, tmp_path):
-    execute(model, messages.dump_command(str(tmp_path)) | {"reply": str(tmp_path / "reply")})
+    execute(model, {"op": "dump", "directory": str(tmp_path), "reply": str(tmp_path / "reply")})
     assert torch.load(tmp_path / "rank1.pt").keys() == {"a", "b"}
     assert torch.load(tmp_path / "rank1.buffers.pt").keys() == set()
 
@@ -275,7 +276,7 @@ def test_all_ranks_write_if_all_are_ready(execute_in_both, command):
 
 
 def test_commands_that_write_nothing_have_no_vote(execute_in_both, tmp_path):
-    dump = messages.dump_command(str(tmp_path)) | {"reply": str(tmp_path / "reply")}
+    dump = {"op": "dump", "directory": str(tmp_path), "reply": str(tmp_path / "reply")}
     _, replies = execute_in_both([dump, dump])
     assert [(reply.wrote, reply.error) for reply in replies] == [(False, None)] * 2
     assert not messages.checked_path(dump["reply"], 0).exists()
