@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import ray
 from torch._C._distributed_c10d import TCPStore
@@ -35,53 +34,6 @@ _GROUP_NAME = "weights"
 
 REPORT_GRACE_SECONDS = 15.0
 """Time allowed, after `weight_sync.timeout_seconds`, for ranks to report their timeouts."""
-
-
-class SyncConnections(Protocol):
-    """The connections of one arrangement of trainer and engines."""
-
-    heartbeat: HeartbeatSpec | None
-    """Where the connected ranks leave their heartbeats; None: they give none."""
-    store: SyncStore
-    generation: int
-    """How often the trainer ranks have connected with each other or with engines over the network."""
-
-    @property
-    def begins_first(self) -> bool:
-        """Whether engines must have begun an update before the trainer ranks push: they load buckets of `gather_hf`."""
-        ...
-
-    @property
-    def receives(self) -> bool:
-        """Whether engine ranks receive boxes."""
-        ...
-
-    @property
-    def survives_engines(self) -> bool:
-        """Whether trainer ranks complete a push, and stay connected, if an engine is lost meanwhile."""
-        ...
-
-    def connect(self, replicas: Sequence[int], engines: EngineHandles) -> None:
-        """Connect what is not connected; `engines`: handles of these replicas. Raises WeightSyncError."""
-        ...
-
-    def request(self, replicas: Sequence[int], engines: EngineHandles) -> PushRequest | None:
-        """Return the request to push to these replicas."""
-        ...
-
-    def drop(self, *, trainer: bool) -> None:
-        """Note that a push has failed: the engines have to connect again and, if `trainer`, so have all ranks."""
-        ...
-
-    @property
-    def engine_layouts(self) -> Sequence[WeightLayout]:
-        """Layouts of each connected engine by TP rank; empty if they are not to be compared."""
-        ...
-
-    @property
-    def rank_legend(self) -> str:
-        """What the rank numbers in errors mean; empty if they are trainer ranks."""
-        ...
 
 
 class SyncStore:
@@ -107,22 +59,21 @@ class SyncStore:
         del self._stores[:-1]
 
 
-def make_connections(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> SyncConnections:
-    """Return the connections of a run; `pool`: slots of the trainer."""
-    arrangement = DisaggregatedConnections if config.disaggregated else ColocatedConnections
-    return arrangement(config, trainer, engines, pool)
-
-
 class ColocatedConnections:
     """Connections between the trainer ranks, and of each with the engine rank on its slot."""
 
-    survives_engines, rank_legend = True, ""
+    survives_engines = True
+    """Whether trainer ranks complete a push, and stay connected, if an engine is lost meanwhile."""
+    rank_legend = ""
+    """What the rank numbers in errors mean; empty if they are trainer ranks."""
 
     def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
         self._config, self._trainer, self._engines, self._pool = config, trainer, engines, pool
         self.store = SyncStore()
         self.heartbeat: HeartbeatSpec | None = None
+        """Where the connected ranks leave their heartbeats; None: they give none."""
         self.generation = 0
+        """How often the trainer ranks have connected with each other or with engines over the network."""
         self._setup: SyncSetup | None = None
         """What the connected trainer ranks have planned from; None: they are not connected."""
         self._prepared = PreparedSync()
@@ -131,7 +82,7 @@ class ColocatedConnections:
 
     @property
     def begins_first(self) -> bool:
-        """Whether engines load buckets of full tensors."""
+        """Whether engines must have begun an update before the trainer ranks push: they load buckets of `gather_hf`."""
         assert self._setup is not None
         return bool(self._setup.senders)
 
@@ -148,7 +99,10 @@ class ColocatedConnections:
         return self._setup.engine
 
     def connect(self, replicas: Sequence[int], engines: EngineHandles) -> None:
-        """Connect trainer ranks that are not connected, then these engines if they are not."""
+        """Connect trainer ranks that are not connected, then these engines if they are not. Raises WeightSyncError.
+
+        `engines`: handles of these replicas.
+        """
         if self._setup is None:
             self._connect_trainer(engines)
         found = dict(zip(replicas, engines.engines, strict=True))
@@ -171,7 +125,7 @@ class ColocatedConnections:
         return PushRequest(sinks=sinks, skipped=skipped) if sinks or skipped else None
 
     def drop(self, *, trainer: bool) -> None:
-        """Note that a push has failed."""
+        """Note that a push has failed: the engines have to connect again and, if `trainer`, so have all ranks."""
         self._connected.clear()
         if trainer:
             self._setup = None
@@ -256,6 +210,16 @@ class DisaggregatedConnections:
     def rank_legend(self) -> str:
         """Which rank numbers are the trainer's and which the engines'."""
         return "" if self._transfer_spec is None else self._transfer_spec.rank_legend
+
+
+type SyncConnections = ColocatedConnections | DisaggregatedConnections
+"""The connections of one arrangement of trainer and engines."""
+
+
+def make_connections(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> SyncConnections:
+    """Return the connections of a run; `pool`: slots of the trainer."""
+    arrangement = DisaggregatedConnections if config.disaggregated else ColocatedConnections
+    return arrangement(config, trainer, engines, pool)
 
 
 def make_sync_setup(
