@@ -35,6 +35,7 @@ from benchmarks.reshard.contender import (
     MegarlContender,
     TransportName,
 )
+from benchmarks.reshard.full_gather import FULL_GATHERS
 from benchmarks.reshard.measure import WARM_UP_SYNCS, measure
 from benchmarks.reshard.megatron_limits import megatron_grids, require_megatron_core_support
 from benchmarks.reshard.show import MEGATRON_CORE, NCCL_M2N, LeftOut, plot, print_table
@@ -57,8 +58,7 @@ from megarl.reshard.layout.topology import LinkRates
 from megarl.reshard.planning.lower_bounds import seconds_bound
 
 CONTENDERS = (
-    "ds_chat",
-    "hybridflow_v",
+    *FULL_GATHERS,
     GATHER_SERIAL,
     "gather_hf",
     MEGATRON_CORE,
@@ -69,7 +69,7 @@ CONTENDERS = (
 )
 """Names of all contenders, in the order in which reports list them."""
 
-POINT_TO_POINT = ("ds_chat", "hybridflow_v", EXACT_CONSECUTIVE, "exact", "micro_dp")
+POINT_TO_POINT = (*FULL_GATHERS, EXACT_CONSECUTIVE, "exact", "micro_dp")
 """Strategies that use a transport."""
 
 BOXES = (EXACT_CONSECUTIVE, "exact", "micro_dp")

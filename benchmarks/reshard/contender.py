@@ -1,9 +1,10 @@
 """Contenders of the benchmark: one method of moving weights on one rank, with the weights it moves.
 
-    gather_hf            full tensors, gathered a bucket at a time, as slime does
-    gather_hf_serial     the same, one tensor at a time
-    exact                boxes, on micro-DP placement if the sizes divide
-    exact_consecutive    the same boxes-from-any-rank, on the placement of gather_hf and megatron_core
+    ds_chat, hybridflow_v    the full model to every rank, as HybridFlow's baselines (`full_gather`)
+    gather_hf                full tensors, gathered a bucket at a time, as slime does
+    gather_hf_serial         the same, one tensor at a time
+    exact                    boxes, on micro-DP placement if the sizes divide
+    exact_consecutive        the same boxes-from-any-rank, on the placement of gather_hf and megatron_core
 
 The hand-over is the same for all contenders of a table. `direct`: the engine's parameters are in the rank's process.
 `shared-memory`: they are behind buckets in shared memory, from which SGLang's processes read.
@@ -20,6 +21,7 @@ from typing import Literal, Protocol
 import torch.distributed as dist
 
 from benchmarks.reshard.content import PrivateBuffer, Shard
+from benchmarks.reshard.full_gather import FULL_GATHERS, FullGather, FullGatherStrategy
 from benchmarks.reshard.slowed_links import SlowedLinks, SlowedTransport
 from megarl.reshard.analysis.forecast import forecast
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, build_strategy, sync_context
@@ -111,17 +113,25 @@ class MegarlContender:
         self._rank = rank = dist.get_rank()
         if name == GATHER_SERIAL:
             scenario = replace(scenario, bucket_bytes=ONE_TENSOR_BYTES)
-        self.arrangement = _arrange(name, scenario)
-        self.plan_seconds = time_planning(self.arrangement, scenario, rank)
-        self._plan = forecast(self.arrangement, scenario)
-        self._strategy = self._build(scenario, transport, links)
+        full_gather = FullGather(name, scenario) if name in FULL_GATHERS else None
+        if full_gather is None:
+            self.arrangement = _arrange(name, scenario)
+            self.plan_seconds = time_planning(self.arrangement, scenario, rank)
+            self._plan = forecast(self.arrangement, scenario)
+        else:
+            self.arrangement = full_gather.arrangement
+            self.plan_seconds = time_planning(full_gather.gather, full_gather.gather_scenario, rank)
+            self._plan = full_gather.forecast()
+        self._strategy = self._build(scenario, transport, links, full_gather)
         share = None if trained_layers is None else changed_share
         frozen = () if trained_layers is None else frozen_tensors(scenario.sources[rank].tensors, trained_layers)
         self._held = Shard(scenario.sources[rank], frozen=frozen, changed_share=share)
         need = self.arrangement.needs.get(rank)
         self._served = Shard(need, frozen=frozen, changed_share=share) if need is not None else None
 
-    def _build(self, scenario: Scenario, transport: TransportName, links: SlowedLinks | None) -> Strategy:
+    def _build(
+        self, scenario: Scenario, transport: TransportName, links: SlowedLinks | None, full_gather: FullGather | None
+    ) -> Strategy:
         if self.arrangement.strategy == "gather_hf" and self.hand_over == "direct":
             context = sync_context(self.arrangement, scenario, self._rank)
             return GatherHf(context, scenario.bucket_bytes, make_buffer=PrivateBuffer)
@@ -131,6 +141,8 @@ class MegarlContender:
                 self.arrangement, scenario, self._rank, timeout_seconds=SLOWED_TIMEOUT_SECONDS, backend=slowed
             )
         timeout, backend = (TIMEOUT_SECONDS, NCCL_ORDER) if transport == "nccl-order" else (None, None)
+        if full_gather is not None:
+            return FullGatherStrategy(full_gather, self._rank, timeout_seconds=timeout, backend=backend)
         return build_strategy(self.arrangement, scenario, self._rank, timeout_seconds=timeout, backend=backend)
 
     def fill(self, sync: int) -> None:
@@ -196,9 +208,7 @@ def _arrange(name: str, scenario: Scenario) -> Arrangement:
         case "gather_hf_serial":
             return arrange("gather_hf", scenario)
         case "exact_consecutive":
-            places = dict(
-                enumerate(consecutive_places(scenario.grid.size, gen_tp=scenario.gen_tp, gen_pp=scenario.gen_pp))
-            )
-            needs = {rank: scenario.engine[place.pp][place.tp] for rank, place in places.items()}
+            places = dict(enumerate(consecutive_places(scenario.grid.size, gen_tp=scenario.gen_tp)))
+            needs = {rank: scenario.engine[place.tp] for rank, place in places.items()}
             return Arrangement(strategy="exact", places=places, needs=needs)
     return arrange(name, scenario)

@@ -200,7 +200,7 @@ def _require_m2n() -> None:
 
 def _places(gen: RankGrid) -> dict[int, GenerationPlace]:
     at = {rank: gen.coordinates(rank) for rank in range(gen.size)}
-    return {rank: GenerationPlace(c.dp, c.pp, c.tp) for rank, c in at.items()}
+    return {rank: GenerationPlace(c.dp, c.tp) for rank, c in at.items()}
 
 
 def _build(model: ModelArchitecture, grid: RankGrid, layout: WeightLayout, dtype: str) -> tuple[torch.nn.Module, Shard]:

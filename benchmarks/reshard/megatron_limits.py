@@ -19,14 +19,14 @@ def megatron_grids(scenario: Scenario) -> tuple[RankGrid, RankGrid]:
     Raises:
         ConfigError: some ranks would be in no engine.
     """
-    grid, engine = scenario.grid, scenario.gen_pp * scenario.gen_tp
+    grid, engine = scenario.grid, scenario.gen_tp
     if grid.size % engine:
         raise ConfigError(
-            f"megatron_core needs every rank in an engine, got {grid.size} ranks % (gen pp {scenario.gen_pp} * tp "
-            f"{scenario.gen_tp}) = {grid.size % engine}"
+            f"megatron_core needs every rank in an engine, got {grid.size} ranks % gen tp {engine} = "
+            f"{grid.size % engine}"
         )
     train = RankGrid(tp=grid.tp, dp=grid.dp * grid.cp, pp=grid.pp)
-    return train, RankGrid(tp=scenario.gen_tp, dp=grid.size // engine, pp=scenario.gen_pp)
+    return train, RankGrid(tp=engine, dp=grid.size // engine)
 
 
 def require_megatron_core_support(model: ModelArchitecture, train: RankGrid, gen: RankGrid) -> None:
@@ -38,7 +38,7 @@ def require_megatron_core_support(model: ModelArchitecture, train: RankGrid, gen
     attention, mlp = model.layers[0].attention, model.layers[0].mlp
     if not isinstance(mlp, GatedMlp) or not isinstance(attention, GroupedQueryAttention):
         raise ConfigError(f"megatron_core is compared on dense models only, got {model.name}")
-    if model.tie_embeddings and (train.pp > 1 or gen.pp > 1):
+    if model.tie_embeddings and train.pp > 1:
         raise ConfigError(
             "megatron_core does not support tied embeddings with pipeline stages, which name the head differently"
         )

@@ -20,6 +20,8 @@ Seconds are CPU seconds, MB are 10**6 bytes; figures per rank are the worst of t
     controller_sync_cpu_seconds    `WeightSync.push`, without a comparison of weights (`weight_sync.verify: null`)
     ray_calls_connect, _sync       calls of actors and of ray.put, whose own time is not part of the controller's
     fan_outs_connect, _sync        how often the controller calls ranks or engines and waits for all of them
+    groups, p2p_calls              the most groups that a rank posts in a sync, and messages that it sends and receives
+    buffer_buckets                 the most memory of a rank's buffers in a sync, over `weight_sync.bucket_bytes`
     peers_outside_machine_max      ranks on other machines that a rank has messages with
     egress_ratio_64_to_8_machines  Qwen3-8B from 16 trainer ranks: bytes sent by the busiest of them to 64 machines of
                                    engines, over those to 8
@@ -63,6 +65,9 @@ class ScaleReport:
     controller_sync_cpu_seconds: float
     ray_calls_sync: int
     fan_outs_sync: int
+    groups: int
+    p2p_calls: int
+    buffer_buckets: float
     peers_outside_machine_max: int
     egress_ratio_64_to_8_machines: float
 
@@ -102,6 +107,9 @@ def measure(case: ScaleCase, sample: int, report: Callable[[str], None] = lambda
         engine_host_serial_seconds=in_child(partial(host_cpu_seconds, tp)),
         engine_rank_connect_cpu_seconds=max(cost.engine_rank_connect_cpu_seconds for cost in costs),
         engine_rank_sync_cpu_seconds=max(cost.engine_rank_sync_cpu_seconds for cost in costs),
+        groups=max(cost.groups for cost in costs),
+        p2p_calls=max(cost.p2p_calls for cost in costs),
+        buffer_buckets=max(cost.buffer_bytes for cost in costs) / case.config.bucket_bytes,
         peers_outside_machine_max=max(cost.peers_outside_machine for cost in costs),
         egress_ratio_64_to_8_machines=egress_ratio(),
         **figures,

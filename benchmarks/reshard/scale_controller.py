@@ -17,9 +17,9 @@ from benchmarks.reshard.scale_engine import engine_rank_cost, signaled_sender
 from benchmarks.reshard.scale_rank import (
     MemoryGrowth,
     RankCost,
+    measure_sync,
     meta_tensors,
     peers_outside_machine,
-    sync_cpu_seconds,
 )
 from megarl.cli.tools.reshard_explain import GEN_AXES, TRAIN_AXES, parse_sizes
 from megarl.cluster.placement.pool import Slot, SlotPool
@@ -237,10 +237,10 @@ class FakeController:
         cost.peers_outside_machine = peers_outside_machine(rank, plan, nodes)
         held = meta_tensors(case.sources[rank])
         if not has_engine:
-            cost.sync_cpu_seconds = sync_cpu_seconds(rank, plan, held, None)
+            measure_sync(cost, rank, plan, held, None)
             return cost
         with signaled_sender(rank, [each.slots for each in plan.rounds]) as sender:
-            cost.sync_cpu_seconds = sync_cpu_seconds(rank, plan, held, sender)
+            measure_sync(cost, rank, plan, held, sender)
             parameters = meta_tensors(case.needs.layouts[rank % len(case.needs.layouts)])
             of_engine = engine_rank_cost(sender, parameters, plan.buffer_sizes.bucket)
         cost.engine_rank_connect_cpu_seconds = of_engine.connect_cpu_seconds
@@ -258,5 +258,5 @@ class FakeController:
         cost.connect_host_mb, cost.connect_peak_mb = memory.kept_mb(), memory.peak_mb()
         cost.peers_outside_machine = peers_outside_machine(rank, transfer.plan, nodes)
         target = Parameters(meta_tensors(self._case.needs.layouts[tp_rank]))
-        cost.sync_cpu_seconds = sync_cpu_seconds(rank, transfer.plan, {}, target)
+        measure_sync(cost, rank, transfer.plan, {}, target)
         return cost

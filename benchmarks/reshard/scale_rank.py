@@ -48,6 +48,12 @@ class RankCost:
     """What the colocated engine rank on this rank's slot spends to prepare for its boxes."""
     engine_rank_sync_cpu_seconds: float = 0.0
     """What it spends in one sync to copy them, without kernels and copies."""
+    groups: int = 0
+    """Groups of messages that it posts in one sync."""
+    p2p_calls: int = 0
+    """Messages that it sends and receives in one sync."""
+    buffer_bytes: int = 0
+    """Memory of its buffers in one sync."""
     peers_outside_machine: int = 0
     """Ranks on other machines that this rank sends to or receives from."""
 
@@ -57,10 +63,12 @@ class _NoTransport:
     """A transport whose messages have arrived as soon as they are started."""
 
     timeout_seconds: float | None = None
-    started: int = 0
+    groups: int = 0
+    p2p_calls: int = 0
 
     def start(self, sends: Sequence[object], receives: Sequence[object]) -> tuple[list[Any], list[Any]]:
-        self.started += len(sends) + len(receives)
+        self.groups += bool(sends or receives)
+        self.p2p_calls += len(sends) + len(receives)
         return [], []
 
     def close(self) -> None: ...
@@ -148,18 +156,21 @@ def meta_tensors(layout: WeightLayout) -> dict[str, Tensor]:
     }
 
 
-def sync_cpu_seconds(
-    rank: int, plan: RoundPlan, held: Mapping[str, Tensor], sink: ShardSink | Parameters | None
-) -> float:
-    """Return the CPU seconds of one execution of the plan, the best of five: other work on the machine adds to it."""
+def measure_sync(
+    cost: RankCost, rank: int, plan: RoundPlan, held: Mapping[str, Tensor], sink: ShardSink | Parameters | None
+) -> None:
+    """Execute the plan five times; the best CPU seconds count, as other work on the machine adds to them."""
     seconds = []
     for _ in range(5):
         with meta_buckets(), torch.no_grad():
             began = time.thread_time()
-            transport: Any = _NoTransport()
-            BoxExecutor(rank, plan.rounds, plan.buffer_sizes, transport=transport).run(held, sink)
+            transport = _NoTransport()
+            executor = BoxExecutor(rank, plan.rounds, plan.buffer_sizes, transport=transport)  # type: ignore[arg-type]
+            executor.run(held, sink)
             seconds.append(time.thread_time() - began)
-    return min(seconds)
+    cost.sync_cpu_seconds = min(seconds)
+    cost.groups, cost.p2p_calls = transport.groups, transport.p2p_calls
+    cost.buffer_bytes = plan.buffer_sizes.total(receives=sink is not None)
 
 
 def peers_outside_machine(rank: int, plan: RoundPlan, nodes: Sequence[int]) -> int:

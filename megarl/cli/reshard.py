@@ -15,11 +15,11 @@ from megarl.errors import ConfigError
 if TYPE_CHECKING:
     from megarl.reshard.analysis.sync_report import Explanation
 
-STRATEGIES = ("ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact", "auto")
+STRATEGIES = ("gather_hf", "micro_dp", "exact", "auto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `explain --model M --train pp=1,tp=4,dp=2 --gen pp=1,tp=2`, and its options."""
+    """Declare `explain --model M --train pp=1,tp=4,dp=2 --gen tp=2`, and its options."""
     actions = parser.add_subparsers(metavar="ACTION", title="actions", required=True)
     summary = "compute bytes, memory and messages of every strategy from the weight layouts"
     explain = actions.add_parser("explain", help=summary, description=summary[0].upper() + summary[1:] + ".")
@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="pp=1,tp=4,dp=2",
         help="parallel sizes of the trainer, also cp, vpp, ep, etp; default 1, of etp tp",
     )
-    explain.add_argument(
-        "--gen", required=True, metavar="pp=1,tp=2", help="parallel sizes of one engine, also ep and dp"
-    )
+    explain.add_argument("--gen", required=True, metavar="tp=2", help="parallel sizes of one engine, also ep and dp")
     for which in ("first", "last"):
         text = f"layers of the trainer's {which} pipeline stage (default: as many as the other stages)"
         explain.add_argument(f"--{which}-stage-layers", type=int, metavar="N", help=text)

@@ -24,6 +24,7 @@ from megarl.cli.tools.reshard_explain import make_scenario
 from megarl.errors import ConfigError
 from megarl.reshard.analysis.scenario import STRATEGIES
 from megarl.reshard.analysis.sync_report import RUN_ONLY_FIELDS, SyncReport, explain
+from megarl.reshard.layout.topology import LinkRates
 from megarl.reshard.planning import rounds as round_planning
 from tests.megatron.ranks import run_ranks
 from tests.reshard.analysis.test_sync_report import FIELDS
@@ -91,7 +92,7 @@ def test_all_bytes_match_and_traffic_is_that_of_the_plan(arguments, tmp_path):
 
 
 def test_the_controller_calls_each_process_a_fixed_number_of_times(tmp_path):
-    arguments = "--model=qwen3-8b --train=pp=2,tp=2 --ranks=32 --gen=tp=4 --engine-ranks=16 --sample=1 --json"
+    arguments = "--model=qwen3-8b --train=pp=2,tp=2 --ranks=32 --gen=tp=4 --engine-ranks=16 --sample=4 --json"
     code, lines, errors = run_ranks(run_module, 1, tmp_path, scale.main, arguments.split())  # it forks
     assert code == 0, errors
     trainer, engines = 32, 4
@@ -103,6 +104,9 @@ def test_the_controller_calls_each_process_a_fixed_number_of_times(tmp_path):
         assert (report["ray_calls_sync"], report["fan_outs_sync"]) == (trainer + engines, 1)
         assert report["connect_message_mb_per_rank"] < 0.05
         assert report["egress_ratio_64_to_8_machines"] < 1.05
+        assert 1 < report["buffer_buckets"] <= 2
+    timed = clock.measure(clock.Case("qwen3-8b", "pp=2,tp=2,dp=8", "tp=4", engines=4), LinkRates())
+    assert [lines[1][name] for name in ("groups", "p2p_calls")] == [timed.groups, timed.p2p_calls]
 
 
 def changed(**parts):
@@ -114,15 +118,15 @@ def changed(**parts):
 @pytest.mark.parametrize(
     ("model", "layout", "why"),
     [
-        (MODEL, (1, 3, 1, 1, 2), r"every rank in an engine, got 3 ranks % \(gen pp 1 \* tp 2\) = 1"),
-        (changed(attention={"num_kv_heads": 2}), (1, 2, 2, 1, 4), r"got 2 % 4 = 2"),
-        (replace(MODEL, vocab_size=300), (1, 4, 1, 1, 2), r"the same padded vocabulary on both sides, got 512 and 384"),
-        (changed(mlp={"ffn_size": 3}), (1, 3, 2, 1, 2), r"split into 12 tiles, got 6 % 12"),
-        (replace(MODEL, tie_embeddings=True), (2, 1, 1, 1, 1), r"does not support tied embeddings"),
+        (MODEL, (1, 3, 1, 2), r"every rank in an engine, got 3 ranks % gen tp 2 = 1"),
+        (changed(attention={"num_kv_heads": 2}), (1, 2, 2, 4), r"got 2 % 4 = 2"),
+        (replace(MODEL, vocab_size=300), (1, 4, 1, 2), r"the same padded vocabulary on both sides, got 512 and 384"),
+        (changed(mlp={"ffn_size": 3}), (1, 3, 2, 2), r"split into 12 tiles, got 6 % 12"),
+        (replace(MODEL, tie_embeddings=True), (2, 1, 1, 1), r"does not support tied embeddings"),
     ],
 )
 def test_layouts_that_megatron_core_does_not_support_are_refused(model, layout, why):
-    require_megatron_core_support(MODEL, *megatron_grids(scenario(2, 2, 2, 1, 2)))
+    require_megatron_core_support(MODEL, *megatron_grids(scenario(2, 2, 2, 2)))
     with pytest.raises(ConfigError, match=why):
         require_megatron_core_support(model, *megatron_grids(scenario(*layout)))
 

@@ -88,15 +88,14 @@ def rows(output, command) -> Callable[..., dict[str, dict[str, Any]]]:
 @pytest.mark.usefixtures("untraced")
 def test_json_of_every_strategy(rows):
     found = rows("tp=4,dp=2", "tp=2", "--nodes", "2", "--bucket-mb", "0.1")
-    assert list(found) == ["ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact", "auto"]
-    expected = {"ds_chat": 0.875, "hybridflow_v": 0.75, "gather_hf": 0.75, "micro_dp": 0.25, "exact": 0.25}
+    assert list(found) == ["gather_hf", "micro_dp", "exact", "auto"]
+    expected = {"gather_hf": 0.75, "micro_dp": 0.25, "exact": 0.25}
     for name, fraction in expected.items():  # off by the norms, which every tensor-parallel rank holds
         assert found[name]["fraction_in_max"] == pytest.approx(fraction, abs=2e-3)
         assert [found[name][key] for key in ("world", "train", "gen", "model")] == [8, "1-4-2", "1-2", "tiny"]
     assert found["auto"] == found["micro_dp"] | {"strategy": "auto"}
     assert found["micro_dp"]["bytes_cross_node"] == 0
-    assert found["ds_chat"]["bytes_into_node_max"] * 2 == found["ds_chat"]["bytes_cross_node"]
-    assert found["ds_chat"]["peak_extra_bytes"] > found["ds_chat"]["model_bytes"] > found["exact"]["peak_extra_bytes"]
+    assert found["gather_hf"]["model_bytes"] > found["exact"]["peak_extra_bytes"] > 0
     assert {row["nccl_progress"] for row in found.values()} == {True}
 
 
@@ -167,7 +166,7 @@ def test_table_and_unsupported_strategies(run, refusal, command, model):
     assert code == 0
     assert "tiny, 1.4 MB, 4 ranks, 1-2-2 -> 1-4" in out
     assert "auto: exact" in out
-    assert "micro_dp left out: micro_dp needs the training sizes to be multiples" in err
+    assert "micro_dp left out: micro_dp needs the training tp to be a multiple" in err
     assert "tp 2 % 4 = 2" in err
     requested = refusal(*command("tp=2,dp=2", "tp=4", "--strategy", "micro_dp"))
     assert "strategy exact serves any sizes" in requested
@@ -203,7 +202,8 @@ REJECTED = [
     ({}, "tp=2,ep=2", "tp=2", [], "etp 2 * ep 2 = 4 needs to divide the ranks of a pipeline stage"),
     ({}, "tp=2,ep=2,etp=1", "tp=2", [], "--train ep=2: Qwen3ForCausalLM has no experts; it can only be 1"),
     ({}, "tp=2", "tp=2,ep=2", [], "--gen ep=2: Qwen3ForCausalLM has no experts; it can only be 1"),
-    ({}, "tp=2", "tp=2,pp=2", [], "an engine takes pp 2 * tp 2 = 4 ranks, --train has 2"),
+    ({}, "tp=2", "tp=4", [], "an engine takes tp = 4 ranks, --train has 2"),
+    ({}, "tp=4", "tp=2,pp=2", [], "--gen pp=2: a sync reaches one pipeline stage of an engine; it can only be 1"),
     (NARROW, "tp=4,dp=3", "tp=12", [], "mlp.gate_proj.weight has rows that do not divide, 100 % 12 = 4; the nearest"),
     (EXPERTS, "dp=3,ep=3", "tp=1", [], "--train ep=3: model.layers.0.mlp has experts that do not divide, 8 % 3 = 2; "),
     (EXPERTS, "tp=4", "tp=4,ep=3", [], "--gen ep=3: model.layers.0.mlp has experts that do not divide"),
@@ -307,6 +307,6 @@ def test_first_layers_are_dense_in_trainer_and_engine_if_config_json_does_not_sa
 
 @pytest.mark.usefixtures("traced")
 def test_the_traced_layout_gives_the_same_numbers(rows):
-    row = rows("pp=2,tp=4", "pp=2,tp=2", "--strategy", "exact")["exact"]
+    row = rows("pp=2,tp=4", "pp=1,tp=2", "--strategy", "exact")["exact"]
     assert row["bytes_in_max"] == row["bytes_in_bound_max"]
-    assert row["fraction_in_max"] == pytest.approx(0.125, abs=2e-3)
+    assert row["fraction_in_max"] == pytest.approx(0.375, abs=2e-3)

@@ -10,9 +10,9 @@ from megarl.reshard.planning.rounds import build_rounds
 from megarl.reshard.transfer.element_code import decode_boxes
 
 
-def plans(sources, needs, topology, bucket_bytes, groups=(), *, relay=True):
+def plans(sources, needs, topology, bucket_bytes, groups=()):
     """Return the rounds of every rank."""
-    index = cached_index(sources, needs, topology, bucket_bytes, groups=groups, relay=relay)
+    index = cached_index(sources, needs, topology, bucket_bytes, groups=groups)
     return [build_rounds(index, plan_rank(index, rank)) for rank in range(len(sources))]
 
 

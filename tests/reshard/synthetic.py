@@ -25,20 +25,19 @@ def trainers(grid):
     return [shard(c.pp, grid.pp, c.tp, grid.tp, "train") for c in places]
 
 
-def needs(places, gen_pp, gen_tp):
-    return {rank: shard(p.pp, gen_pp, p.tp, gen_tp, "gen") for rank, p in enumerate(places)}
+def needs(places, gen_tp):
+    return {rank: shard(0, 1, p.tp, gen_tp, "gen") for rank, p in enumerate(places)}
 
 
-def scenario(p, t, d, pg, tg, *, nodes=1, bucket_bytes=1 << 20):
-    """Return the scenario p-t-d -> pg-tg of the synthetic model."""
+def scenario(p, t, d, tg, *, nodes=1, bucket_bytes=1 << 20):
+    """Return the scenario p-t-d -> 1-tg of the synthetic model."""
     grid = RankGrid(pp=p, tp=t, dp=d)
     return Scenario(
         model="synthetic",
         grid=grid,
-        gen_pp=pg,
         gen_tp=tg,
         sources=tuple(trainers(grid)),
-        engine=tuple(tuple(shard(s, pg, i, tg, "gen") for i in range(tg)) for s in range(pg)),
+        engine=tuple(shard(0, 1, i, tg, "gen") for i in range(tg)),
         topology=even_nodes(grid.size, nodes),
         bucket_bytes=bucket_bytes,
     )

@@ -16,7 +16,6 @@ from megarl.megatron.families.trainer_layouts import EVEN, PipelineSplit, stage_
 from megarl.model_files.hub import local_model
 from megarl.reshard.analysis.scenario import Scenario, even_nodes
 from megarl.reshard.analysis.sync_report import Explanation, explain, explain_auto
-from megarl.reshard.layout.engine_ranks import split_stages
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.quantized_layout import convert_sources
 from megarl.reshard.layout.topology import LinkRates, Topology
@@ -171,7 +170,7 @@ def make_scenario(
     Args:
         name: model name for reports.
         train: trainer sizes such as `pp=1,tp=4,dp=2`; `etp` defaults to `tp`, as in Megatron.
-        gen: engine sizes such as `pp=1,tp=2`; `dp` counts groups of data-parallel attention within the `tp` ranks.
+        gen: engine sizes such as `tp=2`; `dp` counts groups of data-parallel attention within the `tp` ranks.
         engine: returns the layouts of the engine's tensor-parallel ranks.
         first_stage_layers: layers of the trainer's first pipeline stage; None: as many as in the middle stages.
         last_stage_layers: layers of the last pipeline stage, likewise.
@@ -189,14 +188,12 @@ def make_scenario(
     _require_divisible(model, grid, split, to)
     topology = even_nodes(grid.size, nodes)
     traced = engine(to["tp"], dtype, ep=to["ep"], dp=to["dp"])
-    stages = [split_stages(layout, to["pp"]) for layout in traced]
     return Scenario(
         model=name,
         grid=grid,
-        gen_pp=to["pp"],
         gen_tp=to["tp"],
         sources=tuple(convert_sources(trainer_layouts(model, grid, dtype, split), traced)),
-        engine=tuple(tuple(of_rank[stage] for of_rank in stages) for stage in range(to["pp"])),
+        engine=tuple(traced),
         topology=topology,
         bucket_bytes=bucket_bytes,
     )
@@ -205,7 +202,8 @@ def make_scenario(
 def _require_divisible(model: ModelArchitecture, grid: RankGrid, split: PipelineSplit, gen: Mapping[str, int]) -> None:
     """Return if every tensor is divisible by the sizes; a vocabulary is padded instead."""
     _require_pipeline_stages(model.num_layers, grid.pp, split)
-    _require_size("--gen pp", gen["pp"], lambda pp: _remainder_problem("layers", model.num_layers, pp))
+    if gen["pp"] > 1:
+        raise ConfigError(f"--gen pp={gen['pp']}: a sync reaches one pipeline stage of an engine; it can only be 1")
     _require_size("--train tp", grid.tp, partial(_divisibility_problem, model.sharding_units(), "tp"))
     units, groups = model.sharding_units(), gen["dp"]
     _require_size("--gen dp", groups, lambda dp: _remainder_problem("tp ranks", gen["tp"], dp))
@@ -225,11 +223,8 @@ def _require_divisible(model: ModelArchitecture, grid: RankGrid, split: Pipeline
         for option, ep in (("--train", grid.ep), ("--gen", gen["ep"])):
             if ep > 1:
                 raise ConfigError(f"{option} ep={ep}: {model.name} has no experts; it can only be 1")
-    if gen["pp"] * gen["tp"] > grid.size:
-        raise ConfigError(
-            f"--gen: an engine takes pp {gen['pp']} * tp {gen['tp']} = {gen['pp'] * gen['tp']} ranks, "
-            f"--train has {grid.size}"
-        )
+    if gen["tp"] > grid.size:
+        raise ConfigError(f"--gen: an engine takes tp = {gen['tp']} ranks, --train has {grid.size}")
 
 
 def _require_pipeline_stages(num_layers: int, pp: int, split: PipelineSplit) -> None:

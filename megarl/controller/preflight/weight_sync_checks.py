@@ -180,10 +180,9 @@ def _colocated_case(
     scenario = Scenario(
         model=config.model.path,
         grid=grid,
-        gen_pp=1,
         gen_tp=tp,
         sources=tuple(sources),
-        engine=(tuple(engine),),
+        engine=tuple(engine),
         topology=topology,
         bucket_bytes=config.weight_sync.bucket_bytes,
     )

@@ -25,8 +25,7 @@ from __future__ import annotations
 import mmap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -40,10 +39,10 @@ from megarl.reshard.layout.layout import Ints, WeightLayout
 from megarl.reshard.layout.topology import LinkRates, Topology
 from megarl.reshard.planning.lower_bounds import NeedIndex, missing_by_node
 from megarl.reshard.planning.plan import Moves, RankPlan, plan_rank, plan_sends
-from megarl.reshard.planning.plan_cache import cached_index, cached_plan
+from megarl.reshard.planning.plan_cache import cached_index
 from megarl.reshard.planning.rounds import Round
 from megarl.reshard.planning.strategy import SyncStats
-from megarl.reshard.strategies.full_gather import full_layout, model_bytes, owned_parts, plan_local_part
+from megarl.reshard.strategies.box_strategy import plan_boxes
 from megarl.reshard.strategies.gather_hf import TensorGather, plan_replica
 from megarl.reshard.transfer.executor import BufferSizes
 
@@ -58,53 +57,21 @@ class Traffic:
     """By node, bytes received from other nodes; None if only plans can determine it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficSpec:
-    """Inputs that determine the traffic of a strategy."""
-
-    sources: Sequence[WeightLayout]
-    """By rank, the layout it holds."""
-    needs: Mapping[int, WeightLayout]
-    """By rank, the layout it needs."""
-    relay: bool
-    """Whether a box enters a node once and is relayed to the other ranks there."""
-
-
-def make_traffic_spec(arrangement: Arrangement, scenario: Scenario) -> TrafficSpec:
-    """Return the traffic inputs of a strategy other than `gather_hf`, whose padding they do not cover."""
-    match arrangement.strategy:
-        case "ds_chat" | "hybridflow_v" as method:
-            sources = owned_parts(scenario.sources) if method == "ds_chat" else scenario.sources
-            full = full_layout(scenario.sources[0])
-            return TrafficSpec(sources=sources, needs=dict.fromkeys(range(len(sources)), full), relay=False)
-    return TrafficSpec(sources=scenario.sources, needs=arrangement.needs, relay=True)
-
-
-def compute_traffic(spec: TrafficSpec, groups: Sequence[Sequence[int]], topology: Topology) -> Traffic:
-    """Sum up the bytes that every rank and every node receives."""
-    need_index = NeedIndex(spec.needs.values())
-    into = [0] * len(spec.sources)
-    for rank, need in spec.needs.items():
-        into[rank] = need_index.missing([spec.sources[rank]], [need]).boxes
-    if any(len({topology.nodes[rank] for rank in group}) > 1 for group in groups):
-        return Traffic(into_ranks=tuple(into), into_nodes=None)
-    if spec.relay:
-        nodes = missing_by_node(need_index, spec.sources, spec.needs, topology)
-        known = not any(missing.uneven for missing in nodes.values())
-        return Traffic(into_ranks=tuple(into), into_nodes={n: m.boxes for n, m in nodes.items()} if known else None)
-    return Traffic(into_ranks=tuple(into), into_nodes=_traffic_without_relay(need_index, spec, topology))
-
-
-def _traffic_without_relay(need_index: NeedIndex, spec: TrafficSpec, topology: Topology) -> dict[int, int]:
-    """Return, by node, the bytes received if every rank itself fetches what no rank of its node holds."""
-    held: dict[int, list[WeightLayout]] = {}
-    for rank, node in enumerate(topology.nodes):
-        held.setdefault(node, []).append(spec.sources[rank])
-    into = dict.fromkeys(held, 0)
-    for rank, need in spec.needs.items():
-        node = topology.nodes[rank]
-        into[node] += need_index.missing(held[node], [need]).boxes
-    return into
+def compute_traffic(
+    sources: Sequence[WeightLayout],
+    needs: Mapping[int, WeightLayout],
+    groups: Sequence[Sequence[int]],
+    topology: Topology,
+) -> Traffic:
+    """Sum up the bytes that every rank and every node receives, with any strategy other than `gather_hf`."""
+    need_index = NeedIndex(needs.values())
+    into = [0] * len(sources)
+    for rank, need in needs.items():
+        into[rank] = need_index.missing([sources[rank]], [need]).boxes
+    nodes = missing_by_node(need_index, sources, needs, topology)
+    known = not any(missing.uneven for missing in nodes.values())
+    known &= all(len({topology.nodes[rank] for rank in group}) <= 1 for group in groups)
+    return Traffic(into_ranks=tuple(into), into_nodes={n: m.boxes for n, m in nodes.items()} if known else None)
 
 
 MAX_REPRESENTATIVES = 128
@@ -250,8 +217,7 @@ def can_plan_all(arrangement: Arrangement, scenario: Scenario) -> bool:
     """Return whether planning all ranks takes only seconds."""
     if arrangement.strategy == "gather_hf":
         return True  # one plan serves all ranks
-    needs = make_traffic_spec(arrangement, scenario).needs
-    return sum(len(need.pieces) for need in needs.values()) <= MAX_PLANNED_PIECES
+    return sum(len(need.pieces) for need in arrangement.needs.values()) <= MAX_PLANNED_PIECES
 
 
 def time_sync(arrangement: Arrangement, scenario: Scenario, rates: LinkRates) -> SyncTiming:
@@ -267,14 +233,8 @@ def time_sync(arrangement: Arrangement, scenario: Scenario, rates: LinkRates) ->
 
 
 def _index(arrangement: Arrangement, scenario: Scenario) -> SyncIndex:
-    spec = make_traffic_spec(arrangement, scenario)
     return cached_index(
-        spec.sources,
-        spec.needs,
-        scenario.topology,
-        scenario.bucket_bytes,
-        groups=arrangement.groups,
-        relay=spec.relay,
+        scenario.sources, arrangement.needs, scenario.topology, scenario.bucket_bytes, groups=arrangement.groups
     )
 
 
@@ -282,11 +242,11 @@ def forecast(arrangement: Arrangement, scenario: Scenario) -> Forecast:
     """Predict the statistics of every rank."""
     if arrangement.strategy == "gather_hf":
         return _forecast_gather_hf(arrangement, scenario)
-    spec, stats, between, posted = make_traffic_spec(arrangement, scenario), [], {}, []
-    for rank in range(len(spec.sources)):
-        rounds = _rounds(spec, arrangement, scenario, rank)
+    stats, between, posted = [], {}, []
+    for rank in range(len(scenario.sources)):
+        rounds = _rounds(arrangement, scenario, rank)
         group = next((sorted(group) for group in arrangement.groups if rank in group), [])
-        stats.append(_rank_stats(rounds, spec, arrangement, scenario, rank))
+        stats.append(_round_stats(rounds, receives=rank in arrangement.needs))
         posted.append(posted_groups(rounds, group))
         for source, num_bytes in _bytes_by_source(rounds, rank, group).items():
             between[source, rank] = num_bytes
@@ -303,41 +263,11 @@ def sampled_disagreements(arrangement: Arrangement, scenario: Scenario) -> list[
 
 def forecast_rank(arrangement: Arrangement, scenario: Scenario, rank: int) -> SyncStats:
     """Predict the statistics of one rank, for any strategy other than `gather_hf`."""
-    spec = make_traffic_spec(arrangement, scenario)
-    return _rank_stats(_rounds(spec, arrangement, scenario, rank), spec, arrangement, scenario, rank)
+    return _round_stats(_rounds(arrangement, scenario, rank), receives=rank in arrangement.needs)
 
 
-def _rounds(spec: TrafficSpec, arrangement: Arrangement, scenario: Scenario, rank: int) -> Sequence[Round]:
-    return cached_plan(
-        spec.sources,
-        spec.needs,
-        scenario.topology,
-        rank,
-        scenario.bucket_bytes,
-        groups=arrangement.groups,
-        relay=spec.relay,
-    ).rounds
-
-
-def _rank_stats(
-    rounds: Sequence[Round], spec: TrafficSpec, arrangement: Arrangement, scenario: Scenario, rank: int
-) -> SyncStats:
-    stats = _round_stats(rounds, receives=rank in spec.needs)
-    if arrangement.strategy in ("micro_dp", "exact"):
-        return stats
-    # the gather, then the copy of the rank's own part, one after the other, while the full model is allocated
-    full = spec.needs[rank]
-    peak = model_bytes(full) + stats.peak_extra_bytes
-    if rank not in arrangement.needs:
-        return replace(stats, bytes_delivered=0, buckets=0, peak_extra_bytes=peak)
-    local_part = _local_part_stats(full, arrangement.needs[rank], scenario.bucket_bytes)
-    peak = max(peak, model_bytes(full) + local_part.peak_extra_bytes)
-    return replace(stats, bytes_delivered=local_part.bytes_delivered, buckets=local_part.buckets, peak_extra_bytes=peak)
-
-
-@lru_cache
-def _local_part_stats(full: WeightLayout, need: WeightLayout, bucket_bytes: int) -> SyncStats:
-    return _round_stats(plan_local_part(full, need, bucket_bytes).rounds, receives=True)
+def _rounds(arrangement: Arrangement, scenario: Scenario, rank: int) -> Sequence[Round]:
+    return plan_boxes(sync_context(arrangement, scenario, rank), scenario.bucket_bytes).rounds
 
 
 def _round_stats(rounds: Sequence[Round], *, receives: bool) -> SyncStats:
@@ -411,7 +341,7 @@ def _forecast_gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecas
         SyncStats(
             bytes_sent=sent[rank],
             bytes_received=received[rank],
-            bytes_delivered=model_bytes(scenario.sources[0]) if rank in senders else 0,
+            bytes_delivered=scenario.sources[0].tensors.num_bytes if rank in senders else 0,
             buckets=len(plan) if rank in senders else 0,
             peak_extra_bytes=packed[frozenset(kinds_of[rank])] + (buffers if rank in senders else 0),
             collectives=collectives[rank],
@@ -430,6 +360,6 @@ def _add_all_gather(ranks: Sequence[int], part_bytes: int, between: dict[tuple[i
 
 def redundant_bytes(arrangement: Arrangement, sources: Sequence[WeightLayout]) -> int:
     """Return HybridFlow's redundancy: the most bytes a rank holds for training that its engine rank does not need."""
-    held = owned_parts(sources) if arrangement.strategy == "ds_chat" else sources
-    holdings = NeedIndex(held[rank] for rank in arrangement.needs)
-    return max((holdings.missing([need], [held[rank]]).elements for rank, need in arrangement.needs.items()), default=0)
+    holdings = NeedIndex(sources[rank] for rank in arrangement.needs)
+    excess = (holdings.missing([need], [sources[rank]]).elements for rank, need in arrangement.needs.items())
+    return max(excess, default=0)

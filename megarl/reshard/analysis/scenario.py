@@ -19,11 +19,10 @@ from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.strategy import Strategy, SyncContext
 from megarl.reshard.strategies.box_strategy import BoxStrategy, plan_boxes
-from megarl.reshard.strategies.full_gather import FullGather, plan_full_gather
 from megarl.reshard.strategies.gather_hf import GatherHf, plan_replica
 from megarl.reshard.transfer.process_groups import TransportMaker
 
-STRATEGIES = ("ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact")
+STRATEGIES = ("gather_hf", "micro_dp", "exact")
 """Names of all strategies, in the order in which reports list them."""
 
 
@@ -33,19 +32,18 @@ class Scenario:
 
     model: str
     grid: RankGrid
-    gen_pp: int
     gen_tp: int
     sources: tuple[WeightLayout, ...]
     """By trainer rank, the layout it holds."""
-    engine: tuple[tuple[WeightLayout, ...], ...]
-    """Layout of one engine, by pipeline stage and tensor rank; all engines have the same."""
+    engine: tuple[WeightLayout, ...]
+    """Layout of one engine, by tensor rank; all engines have the same."""
     topology: Topology
     bucket_bytes: int
 
     @property
     def replicas(self) -> int:
         """Number of engines that fit on the ranks."""
-        return self.grid.size // (self.gen_pp * self.gen_tp)
+        return self.grid.size // self.gen_tp
 
     @property
     def train(self) -> str:
@@ -54,8 +52,8 @@ class Scenario:
 
     @property
     def gen(self) -> str:
-        """Generation sizes as `p_g-t_g`."""
-        return f"{self.gen_pp}-{self.gen_tp}"
+        """Generation sizes as `1-t_g`: engines have one pipeline stage."""
+        return f"1-{self.gen_tp}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,31 +89,25 @@ def arrange(strategy: str, scenario: Scenario) -> Arrangement:
     Raises:
         ConfigError: the strategy does not support these sizes, or an engine fits on no node.
     """
-    grid, pp, tp = scenario.grid, scenario.gen_pp, scenario.gen_tp
+    grid, tp = scenario.grid, scenario.gen_tp
     if not scenario.replicas:
-        raise ConfigError(f"an engine takes gen pp {pp} * tp {tp} = {pp * tp} ranks, the trainer has {grid.size}")
+        raise ConfigError(f"an engine takes gen tp = {tp} ranks, the trainer has {grid.size}")
     groups: Sequence[Sequence[int]] = ()
     match strategy:
         case "micro_dp":
-            placed = dict(enumerate(strided_places(grid, gen_tp=tp, gen_pp=pp)))
-            groups = micro_dp_groups(grid, gen_tp=tp, gen_pp=pp)
+            placed = dict(enumerate(strided_places(grid, gen_tp=tp)))
+            groups = micro_dp_groups(grid, gen_tp=tp)
         case "exact":
             placed = _overlapping_places(scenario)
         case _:
-            placed = dict(enumerate(consecutive_places(grid.size, gen_tp=tp, gen_pp=pp)))
-            groups = replica_groups(grid) if strategy == "hybridflow_v" else ()
+            placed = dict(enumerate(consecutive_places(grid.size, gen_tp=tp)))
     return Arrangement(
         strategy=strategy,
         places=placed,
-        needs={rank: scenario.engine[place.pp][place.tp] for rank, place in placed.items()},
+        needs={rank: scenario.engine[place.tp] for rank, place in placed.items()},
         groups=tuple(map(tuple, groups)),
         senders=tuple(placed) if strategy == "gather_hf" else (),
     )
-
-
-def replica_groups(grid: RankGrid) -> list[tuple[int, ...]]:
-    """Return the ranks of each training replica: all tensor ranks of all its stages."""
-    return [tuple(rank for shard_group in replica for rank in shard_group) for replica in model_replicas(grid)[0]]
 
 
 def _overlapping_places(scenario: Scenario) -> dict[int, GenerationPlace]:
@@ -123,10 +115,7 @@ def _overlapping_places(scenario: Scenario) -> dict[int, GenerationPlace]:
         scenario.sources, scenario.engine, replicas=scenario.replicas, topology=scenario.topology
     )
     placed = {
-        rank: GenerationPlace(replica, pp, tp)
-        for replica, stages in enumerate(placements)
-        for pp, ranks in enumerate(stages)
-        for tp, rank in enumerate(ranks)
+        rank: GenerationPlace(replica, tp) for replica, ranks in enumerate(placements) for tp, rank in enumerate(ranks)
     }
     return dict(sorted(placed.items()))
 
@@ -147,13 +136,10 @@ def sync_context(arrangement: Arrangement, scenario: Scenario, rank: int) -> Syn
 def plan_strategy(arrangement: Arrangement, scenario: Scenario, rank: int) -> None:
     """Plan as the strategy does on one rank, without creating process groups or buckets."""
     context = sync_context(arrangement, scenario, rank)
-    match arrangement.strategy:
-        case "ds_chat" | "hybridflow_v" as method:
-            plan_full_gather(context, scenario.bucket_bytes, method)
-        case "gather_hf":
-            plan_replica(rank, context, scenario.bucket_bytes)
-        case _:
-            plan_boxes(context, scenario.bucket_bytes)
+    if arrangement.strategy == "gather_hf":
+        plan_replica(rank, context, scenario.bucket_bytes)
+    else:
+        plan_boxes(context, scenario.bucket_bytes)
 
 
 def build_strategy(
@@ -172,11 +158,6 @@ def build_strategy(
         backend: as for `make_sync_transport`, if there is a timeout.
     """
     context = sync_context(arrangement, scenario, rank)
-    match arrangement.strategy:
-        case "ds_chat" | "hybridflow_v" as method:
-            return FullGather(context, scenario.bucket_bytes, method, timeout_seconds, backend)
-        case "gather_hf":
-            return GatherHf(context, scenario.bucket_bytes)
-        case "micro_dp" | "exact":
-            return BoxStrategy(context, scenario.bucket_bytes, timeout_seconds, backend)
-    raise AssertionError(arrangement.strategy)
+    if arrangement.strategy == "gather_hf":
+        return GatherHf(context, scenario.bucket_bytes)
+    return BoxStrategy(context, scenario.bucket_bytes, timeout_seconds, backend)

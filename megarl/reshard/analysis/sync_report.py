@@ -14,7 +14,6 @@ from megarl.reshard.analysis.forecast import (
     compute_traffic,
     forecast,
     forecast_rank,
-    make_traffic_spec,
     redundant_bytes,
     sampled_disagreements,
     time_sync,
@@ -27,7 +26,6 @@ from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds, secon
 from megarl.reshard.planning.plan_cache import clear_plan_cache
 from megarl.reshard.planning.rounds import gc_disabled
 from megarl.reshard.planning.strategy import SyncStats
-from megarl.reshard.strategies.full_gather import model_bytes
 
 DEFAULT_RATES = LinkRates()
 RUN_ONLY_FIELDS = (
@@ -103,7 +101,7 @@ class Explanation:
     busiest_rank_stats: SyncStats
     """Statistics of the busiest rank from its own plan, which is made at any scale."""
     machines_per_tensor_group: int
-    """Largest number of nodes that the tensor ranks of one engine stage span; a run needs 1."""
+    """Largest number of nodes that the tensor ranks of one engine span; a run needs 1."""
     stalls: tuple[str, ...] | None
     """What keeps the messages from completing under NCCL's rules, one clause per rank or pair of ranks: found by
     simulation if all ranks are planned (`nccl_progress`), else by comparing plans (`forecast`). None: unknown, as
@@ -214,7 +212,7 @@ def explain(
         traffic = plan.traffic(topology)
     else:
         report_progress(f"{strategy}: adding up {world:,} ranks")
-        traffic = compute_traffic(make_traffic_spec(arrangement, scenario), arrangement.groups, topology)
+        traffic = compute_traffic(scenario.sources, arrangement.needs, arrangement.groups, topology)
     busiest = traffic.into_ranks.index(max(traffic.into_ranks))
     report_progress(f"{strategy}: planning rank {busiest}")
     seconds = [time_planning(arrangement, scenario, rank) for rank in _sample(strategy, world, busiest)]
@@ -228,7 +226,7 @@ def explain(
     report_progress(f"{strategy}: bounds")
     return Explanation(
         report=_report(arrangement, scenario, traffic, plan.stats if plan else None, slowest),
-        model_bytes=model_bytes(scenario.sources[0]),
+        model_bytes=scenario.sources[0].tensors.num_bytes,
         bytes_into_node_max=None if traffic.into_nodes is None else max(traffic.into_nodes.values()),
         bytes_into_node_bound_max=max(node_bounds(scenario.sources, arrangement.needs, topology).values()),
         busiest_rank=busiest,
@@ -249,9 +247,9 @@ def _arrange_wide(strategy: str, scenario: Scenario) -> Arrangement:
 
 
 def _machines_per_tensor_group(arrangement: Arrangement, topology: Topology) -> int:
-    nodes_per_group: dict[tuple[int, int], set[int]] = {}
+    nodes_per_group: dict[int, set[int]] = {}
     for rank, place in arrangement.places.items():
-        nodes_per_group.setdefault((place.replica, place.pp), set()).add(topology.nodes[rank])
+        nodes_per_group.setdefault(place.replica, set()).add(topology.nodes[rank])
     return max(map(len, nodes_per_group.values()))
 
 
@@ -272,5 +270,5 @@ def explain_auto(
     Raises:
         ConfigError: an engine fits on no node.
     """
-    name = resolve_strategy("auto", scenario.grid, scenario.topology, gen_tp=scenario.gen_tp, gen_pp=scenario.gen_pp)
+    name = resolve_strategy("auto", scenario.grid, scenario.topology, gen_tp=scenario.gen_tp)
     return next((each for each in known if each.report.strategy == name), None) or explain(name, scenario, rates=rates)

@@ -83,7 +83,7 @@ class Overlaps:
     found: Sequence[Overlap]
     """By class, the parts of its boxes that are held."""
     traffic: RemoteTraffic | None
-    """Which ranks need boxes of which; None if there is a single node, or nothing is relayed."""
+    """Which ranks need boxes of which; None if there is a single node."""
 
 
 class SyncIndex:
@@ -96,7 +96,6 @@ class SyncIndex:
         topology: Topology,
         *,
         groups: Sequence[Sequence[int]] = (),
-        relay: bool = True,
         bucket_bytes: int,
         large_bytes: int,
     ) -> None:
@@ -106,7 +105,6 @@ class SyncIndex:
             sources: by rank, the layout it holds.
             needs: by rank, the layout it has to receive.
             groups: ranks that prefer to receive from each other, such as micro-DP groups.
-            relay: a box that no rank of a node holds enters the node once, and is relayed.
             bucket_bytes: half of the memory for all buffers of a rank; a single row of a box is never split.
             large_bytes: a box of at least this size is a message of its own, unless a rank would then have more than
                 `MAX_MESSAGES` of them.
@@ -114,7 +112,7 @@ class SyncIndex:
         Raises:
             WeightSyncError: ranks have the same tensor in different dtypes.
         """
-        self.topology, self.groups, self.relay = topology, tuple(map(tuple, groups)), relay
+        self.topology, self.groups = topology, tuple(map(tuple, groups))
         self.group_of = {rank: index for index, group in enumerate(self.groups) for rank in group}
         self._source_selectors: dict[tuple[int, int], SourceSelector] = {}
         self.sources, self.needs = sources, needs
@@ -286,7 +284,7 @@ class SyncIndex:
 
     def _intersect(self, tables: Sequence[Boxes]) -> Overlaps:
         """Return what ranks hold of the needed boxes."""
-        relays = self.relay and len(set(self.topology.nodes)) > 1
+        relays = len(set(self.topology.nodes)) > 1
         if relays and len(tables) > 1:
             receivers, sets = find_receiver_sets(tables, self._ranks, self.width)
         else:  # it does not matter which other ranks need the box
@@ -360,7 +358,6 @@ class SyncIndex:
                 self.receiver_sets[receivers],
                 self.topology,
                 self.group_of,
-                relay=self.relay,
                 remote=self.remote,
                 entry=self._entries.of(holders, receivers) if self._entries is not None else None,
             )

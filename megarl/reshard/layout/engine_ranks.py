@@ -1,9 +1,9 @@
 """Placement of engine ranks: which trainer rank serves which rank of which engine.
 
-The tensor ranks of one pipeline stage of an engine (a tensor group) share a node; its stages may be on several nodes.
+Engines have one pipeline stage, whose tensor ranks share a node.
 
 HybridFlow's grouping of trainer ranks into generation shards and micro-DP groups (arXiv 2409.19256, section 5):
-training p-t-d, generation p_g-t_g; each generation shard is the union of T*P training shards, T = t/t_g, P = p/p_g.
+training p-t-d, generation 1-t_g; each generation shard is the union of T*p training shards, T = t/t_g.
 The generation ranks are *strided*, so that every rank's training shard lies inside its own generation shard:
 
     t = 4, t_g = 2       training tensor rank   0 1 2 3
@@ -15,17 +15,16 @@ The generation ranks are *strided*, so that every rank's training shard lies ins
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
-from megarl.reshard.layout.layout import Ints, PieceTable, WeightLayout
+from megarl.reshard.layout.layout import Ints, WeightLayout
 from megarl.reshard.layout.overlap import layout_bytes, overlap_bytes
 from megarl.reshard.layout.topology import Topology
 
@@ -39,45 +38,41 @@ class GenerationPlace:
 
     replica: int
     """Index of the generation replica, counted over all data-parallel replicas."""
-    pp: int
-    """Pipeline stage within the replica."""
     tp: int
     """Tensor-parallel rank within the replica."""
 
 
-def strided_places(grid: RankGrid, *, gen_tp: int, gen_pp: int = 1) -> list[GenerationPlace]:
+def strided_places(grid: RankGrid, *, gen_tp: int) -> list[GenerationPlace]:
     """Return, by trainer rank, the place for which its training shard lies inside its generation shard.
 
     Raises:
         ConfigError: the sizes do not divide, so no such grouping exists.
     """
-    if grid.tp % gen_tp or grid.pp % gen_pp:
+    if grid.tp % gen_tp:
         raise ConfigError(
-            f"micro_dp needs the training sizes to be multiples of the generation sizes, got tp {grid.tp} % {gen_tp} = "
-            f"{grid.tp % gen_tp}, pp {grid.pp} % {gen_pp} = {grid.pp % gen_pp}; strategy exact serves any sizes"
+            f"micro_dp needs the training tp to be a multiple of the generation tp, got tp {grid.tp} % {gen_tp} = "
+            f"{grid.tp % gen_tp}; strategy exact serves any sizes"
         )
-    tp_per, pp_per = grid.tp // gen_tp, grid.pp // gen_pp
+    tp_per = grid.tp // gen_tp
     places = []
     for rank in range(grid.size):
         at = grid.coordinates(rank)
-        micro = (at.pp % pp_per) * tp_per + at.tp % tp_per
-        data_replica = at.dp * grid.cp + at.cp
-        places.append(GenerationPlace(data_replica * tp_per * pp_per + micro, at.pp // pp_per, at.tp // tp_per))
+        micro, data_replica = at.pp * tp_per + at.tp % tp_per, at.dp * grid.cp + at.cp
+        places.append(GenerationPlace(data_replica * tp_per * grid.pp + micro, at.tp // tp_per))
     return places
 
 
-def consecutive_places(world: int, *, gen_tp: int, gen_pp: int = 1) -> list[GenerationPlace]:
+def consecutive_places(world: int, *, gen_tp: int) -> list[GenerationPlace]:
     """Return, by trainer rank, the usual placement: replica after replica, tensor ranks on neighboring ranks."""
-    size = gen_tp * gen_pp
-    return [GenerationPlace(rank // size, rank % size // gen_tp, rank % gen_tp) for rank in range(world // size * size)]
+    return [GenerationPlace(*divmod(rank, gen_tp)) for rank in range(world // gen_tp * gen_tp)]
 
 
-def micro_dp_groups(grid: RankGrid, *, gen_tp: int, gen_pp: int = 1) -> list[tuple[int, ...]]:
+def micro_dp_groups(grid: RankGrid, *, gen_tp: int) -> list[tuple[int, ...]]:
     """Return the groups of ranks that share a generation shard within one training replica."""
-    groups: dict[tuple[int, int, int], list[int]] = {}
-    for rank, place in enumerate(strided_places(grid, gen_tp=gen_tp, gen_pp=gen_pp)):
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank, place in enumerate(strided_places(grid, gen_tp=gen_tp)):
         at = grid.coordinates(rank)
-        groups.setdefault((at.dp * grid.cp + at.cp, place.pp, place.tp), []).append(rank)
+        groups.setdefault((at.dp * grid.cp + at.cp, place.tp), []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]
 
 
@@ -95,51 +90,11 @@ def model_replicas(grid: RankGrid) -> tuple[tuple[ModelReplica, ...], ...]:
     return tuple(tuple(tuple(map(tuple, replica)) for replica in of_kind) for of_kind in both)
 
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-
-
-def split_stages(layout: WeightLayout, pp: int) -> list[WeightLayout]:
-    """Return the layout of each pipeline stage: layers split evenly, embedding first, final norm and head last.
-
-    If the head is tied to the embedding, the first and the last stage hold it, as in SGLang.
-
-    Raises:
-        ConfigError: the number of layers is not a multiple of `pp`.
-    """
-    if pp == 1:
-        return [layout]
-    table = layout.pieces
-    layer = np.array([_layer(name) for name in table.tensors], np.int64)[table.tensor]
-    layers = 1 + int(layer.max(initial=-1))
-    if layers % pp:
-        raise ConfigError(f"--gen pp needs to divide the layers, got {layers} % {pp} = {layers % pp}")
-    embeds = np.array([name == EMBEDDING for name in table.tensors], bool)[table.tensor]
-    stage = np.where(layer >= 0, layer * pp // max(layers, 1), np.where(embeds, 0, pp - 1))
-    stages = [table.take(np.flatnonzero(stage == number)) for number in range(pp)]
-    if HEAD not in layout.tensors:
-        stages[-1] = PieceTable.join([stages[-1], _under(HEAD, table.take(np.flatnonzero(embeds)))])
-    return [WeightLayout(layout.tensors, of_stage) for of_stage in stages]
-
-
-def _under(name: str, table: PieceTable) -> PieceTable:
-    """Return the same pieces as parts of a local tensor `name`."""
-    return PieceTable(table.tensors, [name], replace(table.columns, local=np.zeros_like(table.local)))
-
-
-def _layer(tensor: str) -> int:
-    found = _LAYER.search(tensor)
-    return int(found[1]) if found else -1
-
-
 TensorGroup = tuple[int, ...]
-"""Trainer ranks that serve one pipeline stage of an engine, by tensor rank."""
-EnginePlacement = tuple[TensorGroup, ...]
-"""Trainer ranks that serve one engine: its tensor groups, by pipeline stage."""
+"""Trainer ranks that serve one engine, by tensor rank."""
 
 
-def resolve_strategy(name: str, grid: RankGrid, topology: Topology, *, gen_tp: int, gen_pp: int = 1) -> str:
+def resolve_strategy(name: str, grid: RankGrid, topology: Topology, *, gen_tp: int) -> str:
     """Resolve `auto` to the strategy of the least planned seconds; return other names unchanged.
 
     Within a node, `micro_dp` moves as many bytes as `exact`, and between ranks of one group only. Where a micro-DP
@@ -149,54 +104,47 @@ def resolve_strategy(name: str, grid: RankGrid, topology: Topology, *, gen_tp: i
     """
     if name != "auto":
         return name
-    if not can_place_strided(grid, topology, gen_tp=gen_tp, gen_pp=gen_pp):
+    if not can_place_strided(grid, topology, gen_tp=gen_tp):
         return "exact"
-    groups = micro_dp_groups(grid, gen_tp=gen_tp, gen_pp=gen_pp)
+    groups = micro_dp_groups(grid, gen_tp=gen_tp)
     return "micro_dp" if all(len({topology.nodes[rank] for rank in group}) == 1 for group in groups) else "exact"
 
 
-def can_place_strided(grid: RankGrid, topology: Topology, *, gen_tp: int, gen_pp: int = 1) -> bool:
+def can_place_strided(grid: RankGrid, topology: Topology, *, gen_tp: int) -> bool:
     """Return whether every rank's training shard can lie inside its generation shard, tensor groups on one node each.
 
-    That is: the training sizes are multiples of the generation sizes, strided tensor groups do not span nodes, and
-    routed experts are sharded like the other parameters.
+    That is: the training tp is a multiple of the generation tp, strided tensor groups do not span nodes, and routed
+    experts are sharded like the other parameters.
     """
-    if grid.tp % gen_tp or grid.pp % gen_pp or grid.ep > 1 or grid.expert_tp != grid.tp:
+    if grid.tp % gen_tp or grid.ep > 1 or grid.expert_tp != grid.tp:
         return False
-    return find_cross_node_group(place_engines_strided(grid, gen_tp=gen_tp, gen_pp=gen_pp), topology) is None
+    return find_cross_node_group(place_engines_strided(grid, gen_tp=gen_tp), topology) is None
 
 
-def find_cross_node_group(placements: Iterable[EnginePlacement], topology: Topology) -> tuple[int, TensorGroup] | None:
-    """Return the first engine with a tensor group that spans several nodes, and that group; None if there is none."""
-    for engine, groups in enumerate(placements):
-        for group in groups:
-            if len({topology.nodes[rank] for rank in group}) > 1:
-                return engine, group
+def find_cross_node_group(placements: Iterable[TensorGroup], topology: Topology) -> tuple[int, TensorGroup] | None:
+    """Return the first engine whose tensor group spans several nodes, and that group; None if there is none."""
+    for engine, group in enumerate(placements):
+        if len({topology.nodes[rank] for rank in group}) > 1:
+            return engine, group
     return None
 
 
-def place_engines_strided(grid: RankGrid, *, gen_tp: int, gen_pp: int = 1) -> list[EnginePlacement]:
+def place_engines_strided(grid: RankGrid, *, gen_tp: int) -> list[TensorGroup]:
     """Return HybridFlow's strided placement, by engine, over all ranks; raises as `strided_places` does."""
-    places = strided_places(grid, gen_tp=gen_tp, gen_pp=gen_pp)
-    by_place = {(place.replica, place.pp, place.tp): rank for rank, place in enumerate(places)}
+    rank_at = {place: rank for rank, place in enumerate(strided_places(grid, gen_tp=gen_tp))}
     return [
-        tuple(tuple(by_place[replica, pp, tp] for tp in range(gen_tp)) for pp in range(gen_pp))
-        for replica in range(grid.size // (gen_tp * gen_pp))
+        tuple(rank_at[GenerationPlace(replica, tp)] for tp in range(gen_tp)) for replica in range(grid.size // gen_tp)
     ]
 
 
-def place_engines_consecutively(replicas: int, *, gen_tp: int) -> list[EnginePlacement]:
+def place_engines_consecutively(replicas: int, *, gen_tp: int) -> list[TensorGroup]:
     """Return the placement that gives each engine the next `gen_tp` free ranks."""
-    return [(tuple(range(i * gen_tp, (i + 1) * gen_tp)),) for i in range(replicas)]
+    return [tuple(range(i * gen_tp, (i + 1) * gen_tp)) for i in range(replicas)]
 
 
 def place_engines_by_overlap(
-    sources: Sequence[WeightLayout],
-    engine: Sequence[Sequence[WeightLayout]],
-    *,
-    replicas: int,
-    topology: Topology,
-) -> list[EnginePlacement]:
+    sources: Sequence[WeightLayout], engine: Sequence[WeightLayout], *, replicas: int, topology: Topology
+) -> list[TensorGroup]:
     """Return the placement, by engine, that minimizes the bytes missing on the worst rank, then their sum.
 
     Tensor groups are distributed over nodes greedily, each to the node that holds most of it; within a node, ranks are
@@ -205,78 +153,70 @@ def place_engines_by_overlap(
 
     Args:
         sources: by trainer rank, the layout it holds.
-        engine: layouts by stage and tensor rank; all engines have the same.
+        engine: layouts by tensor rank; all engines have the same.
 
     Raises:
         ConfigError: the nodes have too few ranks.
     """
-    stages, tp = len(engine), len(engine[0])
+    tp = len(engine)
     node_ranks = [
         np.array([rank for rank, at in enumerate(topology.nodes) if at == node]) for node in sorted(set(topology.nodes))
     ]
     room = sum(len(ranks) // tp for ranks in node_ranks)
-    if room < replicas * stages:
+    if room < replicas:
         raise ConfigError(
-            f"rollout needs {replicas * stages} groups of {tp} tensor ranks, each on one node; the trainer's "
+            f"rollout needs {replicas} groups of {tp} tensor ranks, each on one node; the trainer's "
             f"nodes have room for {room}"
         )
-    needs = [need for stage in engine for need in stage]
-    overlap = overlap_bytes(sources, needs)
-    missing = np.array([layout_bytes(need) for need in needs]) - overlap
-    overlap, missing = (of_pair.reshape(len(sources), stages, tp) for of_pair in (overlap, missing))
-    groups: list[list[TensorGroup]] = [[] for _ in engine]
-    for ranks, counts in zip(node_ranks, _distribute_groups(overlap, node_ranks, replicas), strict=True):
-        for stage, found in enumerate(_assign(missing[ranks], counts) if counts.any() else ()):
-            groups[stage] += [tuple(ranks[group].tolist()) for group in found]
-    return list(zip(*groups, strict=True))
+    overlap = overlap_bytes(sources, engine)
+    missing = np.array([layout_bytes(need) for need in engine]) - overlap
+    groups: list[TensorGroup] = []
+    for ranks, count in zip(node_ranks, _distribute_groups(overlap, node_ranks, replicas), strict=True):
+        if count:
+            groups += [tuple(ranks[group].tolist()) for group in _assign(missing[ranks], count)]
+    return groups
 
 
-def _distribute_groups(overlap: Ints, node_ranks: Sequence[Ints], replicas: int) -> Ints:
-    """Return [node, stage] -> number of the stage's tensor groups on the node, `replicas` over all nodes.
+def _distribute_groups(overlap: Ints, node_ranks: Sequence[Ints], replicas: int) -> list[int]:
+    """Return, by node, the number of its tensor groups, `replicas` over all nodes.
 
     Args:
-        overlap: [rank, stage, tensor rank] -> needed bytes that the rank holds.
+        overlap: [rank, tensor rank] -> needed bytes that the rank holds.
         node_ranks: by node, its ranks.
     """
-    _, stages, tp = overlap.shape
-    counts = np.zeros((len(node_ranks), stages), np.int64)
-    free = list(node_ranks)
-    best = np.full((len(node_ranks), stages), -1, np.int64)  # overlap of the next group placed there; -1: no room
-    taken: dict[tuple[int, int], Ints] = {}
+    tp = overlap.shape[1]
+    counts, free = [0] * len(node_ranks), list(node_ranks)
+    taken: list[Ints] = [np.zeros(0, np.int64)] * len(node_ranks)
+    best = np.full(len(node_ranks), -1, np.int64)  # overlap of the next group placed there; -1: no room
 
     def update_best(node: int) -> None:
         best[node] = -1
-        for stage in range(stages) if len(free[node]) >= tp else ():
-            of_stage = overlap[free[node], stage]
-            rows, columns = _best_assignment(of_stage, maximize=True)
-            best[node, stage] = of_stage[rows, columns].sum()
-            taken[node, stage] = rows
+        if len(free[node]) >= tp:
+            held = overlap[free[node]]
+            taken[node], columns = _best_assignment(held, maximize=True)
+            best[node] = held[taken[node], columns].sum()
 
     for node in range(len(node_ranks)):
         update_best(node)
-    for _ in range(replicas * stages):
-        open_stages = counts.sum(axis=0) < replicas
-        node, stage = divmod(int(np.where(open_stages, best, -1).argmax()), stages)
-        counts[node, stage] += 1
-        free[node] = np.delete(free[node], taken[node, stage])
+    for _ in range(replicas):
+        node = int(best.argmax())
+        counts[node] += 1
+        free[node] = np.delete(free[node], taken[node])
         update_best(node)
     return counts
 
 
-def _assign(missing: Ints, counts: Ints) -> list[Ints]:
-    """Return, by stage, [group, tensor rank] -> rank within the node; groups of a stage take ranks in ascending order.
+def _assign(missing: Ints, count: int) -> Ints:
+    """Return [group, tensor rank] -> rank within the node; groups take ranks in ascending order.
 
     Args:
-        missing: [rank, stage, tensor rank] -> bytes that this rank of the node would have to receive.
-        counts: by stage, its number of groups on the node.
+        missing: [rank, tensor rank] -> bytes that this rank of the node would have to receive.
+        count: number of groups on the node.
     """
-    columns = np.repeat(missing, counts, axis=1)
-    _, groups, tp = columns.shape
-    rows, places = _minimize_maximum(columns.reshape(len(missing), groups * tp))
-    rank_of = np.empty(groups * tp, np.int64)
+    rows, places = _minimize_maximum(np.tile(missing, count))
+    rank_of = np.empty(len(places), np.int64)
     rank_of[places] = rows
-    of_stages = np.split(rank_of.reshape(groups, tp), np.cumsum(counts)[:-1])
-    return [np.sort(of_stage, axis=0) for of_stage in of_stages]
+    return np.sort(rank_of.reshape(count, -1), axis=0)
 
 
 def _best_assignment(weights: Ints, *, maximize: bool = False) -> tuple[Ints, Ints]:
@@ -302,7 +242,7 @@ def _minimize_maximum(cost: Ints) -> tuple[Ints, Ints]:
     return rows, columns
 
 
-def require_single_node_groups(strategy: str, placements: Iterable[EnginePlacement], topology: Topology) -> None:
+def require_single_node_groups(strategy: str, placements: Iterable[TensorGroup], topology: Topology) -> None:
     """Check that no tensor group of an engine spans several nodes.
 
     Raises:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,13 @@ class ModelTensors(Mapping[str, TensorSpec]):
         """Bytes of one element of each tensor, in the order of the names."""
         kinds, kind_of = self._kinds
         return np.array([itemsize(spec.dtype) for spec in kinds], np.int64)[kind_of]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        kinds, kind_of = self._kinds
+        sizes = np.array([math.prod(spec.shape) * itemsize(spec.dtype) for spec in kinds], np.int64)
+        return int(sizes[kind_of].sum())
 
     @cached_property
     def digest(self) -> bytes:

@@ -82,8 +82,6 @@ class SourceSelector:
         receivers: Sequence[int],
         topology: Topology,
         group_of: Mapping[int, int],
-        *,
-        relay: bool,
         remote: RemoteSources = UNLIMITED,
         entry: Entry | None = None,
     ) -> None:
@@ -93,7 +91,6 @@ class SourceSelector:
             holders: ranks in ascending order.
             receivers: ranks in ascending order.
             group_of: by rank in a group, the group's index.
-            relay: fetch a box once per node and relay it.
             remote: limits on the sources of boxes from other nodes.
             entry: where boxes enter the ring of machines in turn 0; None: at the first of all.
         """
@@ -108,10 +105,10 @@ class SourceSelector:
                 self._choices[rank] = ((rank,), 0)
                 continue
             candidates = in_group.get(group_of.get(rank, -1)) or on_node.get(topology.nodes[rank])
-            if candidates is None and relay:
+            if candidates is None:
                 fetching.setdefault(topology.nodes[rank], []).append(rank)
                 continue
-            choice = tuple(candidates or holders)
+            choice = tuple(candidates)
             self._choices[rank] = (choice, positions.get(choice, 0))
             positions[choice] = positions.get(choice, 0) + 1
         # no turns if a fixed assignment loads all holders equally: messages are then not split over sources

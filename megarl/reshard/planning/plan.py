@@ -134,7 +134,7 @@ def _sends(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints, to: Collec
     """Return what `rank` sends to the ranks `to`, None for all: boxes that it holds, and that it fetches and relays."""
     found = []
     own_start, own_count = extents(mine.tensor, len(index.names))
-    relayed_sets = _receiver_sets_to_relay(index, rank) if index.relay and rank in index.class_of else ()
+    relayed_sets = _receiver_sets_to_relay(index, rank) if rank in index.class_of else ()
     for need in index.classes:
         peers = need.ranks if to is None else [peer for peer in need.ranks if peer in to]
         if peers:

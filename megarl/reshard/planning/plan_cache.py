@@ -42,19 +42,16 @@ def cached_index(
     bucket_bytes: int,
     *,
     groups: Sequence[Sequence[int]] = (),
-    relay: bool = True,
 ) -> SyncIndex:
     """Return the cached `SyncIndex` whose rounds, with all their buffers, fit in two buckets of `bucket_bytes`."""
     large_bytes = round_planning.LARGE_MESSAGE_BYTES
 
     def make() -> SyncIndex:
-        return SyncIndex(
-            sources, needs, topology, groups=groups, relay=relay, bucket_bytes=bucket_bytes, large_bytes=large_bytes
-        )
+        return SyncIndex(sources, needs, topology, groups=groups, bucket_bytes=bucket_bytes, large_bytes=large_bytes)
 
     # with the names of local tensors: an index looks those of its ranks up
     held = _digests(sources, lambda layout: layout.digest)
-    return _cached(_indexes, _key(held, needs, topology, bucket_bytes, large_bytes, groups, relay), make)
+    return _cached(_indexes, _key(held, needs, topology, bucket_bytes, large_bytes, groups), make)
 
 
 def cached_plan(
@@ -65,7 +62,6 @@ def cached_plan(
     bucket_bytes: int,
     *,
     groups: Sequence[Sequence[int]] = (),
-    relay: bool = True,
 ) -> RoundPlan:
     """Return the rounds of `rank`; they need at most two buckets of `bucket_bytes`, except for larger single rows.
 
@@ -76,13 +72,13 @@ def cached_plan(
     """
 
     def make() -> RoundPlan:
-        index = cached_index(sources, needs, topology, bucket_bytes, groups=groups, relay=relay)
+        index = cached_index(sources, needs, topology, bucket_bytes, groups=groups)
         rounds = tuple(build_rounds(index, plan_rank(index, rank)))
         return RoundPlan(rounds, BufferSizes.for_rounds(rounds))
 
     held = [*_digests(sources, lambda layout: layout.box_digest), sources[rank].digest, b"%d" % rank]
     large_bytes = round_planning.LARGE_MESSAGE_BYTES
-    return _cached(_plans, _key(held, needs, topology, bucket_bytes, large_bytes, groups, relay), make)
+    return _cached(_plans, _key(held, needs, topology, bucket_bytes, large_bytes, groups), make)
 
 
 def _key(
@@ -92,11 +88,10 @@ def _key(
     bucket_bytes: int,
     large_bytes: int,
     groups: Sequence[Sequence[int]],
-    relay: bool,
 ) -> bytes:
     """Return a digest of the inputs of a plan; `held`: digests of the trainer's layouts."""
     ranks = sorted(needs)
-    others = ranks, topology.nodes, bucket_bytes, large_bytes, [list(group) for group in groups], relay
+    others = ranks, topology.nodes, bucket_bytes, large_bytes, [list(group) for group in groups]
     needed = _digests([needs[rank] for rank in ranks], lambda layout: layout.digest)
     return digest_of([b"".join(held), repr(others).encode(), b"".join(needed)])
 

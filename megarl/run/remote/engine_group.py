@@ -44,7 +44,6 @@ from megarl.errors import ConfigError
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.reshard.layout.engine_ranks import (
-    EnginePlacement,
     TensorGroup,
     can_place_strided,
     place_engines_by_overlap,
@@ -106,18 +105,14 @@ def place_engines(config: RunConfig, pool: SlotPool, grid: RankGrid) -> list[Ten
         case "gather_hf":
             placements = place_engines_consecutively(replicas, gen_tp=tp)
         case "exact" if not can_place_strided(grid, topology, gen_tp=tp):
-            return _tensor_groups(_place_by_overlap(config, pool.device, grid, topology))
+            return _place_by_overlap(config, pool.device, grid, topology)
         case _:
             placements = place_engines_strided(grid, gen_tp=tp)[:replicas]
     require_single_node_groups(strategy, placements, topology)
-    return _tensor_groups(placements)
+    return placements
 
 
-def _tensor_groups(placements: Iterable[EnginePlacement]) -> list[TensorGroup]:
-    return [group for (group,) in placements]
-
-
-def _place_by_overlap(config: RunConfig, device: str, grid: RankGrid, topology: Topology) -> list[EnginePlacement]:
+def _place_by_overlap(config: RunConfig, device: str, grid: RankGrid, topology: Topology) -> list[TensorGroup]:
     """Place engines where their ranks already hold most of what they need.
 
     Neither side has been built yet: the trainer's layouts come from its architecture, the engine's from a trace.
@@ -135,7 +130,7 @@ def _place_by_overlap(config: RunConfig, device: str, grid: RankGrid, topology: 
         dtype=dtype,
     )
     sources = convert_sources(trainer_layouts(model, grid, dtype), engine)
-    return place_engines_by_overlap(sources, [engine], replicas=config.rollout.replicas, topology=topology)
+    return place_engines_by_overlap(sources, engine, replicas=config.rollout.replicas, topology=topology)
 
 
 def _engine_routes(config: RunConfig) -> EngineRoutes | None:

@@ -552,7 +552,7 @@ def test_sizes_and_nodes_that_micro_dp_cannot_serve(tree: dict[str, Any]) -> Non
     assert run_problems(tree, trainer={"parallel": {"tp": 2}}) == []
     (problem,) = run_problems(tree)
     assert has_parts(
-        problem, "weight_sync.strategy: micro_dp needs the training sizes to be multiples ... tp 1 % 2 = 1"
+        problem, "weight_sync.strategy: micro_dp needs the training tp to be a multiple ... tp 1 % 2 = 1"
     )
     # engines spread over nodes
     hf(tree, num_key_value_heads=4)

@@ -189,7 +189,7 @@ def test_qwen3_8b_makes_progress(strategy, train, gen, nodes):
 def test_disaggregated_engines_make_progress():
     """4 engines of tp 2 on a node of their own relay to each other."""
     case = qwen3_8b_scenario("tp=4,pp=2", "tp=2")
-    engines = [need for _ in range(4) for need in case.engine[0]]
+    engines = [need for _ in range(4) for need in case.engine]
     sources = [*case.sources, *[WeightLayout(case.sources[0].tensors, ())] * len(engines)]
     needs = {len(case.sources) + number: need for number, need in enumerate(engines)}
     topology = Topology((0,) * len(case.sources) + (1,) * len(engines))
@@ -229,11 +229,11 @@ class FakeGroup:
 @pytest.mark.parametrize(
     ("strategy", "layout", "nodes", "steps"),
     [
-        ("micro_dp", (1, 4, 1, 1, 2), 1, {"the all-gathers"}),
-        ("micro_dp", (2, 2, 1, 1, 2), 1, {"hop 0"}),
-        ("exact", (1, 4, 1, 1, 1), 2, {"hop 0", "hop 1"}),
-        ("exact", (2, 2, 2, 1, 4), 2, {"hop 0"}),
-        ("exact", (1, 3, 2, 1, 2), 1, {"hop 0"}),
+        ("micro_dp", (1, 4, 1, 2), 1, {"the all-gathers"}),
+        ("micro_dp", (2, 2, 1, 2), 1, {"hop 0"}),
+        ("exact", (1, 4, 1, 1), 2, {"hop 0", "hop 1"}),
+        ("exact", (2, 2, 2, 4), 2, {"hop 0"}),
+        ("exact", (1, 3, 2, 2), 1, {"hop 0"}),
     ],
 )
 def test_posted_groups_are_those_of_the_executor(strategy, layout, nodes, steps):
@@ -265,11 +265,11 @@ def index_of(strategy, case):
 @pytest.mark.parametrize(
     ("strategy", "layout", "nodes", "compared"),
     [
-        ("micro_dp", (1, 4, 4, 1, 2), 1, [0, 1, 2, 3]),  # the groups of other replicas are of the same kinds
-        ("micro_dp", (2, 2, 2, 2, 1), 1, [0, 1, 4, 5]),
-        ("exact", (1, 3, 2, 1, 2), 1, [*range(6)]),
-        ("exact", (2, 2, 2, 1, 8), 1, [*range(8)]),
-        ("exact", (1, 4, 4, 1, 4), 4, [0, 1, 2, 3]),  # the other nodes hold and need the same
+        ("micro_dp", (1, 4, 4, 2), 1, [0, 1, 2, 3]),  # the groups of other replicas are of the same kinds
+        ("micro_dp", (2, 2, 2, 1), 1, [0, 1, 4, 5]),
+        ("exact", (1, 3, 2, 2), 1, [*range(6)]),
+        ("exact", (2, 2, 2, 8), 1, [*range(8)]),
+        ("exact", (1, 4, 4, 4), 4, [0, 1, 2, 3]),  # the other nodes hold and need the same
     ],
 )
 def test_both_ends_of_all_that_enters_a_node_of_each_class_agree(strategy, layout, nodes, compared, monkeypatch):
@@ -289,7 +289,7 @@ def test_both_ends_of_all_that_enters_a_node_of_each_class_agree(strategy, layou
                 assert np.array_equal(getattr(some, column), getattr(whole.take(kept), column))
 
 
-def both_ends(strategy="exact", layout=(1, 4, 1, 1, 1), nodes=2):
+def both_ends(strategy="exact", layout=(1, 4, 1, 1), nodes=2):
     """Return the plans and sends of all ranks."""
     index = index_of(strategy, scenario(*layout, nodes=nodes))
     plans = [plan_rank(index, rank) for rank in range(len(index.sources))]
@@ -353,7 +353,7 @@ def test_a_rank_that_sends_nothing_is_found():
 
 
 def test_another_choice_of_all_gathers_is_found():
-    plans, sends = both_ends("micro_dp", (1, 4, 1, 1, 2), nodes=1)
+    plans, sends = both_ends("micro_dp", (1, 4, 1, 2), nodes=1)
     first, second, *others = plans
     fewer = replace(first, gathered=first.gathered & (first.receives.item > 0))
     assert "ranks 0 and 1 disagree about the all-gathers of round 0" in compare_ends([fewer, second, *others], sends)
@@ -361,4 +361,4 @@ def test_another_choice_of_all_gathers_is_found():
 
 def test_too_many_representatives_are_not_planned(monkeypatch):
     monkeypatch.setattr(forecast, "MAX_REPRESENTATIVES", 3)
-    assert find_unmatched_routes(index_of("micro_dp", scenario(1, 4, 4, 1, 2))) is None
+    assert find_unmatched_routes(index_of("micro_dp", scenario(1, 4, 4, 2))) is None

@@ -89,7 +89,7 @@ def test_no_rank_has_more_peers_than_the_limit(is_colocated):
     peers, from_roots = [set() for _ in topology.nodes], np.zeros(len(topology.nodes), int)
     for h, r in zip(*(axis.tolist() for axis in np.nonzero(traffic.pairs)), strict=True):
         holders, receivers, entry = traffic.holders[h], traffic.receivers[r], entries.of(h, r)
-        selector = SourceSelector(holders, receivers, topology, {}, relay=True, remote=limits, entry=entry)
+        selector = SourceSelector(holders, receivers, topology, {}, remote=limits, entry=entry)
         for rank in receivers:
             sources, hops = selector.sources(rank, np.arange(limits.num_turns))
             for source, hop in zip(sources.tolist(), hops.tolist(), strict=True):
@@ -126,7 +126,7 @@ def test_senders_and_receivers_agree_about_entries():
     entries, turns = RingEntries.choose(traffic, limits), np.arange(4)
     for h, r in ((0, 3), (37, 0), (300, 5), (325, TP)):
         holders, receivers, entry = traffic.holders[h], traffic.receivers[r], entries.of(h, r)
-        selector = SourceSelector(holders, receivers, traffic.topology, {}, relay=True, remote=limits, entry=entry)
+        selector = SourceSelector(holders, receivers, traffic.topology, {}, remote=limits, entry=entry)
         sent, received = sent_and_received(selector, {*holders, *receivers}, receivers, turns)
         assert sent == received
 
@@ -153,7 +153,7 @@ def test_few_turns_use_all_holders_and_fetchers_equally(num_turns, num_engines):
     for h, of in enumerate(holders):
         for r, to in enumerate(receivers):
             entry = entries.of(h, r)
-            selector = SourceSelector(of, to, topology, {}, relay=True, remote=limits, entry=entry)
+            selector = SourceSelector(of, to, topology, {}, remote=limits, entry=entry)
             for rank in to:
                 sources, hops = selector.sources(rank, turns)
                 np.add.at(sent[h], sources[hops == 0], 1)
@@ -174,34 +174,33 @@ def test_machines_pass_on_equally_much_of_the_boxes_of_one_turn():
     passed_on = np.zeros((16, 72), int)
     for number, of in enumerate(holders):
         entry = entries.of(number, 0)
-        selector = SourceSelector(of, receivers, topology, {}, relay=True, remote=limits, entry=entry)
+        selector = SourceSelector(of, receivers, topology, {}, remote=limits, entry=entry)
         for rank in receivers:
             sources, hops = selector.sources(rank, np.arange(16))
             np.add.at(passed_on, (np.flatnonzero(hops > 0), sources[hops > 0]), 1)
     assert (passed_on[:, 64:] == 7).all()
 
 
-@given(st.data(), st.booleans(), st.booleans(), st.sampled_from([None, 1, 3]), st.booleans(), st.booleans())
+@given(st.data(), st.booleans(), st.sampled_from([None, 1, 3]), st.booleans(), st.booleans())
 @settings(max_examples=300)
-def test_senders_and_receivers_agree(data, relay, single_root, num_turns, direct, even_origins):
+def test_senders_and_receivers_agree(data, single_root, num_turns, direct, even_origins):
     world, holders, receivers, topology = draw_ranks(data, 12, 6)
     remote = RemoteSources(num_turns, direct, even_origins, single_root=frozenset([receivers] * single_root))
-    selector = SourceSelector(holders, receivers, topology, {}, relay=relay, remote=remote)
+    selector = SourceSelector(holders, receivers, topology, {}, remote=remote)
     turns = np.arange(30)
     sent, received = sent_and_received(selector, range(world), receivers, turns)
     assert sent == received
     arrival = {(box, rank): hop for box, _, rank, hop in received}
     for box, source, _, hop in received:  # what is relayed has arrived one hop before
         assert hop == 0 if source in holders else arrival[box, source] == hop - 1
-    for box in turns:  # it enters a node that lacks it once, and no holder sends it to two such nodes if relayed
+    for box in turns:  # it enters a node that lacks it once, and no holder sends it to two such nodes
         entering = [(source, topology.nodes[to]) for b, source, to, _ in received if b == box]
         entering = [(source, node) for source, node in entering if topology.nodes[source] != node]
-        if relay:
-            assert len({node for _, node in entering}) == len(entering)
-            if not direct and {topology.nodes[rank] for rank in holders}.isdisjoint(
-                {topology.nodes[rank] for rank in receivers}
-            ):
-                assert all(count <= 1 for source, count in Counter(s for s, _ in entering).items() if source in holders)
+        assert len({node for _, node in entering}) == len(entering)
+        if not direct and {topology.nodes[rank] for rank in holders}.isdisjoint(
+            {topology.nodes[rank] for rank in receivers}
+        ):
+            assert all(count <= 1 for source, count in Counter(s for s, _ in entering).items() if source in holders)
 
 
 def test_all_holders_send():
@@ -209,7 +208,7 @@ def test_all_holders_send():
     topology = Topology((*[0] * 64, *range(1, 65)))
     for machines, num_boxes in ((64, 256), (1, 192), (3, 192)):  # or fewer machines than holders
         receivers = range(64, 64 + machines)
-        selector = SourceSelector(range(64), receivers, topology, {}, relay=True)
+        selector = SourceSelector(range(64), receivers, topology, {})
         sent = [len(selector.sends(rank, np.arange(num_boxes), receivers)[0]) for rank in range(64)]
         assert sum(sent) == num_boxes * machines
         assert min(sent) > 0
@@ -224,7 +223,7 @@ def test_holders_send_equally_much_to_other_machines(num_holders, machines, hold
     nodes = (0,) * num_holders + tuple(range(1, machines + 1))
     others = list(range(num_holders, len(nodes)))
     receivers = [*(range(num_holders) if holders_need else ()), *others]
-    selector = SourceSelector(range(num_holders), receivers, Topology(nodes), {}, relay=True)
+    selector = SourceSelector(range(num_holders), receivers, Topology(nodes), {})
     turns = np.arange(num_holders * machines * (machines + 1) * 4)
     sent = np.zeros(num_holders, int)
     for rank in others:
@@ -240,7 +239,7 @@ def test_holders_on_several_machines_send_equally_much():
     sent = {}
     for even_origins in (False, True):
         limits = RemoteSources(16, even_origins=even_origins)
-        selector = SourceSelector([0, 2, 4, 6], range(32), topology, {}, relay=True, remote=limits)
+        selector = SourceSelector([0, 2, 4, 6], range(32), topology, {}, remote=limits)
         turns = np.arange(64)
         found = {rank: moves(selector.sends(rank, turns, range(32))) for rank in (0, 2, 4, 6)}
         sent[even_origins] = [sum(not topology.same_node(rank, to) for _, to, _ in found[rank]) for rank in found]

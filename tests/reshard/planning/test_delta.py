@@ -45,7 +45,7 @@ def arrange(name):
     grid, gen_tp, nodes, is_strided = ARRANGEMENTS[name]
     placed = strided_places(grid, gen_tp=gen_tp) if is_strided else consecutive_places(grid.size, gen_tp=gen_tp)
     groups = micro_dp_groups(grid, gen_tp=gen_tp) if is_strided else []
-    sources, needs = synthetic.trainers(grid), synthetic.needs(placed, 1, gen_tp)
+    sources, needs = synthetic.trainers(grid), synthetic.needs(placed, gen_tp)
     rounds = simulate.plans(sources, needs, Topology(nodes), BUCKET_BYTES, groups)
     return sources, needs, groups, rounds
 

@@ -98,8 +98,8 @@ def test_the_machine_that_alone_holds_a_tensor_sends_it():
 
 
 def test_one_machine_is_bound_by_nvlink():
-    case = synthetic.scenario(1, 4, 1, 1, 1)
-    needs = dict.fromkeys(range(4), case.engine[0][0])
+    case = synthetic.scenario(1, 4, 1, 1)
+    needs = dict.fromkeys(range(4), case.engine[0])
     bound = seconds_bound(case.sources, needs, case.topology, LinkRates(network=1.0, nvlink=10.0))
     assert bound == synthetic.MODEL_BYTES * 0.75 / 10
 

@@ -26,35 +26,35 @@ from tests.reshard import simulate, synthetic
 
 BUCKET = 1 << 20
 BYTES = {"bfloat16": 2, "float32": 4}
-LAYOUTS = [(1, 4, 2, 1, 2), (1, 8, 2, 1, 4), (2, 8, 2, 2, 4), (8, 8, 2, 1, 8)]  # p-t-d -> p_g-t_g
+LAYOUTS = [(1, 4, 2, 2), (1, 8, 2, 4), (2, 8, 2, 4), (8, 8, 2, 8)]  # p-t-d -> 1-t_g
 
 
 def sent(rounds):
     return [sum(hop.bytes_sent for this in of_rank for hop in this.hops) for of_rank in rounds]
 
 
-def strided(p, t, d, pg, tg):
+def strided(p, t, d, tg):
     """Return sources, needs, topology and groups of strided placement on one node."""
     grid = RankGrid(tp=t, dp=d, pp=p)
-    needs = synthetic.needs(strided_places(grid, gen_tp=tg, gen_pp=pg), pg, tg)
-    groups = micro_dp_groups(grid, gen_tp=tg, gen_pp=pg)
+    needs = synthetic.needs(strided_places(grid, gen_tp=tg), tg)
+    groups = micro_dp_groups(grid, gen_tp=tg)
     return synthetic.trainers(grid), needs, Topology.single(grid.size), groups
 
 
 def plan_consecutive(grid, gen_tp, bucket_bytes=BUCKET):
     """Return sources, needs and the rounds of all ranks of consecutive placement on one node."""
     sources = synthetic.trainers(grid)
-    needs = synthetic.needs(consecutive_places(grid.size, gen_tp=gen_tp), 1, gen_tp)
+    needs = synthetic.needs(consecutive_places(grid.size, gen_tp=gen_tp), gen_tp)
     return sources, needs, simulate.plans(sources, needs, Topology.single(grid.size), bucket_bytes)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_micro_dp_matches_closed_form_and_lower_bound_and_stays_in_its_group(layout):
-    p, t, _, pg, tg = layout
+    p, t, _, tg = layout
     sources, needs, topology, groups = strided(*layout)
     index = cached_index(sources, needs, topology, BUCKET, groups=groups)
     got = {rank: plan_rank(index, rank).bytes_received for rank in needs}
-    closed_form = (t * p - tg * pg) / (tg * pg * t * p)  # HybridFlow's table 2
+    closed_form = (t * p - tg) / (tg * t * p)  # HybridFlow's table 2
     assert {num_bytes / synthetic.MODEL_BYTES for num_bytes in got.values()} == {closed_form}
     assert rank_bounds(sources, needs) == got
     group_of = {rank: i for i, group in enumerate(groups) for rank in group}
@@ -66,7 +66,7 @@ def test_micro_dp_matches_closed_form_and_lower_bound_and_stays_in_its_group(lay
 
 
 @pytest.mark.parametrize(
-    ("layout", "gathers"), [((1, 4, 2, 1, 2), True), ((1, 8, 2, 1, 4), True), ((2, 2, 1, 1, 2), False)], ids=str
+    ("layout", "gathers"), [((1, 4, 2, 2), True), ((1, 8, 2, 4), True), ((2, 2, 1, 2), False)], ids=str
 )
 def test_micro_dp_uses_all_gather_within_a_pipeline_stage(layout, gathers):
     """Pipeline stages hold different tensors, so their boxes cannot be gathered as equal shares of one."""
@@ -145,12 +145,11 @@ def worlds(draw):
     worlds(),
     st.integers(16, 400),
     st.booleans(),
-    st.booleans(),
     st.sampled_from([8, 1 << 20]),
     st.sampled_from([1, MAX_REMOTE_PEERS]),
 )
 @settings(max_examples=150)
-def test_random_plans_deliver_every_element(case, bucket_bytes, relay, grouped, large_bytes, max_peers):
+def test_random_plans_deliver_every_element(case, bucket_bytes, grouped, large_bytes, max_peers):
     sources, needs, topology = case
     whole, held, targets = simulate.make_tensors(sources, needs)
     groups = [range(i, min(i + 2, len(sources))) for i in range(0, len(sources), 2)] if grouped else []
@@ -159,7 +158,7 @@ def test_random_plans_deliver_every_element(case, bucket_bytes, relay, grouped, 
         mock.patch("megarl.reshard.layout.remote_traffic.MAX_REMOTE_PEERS", max_peers),
     ):
         clear_plan_cache()  # its keys do not contain the number of peers
-        rounds = simulate.plans(sources, needs, topology, bucket_bytes, groups, relay=relay)
+        rounds = simulate.plans(sources, needs, topology, bucket_bytes, groups)
     assert not find_stalls([posted_groups(of_rank, groups_of(groups, rank)) for rank, of_rank in enumerate(rounds)])
     messages = simulate.run(rounds, held, targets, groups)
     for rank, need in needs.items():
@@ -217,7 +216,7 @@ def test_each_missing_box_enters_a_node_once(case):
 
 def test_no_rotation_if_holders_are_evenly_loaded():
     """1-4-2 -> 1-2: two ranks need what two others hold; each always receives from the same one."""
-    rounds = simulate.plans(*strided(1, 4, 2, 1, 2)[:3], 1 << 16)
+    rounds = simulate.plans(*strided(1, 4, 2, 2)[:3], 1 << 16)
     for of_rank in rounds:
         assert {len(this.hops[0].receives) for this in of_rank} == {1}
         assert len({message.source for this in of_rank for message in this.hops[0].receives}) == 1
@@ -262,12 +261,12 @@ def test_rounds_fit_the_bucket_except_single_rows(case, bucket_bytes):
             assert this.bytes_delivered <= limit or (rows and len(by_tensor) == 1)
 
 
-@given(worlds(), st.integers(16, 240), st.booleans(), st.sampled_from([8, 1 << 20]))
+@given(worlds(), st.integers(16, 240), st.sampled_from([8, 1 << 20]))
 @settings(max_examples=100)
-def test_packed_sends_fit_the_bucket_except_single_tensor_parts(case, bucket_bytes, relay, large_bytes):
+def test_packed_sends_fit_the_bucket_except_single_tensor_parts(case, bucket_bytes, large_bytes):
     sources, needs, topology = case
     with mock.patch("megarl.reshard.planning.rounds.LARGE_MESSAGE_BYTES", large_bytes):
-        index = cached_index(sources, needs, topology, bucket_bytes, relay=relay)
+        index = cached_index(sources, needs, topology, bucket_bytes)
         plans = [plan_rank(index, rank) for rank in range(len(sources))]
         of_ranks = [build_rounds(index, plan) for plan in plans]
     for plan, rounds in zip(plans, of_ranks, strict=True):

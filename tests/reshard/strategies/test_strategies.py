@@ -127,7 +127,7 @@ def test_partially_overlapping_boxes_are_rejected():
 @pytest.mark.parametrize(("p", "t", "d"), [(1, 4, 2), (1, 8, 1), (2, 4, 2), (4, 2, 1), (1, 1, 2)])
 def test_received_bytes_match_closed_form(p, t, d):
     """A rank receives (t - 1) / t of what its stage holds, and all of what the other stages hold."""
-    case = scenario(p, t, d, 1, 1, bucket_bytes=8192)
+    case = scenario(p, t, d, 1, bucket_bytes=8192)
     stats = forecast(arrange("gather_hf", case), case).stats
     fraction = (t - 1) / t / p + (p - 1) / p
     assert {of_rank.bytes_received for of_rank in stats} == {fraction * MODEL_BYTES}
@@ -138,7 +138,7 @@ def test_received_bytes_match_closed_form(p, t, d):
 
 
 def test_replicas_without_sender_stay_idle():
-    case = scenario(1, 2, 3, 1, 4)  # one engine, on ranks 0 to 3; ranks 4 and 5 are a separate replica
+    case = scenario(1, 2, 3, 4)  # one engine, on ranks 0 to 3; ranks 4 and 5 are a separate replica
     stats = forecast(arrange("gather_hf", case), case).stats
     assert [s.bytes_received for s in stats] == [MODEL_BYTES / 2] * 4 + [0, 0]
     assert [s.peak_extra_bytes > 0 for s in stats] == [True] * 4 + [False] * 2
@@ -239,7 +239,7 @@ def test_real_ranks_are_bitwise_exact_and_match_planned_counts(sizes, senders, t
     grid = RankGrid(**sizes)
     sources, engine = tuple(make_sources(grid)), ((make_sources(RankGrid())[0],),)
     topology = even_nodes(grid.size, 1)
-    case = scenario(1, 1, 1, 1, 1, bucket_bytes=BUCKET_BYTES)
+    case = scenario(1, 1, 1, 1, bucket_bytes=BUCKET_BYTES)
     case = replace(case, grid=grid, sources=sources, engine=engine, topology=topology)
     planned = forecast(replace(arrange("gather_hf", case), senders=tuple(senders)), case).stats
     results = run_ranks(push_on_rank, grid.size, tmp_path, GatherHf, make_context(grid, senders))
@@ -335,11 +335,11 @@ def box_context(grid, gen_tp, *, micro_dp):
     if micro_dp:
         placed = place_engines_strided(grid, gen_tp=gen_tp)
     else:
-        placed = place_engines_by_overlap(make_sources(grid), [engine], replicas=replicas, topology=topology)
+        placed = place_engines_by_overlap(make_sources(grid), engine, replicas=replicas, topology=topology)
     return make_context(
         grid,
         senders=(),
-        needs={server: engine[tp] for (group,) in placed for tp, server in enumerate(group)},
+        needs={server: engine[tp] for group in placed for tp, server in enumerate(group)},
         groups=micro_dp_groups(grid, gen_tp=gen_tp) if micro_dp else (),
     )
 

@@ -35,7 +35,7 @@ class ColocatedMember:
         self._rank, self._groups = rank, groups
         self._sync_group = self._gather = None
         self._sources = synthetic.trainers(GRID)
-        self._needs = synthetic.needs(strided_places(GRID, gen_tp=2), 1, 2)
+        self._needs = synthetic.needs(strided_places(GRID, gen_tp=2), 2)
         self._parameters = empty_parameters(self._needs[rank])
 
     def connect(self, transfer_group):

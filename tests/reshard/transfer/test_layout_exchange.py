@@ -47,7 +47,7 @@ def test_every_rank_knows_the_boxes_of_all_ranks_and_its_own_names(name):
 
 
 def test_plans_from_exchanged_layouts_are_those_from_full_layouts():
-    case = scenario(2, 2, 2, 1, 4, nodes=2)
+    case = scenario(2, 2, 2, 4, nodes=2)
     needs = arrange("exact", case).needs
     for rank, found in enumerate(exchange(case.sources)):
         clear_plan_cache()

@@ -95,7 +95,7 @@ def test_other_placements_match_reshard_explain(sizes, strategy, model, traced_s
     with_ep = run.model_copy(update={"rollout": run.rollout.model_copy(update={"engine": engine})})
     place_engines(with_ep, slots, RankGrid(tp=sizes["tp"], dp=run.dp))
     assert traced_sizes == [(sizes["gen_tp"], 1), (sizes["gen_tp"], sizes["gen_tp"])], "a rank needs whole experts"
-    assert find_cross_node_group([(group,) for group in found], pool_topology(slots)) is None
+    assert find_cross_node_group(found, pool_topology(slots)) is None
     decoder, _ = load_architecture_and_dtype(model)
     scenario = make_scenario(
         "tiny",
