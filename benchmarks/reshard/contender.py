@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.reshard.content import PrivateBuffer, Shard
 from benchmarks.reshard.full_gather import FULL_GATHERS, FullGather, FullGatherStrategy
+from benchmarks.reshard.nccl_order import NcclOrderTransport
 from benchmarks.reshard.slowed_links import SlowedLinks, SlowedTransport
 from megarl.reshard.analysis.forecast import forecast
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, build_strategy, sync_context
@@ -31,13 +32,12 @@ from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, Strategy, SyncS
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.strategies.gather_hf import GatherHf
 from megarl.reshard.transfer.bucket import Parameters
-from megarl.reshard.transfer.process_groups import NCCL_ORDER
 
 HandOver = Literal["direct", "shared-memory"]
 """Location of the engine's parameters: in the rank's own process, or in another process behind shared memory."""
 
 TransportName = Literal["default", "nccl-order"]
-"""How messages are sent: by the ranks' backend, or by gloo with NCCL's rules (`megarl.reshard.transfer.nccl_order`)."""
+"""How messages are sent: by the ranks' backend, or by gloo with NCCL's rules (`benchmarks.reshard.nccl_order`)."""
 
 GATHER_SERIAL = "gather_hf_serial"
 EXACT_CONSECUTIVE = "exact_consecutive"
@@ -138,12 +138,12 @@ class MegarlContender:
         if links is not None:
             slowed = partial(SlowedTransport, links)
             return build_strategy(
-                self.arrangement, scenario, self._rank, timeout_seconds=SLOWED_TIMEOUT_SECONDS, backend=slowed
+                self.arrangement, scenario, self._rank, timeout_seconds=SLOWED_TIMEOUT_SECONDS, make_transport=slowed
             )
-        timeout, backend = (TIMEOUT_SECONDS, NCCL_ORDER) if transport == "nccl-order" else (None, None)
+        timeout, make = (TIMEOUT_SECONDS, NcclOrderTransport) if transport == "nccl-order" else (None, None)
         if full_gather is not None:
-            return FullGatherStrategy(full_gather, self._rank, timeout_seconds=timeout, backend=backend)
-        return build_strategy(self.arrangement, scenario, self._rank, timeout_seconds=timeout, backend=backend)
+            return FullGatherStrategy(full_gather, self._rank, timeout_seconds=timeout, make_transport=make)
+        return build_strategy(self.arrangement, scenario, self._rank, timeout_seconds=timeout, make_transport=make)
 
     def fill(self, sync: int) -> None:
         """Fill the source with the weights of sync `sync`, and the destination with NaN if it is sent all of them."""

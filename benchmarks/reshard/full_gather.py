@@ -80,12 +80,12 @@ class FullGatherStrategy:
         rank: int,
         *,
         timeout_seconds: float | None = None,
-        backend: str | TransportMaker | None = None,
+        make_transport: TransportMaker | None = None,
     ) -> None:
         """Plan and connect; collective over all ranks. The last two are as for `build_strategy`."""
         self._case, need = case, case.arrangement.needs.get(rank)
         self._gather = build_strategy(
-            case.gather, case.gather_scenario, rank, timeout_seconds=timeout_seconds, backend=backend
+            case.gather, case.gather_scenario, rank, timeout_seconds=timeout_seconds, make_transport=make_transport
         )
         self._copy: RoundPlan | None = None
         if need is not None:

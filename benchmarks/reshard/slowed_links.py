@@ -34,9 +34,9 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.reshard.nccl_order import NcclOrderTransport, StreamCommunicator, StreamWork
 from megarl.errors import ConfigError
 from megarl.reshard.layout.topology import LinkRates, Topology
-from megarl.reshard.transfer.nccl_order import NcclOrderTransport, StreamCommunicator, StreamWork
 from megarl.reshard.transfer.transport import InFlight, Message
 
 SEND, RECEIVE = 0, 1
@@ -212,7 +212,7 @@ class SlowedTransport(NcclOrderTransport):
 
     def __init__(self, links: SlowedLinks, group: Any, timeout_seconds: float) -> None:
         """Use a gloo process group whose ranks are those of the links."""
-        super().__init__(group, timeout_seconds=timeout_seconds)
+        super().__init__(group, timeout_seconds)
         self.links = links
 
     def _make_communicator(self, group: Any) -> StreamCommunicator:

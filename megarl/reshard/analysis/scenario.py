@@ -148,16 +148,16 @@ def build_strategy(
     rank: int,
     *,
     timeout_seconds: float | None = None,
-    backend: str | TransportMaker | None = None,
+    make_transport: TransportMaker | None = None,
 ) -> Strategy:
     """Create the strategy on one rank; collective over all ranks.
 
     Args:
         timeout_seconds: timeout of a push over a process group of its own; None: use torch's default group. Unused by
             `gather_hf`, which sends no messages.
-        backend: as for `make_sync_transport`, if there is a timeout.
+        make_transport: as for `make_sync_transport`, if there is a timeout.
     """
     context = sync_context(arrangement, scenario, rank)
     if arrangement.strategy == "gather_hf":
         return GatherHf(context, scenario.bucket_bytes)
-    return BoxStrategy(context, scenario.bucket_bytes, timeout_seconds, backend)
+    return BoxStrategy(context, scenario.bucket_bytes, timeout_seconds, make_transport)

@@ -36,7 +36,7 @@ class BoxStrategy:
         context: SyncContext,
         bucket_bytes: int,
         timeout_seconds: float | None = None,
-        backend: str | TransportMaker | None = None,
+        make_transport: TransportMaker | None = None,
         heartbeat: HeartbeatSpec | None = None,
     ) -> None:
         """Plan, then create and connect process groups; collective over all ranks.
@@ -44,7 +44,7 @@ class BoxStrategy:
         Args:
             timeout_seconds: timeout of a push, whose boxes then use a process group of their own; after a failed push,
                 create a new strategy. None: use torch's default group and its timeout.
-            backend: as for `make_sync_transport`, if the boxes use a separate process group.
+            make_transport: as for `make_sync_transport`, if the boxes use a separate process group.
             heartbeat: as for `make_sync_transport`, likewise.
 
         Raises:
@@ -60,7 +60,7 @@ class BoxStrategy:
         """Made for the first push that may leave boxes out."""
         if timeout_seconds is not None:
             self._sync_group = make_sync_group(timeout_seconds)
-            self._transport = make_sync_transport(self._sync_group, timeout_seconds, backend, heartbeat)
+            self._transport = make_sync_transport(self._sync_group, timeout_seconds, make_transport, heartbeat)
 
     @property
     def rounds(self) -> Sequence[Round]:

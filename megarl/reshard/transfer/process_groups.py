@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,6 @@ from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.piece_table import PieceTable
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec, RankHeartbeat
-from megarl.reshard.transfer.nccl_order import NcclOrderTransport
 from megarl.reshard.transfer.transport import Transport, communication_device, list_ranks
 
 MAX_RANKS_SHOWN = 5
@@ -72,10 +72,7 @@ def exchange_layouts(
     return by_rank
 
 
-NCCL_ORDER = "nccl-order"
-"""Backend of `Transport`s that is not torch's: gloo with NCCL's rules, see `megarl.reshard.transfer.nccl_order`."""
-
-type TransportMaker = Callable[[dist.ProcessGroup, float], Transport]
+type TransportMaker = Callable[[Any, float], Transport]
 """Function that makes the transport of a sync from its group and timeout in seconds, without connecting the ranks."""
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -144,26 +141,23 @@ def make_sync_group(timeout_seconds: float) -> dist.ProcessGroup:
 def make_sync_transport(
     group: dist.ProcessGroup,
     timeout_seconds: float,
-    backend: str | TransportMaker | None = None,
+    make_transport: TransportMaker | None = None,
     heartbeat: HeartbeatSpec | None = None,
 ) -> Transport:
     """Connect the ranks of a `make_sync_group`; collective over all ranks.
 
     Args:
         timeout_seconds: timeout of connecting, and of a sync.
-        backend: `NCCL_ORDER`, or a function that makes the transport, or None: the backend of the group.
+        make_transport: None: a `Transport` over the group.
         heartbeat: where the ranks leave their heartbeats; None: they give none, and no sync is aborted on all ranks.
 
     Raises:
         WeightSyncError: another rank did not connect in time.
     """
-    transport: Transport
-    if callable(backend):
-        transport = backend(group, timeout_seconds)
-    elif backend == NCCL_ORDER:
-        transport = NcclOrderTransport(group, timeout_seconds=timeout_seconds)
-    else:
+    if make_transport is None:
         transport = Transport(group, timeout_seconds=timeout_seconds, is_exclusive=True)
+    else:
+        transport = make_transport(group, timeout_seconds)
     transport.connect()
     if heartbeat is not None:
         transport.start_heartbeat(partial(RankHeartbeat, heartbeat, group.rank()))
@@ -203,8 +197,8 @@ class TransferGroup:
     size: int
     timeout_seconds: float
     """Timeout of connecting, and of a sync over the group."""
-    backend: str = "gloo"
-    """`gloo`, `nccl`, or `NCCL_ORDER`."""
+    backend: str | TransportMaker = "gloo"
+    """`gloo`, `nccl`, or a picklable function that makes the transport over gloo."""
     abort_seconds: float = 10.0
     """See `HeartbeatSpec`."""
 
@@ -281,8 +275,8 @@ def _make_transport(store: Store, transfer_group: TransferGroup, rank: int, time
     size, seconds = transfer_group.size, transfer_group.timeout_seconds
     if transfer_group.backend != "nccl":
         group = dist.ProcessGroupGloo(store, rank, size, timeout)
-        if transfer_group.backend == NCCL_ORDER:
-            return NcclOrderTransport(group, timeout_seconds=seconds)
+        if callable(transfer_group.backend):
+            return transfer_group.backend(group, seconds)
         return Transport(group, timeout_seconds=seconds, is_exclusive=True, coalesces=False)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NCCL_TIMEOUT

@@ -551,9 +551,7 @@ def test_sizes_and_nodes_that_micro_dp_cannot_serve(tree: dict[str, Any]) -> Non
     tree |= {"weight_sync": {"strategy": "micro_dp"}, "placement": {"slots_per_node": 2}, **rollout(tp=2, replicas=1)}
     assert run_problems(tree, trainer={"parallel": {"tp": 2}}) == []
     (problem,) = run_problems(tree)
-    assert has_parts(
-        problem, "weight_sync.strategy: micro_dp needs the training tp to be a multiple ... tp 1 % 2 = 1"
-    )
+    assert has_parts(problem, "weight_sync.strategy: micro_dp needs the training tp to be a multiple ... tp 1 % 2 = 1")
     # engines spread over nodes
     hf(tree, num_key_value_heads=4)
     joined = {"nodes": 2, "slots_per_node": 2, "nvlink_domain_nodes": 2}

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.reshard.nccl_order import NcclOrderTransport
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.engine_ranks import GenerationPlace
@@ -16,7 +17,7 @@ from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
 from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.commit_decision import open_store
 from megarl.reshard.transfer.heartbeat import BUSY_LIMITS
-from megarl.reshard.transfer.process_groups import NCCL_ORDER, TransferGroup, abort_connect, connect_group
+from megarl.reshard.transfer.process_groups import TransferGroup, abort_connect, connect_group
 from tests.reshard import synthetic
 from tests.reshard.rank_process import ABORT, Ranks, TransferMember, call
 from tests.reshard.transfer.test_executor import value
@@ -40,7 +41,7 @@ def arrangement(nodes=(0, 0, 1, 1), bucket_bytes=BUCKET_BYTES):
 SPEC = arrangement()
 
 
-@pytest.fixture(scope="module", params=["gloo", NCCL_ORDER])
+@pytest.fixture(scope="module", params=["gloo", NcclOrderTransport])
 def ranks(request):
     """Two trainer ranks, 0 and 1, and two engine ranks on another node, 2 and 3, which relay to each other."""
     with Ranks(request.param, SPEC.size, TransferMember, SPEC, value) as ranks:
@@ -91,7 +92,7 @@ def test_each_missing_byte_enters_a_node_once(whole):
     assert sent == received == 3 * (synthetic.MODEL_BYTES + twice)
 
 
-@pytest.mark.parametrize("backend", ["gloo", NCCL_ORDER])
+@pytest.mark.parametrize("backend", ["gloo", NcclOrderTransport])
 def test_relayed_boxes_reach_a_slow_rank(backend):
     """With one tensor per round, relayed in one direction, the fast rank is a round ahead of the slow one."""
     spec = arrangement(nodes=(0, 1, 1), bucket_bytes=8192)
@@ -111,7 +112,7 @@ def check_failures(outcomes):
 def check_aborted(ranks, said, reason):
     """Over gloo, a rank may notice first that the connection to another one is lost."""
     aborted = [f"the sync was aborted: {reason}" in each for each in said]
-    assert all(aborted) if ranks.backend == NCCL_ORDER else any(aborted), said
+    assert all(aborted) if ranks.backend == NcclOrderTransport else any(aborted), said
 
 
 def check_next_sync(ranks):
@@ -151,7 +152,7 @@ def test_stalled_rank_aborts_the_sync_on_all_ranks(ranks, stalled):
 def test_error_names_dead_rank_and_replacement_connects(ranks, killed):
     """Over gloo, all ranks notice it by themselves."""
     fault = (signal.SIGKILL, killed)
-    if ranks.backend == NCCL_ORDER:
+    if ranks.backend == NcclOrderTransport:
         said = check_failures(ranks.monitored_sync(6, fault))
         check_aborted(ranks, said, f"rank {killed} gave no sign of life for {ABORT:g} s")
     else:
@@ -164,7 +165,7 @@ def test_error_names_dead_rank_and_replacement_connects(ranks, killed):
 
 def test_failed_rank_aborts_the_sync_on_all_ranks_at_once(ranks):
     said = check_failures(ranks.failing_sync(8, (WeightSyncError("no memory is left"), 1)))
-    if ranks.backend == NCCL_ORDER:
+    if ranks.backend == NcclOrderTransport:
         check_aborted(ranks, said, "no memory is left")
     assert ranks.ranks[1].result().error == "no memory is left"
     check_next_sync(ranks)

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch.distributed as dist
 
+from benchmarks.reshard.nccl_order import NcclOrderTransport
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.reshard.layout.engine_ranks import micro_dp_groups, strided_places
 from megarl.reshard.layout.topology import Topology
@@ -14,7 +15,6 @@ from megarl.reshard.planning.plan_cache import cached_plan
 from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.process_groups import (
-    NCCL_ORDER,
     destroy_group,
     make_group,
     make_sync_group,
@@ -45,8 +45,10 @@ class ColocatedMember:
         destroy_group(self._gather)
         destroy_group(self._sync_group)
         self._sync_group, self._gather = make_sync_group(UNREACHED_SECONDS), make_group(self._rank, self._groups)
-        backend, heartbeat = transfer_group.backend, transfer_group.heartbeat
-        self._transport = make_sync_transport(self._sync_group, UNREACHED_SECONDS, backend, heartbeat)
+        make_transport = transfer_group.backend if callable(transfer_group.backend) else None
+        self._transport = make_sync_transport(
+            self._sync_group, UNREACHED_SECONDS, make_transport, transfer_group.heartbeat
+        )
 
     def sync(self, number, fault=None, _=None):
         """Run one sync; return the number of wrong elements."""
@@ -69,7 +71,7 @@ class ColocatedMember:
         return numbers
 
 
-@pytest.fixture(scope="module", params=product(["gloo", NCCL_ORDER], ["micro-DP groups", "no groups"]), ids=str)
+@pytest.fixture(scope="module", params=product(["gloo", NcclOrderTransport], ["micro-DP groups", "no groups"]), ids=str)
 def ranks(request):
     backend, kind = request.param
     groups = micro_dp_groups(GRID, gen_tp=2) if kind == "micro-DP groups" else []
@@ -91,7 +93,7 @@ def failing_sync(ranks, fault):
 def test_error_names_stalled_rank_and_next_sync_is_complete(ranks):
     assert ranks.sync(1) == [0] * GRID.size
     errors = failing_sync(ranks, (signal.SIGSTOP, 1))
-    if ranks.backend == NCCL_ORDER:
+    if ranks.backend == NcclOrderTransport:
         assert set(errors) == {f"the sync was aborted: rank 1 gave no sign of life for {ABORT:g} s"}
     ranks.ranks[1].signal(signal.SIGCONT)
     assert ranks.ranks[1].result().error.startswith("rank 1: round ")

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.reshard.nccl_order import NcclOrderTransport
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.reshard.layout.engine_ranks import consecutive_places, micro_dp_groups, strided_places
 from megarl.reshard.layout.layout import extent, slices
@@ -16,7 +17,6 @@ from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncContext
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.transfer.bucket import Parameters, map_bucket, torch_dtype
 from megarl.reshard.transfer.element_code import decode_boxes
-from megarl.reshard.transfer.process_groups import NCCL_ORDER
 from tests.megatron.ranks import run_ranks
 from tests.reshard import synthetic
 from tests.reshard.rank_process import empty_parameters, held_tensors, wrong_elements
@@ -60,7 +60,7 @@ def value(tensor, sync):
     return torch.from_numpy(rng.random(synthetic.TENSORS[tensor].shape, dtype=np.float32))
 
 
-def reshard(grid, gen_tp, nodes, direct, large_bytes, backend):
+def reshard(grid, gen_tp, nodes, direct, large_bytes, make_transport):
     """Run three syncs with changed weights on every rank, then `push_deltas`.
 
     Return the number of wrong elements and the statistics of each rank.
@@ -69,7 +69,7 @@ def reshard(grid, gen_tp, nodes, direct, large_bytes, backend):
         nodes: by rank, its node; with several nodes any rank sends to any rank, else micro-DP groups are used.
         direct: whether the engine's parameters are in this process.
         large_bytes: size from which a box is a message of its own.
-        backend: as for `make_sync_transport`.
+        make_transport: as for `make_sync_transport`.
     """
     rounds.LARGE_MESSAGE_BYTES = large_bytes
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,7 +78,10 @@ def reshard(grid, gen_tp, nodes, direct, large_bytes, backend):
     sources = synthetic.trainers(grid)
     needs, groups = arrangement(grid, gen_tp, nodes)
     context = SyncContext(rank=rank, sources=sources, needs=needs, topology=Topology(nodes), groups=groups)
-    strategy, sink = BoxStrategy(context, BUCKET_BYTES, UNREACHED_SECONDS, backend), MemorySink(needs[rank], device)
+    strategy, sink = (
+        BoxStrategy(context, BUCKET_BYTES, UNREACHED_SECONDS, make_transport),
+        MemorySink(needs[rank], device),
+    )
     mismatched, all_stats, boxes = 0, [], Parameters(sink.tensors) if direct else sink
     for sync in range(3):
         mine = {name: held.to(device) for name, held in held_tensors(sources[rank], value, sync).items()}
@@ -152,28 +155,30 @@ WITH_GLOO = (0, 2, 5)
 
 
 @pytest.mark.parametrize(
-    ("layout", "nodes", "direct", "large_bytes", "backend"),
+    ("layout", "nodes", "direct", "large_bytes", "make_transport"),
     [
-        *((*case, NCCL_ORDER) for case in CASES),
-        *(pytest.param(*c, "gloo", marks=() if i in WITH_GLOO else pytest.mark.slow) for i, c in enumerate(CASES)),
+        *((*case, NcclOrderTransport) for case in CASES),
+        *(pytest.param(*c, None, marks=() if i in WITH_GLOO else pytest.mark.slow) for i, c in enumerate(CASES)),
     ],
 )
-def test_three_syncs_are_bitwise_exact_and_match_planned_counts(layout, nodes, direct, large_bytes, backend, tmp_path):
-    check_syncs(layout, nodes, direct, large_bytes, backend, tmp_path, device="cpu")
+def test_three_syncs_are_bitwise_exact_and_match_planned_counts(
+    layout, nodes, direct, large_bytes, make_transport, tmp_path
+):
+    check_syncs(layout, nodes, direct, large_bytes, make_transport, tmp_path, device="cpu")
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize(("layout", "nodes"), [((1, 2, 1, 1), 1), ((2, 1, 1, 1), 1), ((1, 2, 1, 1), 2)])
 @pytest.mark.parametrize("direct", [False, True])
 def test_three_syncs_over_nccl_are_bitwise_exact(layout, nodes, direct, tmp_path):
-    check_syncs(layout, nodes, direct, 512, "nccl", tmp_path, device="cuda")
+    check_syncs(layout, nodes, direct, 512, None, tmp_path, device="cuda")
 
 
-def check_syncs(layout, nodes, direct, large_bytes, backend, tmp_path, device):
+def check_syncs(layout, nodes, direct, large_bytes, make_transport, tmp_path, device):
     p, t, d, tg = layout
     grid = RankGrid(tp=t, dp=d, pp=p)
     node_of_rank = tuple(rank * nodes // grid.size for rank in range(grid.size))
-    arguments = (grid, tg, node_of_rank, direct, large_bytes, backend)
+    arguments = (grid, tg, node_of_rank, direct, large_bytes, make_transport)
     results = run_ranks(reshard, grid.size, tmp_path, *arguments, device=device)
     assert [mismatched for mismatched, _ in results] == [0] * grid.size
     needs, groups = arrangement(grid, tg, node_of_rank)

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from benchmarks.reshard.nccl_order import NcclOrderTransport
 from megarl.errors import LostRankError, WeightSyncError
 from megarl.reshard.transfer import commit_decision, heartbeat, process_groups
 from megarl.reshard.transfer.commit_decision import open_store
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec, HeartbeatTracker, RankHeartbeat
-from megarl.reshard.transfer.process_groups import NCCL_ORDER, TransferGroup, connect_group
+from megarl.reshard.transfer.process_groups import TransferGroup, connect_group
 from megarl.reshard.transfer.transport import Deadline, SyncActivity, Transport, wait_for
 from tests.errors import expect_error
 from tests.megatron.ranks import run_ranks
@@ -41,14 +42,14 @@ def exchange(port, backend):
     return got
 
 
-@pytest.mark.parametrize("backend", ["gloo", NCCL_ORDER, pytest.param("nccl", marks=pytest.mark.multigpu)])
+@pytest.mark.parametrize("backend", ["gloo", NcclOrderTransport, pytest.param("nccl", marks=pytest.mark.multigpu)])
 def test_unrelated_processes_exchange_tensors(backend, tmp_path):
     store = open_store("127.0.0.1")
     device = "cuda" if backend == "nccl" else "cpu"
     assert run_ranks(exchange, 2, tmp_path, store.port, backend, device=device) == [[10.0] * 3, [11.0] * 3]
 
 
-@pytest.mark.parametrize("backend", ["gloo", NCCL_ORDER])
+@pytest.mark.parametrize("backend", ["gloo", NcclOrderTransport])
 def test_no_rank_is_connected_before_all_are(backend):
     store = open_store("127.0.0.1")
     group = TransferGroup("127.0.0.1", store.port, "threads", 3, HANG_SECONDS, backend)
@@ -61,7 +62,7 @@ def test_no_rank_is_connected_before_all_are(backend):
         future.result().close()
 
 
-@pytest.mark.parametrize("backend", ["gloo", NCCL_ORDER])
+@pytest.mark.parametrize("backend", ["gloo", NcclOrderTransport])
 def test_error_names_the_ranks_that_did_not_connect(backend, monkeypatch):
     store = open_store("127.0.0.1")
     # only the wait for the other ranks ends at the timeout

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.reshard.nccl_order import NcclOrderTransport
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout
 from megarl.reshard.layout.topology import Topology
@@ -23,7 +24,6 @@ from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.delta_sync import DeltaSync
 from megarl.reshard.transfer.element_code import code_form
 from megarl.reshard.transfer.executor import BoxExecutor
-from megarl.reshard.transfer.nccl_order import NcclOrderTransport
 from megarl.reshard.transfer.transport import Transport
 from tests.reshard.rank_process import empty_parameters, held_tensors, wrong_elements
 from tests.time_limits import UNREACHED_SECONDS

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.reshard.nccl_order import NcclOrderTransport
 from megarl.errors import LostRankError, WeightSyncError
-from megarl.reshard.transfer.nccl_order import NcclOrderTransport
 from megarl.reshard.transfer.transport import AT_ONCE, Deadline, Transport, wait_for
 from tests.errors import expect_error
 from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS, wait_until

@@ -237,8 +237,8 @@ class NcclOrderTransport(Transport):
     def __init__(
         self,
         group: Any,
-        *,
         timeout_seconds: float | None = None,
+        *,
         is_connected: bool = False,
         watchdog_seconds: float | None = None,
     ) -> None:
