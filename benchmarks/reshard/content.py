@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.megatron.runtime.platform import device
 from megarl.reshard.layout.layout import Box, Ints, ShardPiece, WeightLayout, extent, slices
-from megarl.reshard.transfer.bucket import BoxBucket, MappedBuckets, TensorSlot, WeightBucket, torch_dtype
+from megarl.reshard.transfer.bucket import BoxBucket, MappedBuckets, WeightBucket, slot_view, torch_dtype
 from megarl.reshard.transfer.element_code import decode_boxes
 
 BUCKETS_OF_A_PUSH = 2
@@ -62,14 +62,6 @@ class PrivateBuffer:
         self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         self.path = f"private:{id(self)}"
         _PRIVATE[self.path] = self
-
-    def view(self, slot: TensorSlot) -> Tensor:
-        """Return the slot's tensor, a view of the buffer."""
-        return self.bytes[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype)).view(slot.shape)
-
-    def describe(self, slots: Iterable[TensorSlot]) -> WeightBucket:
-        """Return the description that `Shard.load` takes."""
-        return WeightBucket(self.path, self.num_bytes, tuple(slots))
 
     def close(self) -> None:
         """Do nothing: the memory is freed with the object."""
@@ -142,7 +134,7 @@ class Shard:
         """Copy this layout's part of each tensor, as `WeightSink.load`; blocks until done."""
         data = self._map(bucket)
         for slot in bucket.slots:
-            full = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype)).view(slot.shape)
+            full = slot_view(data, slot)
             for piece in self._pieces.get(slot.name, ()):
                 self.tensors[piece.local][slices(piece.local_box)] = full[slices(piece.box)]
         return _noop

@@ -27,7 +27,16 @@ from megarl.engines.sglang.engine_environment import make_engine_environment
 from megarl.engines.sglang.weight_layout import offline_trace, trace_child
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.box_channel import BoxSender
-from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, dtype_name, lay_out, make_buffer
+from megarl.reshard.transfer.bucket import (
+    BoxBucket,
+    BoxSlot,
+    SharedBuffer,
+    WeightBucket,
+    dtype_name,
+    lay_out,
+    make_buffer,
+    slot_view,
+)
 from megarl.reshard.transfer.weight_sums import sum_box
 from tests.engines.engine_server import ForkedProcess, prefork_scheduler_server, start_server
 from tests.rollout.clock import run_in_event_loop
@@ -205,8 +214,8 @@ def send_bucket(engine, tensors):
     buffer = SharedBuffer(num_bytes)
     try:
         for slot in slots:
-            buffer.view(slot).copy_(tensors[slot.name])
-        engine.call("load_weights", buffer.describe(slots))
+            slot_view(buffer.bytes, slot).copy_(tensors[slot.name])
+        engine.call("load_weights", WeightBucket(buffer.path, buffer.num_bytes, tuple(slots)))
         buffer.bytes.fill_(0xA5)  # whoever still reads it reads rubbish
     finally:
         buffer.close()
@@ -239,7 +248,7 @@ def box_bucket(boxes, device="cpu"):
     slots, num_bytes = lay_out((local, t.dtype, tuple(t.shape)) for local, _, t in boxes)
     buffer, box_slots = make_buffer(num_bytes, torch.device(device)), []
     for slot, (local, box, t) in zip(slots, boxes, strict=True):
-        buffer.view(slot).copy_(t)
+        slot_view(buffer.bytes, slot).copy_(t)
         box_slots.append(BoxSlot(local, box, dtype_name(t.dtype), slot.offset))
     if device == "cuda":
         torch.cuda.synchronize()

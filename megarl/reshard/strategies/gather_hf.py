@@ -19,7 +19,7 @@ holds, for equal parts, and all of what the other stages hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,6 +39,7 @@ from megarl.reshard.transfer.bucket import (
     WeightBucket,
     lay_out,
     make_buffer,
+    slot_view,
     split_into_buckets,
     torch_dtype,
 )
@@ -265,14 +266,8 @@ class Buffer(Protocol):
     """Memory of a bucket of full tensors, as `SharedBuffer`."""
 
     num_bytes: int
-
-    def view(self, slot: TensorSlot) -> Tensor:
-        """Return the slot's tensor, a view of the buffer."""
-        ...
-
-    def describe(self, slots: Iterable[TensorSlot]) -> WeightBucket:
-        """Return the description that engines take."""
-        ...
+    path: str
+    bytes: Tensor
 
     def close(self) -> None:
         """Free the memory of the bucket."""
@@ -346,13 +341,13 @@ class GatherHf:
                 continue
             for gather, region in packed:
                 parts = self._positions[gather.kind].packed_parts(gather)
-                full = buffers[which].view(gather.slot)
+                full = slot_view(buffers[which].bytes, gather.slot)
                 _unpack(parts, gather.part_bytes, region, full.view(gather.shape))
             if failures:
                 continue
             if push.device.type == "cuda":
                 torch.cuda.current_stream(push.device).synchronize()  # the engine reads on another stream
-            bucket = buffers[which].describe(plan.slots)
+            bucket = WeightBucket(buffers[which].path, buffers[which].num_bytes, plan.slots)
             pending[which] += [sink.load(bucket) for sink in sinks.full_tensors]
             push.counter.buckets += 1
             push.counter.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(sinks.full_tensors)

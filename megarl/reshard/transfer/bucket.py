@@ -161,14 +161,6 @@ class SharedBuffer:
         os.posix_fallocate(self._handle, 0, self.num_bytes)  # out of memory is an error here instead of a SIGBUS later
         self.bytes = torch.from_file(self.path, shared=True, size=self.num_bytes, dtype=torch.uint8)
 
-    def view(self, slot: TensorSlot) -> Tensor:
-        """Return the slot's tensor, a view of the buffer."""
-        return _view(self.bytes, slot)
-
-    def describe(self, slots: Iterable[TensorSlot]) -> WeightBucket:
-        """Return the plain data from which `open_bucket` opens the tensors."""
-        return WeightBucket(self.path, self.num_bytes, tuple(slots))
-
     def close(self) -> None:
         """Close the file, so that it cannot be opened any more; processes that have mapped it keep their view."""
         if self._handle is not None:
@@ -196,14 +188,6 @@ class DeviceBuffer:
         # processes number GPUs differently, so that the path has the GPU's UUID instead of `storage_device`
         self.path = ON_DEVICE + json.dumps([device_uuid(device), *(_to_text(value) for value in storage[1:])])
         _OWN[self.path] = self
-
-    def view(self, slot: TensorSlot) -> Tensor:
-        """Return the slot's tensor, a view of the buffer."""
-        return _view(self.bytes, slot)
-
-    def describe(self, slots: Iterable[TensorSlot]) -> WeightBucket:
-        """Return the plain data from which `open_bucket` opens the tensors."""
-        return WeightBucket(self.path, self.num_bytes, tuple(slots))
 
     def close(self) -> None:
         """Free the memory, also if there are still views of it in this process; no process may read it any more."""
@@ -257,7 +241,7 @@ def make_buffer(num_bytes: int, device: torch.device) -> SharedBuffer | DeviceBu
 def open_bucket(bucket: WeightBucket) -> dict[str, Tensor]:
     """Return name -> tensor, as views of the shared memory."""
     data = map_bucket(bucket)
-    return {slot.name: _view(data, slot) for slot in bucket.slots}
+    return {slot.name: slot_view(data, slot) for slot in bucket.slots}
 
 
 def map_bucket(bucket: WeightBucket | BoxBucket) -> Tensor:
@@ -335,7 +319,8 @@ def digest(tensor: Tensor) -> bytes:
     return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
 
 
-def _view(data: Tensor, slot: TensorSlot) -> Tensor:
+def slot_view(data: Tensor, slot: TensorSlot) -> Tensor:
+    """Return the slot's tensor, a view of the bytes of a bucket."""
     return data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype)).view(slot.shape)
 
 

@@ -27,6 +27,7 @@ from megarl.reshard.transfer.bucket import (
     DeviceBuffer,
     MappedBuckets,
     SharedBuffer,
+    WeightBucket,
     consecutive,
     contiguous_bytes,
     copy_boxes,
@@ -35,6 +36,7 @@ from megarl.reshard.transfer.bucket import (
     make_buffer,
     map_bucket,
     open_bucket,
+    slot_view,
     split_regions,
     torch_dtype,
     view_box,
@@ -70,12 +72,12 @@ def test_slots_are_aligned_and_do_not_overlap():
 def test_open_bucket_views_memory_without_copies(make):
     slots, num_bytes = lay_out(SHAPES)
     buffer = make(num_bytes)
-    tensors = open_bucket(buffer.describe(slots))
+    tensors = open_bucket(WeightBucket(buffer.path, buffer.num_bytes, tuple(slots)))
     assert list(tensors) == [name for name, _, _ in SHAPES]
     for seed, slot in enumerate(slots):
         torch.manual_seed(seed)
         value = (100 * torch.randn(slot.shape)).to(torch_dtype(slot.dtype))
-        buffer.view(slot).copy_(value)
+        slot_view(buffer.bytes, slot).copy_(value)
         assert torch.equal(tensors[slot.name], value)
     buffer.close()
 
@@ -87,8 +89,8 @@ def read(bucket):
 def test_another_process_reads_a_bucket_until_it_is_closed():
     buffer = SharedBuffer(4096)
     slots, _ = lay_out([("first", torch.float32, (1,)), ("a", torch.float32, (4,))])
-    buffer.view(slots[1]).copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    bucket = buffer.describe(slots)
+    slot_view(buffer.bytes, slots[1]).copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    bucket = WeightBucket(buffer.path, buffer.num_bytes, tuple(slots))
     assert call_in_process(read, bucket) == [1.0, 2.0, 3.0, 4.0]
     buffer.close()
     buffer.close()

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import io
 import json
 import zipfile
 from collections import defaultdict
@@ -288,8 +289,8 @@ ARRAYS = ("tensor", "local", "dims", "boxes", "local_boxes")
 """Arrays of a rank's `PieceTable`; the first two are indices into its lists of names."""
 
 
-def write_traces(file: Path, traces: Sequence[EngineTrace]) -> None:
-    """Write the traces of an engine's ranks, which load the same tensors."""
+def encode_traces(traces: Sequence[EngineTrace]) -> bytes:
+    """Encode the traces of an engine's ranks, which load the same tensors, as a NumPy archive."""
     tensors: dict[str, TensorSpec] = {}
     for trace in traces:  # a tensor's dtype is that of a rank that holds some of it
         held = {piece.tensor for piece in trace.layout.pieces}
@@ -309,20 +310,23 @@ def write_traces(file: Path, traces: Sequence[EngineTrace]) -> None:
         "derived": [trace.derived for trace in traces],
     }
     arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    with file.open("wb") as stream:
-        np.savez_compressed(stream, allow_pickle=False, **arrays)
+    archive = io.BytesIO()
+    np.savez_compressed(archive, allow_pickle=False, **arrays)
+    return archive.getvalue()
 
 
 def read_traces(file: Path) -> list[EngineTrace] | None:
-    """Read a file of `write_traces`, with pieces as `PieceTable`s; None if the file is missing or invalid."""
+    """Read a file with what `encode_traces` returns; None if the file is missing or invalid."""
     try:
-        with np.load(file, allow_pickle=False) as arrays:
-            return _decode(arrays)
+        return decode_traces(file.read_bytes())
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
         return None
 
 
-def _decode(arrays: Mapping[str, NDArray[Any]]) -> list[EngineTrace]:
+def decode_traces(encoded: bytes) -> list[EngineTrace]:
+    """Decode what `encode_traces` returns, with pieces as `PieceTable`s."""
+    with np.load(io.BytesIO(encoded), allow_pickle=False) as archive:
+        arrays = dict(archive)
     header = json.loads(arrays["header"].tobytes())
     tensors = ModelTensors({name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in header["tensors"]})
     traces: list[EngineTrace] = []

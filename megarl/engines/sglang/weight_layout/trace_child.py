@@ -23,10 +23,10 @@ from megarl.engines.sglang.scheduler_process import skip_other_models
 from megarl.engines.sglang.server_args import make_engine_arguments
 from megarl.engines.sglang.weight_layout.engine_trace import (
     EngineTrace,
+    encode_traces,
     find_identical_layers,
     trace_deduplicated,
     trace_live,
-    write_traces,
 )
 from megarl.errors import MegarlError
 from megarl.model_files.json_object import read_json_object
@@ -204,7 +204,7 @@ def main(request_file: str, traces_file: str, error_file: str) -> None:
     tensors = {name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in request["tensors"]}
     try:
         skip_other_models(request["spec"]["model_path"])
-        write_traces(Path(traces_file), trace_ranks(EngineSpec(**request["spec"]), tensors))
+        Path(traces_file).write_bytes(encode_traces(trace_ranks(EngineSpec(**request["spec"]), tensors)))
     except MegarlError as e:
         Path(error_file).write_text(str(e))
 

@@ -12,6 +12,7 @@ rank 0: check -- yes --. rank 1: check -- no ---+--> minimum of all votes: no ra
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +28,12 @@ from megarl.engines.sglang.weight_layout.engine_trace import (
     TRANSPOSED,
     EngineTrace,
     box_text,
+    encode_traces,
     fold,
     join_names,
     trace_live,
 )
-from megarl.engines.sglang.weight_update.messages import Command, Reply, encode_traces
+from megarl.engines.sglang.weight_update.messages import Command, Reply
 from megarl.engines.sglang.weight_update.planned_boxes import (
     PlannedBoxes,
     TargetTensor,
@@ -111,7 +113,7 @@ def finish(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None
 
 def report_trace(model: nn.Module, command: Command, reply: Reply) -> None:
     """Return the rank's trace in the reply."""
-    reply.result = encode_traces([_trace(model, command)])
+    reply.result = base64.b64encode(encode_traces([_trace(model, command)])).decode()
 
 
 def hash_boxes(model: nn.Module, command: Command, reply: Reply) -> None:

@@ -20,6 +20,7 @@ written.
 from __future__ import annotations
 
 import asyncio
+import base64
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,9 +31,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.cluster.process.atomic_files import atomic_write
-from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, box_text, join_names
+from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, box_text, decode_traces, join_names
 from megarl.engines.sglang.weight_update.control_calls import RankCommands
-from megarl.engines.sglang.weight_update.messages import Command, Reply, decode_traces
+from megarl.engines.sglang.weight_update.messages import Command, Reply
 from megarl.engines.sglang.weight_update.planned_boxes import read_expected_tensors
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import Box, Ints
@@ -327,7 +328,7 @@ class WeightSession:
                     f"weight_sync.verify: null or, for experts, rollout.engine.extra_args.moe_runner_backend: triton"
                 )
             replies = await self._query({"op": "trace"})
-            self._traces = [decode_traces(reply.result)[0] for reply in replies]
+            self._traces = [decode_traces(base64.b64decode(reply.result))[0] for reply in replies]
         return self._traces
 
     async def piece_hashes(self) -> list[dict[tuple[str, Box], bytes]]:

@@ -9,11 +9,11 @@ from torch import nn
 
 from megarl.engines.sglang.weight_layout.engine_trace import (
     Padding,
+    encode_traces,
     find_identical_layers,
     read_traces,
     trace_deduplicated,
     trace_live,
-    write_traces,
 )
 from megarl.engines.sglang.weight_layout.load_recorder import Coverage, subtract
 from megarl.errors import WeightSyncError
@@ -210,7 +210,7 @@ def test_trace_file_round_trip_and_truncated_file(tmp_path):
     parts = tensors([4, 4])
     traces = [trace_live(Layers([5, 5]), parts), trace_live(Layers([4, 6]), parts)]
     file = tmp_path / "traces"
-    write_traces(file, traces)
+    file.write_bytes(encode_traces(traces))
     assert read_traces(file) == traces
     file.write_bytes(file.read_bytes()[:-40])
     assert read_traces(file) is None

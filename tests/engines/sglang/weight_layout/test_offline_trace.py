@@ -11,7 +11,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from megarl.engines.engine_spec import EngineSpec
 from megarl.engines.sglang.weight_layout import offline_trace
 from megarl.engines.sglang.weight_layout.offline_trace import trace_engine, trace_layouts
-from megarl.engines.sglang.weight_update.messages import decode_traces, encode_traces
 from megarl.errors import DataError
 from megarl.model_files.weight_index import read_headers
 from megarl.reshard.layout.layout import volume
@@ -172,7 +171,6 @@ def test_config_json_is_sufficient_and_the_second_trace_comes_from_the_cache(fol
     with pytest.raises(TypeError):
         trace_layouts(folders["qwen3_moe"], tp=4, dtype="bfloat16")
     traces = trace_engine(folders["qwen3_moe"], tp=2, dtype="bfloat16")
-    assert decode_traces(json.loads(json.dumps(encode_traces(traces)))) == traces
     assert [len(t.padding) for t in traces] == [0, 2]
 
 

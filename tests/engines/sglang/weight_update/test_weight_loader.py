@@ -19,7 +19,7 @@ from megarl.engines.sglang.weight_update.control_calls import ControlCalls
 from megarl.engines.sglang.weight_update.finish_update import CommitVote
 from megarl.engines.sglang.weight_update.planned_boxes import find_bucket_problems, read_expected_tensors
 from megarl.errors import DataError, WeightSyncError
-from megarl.reshard.transfer.bucket import SharedBuffer, lay_out
+from megarl.reshard.transfer.bucket import SharedBuffer, WeightBucket, lay_out, slot_view
 from tests.errors import expect_error
 from tests.rollout.clock import in_virtual_time, iterate
 from tests.time_limits import UNREACHED_SECONDS
@@ -141,8 +141,8 @@ def command(tmp_path):
         slots, num_bytes = lay_out((name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
         buffers.append(SharedBuffer(num_bytes))
         for slot in slots:
-            buffers[-1].view(slot).copy_(tensors[slot.name])
-        bucket = buffers[-1].describe(slots)
+            slot_view(buffers[-1].bytes, slot).copy_(tensors[slot.name])
+        bucket = WeightBucket(buffers[-1].path, buffers[-1].num_bytes, tuple(slots))
         added = {"reply": str(tmp_path / "reply"), "model_path": str(tmp_path), "dtype": "float32"}
         return {"op": "write", "bucket": asdict(bucket)} | added
 
