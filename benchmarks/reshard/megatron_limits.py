@@ -36,7 +36,8 @@ def require_megatron_core_support(model: ModelArchitecture, train: RankGrid, gen
         ConfigError: it cannot; names the limit.
     """
     attention, mlp = model.layers[0].attention, model.layers[0].mlp
-    if not isinstance(mlp, GatedMlp) or not isinstance(attention, GroupedQueryAttention):
+    is_dense = all(isinstance(layer.mlp, GatedMlp) for layer in model.layers)
+    if not is_dense or not isinstance(mlp, GatedMlp) or not isinstance(attention, GroupedQueryAttention):
         raise ConfigError(f"megatron_core is compared on dense models only, got {model.name}")
     if model.tie_embeddings and train.pp > 1:
         raise ConfigError(

@@ -123,6 +123,7 @@ def changed(**parts):
         (replace(MODEL, vocab_size=300), (1, 4, 1, 2), r"the same padded vocabulary on both sides, got 512 and 384"),
         (changed(mlp={"ffn_size": 3}), (1, 3, 2, 2), r"split into 12 tiles, got 6 % 12"),
         (replace(MODEL, tie_embeddings=True), (2, 1, 1, 1), r"does not support tied embeddings"),
+        (synthetic_model(4, is_moe=True), (1, 2, 1, 2), r"on dense models only, got Qwen3Moe"),
     ],
 )
 def test_layouts_that_megatron_core_does_not_support_are_refused(model, layout, why):

@@ -33,8 +33,8 @@ class RemoteSources:
 
     num_turns: int | None = None
     """Number of different turns of boxes with the same holders; None: no limit."""
-    direct: bool = False
-    """Whether every machine gets boxes from a holder, also if there are more machines than holders."""
+    arc: int | None = None
+    """Number of machines that one root serves; None: as many as it has to if each holder sends a box once."""
     even_origins: bool = False
     """Whether the machines that hold a box lie at equal distances on its ring. The rings of different boxes then have
     different orders, with more machines that exchange messages."""
@@ -43,8 +43,14 @@ class RemoteSources:
 
     def tree(self, holders: Ranks, receivers: Ranks, machines: int, origins: Iterable[int] = ()) -> RelayTree:
         """Return the trees by which `receivers` on `machines` machines get a box."""
-        roots = max(machines, 1) if self.direct else 1 if receivers in self.single_root else len(holders)
-        return RelayTree.over(machines, roots, origins)
+        roots = 1 if receivers in self.single_root else len(holders)
+        arc = int(self.arcs(np.array(machines), np.array(roots)))
+        return RelayTree(machines, arc, frozenset(origins))
+
+    def arcs(self, machines: Ints, roots: Ints) -> Ints:
+        """Return how many machines one root serves, by numbers of machines [N] and of ranks that may be roots [N]."""
+        arc: Ints = np.maximum(-(-machines // roots) if self.arc is None else np.minimum(machines, self.arc), 1)
+        return arc
 
 
 UNLIMITED = RemoteSources()
@@ -96,11 +102,6 @@ class RelayTree:
     """Number of machines that one root serves."""
     origins: frozenset[int] = frozenset()
     """Machines that hold the box."""
-
-    @classmethod
-    def over(cls, machines: int, roots: int, origins: Iterable[int] = ()) -> RelayTree:
-        """Return trees over `machines` machines with at most `roots` roots."""
-        return cls(machines, max(-(-machines // roots), 1), frozenset(origins))
 
     @property
     def num_roots(self) -> int:

@@ -21,6 +21,7 @@ each keep these, but different ranks of a machine fetch the boxes of different h
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,12 +30,25 @@ from itertools import chain
 import numpy as np
 
 from megarl.reshard.layout.layout import Ints
-from megarl.reshard.layout.relay_tree import Entry, Ranks, RemoteSources, distances, num_passed, turn_offset
+from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Ranks, RemoteSources, distances, num_passed, turn_offset
 from megarl.reshard.layout.topology import Topology
 
 MAX_REMOTE_PEERS = 128
 """The most ranks of other machines that a rank should exchange messages with: each takes buffers and a connection."""
 
+
+EVEN_SHARE = 0.9
+"""Part of `MAX_REMOTE_PEERS` that ranks may have on average: some have a few more."""
+
+ARCS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Lengths of arcs that are tried, in addition to that of the whole ring."""
+
+MAX_GOOD_ARC = 8
+"""Longest arc that is better than one of more than 3 machines with which each holder sends once: in long arcs, machines
+pass on unequally many boxes."""
+
+MAX_EGRESS_RATIO, MAX_COLOCATED_RATIO = 1.02, 1.15
+"""The most that a machine should send of what one receives; with engines on trainer machines, if holders send once."""
 
 MAX_TURNS = 16
 """The most slices of a stage in one round."""
@@ -56,17 +70,24 @@ class RemoteTraffic:
         Receivers that would have a large part of that number as sources get boxes from one holder each.
         """
         limits = RemoteSources(even_origins=len(self.topology.nodes) <= MAX_REMOTE_PEERS)
-        if self._may_send_to_all():
-            direct = replace(limits, direct=True)
-            peers, _, _ = self._peers(direct)
-            if peers <= MAX_REMOTE_PEERS:
-                return self._with_turns(direct, MAX_REMOTE_PEERS / max(peers, 1))
-        peers, by_receivers, relays = self._peers(limits)
-        if peers + relays > MAX_REMOTE_PEERS:
-            many = np.flatnonzero(by_receivers > MAX_REMOTE_PEERS / 4).tolist()
-            limits = RemoteSources(single_root=frozenset(self.receivers[number] for number in many))
-            peers, _, relays = self._peers(limits)
-        return self._with_turns(limits, (MAX_REMOTE_PEERS - relays) / peers if peers else MAX_REMOTE_PEERS)
+        found: list[tuple[float, RemoteSources]] = []
+        for arc in self._arcs_to_try():
+            tried = replace(limits, arc=arc)
+            peers, _, relays = self._peers(tried)
+            if peers + relays <= EVEN_SHARE * MAX_REMOTE_PEERS:
+                ratio = self._egress_ratio(tried)
+                found.append((ratio, self._with_turns(tried, (MAX_REMOTE_PEERS - relays) / max(peers, 1))))
+                if ratio <= (MAX_COLOCATED_RATIO if arc is None and self._is_colocated else MAX_EGRESS_RATIO):
+                    return found[-1][1]
+            elif arc is None:
+                break
+        if found:
+            return min(found, key=lambda each: each[0])[1]
+        _, by_receivers, _ = self._peers(limits)
+        many = np.flatnonzero(by_receivers > MAX_REMOTE_PEERS / 4).tolist()
+        limits = RemoteSources(single_root=frozenset(self.receivers[number] for number in many))
+        peers, _, relays = self._peers(limits)
+        return self._with_turns(limits, (MAX_REMOTE_PEERS - relays) / max(peers, 1))
 
     def _with_turns(self, limits: RemoteSources, most: float) -> RemoteSources:
         """Return the limits with at most so many turns, after which all have had equally many if that is possible."""
@@ -79,28 +100,47 @@ class RemoteTraffic:
     def num_hops(self, limits: RemoteSources) -> int:
         """Return the number of hops that boxes take at most."""
         _, receivers = self.remote_pairs
-        arc, _ = self._trees(limits)
+        arc, _ = self.trees(limits)
         depth = np.maximum.accumulate(num_passed(np.arange(arc.max(initial=1))))
         are_shared = np.asarray((self.needed > 1).any(axis=1))
         return 1 + int((depth[arc - 1] + are_shared[receivers]).max(initial=0))
 
-    def _may_send_to_all(self) -> bool:
-        """Return whether no machine would send more bytes than the most that one receives, without any relays."""
+    def _arcs_to_try(self) -> list[int | None]:
+        """Return lengths of arcs, the best first; None: those with which each holder sends a box once."""
+        _, receivers = self.remote_pairs
+        longest = int((self.needed > 0).sum(axis=1)[receivers].max(initial=1))
+        of_holders, _ = self.trees(UNLIMITED)
+        arcs: list[int | None] = [*(arc for arc in ARCS if arc < longest), longest]
+        arcs.insert(1 if of_holders.max(initial=1) <= 3 else bisect(ARCS, MAX_GOOD_ARC), None)
+        return arcs
+
+    @cached_property
+    def _is_colocated(self) -> bool:
+        """Whether some machine both holds and needs boxes, so that its NICs do both."""
+        return bool(((self.held > 0).any(axis=0) & (self.needed > 0).any(axis=0)).any())
+
+    def _egress_ratio(self, limits: RemoteSources) -> float:
+        """Return the most bytes that a machine sends over the most that one receives."""
         needs, lacks, num_bytes = (
             (self.needed > 0).astype(float),
             (self.held == 0).astype(float),
             self.pairs.astype(float),
         )
         received = ((num_bytes @ needs) * lacks).sum(axis=0)
+        copies = lacks @ needs.T
+        from_holders = np.zeros_like(copies)
+        _, from_holders[self.remote_pairs] = self.trees(limits)
+        from_holders = np.minimum(from_holders, copies)
         share = self.held / np.maximum(self.held.sum(axis=1), 1)[:, None]
-        sent = (num_bytes * (lacks @ needs.T)).sum(axis=1) @ share
-        return bool(sent.max(initial=0) <= 1.02 * received.max(initial=0))
+        sent = (num_bytes * from_holders).sum(axis=1) @ share
+        relayed = (num_bytes * (copies - from_holders)).sum(axis=0) / np.maximum(needs.sum(axis=1), 1)
+        return float((sent + relayed @ needs).max(initial=0) / max(received.max(initial=0), 1))
 
     def num_turns(self, limits: RemoteSources) -> int:
         """Return a number of turns after which holders, and the ranks of a machine, have had equally many."""
         holders, receivers = self.remote_pairs
         found = 1
-        machines = np.ones(len(receivers), np.int64) if limits.direct else (self.needed > 0).sum(axis=1)[receivers]
+        machines = np.ones(len(receivers), np.int64) if limits.arc == 1 else (self.needed > 0).sum(axis=1)[receivers]
         counts = _lengths(self.holders)[holders], self.needed.max(axis=1)[receivers], machines
         for numbers in set(zip(*(column.tolist() for column in counts), strict=True)):
             found = math.lcm(found, *numbers)
@@ -114,7 +154,7 @@ class RemoteTraffic:
             that each of them receives from; the most in relays.
         """
         holders, receivers = self.remote_pairs
-        arc, num_roots = self._trees(limits)
+        arc, num_roots = self.trees(limits)
         by_holders = np.bincount(holders, num_roots, len(self.holders)) / _lengths(self.holders)
         by_receivers = np.bincount(receivers, num_roots, len(self.receivers)) / _lengths(self.receivers)
         peers = np.zeros(len(self.topology.nodes))
@@ -122,13 +162,12 @@ class RemoteTraffic:
             np.add.at(peers, _flat(sets), np.repeat(number, _lengths(sets)))
         return float(peers.max()), by_receivers, 2 * len(distances(int(arc.max(initial=1))))
 
-    def _trees(self, limits: RemoteSources) -> tuple[Ints, Ints]:
+    def trees(self, limits: RemoteSources) -> tuple[Ints, Ints]:
         """Return, by pair of `remote_pairs`, the machines that one root serves, and the number of roots."""
         holders, receivers = self.remote_pairs
         is_single = np.array([ranks in limits.single_root for ranks in self.receivers], bool)[receivers]
         machines = (self.needed > 0).sum(axis=1)[receivers]
-        roots = machines if limits.direct else np.where(is_single, 1, _lengths(self.holders)[holders])
-        arc = np.maximum(-(-machines // roots), 1)
+        arc = limits.arcs(machines, np.where(is_single, 1, _lengths(self.holders)[holders]))
         return arc, -(-machines // arc)
 
     @cached_property
@@ -193,7 +232,8 @@ class RingEntries:
         machines = ((traffic.needed > 0)[receivers] & (traffic.held == 0)[holders]).sum(axis=1)
         num_holders = np.array([len(traffic.holders[of]) for of in holders.tolist()], np.int64)
         order = _by_bytes(traffic, holders, receivers)
-        lengths = machines * turn_offset(limits.num_turns, num_holders)
+        arc, num_roots = traffic.trees(limits)
+        lengths = np.where(arc == 1, machines, num_roots) * turn_offset(limits.num_turns, num_holders)
         found.root[holders, receivers] = _starts(holders, lengths, order)
         num_fetchers = traffic.needed.max(axis=1)[receivers]
         found.fetcher[holders, receivers] = _starts(receivers, turn_offset(limits.num_turns, num_fetchers), order)

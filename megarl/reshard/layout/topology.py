@@ -192,10 +192,11 @@ class SourceSelector:
             boxes, place = np.nonzero(root == self._position[source])
             machine = number[place]
         else:
-            root = (self._position[source] - self._shift(turn) - self._entry.root) % len(self._holders)
-            machine = self._tree.entries(root, rotation)
-            boxes = np.flatnonzero(machine >= 0)
-            machine = machine[boxes]
+            first = (self._position[source] - self._shift(turn) - self._entry.root) % len(self._holders)
+            arcs = first[:, None] + np.arange(0, self._tree.num_roots, len(self._holders))
+            entered = self._tree.entries(arcs, rotation[:, None])
+            boxes, place = np.nonzero(entered >= 0)
+            machine = entered[boxes, place]
         return boxes, self._fetcher(machine, turn[boxes]), np.zeros(len(boxes), np.int64)
 
     def _relays(self, source: int, turn: Ints, machines: Collection[int]) -> list[tuple[Ints, Ints, Ints]]:
@@ -233,11 +234,14 @@ class SourceSelector:
     def _shift(self, turn: Ints) -> Ints:
         """Return by how many positions the roots of each box [N] are moved on among the holders.
 
-        Within as many turns as there are machines, each machine gets boxes from each root, as the place where boxes
-        enter the ring moves on. Only after them, all roots are moved on by one holder.
+        If not all holders are roots, the next ones are in the next turn. If they are, each machine gets boxes from each
+        root within as many turns as there are machines, as the place where boxes enter the ring moves on; only after
+        them, all roots are moved on by one holder.
         """
         machines = len(self._size)
-        if self._tree.num_roots == 1 or (self._num_turns is not None and self._num_turns < machines):
+        if self._tree.num_roots < len(self._holders):
+            return turn * self._tree.num_roots
+        if self._num_turns is not None and self._num_turns < machines:
             return turn
         return turn // machines
 

@@ -1,5 +1,6 @@
 """Sources of boxes: relay trees and entries into rings of machines, against brute force."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.reshard.layout import remote_traffic
 from megarl.reshard.layout.relay_tree import RelayTree, RemoteSources
 from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS, RemoteTraffic, RingEntries
 from megarl.reshard.layout.topology import SourceSelector, Topology
@@ -17,7 +19,7 @@ from megarl.reshard.layout.topology import SourceSelector, Topology
 @pytest.mark.parametrize("origins", [(), (0,), (1, 2, 5)])
 def test_every_machine_receives_once_over_short_paths(machines, roots, origins):
     origins = [number for number in origins if number < machines]
-    tree = RelayTree.over(machines, roots, origins)
+    tree = RelayTree(machines, -(-machines // roots), frozenset(origins))
     assert tree.num_roots <= roots
     for rotation in range(machines):
         turn = np.array([rotation])
@@ -46,7 +48,7 @@ def path_of(tree, machine, rotation):
 
 def test_machines_send_equally_much_and_have_few_peers():
     """Over all rotations of a ring of 64, every machine passes a box on as often as the others."""
-    tree, turns = RelayTree.over(64, 1), np.arange(64)
+    tree, turns = RelayTree(64, 64), np.arange(64)
     sends = [sum(len(boxes) for boxes, _ in tree.children(machine, turns, range(64))) for machine in range(64)]
     assert sends == [63] * 64
     peers = {(to - 5) % 64 for _, to in tree.children(5, turns, range(64))}
@@ -80,11 +82,13 @@ def case(is_colocated):
 
 
 @pytest.mark.parametrize("is_colocated", [True, False])
-def test_no_rank_has_more_peers_than_the_limit(is_colocated):
+@pytest.mark.parametrize("limit", [MAX_REMOTE_PEERS, 64])
+def test_no_rank_has_more_peers_than_the_limit(is_colocated, limit, monkeypatch):
     """Peers on other machines, from what every rank receives. Without entries, 30 ranks would send to some."""
+    monkeypatch.setattr(remote_traffic, "MAX_REMOTE_PEERS", limit)
     traffic = case(is_colocated)
     topology, limits = traffic.topology, replace(traffic.limit(), num_turns=1)
-    assert limits.single_root
+    assert bool(limits.single_root) == (limits.arc is None) == (limit == 64)
     entries = RingEntries.choose(traffic, limits)
     peers, from_roots = [set() for _ in topology.nodes], np.zeros(len(topology.nodes), int)
     for h, r in zip(*(axis.tolist() for axis in np.nonzero(traffic.pairs)), strict=True):
@@ -97,10 +101,10 @@ def test_no_rank_has_more_peers_than_the_limit(is_colocated):
                     from_roots[rank] += hop == 0 and source not in peers[rank]
                     peers[rank].add(source)
                     peers[source].add(rank)
-    assert max(map(len, peers)) <= MAX_REMOTE_PEERS
+    assert max(map(len, peers)) <= limit
     first = traffic.receivers[-1][0]
     engines = from_roots[first : first + ENGINE_RANKS]
-    assert engines.max() <= 36  # 512 pairs of ranks hold experts, each for 16 receivers
+    assert engines.max() <= (36 if limits.single_root else limit)  # 512 pairs of ranks hold experts, each for 16 receivers
 
 
 def moves(columns):
@@ -147,7 +151,7 @@ def test_few_turns_use_all_holders_and_fetchers_equally(num_turns, num_engines):
     receivers = [tuple(range(8 + part, world, 4)) for part in range(4)]
     holders = [tuple(range(part, 8, 2)) for part in range(2)] + [(rank,) for rank in range(8)]
     traffic = RemoteTraffic(topology, holders, receivers, np.full((len(holders), 4), 1000))
-    limits = RemoteSources(num_turns, direct=True)
+    limits = RemoteSources(num_turns, arc=1)
     entries, turns = RingEntries.choose(traffic, limits), np.arange(num_turns)
     sent, fetched = np.zeros((len(holders), world)), np.zeros((len(holders), world))
     for h, of in enumerate(holders):
@@ -181,11 +185,11 @@ def test_machines_pass_on_equally_much_of_the_boxes_of_one_turn():
     assert (passed_on[:, 64:] == 7).all()
 
 
-@given(st.data(), st.booleans(), st.sampled_from([None, 1, 3]), st.booleans(), st.booleans())
+@given(st.data(), st.booleans(), st.sampled_from([None, 1, 3]), st.sampled_from([None, 1, 2, 3]), st.booleans())
 @settings(max_examples=300)
-def test_senders_and_receivers_agree(data, single_root, num_turns, direct, even_origins):
+def test_senders_and_receivers_agree(data, single_root, num_turns, arc, even_origins):
     world, holders, receivers, topology = draw_ranks(data, 12, 6)
-    remote = RemoteSources(num_turns, direct, even_origins, single_root=frozenset([receivers] * single_root))
+    remote = RemoteSources(num_turns, arc, even_origins, single_root=frozenset([receivers] * single_root))
     selector = SourceSelector(holders, receivers, topology, {}, remote=remote)
     turns = np.arange(30)
     sent, received = sent_and_received(selector, range(world), receivers, turns)
@@ -193,14 +197,14 @@ def test_senders_and_receivers_agree(data, single_root, num_turns, direct, even_
     arrival = {(box, rank): hop for box, _, rank, hop in received}
     for box, source, _, hop in received:  # what is relayed has arrived one hop before
         assert hop == 0 if source in holders else arrival[box, source] == hop - 1
-    for box in turns:  # it enters a node that lacks it once, and no holder sends it to two such nodes
+    for box in turns:  # it enters a node that lacks it once, and no holder sends it to more of them than it has to
         entering = [(source, topology.nodes[to]) for b, source, to, _ in received if b == box]
         entering = [(source, node) for source, node in entering if topology.nodes[source] != node]
         assert len({node for _, node in entering}) == len(entering)
-        if not direct and {topology.nodes[rank] for rank in holders}.isdisjoint(
-            {topology.nodes[rank] for rank in receivers}
-        ):
-            assert all(count <= 1 for source, count in Counter(s for s, _ in entering).items() if source in holders)
+        machines = {topology.nodes[rank] for rank in receivers}
+        if {topology.nodes[rank] for rank in holders}.isdisjoint(machines):
+            most = 1 if arc is None else max(math.ceil(math.ceil(len(machines) / arc) / len(holders)), 1)
+            assert all(n <= most for source, n in Counter(s for s, _ in entering).items() if source in holders)
 
 
 def test_all_holders_send():
