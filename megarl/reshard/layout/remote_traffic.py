@@ -91,7 +91,7 @@ class RemoteTraffic:
 
     def _with_turns(self, limits: RemoteSources, most: float) -> RemoteSources:
         """Return the limits with at most so many turns, after which all have had equally many if that is possible."""
-        even, turns = self.num_turns(limits), max(int(most), 1)
+        even, turns = self._even_turns(limits), max(int(most), 1)
         if turns >= even:
             return replace(limits, num_turns=turns - turns % even)
         divisor = max(number for number in range(1, turns + 1) if even % number == 0)
@@ -137,6 +137,10 @@ class RemoteTraffic:
         return float((sent + relayed @ needs).max(initial=0) / max(received.max(initial=0), 1))
 
     def num_turns(self, limits: RemoteSources) -> int:
+        """Return the number of slices of a stage in one round, `_even_turns` if that is not too many."""
+        return min(self._even_turns(limits), MAX_TURNS)
+
+    def _even_turns(self, limits: RemoteSources) -> int:
         """Return a number of turns after which holders, and the ranks of a machine, have had equally many."""
         holders, receivers = self.remote_pairs
         found = 1
@@ -144,7 +148,7 @@ class RemoteTraffic:
         counts = _lengths(self.holders)[holders], self.needed.max(axis=1)[receivers], machines
         for numbers in set(zip(*(column.tolist() for column in counts), strict=True)):
             found = math.lcm(found, *numbers)
-        return min(found, MAX_TURNS)
+        return found
 
     def _peers(self, limits: RemoteSources) -> tuple[float, Ints, int]:
         """Return how many ranks of other machines a rank exchanges boxes with, if each set has one turn.
