@@ -1,6 +1,7 @@
 """Traffic between machines: estimates of its peers and hops, and where boxes enter the rings of machines.
 
-`RemoteTraffic` estimates how many peers a rank has on other machines, and how many hops boxes take.
+`RemoteTraffic` estimates how many peers a rank has on other machines, how much machines send, and how many hops boxes
+take. From these it chooses how many machines one holder serves (`limit`).
 
 `RingEntries` chooses where boxes enter the rings, so that ranks send and receive equally much there. A pair of holders
 and receivers has few turns. So each pair starts where the one before has ended: at the holders with those of the same
@@ -65,9 +66,10 @@ class RemoteTraffic:
     """[holders, receivers], the bytes that each of the receivers needs of what the holders hold."""
 
     def limit(self) -> RemoteSources:
-        """Return the limits that keep most ranks at `MAX_REMOTE_PEERS` peers, with as many turns as these allow.
+        """Return limits with which no machine sends much more than others receive, and with as many turns as possible.
 
-        Receivers that would have a large part of that number as sources get boxes from one holder each.
+        They keep most ranks at `MAX_REMOTE_PEERS` peers. If none do, receivers that would have a large part of that
+        number as sources get boxes from one holder each.
         """
         limits = RemoteSources(even_origins=len(self.topology.nodes) <= MAX_REMOTE_PEERS)
         found: list[tuple[float, RemoteSources]] = []

@@ -68,8 +68,8 @@ class SourceSelector:
 
         holders 0 1   receivers 1 4 5 on nodes {0, 1}, {4, 5}      1 <- 1     4 <- 0 (or 1)     5 <- 4
 
-    If there are more such nodes than holders, nodes also relay the box to each other (`RelayTree`), so that no holder
-    sends it to more than one of them. On a node that holds the box, a rank that needs it relays it to other nodes.
+    If holders are not to send it to each such node (`RemoteSources`), nodes also relay the box to each other
+    (`RelayTree`). On a node that holds the box, a rank that needs it relays it to other nodes.
 
     Equally good sources take turns. Only a few turns differ for boxes that come from other nodes, so that a rank does
     not exchange messages with every rank of other nodes. If even that would be too many, an `Entry` determines where

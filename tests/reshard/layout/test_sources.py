@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -104,7 +105,8 @@ def test_no_rank_has_more_peers_than_the_limit(is_colocated, limit, monkeypatch)
     assert max(map(len, peers)) <= limit
     first = traffic.receivers[-1][0]
     engines = from_roots[first : first + ENGINE_RANKS]
-    assert engines.max() <= (36 if limits.single_root else limit)  # 512 pairs of ranks hold experts, each for 16 receivers
+    most = 36 if limits.single_root else limit  # 512 pairs of ranks hold experts, each for 16 receivers
+    assert engines.max() <= most
 
 
 def moves(columns):
@@ -166,6 +168,27 @@ def test_few_turns_use_all_holders_and_fetchers_equally(num_turns, num_engines):
         assert sent[h, list(of)].max() - sent[h, list(of)].min() <= 1
     by_rank = fetched.sum(axis=0)[8:]
     assert by_rank.max() - by_rank.min() <= 1
+
+
+@pytest.mark.parametrize("num_holders", [1, 2, 4, 8])
+@pytest.mark.parametrize("machines", [2, 3, 4, 6, 8, 12])
+def test_no_machine_sends_more_than_others_receive(num_holders, machines):
+    """Ranks of one machine hold what a rank of each of several machines needs: altogether, they send it once."""
+    topology = Topology(tuple(rank // 8 for rank in range(8 * (machines + 1))))
+    holders = [tuple(range(part, 8, 8 // num_holders)) for part in range(8 // num_holders)]
+    receivers = [tuple(range(8 + part, 8 * (machines + 1), 8)) for part in range(8)]
+    traffic = RemoteTraffic(topology, holders, receivers, np.full((len(holders), 8), 1000))
+    limits = traffic.limit()
+    entries, turns = RingEntries.choose(traffic, limits), np.arange(limits.num_turns)
+    sent, received = np.zeros(len(topology.nodes), int), np.zeros(len(topology.nodes), int)
+    for (h, of), (r, to) in product(enumerate(holders), enumerate(receivers)):
+        selector = SourceSelector(of, to, topology, {}, remote=limits, entry=entries.of(h, r))
+        for rank in to:
+            sources, _ = selector.sources(rank, turns)
+            np.add.at(sent, sources, 1)
+            received[rank] += len(turns)
+    assert sent.reshape(-1, 8).sum(axis=1).max() == received.reshape(-1, 8).sum(axis=1).max()
+    assert sent[:8].max() - sent[:8].min() <= len(receivers)
 
 
 def test_machines_pass_on_equally_much_of_the_boxes_of_one_turn():
