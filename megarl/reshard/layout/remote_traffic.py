@@ -39,7 +39,7 @@ MAX_REMOTE_PEERS = 128
 
 
 EVEN_SHARE = 0.9
-"""Part of `MAX_REMOTE_PEERS` that ranks may have on average: some have a few more."""
+"""Part of `MAX_REMOTE_PEERS` that ranks may have on average if not all holders are roots: some have a few more."""
 
 ARCS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Lengths of arcs that are tried, in addition to that of the whole ring."""
@@ -76,7 +76,7 @@ class RemoteTraffic:
         for arc in self._arcs_to_try():
             tried = replace(limits, arc=arc)
             peers, _, relays = self._peers(tried)
-            if peers + relays <= EVEN_SHARE * MAX_REMOTE_PEERS:
+            if peers + relays <= (1.0 if arc is None else EVEN_SHARE) * MAX_REMOTE_PEERS:
                 ratio = self._egress_ratio(tried)
                 found.append((ratio, self._with_turns(tried, (MAX_REMOTE_PEERS - relays) / max(peers, 1))))
                 if ratio <= (MAX_COLOCATED_RATIO if arc is None and self._is_colocated else MAX_EGRESS_RATIO):
