@@ -27,7 +27,7 @@ LIMITS = {
 }
 """Places found at most, by measure."""
 
-SIZE_LIMITS = {"Python files of megarl": 386, "lines of the weight sync": 14_230}
+SIZE_LIMITS = {"Python files of megarl": 384, "lines of the weight sync": 13_472}
 """Figures of the tree without places."""
 
 WEIGHT_SYNC = (
