@@ -33,8 +33,9 @@ class RemoteSources:
 
     num_turns: int | None = None
     """Number of different turns of boxes with the same holders; None: no limit."""
-    arc: int | None = None
-    """Number of machines that one root serves; None: as many as it has to if each holder sends a box once."""
+    arcs: tuple[int, int | None] = 1, None
+    """The fewest and the most machines that one root serves, None: no limit. Within these, as many as it has to if each
+    holder sends a box once."""
     even_origins: bool = False
     """Whether the machines that hold a box lie at equal distances on its ring. The rings of different boxes then have
     different orders, with more machines that exchange messages."""
@@ -44,13 +45,13 @@ class RemoteSources:
     def tree(self, holders: Ranks, receivers: Ranks, machines: int, origins: Iterable[int] = ()) -> RelayTree:
         """Return the trees by which `receivers` on `machines` machines get a box."""
         roots = 1 if receivers in self.single_root else len(holders)
-        arc = int(self.arcs(np.array(machines), np.array(roots)))
+        arc = int(self.arc_lengths(np.array(machines), np.array(roots)))
         return RelayTree(machines, arc, frozenset(origins))
 
-    def arcs(self, machines: Ints, roots: Ints) -> Ints:
+    def arc_lengths(self, machines: Ints, roots: Ints) -> Ints:
         """Return how many machines one root serves, by numbers of machines [N] and of ranks that may be roots [N]."""
-        arc: Ints = np.maximum(-(-machines // roots) if self.arc is None else np.minimum(machines, self.arc), 1)
-        return arc
+        arc: Ints = np.clip(-(-machines // roots), *self.arcs)
+        return np.maximum(np.minimum(arc, machines), 1)
 
 
 UNLIMITED = RemoteSources()

@@ -22,7 +22,6 @@ each keep these, but different ranks of a machine fetch the boxes of different h
 from __future__ import annotations
 
 import math
-from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,12 +40,12 @@ MAX_REMOTE_PEERS = 128
 EVEN_SHARE = 0.9
 """Part of `MAX_REMOTE_PEERS` that ranks may have on average if not all holders are roots: some have a few more."""
 
-ARCS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Lengths of arcs that are tried, in addition to that of the whole ring."""
+ARCS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of machines that roots may serve, in addition to 1 and all machines."""
 
-MAX_GOOD_ARC = 8
-"""Longest arc that is better than one of more than 3 machines with which each holder sends once: in long arcs, machines
-pass on unequally many boxes."""
+MAX_SHORT_ARC, MAX_GOOD_ARC = 3, 8
+"""Arcs of up to 3 machines need not be cut; cutting longer ones into arcs of up to 8 is worth more messages of holders,
+since in long arcs machines pass on unequally many boxes."""
 
 MAX_EGRESS_RATIO, MAX_COLOCATED_RATIO = 1.02, 1.15
 """The most that a machine should send of what one receives; with engines on trainer machines, if holders send once."""
@@ -73,15 +72,15 @@ class RemoteTraffic:
         """
         limits = RemoteSources(even_origins=len(self.topology.nodes) <= MAX_REMOTE_PEERS)
         found: list[tuple[float, RemoteSources]] = []
-        for arc in self._arcs_to_try():
-            tried = replace(limits, arc=arc)
+        for arcs in self._arcs_to_try():
+            tried, is_once = replace(limits, arcs=arcs), arcs == UNLIMITED.arcs
             peers, _, relays = self._peers(tried)
-            if peers + relays <= (1.0 if arc is None else EVEN_SHARE) * MAX_REMOTE_PEERS:
+            if peers + relays <= (1.0 if is_once else EVEN_SHARE) * MAX_REMOTE_PEERS:
                 ratio = self._egress_ratio(tried)
                 found.append((ratio, self._with_turns(tried, (MAX_REMOTE_PEERS - relays) / max(peers, 1))))
-                if ratio <= (MAX_COLOCATED_RATIO if arc is None and self._is_colocated else MAX_EGRESS_RATIO):
+                if ratio <= (MAX_COLOCATED_RATIO if is_once and self._is_colocated else MAX_EGRESS_RATIO):
                     return found[-1][1]
-            elif arc is None:
+            elif is_once:
                 break
         if found:
             return min(found, key=lambda each: each[0])[1]
@@ -107,14 +106,15 @@ class RemoteTraffic:
         are_shared = np.asarray((self.needed > 1).any(axis=1))
         return 1 + int((depth[arc - 1] + are_shared[receivers]).max(initial=0))
 
-    def _arcs_to_try(self) -> list[int | None]:
-        """Return lengths of arcs, the best first; None: those with which each holder sends a box once."""
+    def _arcs_to_try(self) -> list[tuple[int, int | None]]:
+        """Return limits of arcs, the best first: cut to 1; as each holder sends once; cut to more; lengthened."""
         _, receivers = self.remote_pairs
-        longest = int((self.needed > 0).sum(axis=1)[receivers].max(initial=1))
-        of_holders, _ = self.trees(UNLIMITED)
-        arcs: list[int | None] = [*(arc for arc in ARCS if arc < longest), longest]
-        arcs.insert(1 if of_holders.max(initial=1) <= 3 else bisect(ARCS, MAX_GOOD_ARC), None)
-        return arcs
+        ring = int((self.needed > 0).sum(axis=1)[receivers].max(initial=1))
+        longest = int(self.trees(UNLIMITED)[0].max(initial=1))
+        cut: list[tuple[int, int | None]] = [(1, arc) for arc in ARCS if arc < min(longest, MAX_GOOD_ARC + 1)]
+        once = [UNLIMITED.arcs]
+        between = [*once, *cut] if longest <= MAX_SHORT_ARC else [*cut, *once]
+        return [(1, 1), *between, *((arc, arc) for arc in ARCS if arc < ring), (ring, ring)]
 
     @cached_property
     def _is_colocated(self) -> bool:
@@ -146,7 +146,9 @@ class RemoteTraffic:
         """Return a number of turns after which holders, and the ranks of a machine, have had equally many."""
         holders, receivers = self.remote_pairs
         found = 1
-        machines = np.ones(len(receivers), np.int64) if limits.arc == 1 else (self.needed > 0).sum(axis=1)[receivers]
+        machines = (
+            np.ones(len(receivers), np.int64) if limits.arcs == (1, 1) else (self.needed > 0).sum(axis=1)[receivers]
+        )
         counts = _lengths(self.holders)[holders], self.needed.max(axis=1)[receivers], machines
         for numbers in set(zip(*(column.tolist() for column in counts), strict=True)):
             found = math.lcm(found, *numbers)
@@ -173,7 +175,7 @@ class RemoteTraffic:
         holders, receivers = self.remote_pairs
         is_single = np.array([ranks in limits.single_root for ranks in self.receivers], bool)[receivers]
         machines = (self.needed > 0).sum(axis=1)[receivers]
-        arc = limits.arcs(machines, np.where(is_single, 1, _lengths(self.holders)[holders]))
+        arc = limits.arc_lengths(machines, np.where(is_single, 1, _lengths(self.holders)[holders]))
         return arc, -(-machines // arc)
 
     @cached_property

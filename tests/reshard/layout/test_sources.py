@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.reshard.layout import remote_traffic
 from megarl.reshard.layout.relay_tree import RelayTree, RemoteSources
 from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS, RemoteTraffic, RingEntries
 from megarl.reshard.layout.topology import SourceSelector, Topology
@@ -83,13 +82,11 @@ def case(is_colocated):
 
 
 @pytest.mark.parametrize("is_colocated", [True, False])
-@pytest.mark.parametrize("limit", [MAX_REMOTE_PEERS, 64])
-def test_no_rank_has_more_peers_than_the_limit(is_colocated, limit, monkeypatch):
+def test_no_rank_has_more_peers_than_the_limit(is_colocated):
     """Peers on other machines, from what every rank receives. Without entries, 30 ranks would send to some."""
-    monkeypatch.setattr(remote_traffic, "MAX_REMOTE_PEERS", limit)
     traffic = case(is_colocated)
     topology, limits = traffic.topology, replace(traffic.limit(), num_turns=1)
-    assert bool(limits.single_root) == (limits.arc is None) == (limit == 64)
+    assert limits.single_root
     entries = RingEntries.choose(traffic, limits)
     peers, from_roots = [set() for _ in topology.nodes], np.zeros(len(topology.nodes), int)
     for h, r in zip(*(axis.tolist() for axis in np.nonzero(traffic.pairs)), strict=True):
@@ -102,11 +99,10 @@ def test_no_rank_has_more_peers_than_the_limit(is_colocated, limit, monkeypatch)
                     from_roots[rank] += hop == 0 and source not in peers[rank]
                     peers[rank].add(source)
                     peers[source].add(rank)
-    assert max(map(len, peers)) <= limit
+    assert max(map(len, peers)) <= MAX_REMOTE_PEERS
     first = traffic.receivers[-1][0]
     engines = from_roots[first : first + ENGINE_RANKS]
-    most = 36 if limits.single_root else limit  # 512 pairs of ranks hold experts, each for 16 receivers
-    assert engines.max() <= most
+    assert engines.max() <= 36  # 512 pairs of ranks hold experts, each for 16 receivers
 
 
 def moves(columns):
@@ -153,7 +149,7 @@ def test_few_turns_use_all_holders_and_fetchers_equally(num_turns, num_engines):
     receivers = [tuple(range(8 + part, world, 4)) for part in range(4)]
     holders = [tuple(range(part, 8, 2)) for part in range(2)] + [(rank,) for rank in range(8)]
     traffic = RemoteTraffic(topology, holders, receivers, np.full((len(holders), 4), 1000))
-    limits = RemoteSources(num_turns, arc=1)
+    limits = RemoteSources(num_turns, (1, 1))
     entries, turns = RingEntries.choose(traffic, limits), np.arange(num_turns)
     sent, fetched = np.zeros((len(holders), world)), np.zeros((len(holders), world))
     for h, of in enumerate(holders):
@@ -208,11 +204,17 @@ def test_machines_pass_on_equally_much_of_the_boxes_of_one_turn():
     assert (passed_on[:, 64:] == 7).all()
 
 
-@given(st.data(), st.booleans(), st.sampled_from([None, 1, 3]), st.sampled_from([None, 1, 2, 3]), st.booleans())
+@given(
+    st.data(),
+    st.booleans(),
+    st.sampled_from([None, 1, 3]),
+    st.sampled_from([(1, None), (1, 1), (1, 2), (2, 2), (3, 3)]),
+    st.booleans(),
+)
 @settings(max_examples=300)
-def test_senders_and_receivers_agree(data, single_root, num_turns, arc, even_origins):
+def test_senders_and_receivers_agree(data, single_root, num_turns, arcs, even_origins):
     world, holders, receivers, topology = draw_ranks(data, 12, 6)
-    remote = RemoteSources(num_turns, arc, even_origins, single_root=frozenset([receivers] * single_root))
+    remote = RemoteSources(num_turns, arcs, even_origins, single_root=frozenset([receivers] * single_root))
     selector = SourceSelector(holders, receivers, topology, {}, remote=remote)
     turns = np.arange(30)
     sent, received = sent_and_received(selector, range(world), receivers, turns)
@@ -226,7 +228,9 @@ def test_senders_and_receivers_agree(data, single_root, num_turns, arc, even_ori
         assert len({node for _, node in entering}) == len(entering)
         machines = {topology.nodes[rank] for rank in receivers}
         if {topology.nodes[rank] for rank in holders}.isdisjoint(machines):
-            most = 1 if arc is None else max(math.ceil(math.ceil(len(machines) / arc) / len(holders)), 1)
+            roots = 1 if single_root else len(holders)
+            arc = int(remote.arc_lengths(np.array(len(machines)), np.array(roots)))
+            most = max(math.ceil(math.ceil(len(machines) / arc) / len(holders)), 1)
             assert all(n <= most for source, n in Counter(s for s, _ in entering).items() if source in holders)
 
 
