@@ -68,9 +68,10 @@ def compute_traffic(
     into = [0] * len(sources)
     for rank, need in needs.items():
         into[rank] = need_index.missing([sources[rank]], [need]).boxes
+    if any(len({topology.nodes[rank] for rank in group}) > 1 for group in groups):
+        return Traffic(into_ranks=tuple(into), into_nodes=None)
     nodes = missing_by_node(need_index, sources, needs, topology)
     known = not any(missing.uneven for missing in nodes.values())
-    known &= all(len({topology.nodes[rank] for rank in group}) <= 1 for group in groups)
     return Traffic(into_ranks=tuple(into), into_nodes={n: m.boxes for n, m in nodes.items()} if known else None)
 
 

@@ -36,7 +36,6 @@ from megarl.reshard.layout.topology import Topology
 MAX_REMOTE_PEERS = 128
 """The most ranks of other machines that a rank should exchange messages with: each takes buffers and a connection."""
 
-
 EVEN_SHARE = 0.9
 """Part of `MAX_REMOTE_PEERS` that ranks may have on average if not all holders are roots: some have a few more."""
 

@@ -226,7 +226,7 @@ TABLE = {(1, 4, 2, 2): 1 / 4, (1, 8, 2, 4): 1 / 8, (2, 8, 2, 4): 3 / 16, (8, 8, 
 
 @pytest.mark.parametrize(("layout", "received"), TABLE.items())
 def test_received_and_redundant_bytes_of_micro_dp_are_those_of_the_paper(layout, received):
-    """HybridFlow's table 2; the baselines beside it are those of `benchmarks.reshard.full_gather`."""
+    """The row of HybridFlow's engine in table 2; `benchmarks.reshard.full_gather` has the rows of the baselines."""
     case = scenario(*layout)
     arrangement = arrange("micro_dp", case)
     assert {of_rank.bytes_received for of_rank in forecast(arrangement, case).stats} == {received * MODEL_BYTES}
