@@ -7,12 +7,11 @@ sizes that do not divide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan, release_indexes
-from megarl.reshard.planning.rounds import Round
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncContext, SyncStats
 from megarl.reshard.transfer.delta_sync import DeltaSync
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec
@@ -55,14 +54,11 @@ class BoxStrategy:
         self._gather_group = make_group(context.rank, context.groups)
         self._sync_group, self._transport = None, Transport()
         self._sync = DeltaSync(context.rank, plan, bucket_bytes, self._gather_group)
+        self.rounds = plan.rounds
+        """The rounds of this rank, in order."""
         if timeout_seconds is not None:
             self._sync_group = make_sync_group(timeout_seconds)
             self._transport = make_sync_transport(self._sync_group, timeout_seconds, make_transport, heartbeat)
-
-    @property
-    def rounds(self) -> Sequence[Round]:
-        """The rounds of this rank, in order."""
-        return self._sync.rounds
 
     def raise_if_aborted(self) -> None:
         """Raise LostRankError if the sync was aborted on all ranks; for sinks that wait."""

@@ -108,20 +108,12 @@ def plan_replica(rank: int, context: SyncContext, bucket_bytes: int) -> list[Buc
         mine = find_replica(rank, replicas)
         # which tensors are sharded as the other kind is only visible in the other replicas
         others = [replica for replica in replicas if replica != mine] if len(context.model_replicas) > 1 else []
-        held.append([_layouts(replica, context.sources) for replica in (mine, *others)])
-    return plan_buckets([_distinct(replicas) for replicas in held], bucket_bytes)
-
-
-def _layouts(replica: ModelReplica, sources: Sequence[WeightLayout]) -> Layouts:
-    return [[sources[rank] for rank in shard_group] for shard_group in replica]
-
-
-def _distinct(replicas: Sequence[Layouts]) -> list[Layouts]:
-    return list(
-        {
-            tuple(id(layout) for shard_group in replica for layout in shard_group): replica for replica in replicas
-        }.values()
-    )
+        distinct: dict[tuple[int, ...], Layouts] = {}
+        for replica in (mine, *others):
+            layouts = [[context.sources[rank] for rank in shard_group] for shard_group in replica]
+            distinct.setdefault(tuple(id(layout) for shard_group in layouts for layout in shard_group), layouts)
+        held.append(list(distinct.values()))
+    return plan_buckets(held, bucket_bytes)
 
 
 def find_replica(rank: int, replicas: Sequence[ModelReplica]) -> ModelReplica:

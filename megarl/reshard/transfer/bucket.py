@@ -47,7 +47,6 @@ ON_DEVICE = "cuda-ipc:"
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes, so that any dtype can be viewed in place."""
 
-
 IPC_STORAGE = slice(6, None)
 """Arguments of torch's `rebuild_cuda_tensor` that the path has to carry: from `storage_device` on, which is a UUID."""
 IPC_COUNTER = slice(5, 7)
@@ -178,7 +177,7 @@ class PrivateBuffer:
 
 
 class SharedBuffer:
-    """Shared host memory in an anonymous file, which the kernel frees however its owner exits."""
+    """Shared host memory in an anonymous file, which the kernel frees once no process has it open or mapped."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)

@@ -48,7 +48,7 @@ class DeltaSync:
             bucket_bytes: the plan's rounds need two buckets of this size, with codes a quarter of one more at most.
             gather_group: process group of the plan's all-gathers; None if it has none.
         """
-        self.rounds, self._sizes = plan.rounds, plan.buffer_sizes
+        self._rounds, self._sizes = plan.rounds, plan.buffer_sizes
         self._rank, self._gather_group, self._memory = rank, gather_group, SyncMemory()
         unused = 2 * bucket_bytes - self._sizes.total(receives=True)
         self._packed_limit = max(unused // 2, bucket_bytes // 8)
@@ -60,7 +60,7 @@ class DeltaSync:
     @cached_property
     def plan(self) -> DeltaPlan:
         """The boxes of the plan, numbered for the first delta sync."""
-        return DeltaPlan(self.rounds, -1 if self._gather_group is None else self._gather_group.rank())
+        return DeltaPlan(self._rounds, -1 if self._gather_group is None else self._gather_group.rank())
 
     def run(
         self,
@@ -77,7 +77,7 @@ class DeltaSync:
         """
         counter = ByteCounter(transport)
         deadline = deadline or Deadline(transport.timeout_seconds)
-        rounds, sizes, sent, device = self.rounds, self._sizes, tensors, device_of(tensors, sink)
+        rounds, sizes, sent, device = self._rounds, self._sizes, tensors, device_of(tensors, sink)
         base, self._base = self._base, None
         with closed_on_failure(transport, self._gather_group):
             if update is not None:
@@ -152,7 +152,7 @@ class DeltaSync:
         except WeightSyncError as e:
             raise type(e)(f"rank {self._rank}: numbers of changed weights: {e}") from e
         coded = self.plan.select(counts)
-        for full, some in zip(self.rounds, coded, strict=True):
+        for full, some in zip(self._rounds, coded, strict=True):
             counter.bytes_not_received += _bytes_received(full) - _bytes_received(some.round)
             counter.bytes_not_delivered += full.bytes_delivered - some.round.bytes_delivered
         return coded

@@ -77,10 +77,8 @@ def close_gloo_connections(group: Any) -> None:
 Message = tuple[Tensor, int]
 """The data of a point-to-point message, and the rank at the other end."""
 
-
 MAX_NAMED = 8
 """Ranks that a heartbeat names."""
-
 
 _POLL_SECONDS = 2e-5, 1e-3
 """First and longest pause between two looks at a work; the pauses double."""
@@ -491,17 +489,14 @@ def list_ranks(ranks: Iterable[int]) -> str:
 
 @dataclass(slots=True)
 class ByteCounter:
-    """Sends and receives for one rank, and counts the bytes, messages, collectives and memory of a sync."""
+    """Sends and receives for one rank, and counts the bytes, messages, collectives and memory of a `SyncStats`."""
 
     transport: Transport = field(default_factory=Transport)
     bytes_sent: int = 0
     bytes_received: int = 0
     bytes_delivered: int = 0
-    """Bytes delivered to engines."""
     messages: int = 0
-    """Number of point-to-point messages received."""
     collectives: int = 0
-    """Number of collective calls that this rank took part in."""
     buckets: int = 0
     peak_extra_bytes: int = 0
     bytes_not_received: int = 0
@@ -510,7 +505,6 @@ class ByteCounter:
     copied_bytes: int = 0
     elements: int = 0
     changed_elements: int = 0
-    """Of a delta sync; see `SyncStats`."""
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]

@@ -26,7 +26,9 @@ from megarl.reshard.transfer.bucket import (
     BoxBucket,
     DeviceBuffer,
     MappedBuckets,
+    PrivateBuffer,
     SharedBuffer,
+    SyncMemory,
     WeightBucket,
     consecutive,
     contiguous_bytes,
@@ -212,6 +214,116 @@ def test_each_bucket_is_mapped_once_and_never_beyond_its_memory():
     assert mapped.map(buckets[0])[0] == 0
     with expect_error(WeightSyncError, buffers[1].path, str(2 * mmap.PAGESIZE), f"got {mmap.PAGESIZE}"):
         mapped.map(replace(buckets[1], num_bytes=2 * mmap.PAGESIZE))
+
+
+def test_buckets_are_unmapped_after_a_sync_without_them(fake_cuda, monkeypatch):
+    """GPU memory always: its owner frees it with the sync. A test process maps its own buffers as another one would."""
+    host = [SharedBuffer(mmap.PAGESIZE) for _ in range(3)]
+    device, private = DeviceBuffer(10, torch.device("cpu")), PrivateBuffer(10, torch.device("cpu"))
+    first, second, third, on_device, in_process = (
+        BoxBucket(buffer.path, buffer.num_bytes, ()) for buffer in (*host, device, private)
+    )
+    mapped = MappedBuckets()
+    assert mapped.map(in_process) is private.bytes
+    monkeypatch.setattr(bucket_module, "_OWN", {})
+    kept = mapped.map(first)
+    for bucket in (second, on_device, first):
+        mapped.map(bucket)
+    mapped.end_sync()
+    assert len(mapped) == 2  # those in host memory
+    assert mapped.map(first) is kept
+    mapped.map(third)
+    assert len(mapped) == 3
+    mapped.end_sync()
+    assert len(mapped) == 2
+    assert mapped.map(first) is kept
+    mapped.end_sync()
+    mapped.end_sync()
+    assert len(mapped) == 0
+
+
+CPU = torch.device("cpu")
+
+
+def take(memory, num_bytes, make=make_buffer, device=CPU):
+    """Return the two buffers of a sync."""
+    with memory.lent():
+        return list(memory.take("buckets", make, 2, num_bytes, device))
+
+
+def test_buffers_in_host_memory_are_kept_while_they_are_large_enough():
+    memory = SyncMemory()
+    first = take(memory, 2 * mmap.PAGESIZE)
+    for num_bytes in (2 * mmap.PAGESIZE, 10):
+        assert take(memory, num_bytes) == first  # the same objects
+    assert take(memory, 10, PrivateBuffer) == first
+    larger = take(memory, 3 * mmap.PAGESIZE)
+    assert not set(larger) & set(first)
+    assert [os.path.exists(buffer.path) for buffer in (*first, *larger)] == [False, False, True, True]
+    memory.close()
+    assert not any(os.path.exists(buffer.path) for buffer in larger)
+    private = take(memory, 10, PrivateBuffer)
+    assert take(memory, 10, PrivateBuffer) == private
+    assert not set(take(memory, 10)) & set(private)  # another process reads these
+    memory.close()
+
+
+def test_smaller_buffers_are_freed_before_larger_ones_are_allocated():
+    memory, open_before = SyncMemory(), []
+
+    def make(num_bytes, _):
+        open_before.append([os.path.exists(buffer.path) for buffer in first])
+        return SharedBuffer(num_bytes)
+
+    first = take(memory, 10)
+    with memory.lent():
+        memory.take("buckets", make, 2, 2 * mmap.PAGESIZE, CPU)
+    assert open_before[0] == [False, False]
+    memory.close()
+
+
+def test_buffers_on_other_devices_are_freed_with_each_sync():
+    memory, meta, closed = SyncMemory(), torch.device("meta"), []
+
+    class Buffer(PrivateBuffer):
+        def close(self):
+            closed.append(self)
+
+    for _ in range(2):
+        buffers = take(memory, 10, Buffer, meta)
+        assert closed == buffers[::-1]
+        closed.clear()
+
+
+def test_all_buffers_are_freed_after_a_failed_sync():
+    memory = SyncMemory()
+    first = take(memory, 10)
+    taken = []
+
+    def fail():
+        with memory.lent():
+            taken.append(memory.take("buckets", make_buffer, 2, 10, CPU))
+            assert taken == [first]
+            raise WeightSyncError("a rank is lost")
+
+    with pytest.raises(WeightSyncError):
+        fail()
+    assert taken == [[]]
+    assert not any(os.path.exists(buffer.path) for buffer in first)
+
+
+def test_buffers_are_freed_if_one_of_them_cannot_be_allocated():
+    memory, made = SyncMemory(), []
+
+    def make(num_bytes, _):
+        if made:
+            raise OSError("no memory is left")
+        made.append(SharedBuffer(num_bytes))
+        return made[0]
+
+    with pytest.raises(OSError, match="no memory"), memory.lent():
+        memory.take("buckets", make, 2, 10, CPU)
+    assert not os.path.exists(made[0].path)
 
 
 def test_device_memory_is_identified_by_its_handle(fake_cuda, monkeypatch):
