@@ -46,7 +46,7 @@ from megarl.reshard.transfer.bucket import (
     views_like,
 )
 from tests.errors import expect_error
-from tests.reshard.rank_process import call_in_process
+from tests.reshard.rank_process import call_in_process, kept_buffers
 
 SHAPES = [
     ("a", torch.float32, (3, 5)),
@@ -216,8 +216,14 @@ def test_each_bucket_is_mapped_once_and_never_beyond_its_memory():
         mapped.map(replace(buckets[1], num_bytes=2 * mmap.PAGESIZE))
 
 
+def read_as_another_process(patch):
+    """Map buffers of this process as another one would, which sees the owner's GPU under another number."""
+    patch.setattr(bucket_module, "_OWN", {})
+    patch.setattr(bucket_module, "device_uuid", lambda device: ["GPU-c", "GPU-a"][device.index or 0])
+
+
 def test_buckets_are_unmapped_after_a_sync_without_them(fake_cuda, monkeypatch):
-    """GPU memory always: its owner frees it with the sync. A test process maps its own buffers as another one would."""
+    """GPU memory always: its owner frees it with the sync."""
     host = [SharedBuffer(mmap.PAGESIZE) for _ in range(3)]
     device, private = DeviceBuffer(10, torch.device("cpu")), PrivateBuffer(10, torch.device("cpu"))
     first, second, third, on_device, in_process = (
@@ -225,7 +231,7 @@ def test_buckets_are_unmapped_after_a_sync_without_them(fake_cuda, monkeypatch):
     )
     mapped = MappedBuckets()
     assert mapped.map(in_process) is private.bytes
-    monkeypatch.setattr(bucket_module, "_OWN", {})
+    read_as_another_process(monkeypatch)
     kept = mapped.map(first)
     for bucket in (second, on_device, first):
         mapped.map(bucket)
@@ -251,17 +257,25 @@ def take(memory, num_bytes, make=make_buffer, device=CPU):
         return list(memory.take("buckets", make, 2, num_bytes, device))
 
 
+def open_files():
+    """Return the shared buffers that this process has open."""
+    return {name for name in kept_buffers() if str(name).startswith("open")}
+
+
 def test_buffers_in_host_memory_are_kept_while_they_are_large_enough():
-    memory = SyncMemory()
+    memory, before = SyncMemory(), open_files()
     first = take(memory, 2 * mmap.PAGESIZE)
+    files = open_files() - before
+    assert len(files) == 2
     for num_bytes in (2 * mmap.PAGESIZE, 10):
         assert take(memory, num_bytes) == first  # the same objects
     assert take(memory, 10, PrivateBuffer) == first
     larger = take(memory, 3 * mmap.PAGESIZE)
     assert not set(larger) & set(first)
-    assert [os.path.exists(buffer.path) for buffer in (*first, *larger)] == [False, False, True, True]
+    assert len(open_files() - before) == 2
+    assert not files & open_files()
     memory.close()
-    assert not any(os.path.exists(buffer.path) for buffer in larger)
+    assert open_files() == before
     private = take(memory, 10, PrivateBuffer)
     assert take(memory, 10, PrivateBuffer) == private
     assert not set(take(memory, 10)) & set(private)  # another process reads these
@@ -269,16 +283,15 @@ def test_buffers_in_host_memory_are_kept_while_they_are_large_enough():
 
 
 def test_smaller_buffers_are_freed_before_larger_ones_are_allocated():
-    memory, open_before = SyncMemory(), []
+    memory, before, num_open = SyncMemory(), open_files(), []
 
     def make(num_bytes, _):
-        open_before.append([os.path.exists(buffer.path) for buffer in first])
+        num_open.append(len(open_files() - before))
         return SharedBuffer(num_bytes)
 
-    first = take(memory, 10)
-    with memory.lent():
-        memory.take("buckets", make, 2, 2 * mmap.PAGESIZE, CPU)
-    assert open_before[0] == [False, False]
+    for num_bytes in (10, 2 * mmap.PAGESIZE):
+        take(memory, num_bytes, make)
+    assert num_open == [0, 1, 0, 1]
     memory.close()
 
 
@@ -296,9 +309,8 @@ def test_buffers_on_other_devices_are_freed_with_each_sync():
 
 
 def test_all_buffers_are_freed_after_a_failed_sync():
-    memory = SyncMemory()
+    memory, before, taken = SyncMemory(), open_files(), []
     first = take(memory, 10)
-    taken = []
 
     def fail():
         with memory.lent():
@@ -309,7 +321,7 @@ def test_all_buffers_are_freed_after_a_failed_sync():
     with pytest.raises(WeightSyncError):
         fail()
     assert taken == [[]]
-    assert not any(os.path.exists(buffer.path) for buffer in first)
+    assert open_files() == before
 
 
 def test_buffers_are_freed_if_one_of_them_cannot_be_allocated():
@@ -375,8 +387,7 @@ def test_torch_waits_for_no_reader_of_closed_device_memory(num_readers, fake_cud
     view, bucket = buffer.bytes[:4], BoxBucket(buffer.path, buffer.num_bytes, ())
     other = DeviceBuffer(10, torch.device("cpu"))
     with monkeypatch.context() as in_another_process:
-        in_another_process.setattr(bucket_module, "_OWN", {})
-        in_another_process.setattr(bucket_module, "device_uuid", lambda device: ["GPU-c", "GPU-a"][device.index or 0])
+        read_as_another_process(in_another_process)
         for _ in range(num_readers):
             map_bucket(bucket)
     for _ in range(2):
