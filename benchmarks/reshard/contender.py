@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 
 import torch.distributed as dist
 
-from benchmarks.reshard.content import PrivateBuffer, Shard
+from benchmarks.reshard.content import Shard
 from benchmarks.reshard.full_gather import FULL_GATHERS, FullGather, FullGatherStrategy
 from benchmarks.reshard.nccl_order import NcclOrderTransport
 from benchmarks.reshard.slowed_links import SlowedLinks, SlowedTransport
@@ -31,7 +31,7 @@ from megarl.reshard.layout.engine_ranks import consecutive_places
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, Strategy, SyncStats
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.strategies.gather_hf import GatherHf
-from megarl.reshard.transfer.bucket import Parameters
+from megarl.reshard.transfer.bucket import Parameters, PrivateBuffer
 
 HandOver = Literal["direct", "shared-memory"]
 """Location of the engine's parameters: in the rank's own process, or in another process behind shared memory."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -17,8 +15,6 @@ from megarl.megatron.runtime.platform import device
 from megarl.reshard.layout.layout import Box, Ints, ShardPiece, WeightLayout, extent, slices
 from megarl.reshard.transfer.bucket import BoxBucket, MappedBuckets, WeightBucket, slot_view, torch_dtype
 from megarl.reshard.transfer.element_code import decode_boxes
-
-BUCKETS_OF_A_PUSH = 2
 
 CHANGES = -2
 """Number of a sync whose hashes say which elements change."""
@@ -51,22 +47,6 @@ def _mix(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
     return x ^ (x >> HALF)
 
 
-_PRIVATE: WeakValueDictionary[str, PrivateBuffer] = WeakValueDictionary()
-
-
-class PrivateBuffer:
-    """A bucket of full tensors in memory of this process, for engines in the same process."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.num_bytes = max(num_bytes, mmap.PAGESIZE)
-        self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        self.path = f"private:{id(self)}"
-        _PRIVATE[self.path] = self
-
-    def close(self) -> None:
-        """Do nothing: the memory is freed with the object."""
-
-
 class Shard:
     """Local tensors of one layout; also a sink for the weights that one engine rank needs."""
 
@@ -87,6 +67,7 @@ class Shard:
         self._frozen, self._changed_share = frozen, changed_share
         self.tensors = dict(tensors) if tensors is not None else _allocate(layout)
         self._mapped = MappedBuckets()
+        """Of all syncs: every contender keeps its buckets, as a run does."""
         self._codes: dict[int, Ints] = {}
         """By round of the sync that begins, the codes that come in place of boxes."""
         self._pieces: dict[str, list[ShardPiece]] = {}
@@ -122,9 +103,9 @@ class Shard:
         codes = self._codes.pop(index, None)
         if bucket is not None and codes is not None:
             boxes = [self.tensors[slot.local][slices(slot.local_box)] for slot in bucket.slots]
-            decode_boxes(self._map(bucket), codes, boxes)
+            decode_boxes(self._mapped.map(bucket), codes, boxes)
         elif bucket is not None:
-            data = self._map(bucket)
+            data = self._mapped.map(bucket)
             for slot in bucket.slots:
                 flat = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
                 self.tensors[slot.local][slices(slot.local_box)] = flat.view(extent(slot.local_box))
@@ -132,7 +113,7 @@ class Shard:
 
     def load(self, bucket: WeightBucket) -> Callable[[], None]:
         """Copy this layout's part of each tensor, as `WeightSink.load`; blocks until done."""
-        data = self._map(bucket)
+        data = self._mapped.map(bucket)
         for slot in bucket.slots:
             full = slot_view(data, slot)
             for piece in self._pieces.get(slot.name, ()):
@@ -147,14 +128,6 @@ class Shard:
             draw = content(piece.tensor, piece.box, torch.float32, CHANGES).view(torch.int32) & 0xFFFF
             first.view(INTEGERS[dtype.itemsize])[draw < self._changed_share * 2**16] ^= sync & 0x3F
         return first
-
-    def _map(self, bucket: BoxBucket | WeightBucket) -> Tensor:
-        """Return the bucket's bytes, from a cache: mapping a bucket costs as much as copying a good part of it."""
-        if bucket.path in _PRIVATE:
-            return _PRIVATE[bucket.path].bytes
-        if len(self._mapped) > BUCKETS_OF_A_PUSH:
-            self._mapped.clear()
-        return self._mapped.map(bucket)
 
     def _boxes(self) -> Iterator[tuple[ShardPiece, Tensor]]:
         for pieces in self._pieces.values():

@@ -24,7 +24,7 @@ from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import RoundPlan
 from megarl.reshard.planning.strategy import Sinks, SyncStats
 from megarl.reshard.strategies.box_strategy import plan_boxes
-from megarl.reshard.transfer.bucket import Parameters, torch_dtype
+from megarl.reshard.transfer.bucket import Parameters, PrivateBuffer, SyncMemory, lay_out, slot_view, torch_dtype
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.process_groups import TransportMaker
 
@@ -72,7 +72,7 @@ def _boxes(needs: Mapping[int, WeightLayout], groups: Sequence[tuple[int, ...]] 
 
 
 class FullGatherStrategy:
-    """The `Strategy` of one rank; the full model exists only during a push."""
+    """The `Strategy` of one rank. In host memory, the full model is kept from push to push, as buckets are."""
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class FullGatherStrategy:
         self._gather = build_strategy(
             case.gather, case.gather_scenario, rank, timeout_seconds=timeout_seconds, make_transport=make_transport
         )
+        self._model_memory, self._bucket_memory = SyncMemory(), SyncMemory()
         self._copy: RoundPlan | None = None
         if need is not None:
             arrangement, alone = case.copy_of_part(need)
@@ -95,19 +96,23 @@ class FullGatherStrategy:
     def push(self, tensors: Mapping[str, Tensor], sinks: Sinks) -> SyncStats:
         """Gather the full model, then deliver this rank's part, as `Strategy.push`."""
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-        full = {
-            name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
-            for name, spec in self._case.full.tensors.items()
-        }
-        gathered, copied = self._gather.push(tensors, Sinks(boxes=Parameters(full))), None
-        if self._copy is not None and sinks.boxes is not None:
-            executor = BoxExecutor(0, self._copy.rounds, self._copy.buffer_sizes)
-            executor.run(full, sinks.boxes)
-            copied = executor.counter.stats()
+        specs = self._case.full.tensors.items()
+        slots, num_bytes = lay_out((name, torch_dtype(spec.dtype), spec.shape) for name, spec in specs)
+        with self._model_memory.lent():
+            (model,) = self._model_memory.take("full model", PrivateBuffer, 1, num_bytes, device)
+            full = {slot.name: slot_view(model.bytes, slot) for slot in slots}
+            gathered, copied = self._gather.push(tensors, Sinks(boxes=Parameters(full))), None
+            if self._copy is not None and sinks.boxes is not None:
+                sizes = self._copy.buffer_sizes
+                executor = BoxExecutor(0, self._copy.rounds, sizes, memory=self._bucket_memory)
+                executor.run(full, sinks.boxes)
+                copied = executor.counter.stats()
         return self._case.join(gathered, copied)
 
     def close(self) -> None:
-        """Free the process groups."""
+        """Free the memory and process groups."""
+        self._model_memory.close()
+        self._bucket_memory.close()
         self._gather.close()
 
 

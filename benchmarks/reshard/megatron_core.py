@@ -10,7 +10,7 @@ every slice that is copied to be sent, and every receive buffer that is no slice
 service allocates besides is not counted, because that of NCCL does not.
 
 With the hand-over `direct`, the destination model is the engine. With `shared-memory`, its parameters are then handed
-to an engine of the same layout through megarl's buckets in shared memory.
+to an engine of the same layout through megarl's buckets in shared memory, which are kept from sync to sync.
 
 `nccl_m2n` is the same with NVIDIA's NCCL M2N as its backend, in versions of megatron-core that have it. It has not been
 run on a GPU yet.
@@ -59,7 +59,7 @@ from megarl.reshard.layout.layout import WeightLayout, volume
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import cached_plan
 from megarl.reshard.planning.strategy import SyncStats
-from megarl.reshard.transfer.bucket import torch_dtype
+from megarl.reshard.transfer.bucket import SyncMemory, torch_dtype
 from megarl.reshard.transfer.executor import BoxExecutor
 
 
@@ -92,6 +92,7 @@ class MegatronCore:
         prepare_swap_model_weights(self._source, self._target)
         self.plan_seconds = time.perf_counter() - start, 0.0
         self._delivered = sum(volume(piece.box) for piece in needs[rank].pieces) * torch_dtype(dtype).itemsize
+        self._memory = SyncMemory()
         self._engine = Shard(needs[rank]) if hand_over == "shared-memory" else self._served
         self._local_plan = cached_plan([needs[rank]], {0: needs[rank]}, Topology.single(1), 0, scenario.bucket_bytes)
 
@@ -118,7 +119,7 @@ class MegatronCore:
 
     def _load_engine(self) -> SyncStats:
         """Copy the destination model's parameters to the engine through shared memory."""
-        executor = BoxExecutor(0, self._local_plan.rounds, self._local_plan.buffer_sizes)
+        executor = BoxExecutor(0, self._local_plan.rounds, self._local_plan.buffer_sizes, memory=self._memory)
         with torch.no_grad():
             executor.run(self._served.tensors, self._engine)
         return executor.counter.stats()
@@ -133,7 +134,8 @@ class MegatronCore:
         return self._service.received_from
 
     def close(self) -> None:
-        """Destroy the process groups; the models are freed with the object."""
+        """Free the buckets and process groups; the models are freed with the object."""
+        self._memory.close()
         ours = [*vars(self._source.pg_collection).values(), *vars(self._target.pg_collection).values()]
         groups = {id(group): group for group in [*ours, self._service.group]}
         for group in groups.values():

@@ -301,6 +301,20 @@ class Senders:
         for buffer in self.buffers:
             buffer.bytes.fill_(0xA5)  # whoever still reads it reads rubbish
 
+    def replace_buffers(self):
+        """Move the boxes to other buffers, as after a failed sync of the trainer."""
+        old, self.buffers = self.buffers, [make_buffer(each.num_bytes, each.bytes.device) for each in self.buffers]
+        moved = {}
+        for before, buffer in zip(old, self.buffers, strict=True):
+            buffer.bytes.copy_(before.bytes)
+            moved[before.path] = buffer.path
+        self.buckets = [
+            [None if bucket is None else replace(bucket, path=moved[bucket.path]) for bucket in ranks]
+            for ranks in self.buckets
+        ]
+        for before in old:
+            before.close()
+
     @property
     def failures(self):
         return [rank.failure for rank in self.ranks]

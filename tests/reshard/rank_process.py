@@ -1,12 +1,14 @@
 """Ranks in separate processes, which tests stop, kill and replace."""
 
 import gc
+import itertools
 import json
 import multiprocessing
 import os
 import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,15 +21,21 @@ from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.planning.disaggregated import TransferRank
 from megarl.reshard.transfer import heartbeat
-from megarl.reshard.transfer.bucket import Parameters
+from megarl.reshard.transfer.bucket import Parameters, PrivateBuffer
 from megarl.reshard.transfer.commit_decision import open_store
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec, HeartbeatTracker, SyncMonitor
 from megarl.reshard.transfer.process_groups import TransferGroup
 from tests.time_limits import END_SECONDS, HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
+BUCKET_FILE = "megarl-weights"
+"""Name of the anonymous files of shared buckets."""
+
 ABORT = 0.4
 """Seconds without a sign of life, of the clock of `PacedTracker`."""
 INTERVAL = ABORT / heartbeat.BEATS
+
+_numbers = itertools.count()
+"""Of private buffers that `kept_buffers` has seen."""
 
 
 @dataclass
@@ -37,7 +45,7 @@ class Outcome:
     value: object
     error: str | None
     buffers: int
-    """Number of uint8 tensors that the call has leaked."""
+    """Number of uint8 tensors that a failed call has leaked."""
 
 
 class RankProcess:
@@ -203,6 +211,10 @@ class TransferMember:
         """Set the timeout of the next sync."""
         self._transfer_rank.transport.timeout_seconds = seconds
 
+    def memory(self):
+        """Return `kept_buffers` of the process."""
+        return kept_buffers()
+
     def sync(self, number, fault=None, delta=None):
         """Run one sync; return its statistics and the number of wrong elements, of a delta sync those of all boxes.
 
@@ -288,16 +300,33 @@ def _serve(end, make_member, rank, arguments):
             result = getattr(member, method)(*arguments)
         except WeightSyncError as e:
             error = str(e.with_traceback(None))  # an error among the arguments would keep the tensors of its frames
-        # a gloo thread may hold a message for a moment after it was sent, or until its connection has ended
-        wait_until(partial(_has_no_other_byte_tensor, before), END_SECONDS)
-        gc.collect()
-        left = sum(id(tensor) not in before for tensor in _byte_tensors())
+        left = 0
+        if error is not None:
+            # a gloo thread may hold a message for a moment after it was sent, or until its connection has ended
+            wait_until(partial(_has_no_other_byte_tensor, before), END_SECONDS)
+            gc.collect()
+            left = sum(id(tensor) not in before for tensor in _byte_tensors())
         end.send(Outcome(result, error, left))
 
 
 def _has_no_other_byte_tensor(known):
     gc.collect()
     return all(id(tensor) in known for tensor in _byte_tensors())
+
+
+def kept_buffers():
+    """Return what identifies the buffers of this process -> bytes: by inode if it has them open or mapped as files."""
+    gc.collect()
+    buffers = [each for each in gc.get_objects() if type(each) is PrivateBuffer]
+    kept = {vars(each).setdefault("number", next(_numbers)): each.num_bytes for each in buffers}
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if BUCKET_FILE in line]
+    kept |= {f"mapped {inode}": 0 for _, _, _, _, inode, *_ in mapped}
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listed folder is closed
+            if BUCKET_FILE in os.readlink(f"/proc/self/fd/{number}"):
+                stat = os.stat(f"/proc/self/fd/{number}")
+                kept[f"open {stat.st_ino}"] = stat.st_size
+    return kept
 
 
 def _byte_tensors():

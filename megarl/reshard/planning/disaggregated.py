@@ -22,7 +22,6 @@ from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan, release_i
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncStats
 from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.delta_sync import DeltaSync
-from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.process_groups import TransferGroup, connect_group
 from megarl.reshard.transfer.transport import Transport
 
@@ -88,11 +87,10 @@ class TransferRank:
         """Make the plan of `rank`; raises as `TransferSpec.plan` does."""
         self.rank, self.plan = rank, transfer_spec.plan(rank)
         release_indexes()
-        self._fingerprint, self._bucket_bytes = transfer_spec.fingerprint(), transfer_spec.bucket_bytes
+        self._fingerprint = transfer_spec.fingerprint()
         self.transport: Transport | None = None
         """The connection with the other ranks; None before `connect`."""
-        self._delta: DeltaSync | None = None
-        """Made for the first sync that may leave boxes out."""
+        self._sync = DeltaSync(rank, self.plan, transfer_spec.bucket_bytes)
 
     @property
     def is_connected(self) -> bool:
@@ -133,14 +131,10 @@ class TransferRank:
                 f"rank {self.rank} has no connections to the other ranks{why}: call `connect` before a sync"
             )
         with self.transport.syncing():
-            if delta is not None:
-                self._delta = self._delta or DeltaSync(self.rank, self.plan.rounds, self._bucket_bytes)
-                return self._delta.run(tensors, target, delta, self.transport)
-            executor = BoxExecutor(self.rank, self.plan.rounds, self.plan.buffer_sizes, transport=self.transport)
-            executor.run(tensors, target)
-            return executor.counter.stats()
+            return self._sync.run(tensors, target, delta, self.transport)
 
     def close(self) -> None:
-        """Drop the connections; ranks that wait for this rank fail at once."""
+        """Free the buffers and drop the connections; ranks that wait for this rank fail at once."""
+        self._sync.close()
         if self.transport is not None:
             self.transport.close()

@@ -26,7 +26,7 @@ class SyncStats:
     """Bytes delivered to rollout engines."""
     buckets: int
     peak_extra_bytes: int
-    """Peak of the memory allocated beyond the parameters."""
+    """Peak of the memory that the sync uses beyond the parameters. `SyncMemory` keeps what of it is host memory."""
     messages: int = 0
     """Number of point-to-point messages received."""
     collectives: int = 0

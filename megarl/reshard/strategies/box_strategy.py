@@ -7,15 +7,13 @@ sizes that do not divide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan, release_indexes
-from megarl.reshard.planning.rounds import Round
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncContext, SyncStats
 from megarl.reshard.transfer.delta_sync import DeltaSync
-from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec
 from megarl.reshard.transfer.process_groups import (
     TransportMaker,
@@ -50,22 +48,17 @@ class BoxStrategy:
         Raises:
             WeightSyncError: a rank cannot plan, on all ranks; or a rank did not connect in time.
         """
-        self._rank, self._bucket_bytes = context.rank, bucket_bytes
         with raise_on_all_ranks():
-            self._plan = plan_boxes(context, bucket_bytes)
+            plan = plan_boxes(context, bucket_bytes)
         release_indexes()
         self._gather_group = make_group(context.rank, context.groups)
         self._sync_group, self._transport = None, Transport()
-        self._delta: DeltaSync | None = None
-        """Made for the first push that may leave boxes out."""
+        self._sync = DeltaSync(context.rank, plan, bucket_bytes, self._gather_group)
+        self.rounds = plan.rounds
+        """The rounds of this rank, in order."""
         if timeout_seconds is not None:
             self._sync_group = make_sync_group(timeout_seconds)
             self._transport = make_sync_transport(self._sync_group, timeout_seconds, make_transport, heartbeat)
-
-    @property
-    def rounds(self) -> Sequence[Round]:
-        """The rounds of this rank, in order."""
-        return self._plan.rounds
 
     def raise_if_aborted(self) -> None:
         """Raise LostRankError if the sync was aborted on all ranks; for sinks that wait."""
@@ -81,17 +74,11 @@ class BoxStrategy:
         if sinks.wait_ready is not None:
             sinks.wait_ready()
         with self._transport.syncing():
-            if delta is not None:
-                self._delta = self._delta or DeltaSync(self._rank, self.rounds, self._bucket_bytes, self._gather_group)
-                return self._delta.run(tensors, sinks.boxes, delta, self._transport, deadline)
-            executor = BoxExecutor(
-                self._rank, self._plan.rounds, self._plan.buffer_sizes, self._gather_group, self._transport
-            )
-            executor.run(tensors, sinks.boxes, deadline)
-            return executor.counter.stats()
+            return self._sync.run(tensors, sinks.boxes, delta, self._transport, deadline)
 
     def close(self) -> None:
-        """Free the process groups; buffers exist only during a push."""
+        """Free the buffers and process groups."""
+        self._sync.close()
         self._transport.close()
         destroy_group(self._gather_group)
         destroy_group(self._sync_group)

@@ -13,16 +13,16 @@ each tensor into one of two buckets; an engine reads one while the other is fill
 idle.
 
 Peak extra memory, whatever the size of the model: the packed tensors of one bucket, with their padding; on senders also
-two buckets. All of it is allocated during a push only. Bytes received by a rank: (tp - 1) / tp of what its own stage
-holds, for equal parts, and all of what the other stages hold.
+two buckets. On GPUs it is allocated during a push only (`SyncMemory`). Bytes received by a rank: (tp - 1) / tp of what
+its own stage holds, for equal parts, and all of what the other stages hold.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayo
 from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
 from megarl.reshard.transfer.bucket import (
     ALIGNMENT,
+    Buffer,
+    PrivateBuffer,
+    SyncMemory,
     TensorSlot,
     WeightBucket,
     lay_out,
@@ -43,6 +46,7 @@ from megarl.reshard.transfer.bucket import (
     split_into_buckets,
     torch_dtype,
 )
+from megarl.reshard.transfer.executor import device_of
 from megarl.reshard.transfer.process_groups import destroy_group, make_group, raise_on_all_ranks
 from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, abort_group, wait_for
 
@@ -104,20 +108,12 @@ def plan_replica(rank: int, context: SyncContext, bucket_bytes: int) -> list[Buc
         mine = find_replica(rank, replicas)
         # which tensors are sharded as the other kind is only visible in the other replicas
         others = [replica for replica in replicas if replica != mine] if len(context.model_replicas) > 1 else []
-        held.append([_layouts(replica, context.sources) for replica in (mine, *others)])
-    return plan_buckets([_distinct(replicas) for replicas in held], bucket_bytes)
-
-
-def _layouts(replica: ModelReplica, sources: Sequence[WeightLayout]) -> Layouts:
-    return [[sources[rank] for rank in shard_group] for shard_group in replica]
-
-
-def _distinct(replicas: Sequence[Layouts]) -> list[Layouts]:
-    return list(
-        {
-            tuple(id(layout) for shard_group in replica for layout in shard_group): replica for replica in replicas
-        }.values()
-    )
+        distinct: dict[tuple[int, ...], Layouts] = {}
+        for replica in (mine, *others):
+            layouts = [[context.sources[rank] for rank in shard_group] for shard_group in replica]
+            distinct.setdefault(tuple(id(layout) for shard_group in layouts for layout in shard_group), layouts)
+        held.append(list(distinct.values()))
+    return plan_buckets(held, bucket_bytes)
 
 
 def find_replica(rank: int, replicas: Sequence[ModelReplica]) -> ModelReplica:
@@ -262,18 +258,6 @@ class _ReplicaPosition:
         return gather.parts if gather.is_gathered else (gather.parts[self.index],)
 
 
-class Buffer(Protocol):
-    """Memory of a bucket of full tensors, as `SharedBuffer`."""
-
-    num_bytes: int
-    path: str
-    bytes: Tensor
-
-    def close(self) -> None:
-        """Free the memory of the bucket."""
-        ...
-
-
 class GatherHf:
     """The strategy `gather_hf`.
 
@@ -294,7 +278,7 @@ class GatherHf:
             timeout_seconds: timeout of a push; None: that of the process groups applies to each wait.
             make_buffer: allocates a bucket of some bytes on a device; engines in this process need no shared memory.
         """
-        self._make_buffer = make_buffer
+        self._make_buffer, self._memory = make_buffer, SyncMemory()
         self._rank, self._timeout_seconds = context.rank, timeout_seconds
         self._is_sender = context.rank in context.senders
         with raise_on_all_ranks():
@@ -307,23 +291,18 @@ class GatherHf:
 
     def push(self, tensors: Mapping[str, Tensor], sinks: Sinks) -> SyncStats:
         """Push as `Strategy.push`; a rank whose engine fails still takes part to the end, as the others wait for it."""
-        push = _Push(tensors, ByteCounter(), Deadline(self._timeout_seconds))
+        push = _Push(tensors, ByteCounter(), Deadline(self._timeout_seconds), device_of(tensors, None))
         packed_bytes = max((plan.packed_bytes(self._kinds) for plan in self._plans), default=0)
-        bucket_bytes = max(plan.num_bytes for plan in self._plans)
-        buffers: list[Buffer] = []
-        try:
+        bucket_bytes = max(mmap.PAGESIZE, *(plan.num_bytes for plan in self._plans))
+        memory, buffers = self._memory, list[Buffer]()
+        with memory.lent():
             if self._is_sender:
-                buffers = [self._make_buffer(bucket_bytes, push.device) for _ in range(2)]
-            allocated = packed_bytes + sum(buffer.num_bytes for buffer in buffers)
-            push.counter.allocate(allocated)
-            scratch = torch.empty(packed_bytes, dtype=torch.uint8, device=push.device)
-            failures = self._push_buckets(push, scratch, buffers, sinks)
-            push.counter.free(allocated)
-        finally:
-            for buffer in buffers:
-                buffer.close()
-        if failures:
-            raise failures[0]
+                buffers = memory.take("buckets", self._make_buffer, 2, bucket_bytes, push.device)
+            (scratch,) = memory.take("packed tensors", PrivateBuffer, 1, packed_bytes, push.device)
+            push.counter.peak_extra_bytes = packed_bytes + len(buffers) * bucket_bytes
+            failures = self._push_buckets(push, scratch.bytes, buffers, sinks)
+            if failures:
+                raise failures[0]
         return push.counter.stats()
 
     def _push_buckets(
@@ -414,7 +393,8 @@ class GatherHf:
             raise type(e)(f"rank {self._rank}: full tensors: {e}") from e
 
     def close(self) -> None:
-        """Free the process groups; memory is allocated during a push only."""
+        """Free the buffers and process groups."""
+        self._memory.close()
         for position in self._positions.values():
             destroy_group(position.within)
             destroy_group(position.across)
@@ -427,11 +407,7 @@ class _Push:
     tensors: Mapping[str, Tensor]
     counter: ByteCounter
     deadline: Deadline
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
+    device: torch.device
 
 
 def _find_position(rank: int, replicas: Sequence[ModelReplica], senders: Sequence[int]) -> _ReplicaPosition:

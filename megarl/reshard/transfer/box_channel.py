@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import Box, Ints
@@ -67,11 +66,7 @@ class BoxOffer:
         Raises:
             OSError: the trainer rank no longer offers them.
         """
-        size = os.stat(self.path).st_size
-        if size < self.num_bytes:  # reading past the end of a mapping is a SIGBUS
-            raise WeightSyncError(f"{self.path} needs {self.num_bytes} bytes, got {size}")
-        data = torch.from_file(self.path, shared=True, size=self.num_bytes, dtype=torch.uint8)
-        return decode_slots(data.numpy().tobytes())
+        return decode_slots(map_bucket(BoxBucket(self.path, self.num_bytes, ())).numpy().tobytes())
 
 
 class BoxSender:
@@ -98,8 +93,7 @@ class BoxSender:
         self.stall_seconds = stall_seconds
         """Maximum seconds for a round, from the next wait on."""
         encoded = encode_slots(rounds)
-        self._plan = SharedBuffer(len(encoded))
-        self._plan.bytes[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        self._plan = _share(encoded)
         address = f"megarl-weights-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0{address}")
@@ -137,9 +131,7 @@ class BoxSender:
             self._codes.close()
         lines = [np.insert(of_round, 0, index, axis=1) for index, of_round in enumerate(rounds)]
         encoded = np.concatenate([np.zeros((0, CODE_COLUMNS), np.int64), *lines]).tobytes()
-        self._codes = SharedBuffer(len(encoded))
-        if encoded:
-            self._codes.bytes[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        self._codes = _share(encoded)
         self._send({"codes": self._codes.path, "num_bytes": len(encoded)})
 
     def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
@@ -294,6 +286,12 @@ class BoxReceiver:
                 self._connection.send(message)
             except OSError:  # the next `receive` reports it
                 return
+
+
+def _share(content: bytes) -> SharedBuffer:
+    buffer = SharedBuffer(len(content))
+    buffer.bytes[: len(content)].numpy()[:] = np.frombuffer(content, np.uint8)
+    return buffer
 
 
 def encode_slots(rounds: Sequence[Sequence[BoxSlot]]) -> bytes:

@@ -4,6 +4,9 @@ trainer rank                          SGLang TP rank
 SharedBuffer (owner) --- WeightBucket (plain data) ---> open_bucket(): views, no copies
 SharedBuffer (owner) --- BoxBucket    (plain data) ---> MappedBuckets: the bytes that the boxes are read from
 DeviceBuffer (owner) --- either of them ---------------> the same, in the memory of the owner's GPU
+PrivateBuffer (owner) -- either of them ---------------> the same, for a reader in the owner's process
+
+`SyncMemory` lends them to the syncs of a rank, and keeps those in host memory from sync to sync.
 
 A view takes a microsecond or two of Python and of torch, and a sync of a large model has 100,000 boxes per rank. So
 all messages of a bucket are split off in one call, so are boxes that lie one after another, and all copies of a hop or
@@ -20,6 +23,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,7 +47,6 @@ ON_DEVICE = "cuda-ipc:"
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes, so that any dtype can be viewed in place."""
 
-
 IPC_STORAGE = slice(6, None)
 """Arguments of torch's `rebuild_cuda_tensor` that the path has to carry: from `storage_device` on, which is a UUID."""
 IPC_COUNTER = slice(5, 7)
@@ -64,10 +67,7 @@ class TensorSlot:
     @property
     def num_bytes(self) -> int:
         """Size of the tensor in bytes, without alignment."""
-        n = torch_dtype(self.dtype).itemsize
-        for length in self.shape:
-            n *= length
-        return n
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +147,37 @@ def split_into_buckets(tensors: Mapping[str, TensorSpec], bucket_bytes: int) -> 
     return buckets
 
 
-_OWN: WeakValueDictionary[str, DeviceBuffer] = WeakValueDictionary()
-"""This process's buffers by path: CUDA does not let a process open its own IPC handles."""
+class Buffer(Protocol):
+    """Memory of a bucket."""
+
+    num_bytes: int
+    path: str
+    bytes: Tensor
+    """The memory, uint8 [num_bytes]."""
+
+    def close(self) -> None:
+        """Free the memory; processes that have mapped a `SharedBuffer` keep their view."""
+        ...
+
+
+_OWN: WeakValueDictionary[str, Buffer] = WeakValueDictionary()
+"""Buffers that this process opens by their path itself: CUDA does not let a process open its own IPC handles."""
+
+
+class PrivateBuffer:
+    """Memory that nobody but this process opens."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes, self.path = num_bytes, f"private:{id(self)}"
+        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        _OWN[self.path] = self
+
+    def close(self) -> None:
+        """Do nothing: the memory is freed with the last tensor in it, which a message of a failed sync may hold."""
 
 
 class SharedBuffer:
-    """Shared host memory in an anonymous file, which the kernel frees however its owner exits."""
+    """Shared host memory in an anonymous file, which the kernel frees once no process has it open or mapped."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
@@ -233,9 +258,53 @@ def device_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def make_buffer(num_bytes: int, device: torch.device) -> SharedBuffer | DeviceBuffer:
+def make_buffer(num_bytes: int, device: torch.device) -> Buffer:
     """Return a shared buffer on `device`: host memory for the CPU, else GPU memory."""
     return SharedBuffer(num_bytes) if device.type == "cpu" else DeviceBuffer(num_bytes, device)
+
+
+class SyncMemory:
+    """Memory of the syncs of one rank.
+
+    Buffers in host memory are kept from sync to sync: page faults in new ones take several times as long as the copies
+    into them. Those on a GPU are freed with each sync, as other work needs the memory; torch caches it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[Buffer]] = {}
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Lend memory to a sync, which is the block. If it fails, free all: a message or an engine may still use it."""
+        kept = ""
+        try:
+            yield
+            kept = "cpu"
+        finally:
+            self.close(kept)
+
+    def take(
+        self, name: str, make: Callable[[int, torch.device], Buffer], count: int, num_bytes: int, device: torch.device
+    ) -> list[Buffer]:
+        """Return `count` buffers of at least `num_bytes` bytes for the purpose `name` of the sync that runs.
+
+        They are those of the sync before if they are large enough, in host memory, and shared unless `make` is
+        `PrivateBuffer`. Others are freed before `make` allocates. The list is emptied when the buffers are freed.
+        """
+        kept = self._kept.setdefault(name, [])
+        fits = len(kept) == count and device.type == "cpu" and all(buffer.num_bytes >= num_bytes for buffer in kept)
+        if not fits or (make is not PrivateBuffer and isinstance(kept[0], PrivateBuffer)):
+            while kept:
+                kept.pop().close()
+            for _ in range(count):
+                kept.append(make(num_bytes, device))
+        return kept
+
+    def close(self, kept: str = "") -> None:
+        """Free all buffers, except for those on devices of the type `kept`."""
+        for buffers in self._kept.values():
+            while buffers and buffers[-1].bytes.device.type != kept:
+                buffers.pop().close()
 
 
 def open_bucket(bucket: WeightBucket) -> dict[str, Tensor]:
@@ -251,6 +320,9 @@ def map_bucket(bucket: WeightBucket | BoxBucket) -> Tensor:
         OSError: the memory no longer exists.
         WeightSyncError: it is smaller than the bucket; to read past its end would be a SIGBUS.
     """
+    own = _OWN.get(bucket.path)
+    if own is not None:
+        return own.bytes
     if bucket.path.startswith(ON_DEVICE):
         return _map_device(bucket)
     size = os.stat(bucket.path).st_size
@@ -260,27 +332,31 @@ def map_bucket(bucket: WeightBucket | BoxBucket) -> Tensor:
 
 
 class MappedBuckets(dict[tuple[int | str, ...], Tensor]):
-    """Buckets of a sync, each mapped once: that costs as much as copying a good part of it."""
+    """Buckets of other processes, each mapped once: that costs as much as copying a good part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_this_sync = set[tuple[int | str, ...]]()
 
     def map(self, bucket: WeightBucket | BoxBucket) -> Tensor:
         """Return the bytes of a bucket as `map_bucket`."""
-        key = _identify_memory(bucket)
+        if bucket.path in _OWN:
+            return map_bucket(bucket)
+        stat = None if bucket.path.startswith(ON_DEVICE) else os.stat(bucket.path)
+        key = (bucket.path,) if stat is None else (stat.st_dev, stat.st_ino, bucket.num_bytes)
         if key not in self:
             self[key] = map_bucket(bucket)
+        self._of_this_sync.add(key)
         return self[key]
 
-
-def _identify_memory(bucket: WeightBucket | BoxBucket) -> tuple[int | str, ...]:
-    if bucket.path.startswith(ON_DEVICE):
-        return (bucket.path,)
-    stat = os.stat(bucket.path)
-    return stat.st_dev, stat.st_ino, bucket.num_bytes
+    def end_sync(self) -> None:
+        """Unmap GPU memory, which its owner frees now, and buckets that this sync did not use: they were replaced."""
+        for key in [key for key in self if key not in self._of_this_sync or isinstance(key[0], str)]:
+            del self[key]
+        self._of_this_sync.clear()
 
 
 def _map_device(bucket: WeightBucket | BoxBucket) -> Tensor:
-    own = _OWN.get(bucket.path)
-    if own is not None:
-        return own.bytes
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     uuid, *kept = [_from_text(value) for value in json.loads(bucket.path.removeprefix(ON_DEVICE))]

@@ -1,5 +1,6 @@
-"""One rank's part of delta syncs: copies of what it has sent, and the exchange of how much has changed.
+"""One rank's part of every sync, and of delta syncs copies of what it has sent, and the exchange of what has changed.
 
+    no update     a full sync that is no base of others: no copies
     base None     a full sync: copy all boxes that this rank sends to host memory
     base 41       compare them with the copies of sync 41, exchange counts, send codes of the changed elements
 
@@ -13,8 +14,10 @@ single ranks send of tensors that several hold. During a sync, codes take at mos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,13 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import Ints, slices
+from megarl.reshard.layout.layout import Ints
 from megarl.reshard.planning.delta import CodedRound, DeltaPlan, code_name
+from megarl.reshard.planning.plan_cache import RoundPlan
 from megarl.reshard.planning.rounds import Round
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
-from megarl.reshard.transfer.bucket import BoxBucket, CodeSink, Parameters, ShardSink, map_bucket, view_box
-from megarl.reshard.transfer.element_code import as_integers, decode_boxes, encode, whole_bytes
-from megarl.reshard.transfer.executor import BoxExecutor, BufferSizes, device_of
+from megarl.reshard.transfer.bucket import CodeSink, Parameters, ShardSink, SyncMemory, view_box
+from megarl.reshard.transfer.element_code import as_integers, encode, whole_bytes
+from megarl.reshard.transfer.executor import BoxExecutor, BufferSizes, CodeReader, device_of
 from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, Transport, closed_on_failure, wait_for
 
 
@@ -36,29 +40,33 @@ class DeltaSync:
     """Runs the syncs of one rank's rounds, and keeps copies of what it has sent."""
 
     def __init__(
-        self, rank: int, rounds: Sequence[Round], bucket_bytes: int, gather_group: dist.ProcessGroup | None = None
+        self, rank: int, plan: RoundPlan, bucket_bytes: int, gather_group: dist.ProcessGroup | None = None
     ) -> None:
-        """Number the boxes of a plan.
+        """Prepare the syncs of a plan.
 
         Args:
             bucket_bytes: the plan's rounds need two buckets of this size, with codes a quarter of one more at most.
             gather_group: process group of the plan's all-gathers; None if it has none.
         """
-        self._rank, self._rounds, self._gather_group = rank, tuple(rounds), gather_group
-        unused = 2 * bucket_bytes - BufferSizes.for_rounds(self._rounds).total(receives=True)
+        self._rounds, self._sizes = plan.rounds, plan.buffer_sizes
+        self._rank, self._gather_group, self._memory = rank, gather_group, SyncMemory()
+        unused = 2 * bucket_bytes - self._sizes.total(receives=True)
         self._packed_limit = max(unused // 2, bucket_bytes // 8)
-        member = -1 if gather_group is None else gather_group.rank()
-        self.plan = DeltaPlan(self._rounds, member)
         self._copies: list[Tensor] = []
         """By box that this rank holds, integers [elements] in host memory: what it has sent in the latest sync."""
         self._base: int | None = None
         """Number of the sync that the copies are of; None while they are of none."""
 
+    @cached_property
+    def plan(self) -> DeltaPlan:
+        """The boxes of the plan, numbered for the first delta sync."""
+        return DeltaPlan(self._rounds, -1 if self._gather_group is None else self._gather_group.rank())
+
     def run(
         self,
         tensors: Mapping[str, Tensor],
         sink: ShardSink | Parameters | None,
-        update: DeltaUpdate,
+        update: DeltaUpdate | None,
         transport: Transport,
         deadline: Deadline | None = None,
     ) -> SyncStats:
@@ -69,29 +77,31 @@ class DeltaSync:
         """
         counter = ByteCounter(transport)
         deadline = deadline or Deadline(transport.timeout_seconds)
-        rounds, sent, device = self._rounds, tensors, device_of(tensors, sink)
+        rounds, sizes, sent, device = self._rounds, self._sizes, tensors, device_of(tensors, sink)
         base, self._base = self._base, None
         with closed_on_failure(transport, self._gather_group):
-            counter.elements = sum(held.coded.elements for held in self.plan.held)
-            if update.base is None:
-                self._copy_all(tensors, transport)
-                counter.changed_elements = counter.elements
-            else:
+            if update is not None:
+                counter.elements = sum(held.coded.elements for held in self.plan.held)
+            if update is not None and update.base is None:
+                self._copy_all(tensors, counter)
+            elif update is not None:
                 if base != update.base:
                     raise WeightSyncError(f"rank {self._rank} has no copies of the weights of sync {update.base}")
                 counts, sent = self._encode(tensors, counter)
                 coded = self._code_rounds(counts, counter, deadline, device)
                 rounds = tuple(each.round for each in coded)
+                sizes = BufferSizes.for_rounds(rounds)
                 sink = self._expect_codes(sink, [each.lines for each in coded])
-            counter.copied_bytes += sum(copy.nbytes for copy in self._copies)
-        executor = BoxExecutor(
-            self._rank, rounds, BufferSizes.for_rounds(rounds), self._gather_group, counter=counter, device=device
-        )
+        executor = BoxExecutor(self._rank, rounds, sizes, self._gather_group, None, counter, device, self._memory)
         executor.run(sent, sink, deadline)
-        self._base = update.number
+        self._base = None if update is None else update.number
         return counter.stats()
 
-    def _copy_all(self, tensors: Mapping[str, Tensor], transport: Transport) -> None:
+    def close(self) -> None:
+        """Free the buffers; the copies are kept."""
+        self._memory.close()
+
+    def _copy_all(self, tensors: Mapping[str, Tensor], counter: ByteCounter) -> None:
         """Copy all boxes that this rank holds to host memory."""
         if not self._copies:
             self._copies = [
@@ -105,7 +115,9 @@ class DeltaSync:
         for held, copy in zip(self.plan.held, self._copies, strict=True):
             box = as_integers(view_box(tensors[held.local], held.box, held.num_bytes))
             copy.view(box.shape).copy_(box)
-            transport.activity.progress += 1  # the others wait for this rank
+            counter.copied_bytes += copy.nbytes
+            counter.transport.activity.progress += 1  # the others wait for this rank
+        counter.changed_elements = counter.elements
 
     def _encode(self, tensors: Mapping[str, Tensor], counter: ByteCounter) -> tuple[Ints, CodedTensors]:
         """Return how many elements of each box are sent, int64 [num_held], and the codes of them.
@@ -127,8 +139,9 @@ class DeltaSync:
             held = self.plan.held[number]
             box = view_box(tensors[held.local], held.box, held.num_bytes)
             codes[code_name(held.coded.index)] = partial(whole_bytes, box)
-        counter.copied_bytes += sum(code.nbytes for code in codes.values() if isinstance(code, Tensor))
-        return counts, CodedTensors(tensors, codes)
+        sent_codes = [code for code in codes.values() if isinstance(code, Tensor)]
+        counter.copied_bytes = sum(tensor.nbytes for tensor in (*self._copies, *sent_codes))
+        return counts, CodedTensors(codes, cast("dict[str, Any]", tensors))
 
     def _code_rounds(
         self, changed: Ints, counter: ByteCounter, deadline: Deadline, device: torch.device
@@ -187,43 +200,12 @@ class DeltaSync:
         return sink
 
 
-class CodedTensors(Mapping[str, Tensor]):
-    """The tensors that a rank holds, and codes of their boxes by `code_name`."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], codes: Mapping[str, Tensor | Callable[[], Tensor]]) -> None:
-        """`codes`: uint8 [bytes], or what returns them."""
-        self._tensors, self._codes = tensors, codes
+class CodedTensors(ChainMap[str, Any]):
+    """Codes of boxes by `code_name`, or functions that return them, and the tensors that a rank holds."""
 
     def __getitem__(self, name: str) -> Tensor:
-        code = self._codes.get(name)
-        if code is None:
-            return self._tensors[name]
-        return code if isinstance(code, Tensor) else code()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self._tensors, *self._codes))
-
-    def __len__(self) -> int:
-        return len(self._tensors) + len(self._codes)
-
-
-class CodeReader:
-    """A `ShardSink` that decodes into tensors of this process."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._lines: Sequence[Ints] = ()
-
-    def expect_codes(self, rounds: Sequence[Ints]) -> None:
-        """Expect these codes in the rounds of the next sync, as `CodeSink.expect_codes`."""
-        self._lines = rounds
-
-    def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
-        """Decode what round `index` brings; the returned function does not wait."""
-        if bucket is not None:
-            boxes = [self._tensors[slot.local][slices(slot.local_box)] for slot in bucket.slots]
-            decode_boxes(map_bucket(bucket), self._lines[index], boxes)
-        return lambda: None
+        found: Tensor | Callable[[], Tensor] = super().__getitem__(name)
+        return found if isinstance(found, Tensor) else found()
 
 
 def _bytes_received(this: Round) -> int:

@@ -27,26 +27,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import slices
+from megarl.reshard.layout.layout import Ints, slices
 from megarl.reshard.planning.rounds import Gather, Hop, LocalCopy, MessagePart, Round, aligned, hops_of_step
 from megarl.reshard.transfer.bucket import (
     BoxBucket,
     BoxSlot,
-    DeviceBuffer,
+    Buffer,
     DiscardSink,
     Parameters,
+    PrivateBuffer,
     ShardSink,
-    SharedBuffer,
+    SyncMemory,
     consecutive,
     contiguous_bytes,
     copy_boxes,
     make_buffer,
+    map_bucket,
     split_regions,
     stack_boxes,
     view_box,
     view_to_send,
     views_like,
 )
+from megarl.reshard.transfer.element_code import decode_boxes
 from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, Transport, closed_on_failure, wait_for
 
 
@@ -78,9 +81,9 @@ class BufferSizes:
 class StagingBuffers:
     """Two buffers to send from, used alternately."""
 
-    def __init__(self, num_bytes: int, device: torch.device, wait: Callable[[Sequence[InFlight], int], None]) -> None:
-        """Allocate the buffers; `wait(messages, round)` waits for messages."""
-        self._spaces = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    def __init__(self, buffers: Sequence[Buffer], wait: Callable[[Sequence[InFlight], int], None]) -> None:
+        """Take the buffers; `wait(messages, round)` waits for messages."""
+        self._buffers = buffers
         self._in_flight: list[tuple[Sequence[InFlight], int]] = [((), 0), ((), 0)]
         self._current, self._wait = 0, wait
 
@@ -88,15 +91,34 @@ class StagingBuffers:
         """Return the next buffer once its previous sends have completed."""
         self._current = 1 - self._current
         self._wait(*self._in_flight[self._current])
-        return self._spaces[self._current]
+        return self._buffers[self._current].bytes
 
     def record_sends(self, messages: Sequence[InFlight], index: int) -> None:
         """Record the sends, in round `index`, that read the current buffer."""
         self._in_flight[self._current] = messages, index
 
     def free(self) -> None:
-        """Drop the references to both buffers."""
-        self._spaces, self._in_flight = [], []
+        """Drop the references to buffers and messages."""
+        self._buffers, self._in_flight = (), []
+
+
+class CodeReader:
+    """A `ShardSink` that decodes into tensors of this process."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._lines: Sequence[Ints] = ()
+
+    def expect_codes(self, rounds: Sequence[Ints]) -> None:
+        """Expect these codes in the rounds of the next sync, as `CodeSink.expect_codes`."""
+        self._lines = rounds
+
+    def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
+        """Decode what round `index` brings; the returned function does not wait."""
+        if bucket is not None:
+            boxes = [self._tensors[slot.local][slices(slot.local_box)] for slot in bucket.slots]
+            decode_boxes(map_bucket(bucket), self._lines[index], boxes)
+        return lambda: None
 
 
 @dataclass
@@ -105,10 +127,10 @@ class _RoundInFlight:
 
     index: int
     round: Round
-    buffer: SharedBuffer | DeviceBuffer | None
-    """Shared memory of the bucket, if an engine in another process reads it."""
+    buffer: Buffer | None
+    """The bucket; None if this rank receives nothing."""
     bucket: Tensor | None
-    """The bucket, uint8; None if this rank receives nothing."""
+    """The bytes of `buffer`."""
     receiving: list[InFlight] = field(default_factory=list)
     sending: list[InFlight] = field(default_factory=list)
     """Sends of the round; some read the bucket, which must not be overwritten before they complete."""
@@ -120,7 +142,7 @@ class _RoundInFlight:
 
 
 class BoxExecutor:
-    """Executes the rounds of one rank, with the buffers they need."""
+    """Executes the rounds of one rank."""
 
     def __init__(
         self,
@@ -131,6 +153,7 @@ class BoxExecutor:
         transport: Transport | None = None,
         counter: ByteCounter | None = None,
         device: torch.device | None = None,
+        memory: SyncMemory | None = None,
     ) -> None:
         """Prepare to execute `rounds`.
 
@@ -140,8 +163,9 @@ class BoxExecutor:
             transport: None: use torch's default group.
             counter: of the sync, over its transport; None: a new one.
             device: of the buffers; None: that of the tensors.
+            memory: what the buffers are taken from; None: allocate and free them in each run.
         """
-        self._device = device
+        self._device, self._memory = device, memory
         self._rank, self._rounds, self._buffer_sizes, self._gather_group = rank, rounds, buffer_sizes, gather_group
         self.counter = counter or ByteCounter(transport or Transport())
 
@@ -165,33 +189,25 @@ class BoxExecutor:
         self._targets = sink.tensors if isinstance(sink, Parameters) else None
         loader = None if isinstance(sink, Parameters) else sink
         device = self._device or device_of(tensors, sink)
-        num_bytes = self._buffer_sizes.total(receives=sink is not None)
-        self.counter.allocate(num_bytes)
-        size, num_buckets = max(self._buffer_sizes.bucket, mmap.PAGESIZE), self._buffer_sizes.num_buckets
-        buffers = [make_buffer(size, device) for _ in range(num_buckets)] if loader is not None else []
-        spaces: list[Tensor | None] = [buffer.bytes for buffer in buffers] or [None] * num_buckets
-        if self._targets is not None:
-            spaces = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(num_buckets)]
-        self._staging = StagingBuffers(self._buffer_sizes.staging, device, self._wait)
-        try:
-            with closed_on_failure(self.counter.transport, self._gather_group):
-                self._execute(buffers, spaces, loader)
-        finally:
-            spaces.clear()
-            self._staging.free()
-            self._held, self._targets = {}, None
-            for buffer in buffers:
-                buffer.close()
-            self.counter.free(num_bytes)
+        sizes, memory = self._buffer_sizes, self._memory or SyncMemory()
+        self.counter.peak_extra_bytes = sizes.total(receives=sink is not None)
+        make = PrivateBuffer if isinstance(sink, Parameters | CodeReader) else make_buffer
+        with memory.lent():
+            buckets = [] if sink is None else memory.take("buckets", make, sizes.num_buckets, sizes.bucket, device)
+            staging = memory.take("staging", PrivateBuffer, 2, sizes.staging, device)
+            self._staging = StagingBuffers(staging, self._wait)
+            try:
+                with closed_on_failure(self.counter.transport, self._gather_group):
+                    self._execute(buckets, loader)
+            finally:
+                self._staging.free()
+                self._held, self._targets = {}, None
+        if self._memory is None:
+            memory.close()
 
-    def _execute(
-        self,
-        buffers: Sequence[SharedBuffer | DeviceBuffer],
-        spaces: Sequence[Tensor | None],
-        loader: ShardSink | None,
-    ) -> None:
-        """Execute all rounds; `spaces`: the buckets, `buffers`: those that an engine in another process reads."""
-        num_buckets = len(spaces)
+    def _execute(self, buckets: Sequence[Buffer], loader: ShardSink | None) -> None:
+        """Execute all rounds; `buckets`: to receive into, empty if this rank receives nothing."""
+        num_buckets = self._buffer_sizes.num_buckets
         num_hops = num_buckets - 1
         pending: list[Callable[[], None]] = [_noop] * num_buckets
         in_flight: list[_RoundInFlight | None] = [None] * num_buckets
@@ -201,8 +217,8 @@ class BoxExecutor:
                 pending[which]()  # the engine has read the bucket
                 if (last := in_flight[which]) is not None:
                     self._wait(last.sending, last.index)
-                buffer = buffers[which] if buffers else None
-                in_flight[which] = flight = _RoundInFlight(step, self._rounds[step], buffer, spaces[which])
+                buffer, data = (buckets[which], buckets[which].bytes) if buckets else (None, None)
+                in_flight[which] = flight = _RoundInFlight(step, self._rounds[step], buffer, data)
                 self._start(flight)
             started = [(in_flight[number % num_buckets], hop) for number, hop in hops_of_step(self._rounds, step)]
             self._exchange([(each, hop) for each, hop in started if each is not None])

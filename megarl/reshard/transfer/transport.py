@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -77,10 +77,8 @@ def close_gloo_connections(group: Any) -> None:
 Message = tuple[Tensor, int]
 """The data of a point-to-point message, and the rank at the other end."""
 
-
 MAX_NAMED = 8
 """Ranks that a heartbeat names."""
-
 
 _POLL_SECONDS = 2e-5, 1e-3
 """First and longest pause between two looks at a work; the pauses double."""
@@ -491,28 +489,22 @@ def list_ranks(ranks: Iterable[int]) -> str:
 
 @dataclass(slots=True)
 class ByteCounter:
-    """Sends and receives for one rank, and counts the bytes, messages, collectives and memory of a sync."""
+    """Sends and receives for one rank, and counts the bytes, messages, collectives and memory of a `SyncStats`."""
 
     transport: Transport = field(default_factory=Transport)
     bytes_sent: int = 0
     bytes_received: int = 0
     bytes_delivered: int = 0
-    """Bytes delivered to engines."""
     messages: int = 0
-    """Number of point-to-point messages received."""
     collectives: int = 0
-    """Number of collective calls that this rank took part in."""
     buckets: int = 0
     peak_extra_bytes: int = 0
-    """Peak of the memory allocated beyond the parameters."""
     bytes_not_received: int = 0
     bytes_not_delivered: int = 0
     count_bytes: int = 0
     copied_bytes: int = 0
     elements: int = 0
     changed_elements: int = 0
-    """Of a delta sync; see `SyncStats`."""
-    _extra_bytes: int = field(default=0, repr=False)
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
@@ -538,13 +530,10 @@ class ByteCounter:
     def start_all_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
         """Start the all-gathers and count them; arguments and result as for `Transport.start_all_gathers`."""
         for out, mine in gathers:
-            self._count_gather(out, mine)
+            self.bytes_sent += out.nbytes - mine.nbytes
+            self.bytes_received += out.nbytes - mine.nbytes
+            self.collectives += 1
         return self.transport.start_all_gathers(gathers, group)
-
-    def _count_gather(self, out: Tensor, mine: Tensor) -> None:
-        self.bytes_sent += out.nbytes - mine.nbytes
-        self.bytes_received += out.nbytes - mine.nbytes
-        self.collectives += 1
 
     def start_broadcasts(self, broadcasts: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> list[InFlight]:
         """Start several broadcasts, each given as (tensor, global rank of its source); all members pass the same."""
@@ -570,29 +559,6 @@ class ByteCounter:
             started_works.append(InFlight(work, others if source == me else (source,), source != me))
         return started_works
 
-    def allocate(self, num_bytes: int) -> None:
-        """Count an allocation of temporary memory."""
-        self._extra_bytes += num_bytes
-        self.peak_extra_bytes = max(self.peak_extra_bytes, self._extra_bytes)
-
-    def free(self, num_bytes: int) -> None:
-        """Count the release of temporary memory."""
-        self._extra_bytes -= num_bytes
-
     def stats(self) -> SyncStats:
         """Return the counts of this sync."""
-        return SyncStats(
-            bytes_sent=self.bytes_sent,
-            bytes_received=self.bytes_received,
-            bytes_delivered=self.bytes_delivered,
-            buckets=self.buckets,
-            peak_extra_bytes=self.peak_extra_bytes,
-            messages=self.messages,
-            collectives=self.collectives,
-            bytes_not_received=self.bytes_not_received,
-            bytes_not_delivered=self.bytes_not_delivered,
-            count_bytes=self.count_bytes,
-            copied_bytes=self.copied_bytes,
-            elements=self.elements,
-            changed_elements=self.changed_elements,
-        )
+        return SyncStats(**{counted.name: getattr(self, counted.name) for counted in fields(SyncStats)})

@@ -115,6 +115,31 @@ def check_aborted(ranks, said, reason):
     assert all(aborted) if ranks.backend == NcclOrderTransport else any(aborted), said
 
 
+def kept(ranks):
+    """Return the buffers that each rank keeps; none of them needs more than its plan."""
+    by_rank = call(ranks.ranks, "memory")
+    assert all(sum(buffers.values()) <= 2 * BUCKET_BYTES for buffers in by_rank)
+    return by_rank
+
+
+def test_buffers_are_kept_until_a_sync_fails(ranks):
+    check_sync(ranks, 11)
+    before = kept(ranks)
+    assert all(sum(buffers.values()) > 0 for buffers in before)
+    check_sync(ranks, 12)
+    for number, base in ((1, None), (2, 1)):
+        check_delta_sync(ranks, 13, DeltaUpdate(number=number, base=base), changes=base is None)
+    check_sync(ranks, 14)
+    assert kept(ranks) == before
+    ranks.failing_sync(15, (WeightSyncError("no memory is left"), 1))
+    assert ranks.ranks[1].result().error == "no memory is left"
+    assert kept(ranks) == [{}] * 4
+    check_next_sync(ranks)
+    after = kept(ranks)
+    check_sync(ranks, 16)
+    assert kept(ranks) == after
+
+
 def check_next_sync(ranks):
     """No rank sends or receives before all have connected again."""
     for rank in ranks.ranks:

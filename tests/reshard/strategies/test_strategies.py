@@ -40,7 +40,7 @@ from megarl.reshard.transfer.bucket import lay_out, map_bucket, torch_dtype
 from megarl.reshard.transfer.transport import ByteCounter
 from tests.errors import expect_error
 from tests.megatron.ranks import CollectingSink, run_ranks
-from tests.reshard.rank_process import held_tensors, wrong_elements
+from tests.reshard.rank_process import held_tensors, kept_buffers, wrong_elements
 from tests.reshard.synthetic import MODEL_BYTES, scenario
 
 TENSORS = {
@@ -203,11 +203,11 @@ class Engine(CollectingSink):
 
 
 def push_on_rank(make, context):
-    """Run two syncs with changed weights on every rank; return what is wrong, and statistics."""
+    """Run three syncs with changed weights on every rank; return what is wrong, and statistics."""
     strategy, _ = make_on_rank(make, context, BUCKET_BYTES)
     rank = dist.get_rank()
-    need, wrong, all_stats = context.needs.get(rank), [], []
-    for sync in range(2):
+    need, wrong, all_stats, kept = context.needs.get(rank), [], [], []
+    for sync in range(3):
         engine = Engine()
         sinks = (engine,) if rank in context.senders else ()
         held = held_tensors(context.sources[rank], value, sync)
@@ -219,7 +219,10 @@ def push_on_rank(make, context):
             wrong += [f"{name} came as boxes" for name in engine.boxes.keys() - {p.local for p in boxes}]
             if wrong_elements(WeightLayout(need.tensors, tuple(boxes)), engine.boxes, value, sync):
                 wrong.append("boxes")
+        kept.append(kept_buffers())
+    wrong += ["other buffers"] * (kept != [kept[0]] * 3 or sum(kept[0].values()) != all_stats[0].peak_extra_bytes)
     strategy.close()
+    wrong += [f"{buffer} is not freed" for buffer in kept_buffers()]
     return gather_results((wrong, all_stats))
 
 
@@ -245,9 +248,47 @@ def test_real_ranks_are_bitwise_exact_and_match_planned_counts(sizes, senders, t
     results = run_ranks(push_on_rank, grid.size, tmp_path, GatherHf, make_context(grid, senders))
     for rank, (wrong, all_stats) in enumerate(results):
         assert wrong == []
-        assert all_stats == [planned[rank]] * 2
+        assert all_stats == [planned[rank]] * 3
         # the largest tensor, which has a bucket of its own, takes up to 3 * 2720 bytes with its padding
         assert all_stats[0].peak_extra_bytes <= 2 * max(mmap.PAGESIZE, 8192) + 3 * 2720
+
+
+class FailingEngine(Engine):
+    """A fake engine that fails once it has received something."""
+
+    def load(self, bucket):
+        super().load(bucket)
+        return self._fail
+
+    def load_boxes(self, index, bucket):
+        super().load_boxes(index, bucket)
+        return self._fail
+
+    def _fail(self):
+        raise WeightSyncError("the engine has failed")
+
+
+def push_to_failing_engine(make, context):
+    """Push with an engine that works, one that fails, and a new strategy's; return the buffers after each."""
+    kept = []
+    strategy, held = make_on_rank(make, context, BUCKET_BYTES)
+    for engine in (Engine(), FailingEngine()):
+        try:
+            strategy.push(held, Sinks(full_tensors=(engine,), boxes=engine))
+        except WeightSyncError as error:
+            kept.append(str(error))
+        kept.append(kept_buffers())
+    return gather_results(kept)
+
+
+@pytest.mark.parametrize("make", [GatherHf, BoxStrategy])
+def test_buffers_are_freed_when_an_engine_has_failed(make, tmp_path):
+    """It may still read them."""
+    context = box_context(RankGrid(tp=1), 1, micro_dp=False)
+    ((kept, error, left),) = run_ranks(push_to_failing_engine, 1, tmp_path, make, replace(context, senders=(0,)))
+    assert kept
+    assert error == "the engine has failed"
+    assert left == {}
 
 
 STALLED = 1
@@ -362,7 +403,7 @@ def test_some_tensors_in_full_and_all_others_as_boxes(sizes, gen_tp, micro_dp, t
     results = run_ranks(push_on_rank, grid.size, tmp_path, BoxStrategy, context)
     for rank, (wrong, all_stats) in enumerate(results):
         assert wrong == []
-        assert all_stats[0] == all_stats[1]
+        assert all_stats == [all_stats[0]] * 3
         delivered = layout_bytes(context.needs[rank]) if rank in context.needs else 0
         assert all_stats[0].bytes_delivered == delivered
         # two buckets, neither smaller than a page

@@ -26,7 +26,9 @@ from megarl.reshard.transfer.bucket import (
     BoxBucket,
     DeviceBuffer,
     MappedBuckets,
+    PrivateBuffer,
     SharedBuffer,
+    SyncMemory,
     WeightBucket,
     consecutive,
     contiguous_bytes,
@@ -44,7 +46,7 @@ from megarl.reshard.transfer.bucket import (
     views_like,
 )
 from tests.errors import expect_error
-from tests.reshard.rank_process import call_in_process
+from tests.reshard.rank_process import call_in_process, kept_buffers
 
 SHAPES = [
     ("a", torch.float32, (3, 5)),
@@ -214,6 +216,128 @@ def test_each_bucket_is_mapped_once_and_never_beyond_its_memory():
         mapped.map(replace(buckets[1], num_bytes=2 * mmap.PAGESIZE))
 
 
+def read_as_another_process(patch):
+    """Map buffers of this process as another one would, which sees the owner's GPU under another number."""
+    patch.setattr(bucket_module, "_OWN", {})
+    patch.setattr(bucket_module, "device_uuid", lambda device: ["GPU-c", "GPU-a"][device.index or 0])
+
+
+def test_buckets_are_unmapped_after_a_sync_without_them(fake_cuda, monkeypatch):
+    """GPU memory always: its owner frees it with the sync."""
+    host = [SharedBuffer(mmap.PAGESIZE) for _ in range(3)]
+    device, private = DeviceBuffer(10, torch.device("cpu")), PrivateBuffer(10, torch.device("cpu"))
+    first, second, third, on_device, in_process = (
+        BoxBucket(buffer.path, buffer.num_bytes, ()) for buffer in (*host, device, private)
+    )
+    mapped = MappedBuckets()
+    assert mapped.map(in_process) is private.bytes
+    read_as_another_process(monkeypatch)
+    kept = mapped.map(first)
+    for bucket in (second, on_device, first):
+        mapped.map(bucket)
+    mapped.end_sync()
+    assert len(mapped) == 2  # those in host memory
+    assert mapped.map(first) is kept
+    mapped.map(third)
+    assert len(mapped) == 3
+    mapped.end_sync()
+    assert len(mapped) == 2
+    assert mapped.map(first) is kept
+    mapped.end_sync()
+    mapped.end_sync()
+    assert len(mapped) == 0
+
+
+CPU = torch.device("cpu")
+
+
+def take(memory, num_bytes, make=make_buffer, device=CPU):
+    """Return the two buffers of a sync."""
+    with memory.lent():
+        return list(memory.take("buckets", make, 2, num_bytes, device))
+
+
+def open_files():
+    """Return the shared buffers that this process has open."""
+    return {name for name in kept_buffers() if str(name).startswith("open")}
+
+
+def test_buffers_in_host_memory_are_kept_while_they_are_large_enough():
+    memory, before = SyncMemory(), open_files()
+    first = take(memory, 2 * mmap.PAGESIZE)
+    files = open_files() - before
+    assert len(files) == 2
+    for num_bytes in (2 * mmap.PAGESIZE, 10):
+        assert take(memory, num_bytes) == first  # the same objects
+    assert take(memory, 10, PrivateBuffer) == first
+    larger = take(memory, 3 * mmap.PAGESIZE)
+    assert not set(larger) & set(first)
+    assert len(open_files() - before) == 2
+    assert not files & open_files()
+    memory.close()
+    assert open_files() == before
+    private = take(memory, 10, PrivateBuffer)
+    assert take(memory, 10, PrivateBuffer) == private
+    assert not set(take(memory, 10)) & set(private)  # another process reads these
+    memory.close()
+
+
+def test_smaller_buffers_are_freed_before_larger_ones_are_allocated():
+    memory, before, num_open = SyncMemory(), open_files(), []
+
+    def make(num_bytes, _):
+        num_open.append(len(open_files() - before))
+        return SharedBuffer(num_bytes)
+
+    for num_bytes in (10, 2 * mmap.PAGESIZE):
+        take(memory, num_bytes, make)
+    assert num_open == [0, 1, 0, 1]
+    memory.close()
+
+
+def test_buffers_on_other_devices_are_freed_with_each_sync():
+    memory, meta, closed = SyncMemory(), torch.device("meta"), []
+
+    class Buffer(PrivateBuffer):
+        def close(self):
+            closed.append(self)
+
+    for _ in range(2):
+        buffers = take(memory, 10, Buffer, meta)
+        assert closed == buffers[::-1]
+        closed.clear()
+
+
+def test_all_buffers_are_freed_after_a_failed_sync():
+    memory, before, taken = SyncMemory(), open_files(), []
+    first = take(memory, 10)
+
+    def fail():
+        with memory.lent():
+            taken.append(memory.take("buckets", make_buffer, 2, 10, CPU))
+            assert taken == [first]
+            raise WeightSyncError("a rank is lost")
+
+    with pytest.raises(WeightSyncError):
+        fail()
+    assert taken == [[]]
+    assert open_files() == before
+
+
+def test_buffers_are_freed_if_one_of_them_cannot_be_allocated():
+    memory, made = SyncMemory(), []
+
+    def make(num_bytes, _):
+        if made:
+            raise OSError("no memory is left")
+        made.append(SharedBuffer(num_bytes))
+        return made[0]
+
+    with pytest.raises(OSError, match="no memory"), memory.lent():
+        memory.take("buckets", make, 2, 10, CPU)
+    assert not os.path.exists(made[0].path)
+
+
 def test_device_memory_is_identified_by_its_handle(fake_cuda, monkeypatch):
     """The reader sees the owner's GPU under another number."""
     buffer = DeviceBuffer(10, torch.device("cpu"))
@@ -263,8 +387,7 @@ def test_torch_waits_for_no_reader_of_closed_device_memory(num_readers, fake_cud
     view, bucket = buffer.bytes[:4], BoxBucket(buffer.path, buffer.num_bytes, ())
     other = DeviceBuffer(10, torch.device("cpu"))
     with monkeypatch.context() as in_another_process:
-        in_another_process.setattr(bucket_module, "_OWN", {})
-        in_another_process.setattr(bucket_module, "device_uuid", lambda device: ["GPU-c", "GPU-a"][device.index or 0])
+        read_as_another_process(in_another_process)
         for _ in range(num_readers):
             map_bucket(bucket)
     for _ in range(2):

@@ -19,7 +19,7 @@ from megarl.reshard.transfer.bucket import Parameters, map_bucket, torch_dtype
 from megarl.reshard.transfer.element_code import decode_boxes
 from tests.megatron.ranks import run_ranks
 from tests.reshard import synthetic
-from tests.reshard.rank_process import empty_parameters, held_tensors, wrong_elements
+from tests.reshard.rank_process import empty_parameters, held_tensors, kept_buffers, wrong_elements
 from tests.time_limits import UNREACHED_SECONDS
 
 BUCKET_BYTES = 16_384
@@ -63,7 +63,7 @@ def value(tensor, sync):
 def reshard(grid, gen_tp, nodes, direct, large_bytes, make_transport):
     """Run three syncs with changed weights on every rank, then `push_deltas`.
 
-    Return the number of wrong elements and the statistics of each rank.
+    Return the number of wrong elements, the statistics and the kept buffers of each rank.
 
     Args:
         nodes: by rank, its node; with several nodes any rank sends to any rank, else micro-DP groups are used.
@@ -83,18 +83,22 @@ def reshard(grid, gen_tp, nodes, direct, large_bytes, make_transport):
         MemorySink(needs[rank], device),
     )
     mismatched, all_stats, boxes = 0, [], Parameters(sink.tensors) if direct else sink
+    kept = []
     for sync in range(3):
         mine = {name: held.to(device) for name, held in held_tensors(sources[rank], value, sync).items()}
         if sync == 2:  # as stacked experts are held
             mine = {name: transposed(held) for name, held in mine.items()}
         sink.fill_nan()
         all_stats.append(strategy.push(mine, Sinks(boxes=boxes)))
+        kept.append(kept_buffers())
         mismatched += wrong_elements(needs[rank], sink.tensors, value, sync)
     all_stats += push_deltas(strategy, sources[rank], needs[rank], sink, boxes)
     mismatched += wrong_elements(needs[rank], sink.tensors, mixed, 5)
+    kept.append(kept_buffers())
     strategy.close()
+    kept.append(kept_buffers())
     out = [None] * grid.size
-    dist.all_gather_object(out, (mismatched, all_stats))
+    dist.all_gather_object(out, (mismatched, all_stats, kept))
     dist.destroy_process_group()
     return out
 
@@ -180,13 +184,23 @@ def check_syncs(layout, nodes, direct, large_bytes, make_transport, tmp_path, de
     node_of_rank = tuple(rank * nodes // grid.size for rank in range(grid.size))
     arguments = (grid, tg, node_of_rank, direct, large_bytes, make_transport)
     results = run_ranks(reshard, grid.size, tmp_path, *arguments, device=device)
-    assert [mismatched for mismatched, _ in results] == [0] * grid.size
+    assert [mismatched for mismatched, *_ in results] == [0] * grid.size
+    for _, all_stats, (*kept, left) in results:
+        num_bytes = all_stats[0].peak_extra_bytes if device == "cpu" else 0
+        assert [sum(buffers.values()) for buffers in kept[:3]] == [num_bytes] * 3
+        assert kept[:3] == [kept[0]] * 3
+        # codes may need larger staging
+        assert [{name for name in buffers if isinstance(name, str)} for buffers in kept] == [
+            {name for name in kept[0] if isinstance(name, str)}
+        ] * 4
+        assert sum(kept[3].values()) <= 2.25 * BUCKET_BYTES
+        assert left == {}
     needs, groups = arrangement(grid, tg, node_of_rank)
     index = cached_index(synthetic.trainers(grid), needs, Topology(node_of_rank), BUCKET_BYTES, groups=groups)
     closed_form = (t * p - tg) / (tg * t * p) * synthetic.MODEL_BYTES
-    sent = [stats.bytes_sent for _, all_stats in results for stats in all_stats[:4]]
+    sent = [stats.bytes_sent for _, all_stats, _ in results for stats in all_stats[:4]]
     assert sum(sent) == 4 * grid.size * closed_form
-    for _, (*_, whole, unchanged, changed, sparse) in results:
+    for _, (*_, whole, unchanged, changed, sparse), _ in results:
         assert whole.bytes_not_received == whole.count_bytes == 0
         assert unchanged.bytes_received == unchanged.count_bytes == unchanged.bytes_received
         assert (unchanged.bytes_delivered, unchanged.changed_elements, unchanged.buckets) == (0, 0, 0)
@@ -199,7 +213,7 @@ def check_syncs(layout, nodes, direct, large_bytes, make_transport, tmp_path, de
         assert 0.01 < sparse.changed_elements / sparse.elements < 0.03
         assert sparse.bytes_delivered < 0.06 * whole.bytes_delivered
     check_changed_bytes(results, has_gathers=bool(groups))
-    for rank, (_, all_stats) in enumerate(results):
+    for rank, (_, all_stats, _) in enumerate(results):
         for stats in all_stats[:4]:
             assert stats.bytes_received == plan_rank(index, rank).bytes_received == closed_form
             assert stats.bytes_delivered == synthetic.MODEL_BYTES / tg
@@ -209,7 +223,7 @@ def check_syncs(layout, nodes, direct, large_bytes, make_transport, tmp_path, de
 
 def check_changed_bytes(results, *, has_gathers):
     """Once, four of 48 layers have changed. Without all-gathers, which bundle small layers, no other layer is sent."""
-    _, all_stats = zip(*results, strict=True)
+    _, all_stats, _ = zip(*results, strict=True)
 
     def total(name, index):
         return sum(getattr(of_rank[index], name) for of_rank in all_stats)

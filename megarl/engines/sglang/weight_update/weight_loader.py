@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,8 @@ class _SharedPlan:
     rounds: tuple[int, ...]
     """Indices of the rounds that have boxes."""
     receiver: BoxReceiver
+    mapped: MappedBuckets = field(default_factory=MappedBuckets)
+    """The buckets of the latest sync that lie in host memory, which the trainer rank keeps for the next one."""
 
 
 _shared: _SharedPlan | None = None
@@ -252,7 +254,7 @@ def prepare_boxes(model: nn.Module, command: Command, _: Reply) -> None:
 def receive_boxes(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
     """Copy the boxes of all rounds as they come; copy nothing if any rank of the engine cannot."""
     session, prepared, is_complete = get_session(command["session"]), _require_shared(), False
-    abort_file, mapped = Path(command["abort_file"]), MappedBuckets()
+    abort_file, mapped = Path(command["abort_file"]), prepared.mapped
 
     def check() -> None:
         if abort_file.exists():
@@ -279,7 +281,7 @@ def receive_boxes(model: nn.Module, command: Command, reply: Reply, vote: Commit
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the sender reuses the bucket once it has the answer
             if index == rounds[-1]:
-                mapped.clear()  # the sender frees its buckets now
+                mapped.end_sync()  # the sender frees its buckets on a GPU now
             prepared.receiver.acknowledge()
         is_complete = True
     except (WeightSyncError, OSError) as e:
@@ -288,6 +290,7 @@ def receive_boxes(model: nn.Module, command: Command, reply: Reply, vote: Commit
     finally:
         if not is_complete:
             reset_session()
+            mapped.clear()
             prepared.receiver.close()  # so that the trainer does not wait for this rank
 
 

@@ -8,7 +8,17 @@ import pytest
 
 from megarl.errors import WeightSyncError
 from tests.engines import reference
-from tests.engines.remote import RemoteEngine, Senders, begin_and_load, boxes_of, send_rounds, started, sums_of, sync
+from tests.engines.remote import (
+    RemoteEngine,
+    Senders,
+    begin_and_load,
+    boxes_of,
+    send_rounds,
+    started,
+    sums_of,
+    sync,
+    sync_boxes,
+)
 from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_completes
 from tests.errors import expect_error
 from tests.time_limits import HANG_SECONDS
@@ -146,32 +156,57 @@ def test_changed_buffers_that_no_update_writes_are_found(engine, model_dir):
     assert_completes(engine, model_dir, weights)
 
 
-def count_mapped_buckets(process):
-    return Path(f"/proc/{process.pid}/maps").read_text().count("megarl-weights")
+def mapped_buckets(process):
+    """Return the inodes of the buckets that a process has mapped."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return [int(line.split()[4]) for line in lines if "megarl-weights" in line]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_buckets_are_unmapped_with_the_last_round_and_after_a_failed_update(engine, model_dir, fails):
+def receive_all(engine, senders, version):
+    """Run a complete update; return what the engine has mapped before its last round, and at the end of the update."""
+    (process,) = engine.scheduler_processes()
+    engine.call("begin_weights")
+    receiving = senders.receive()
+    senders.complete(0)
+    first = mapped_buckets(process)
+    senders.complete(1)
+    last = mapped_buckets(process)
+    receiving.result(HANG_SECONDS)
+    engine.call("end_weights", version)
+    return first, last
+
+
+def test_buckets_stay_mapped_until_they_are_replaced_or_an_update_fails(engine, model_dir):
     (process,), (layout,) = engine.scheduler_processes(), engine.call("layouts")
     boxes = boxes_of(layout, reference.changed(model_dir, seed=3))
-    engine.call("begin_weights")
     with Senders(engine, [[boxes[::2]], [boxes[1::2]]]) as senders:
         senders.prepare()
-        before = count_mapped_buckets(process)
+        assert mapped_buckets(process) == []
+        first, last = receive_all(engine, senders, 3)
+        assert set(first) < set(last)
+        assert len(last) == 2
+        assert receive_all(engine, senders, 4) == (last, last)  # the same buckets again
+        senders.replace_buffers()
+        during, new = receive_all(engine, senders, 5)
+        assert len(during) == 3  # the two that are still mapped, and a new one
+        assert len(new) == 2
+        assert not set(new) & set(last)
+        engine.call("begin_weights")
         receiving = senders.receive()
         senders.complete(0)
-        assert count_mapped_buckets(process) == before + 1
-        if fails:
-            senders.ranks[0].close()
-            with expect_error(WeightSyncError, "aborted"):
-                receiving.result(HANG_SECONDS)
-        else:
-            senders.complete(1)
-            assert count_mapped_buckets(process) == before  # the sender frees its buckets now
+        senders.ranks[0].close()
+        with expect_error(WeightSyncError, "aborted"):
             receiving.result(HANG_SECONDS)
-            engine.call("end_weights", 3)
-    assert count_mapped_buckets(process) == 0
-    sync(engine, reference.changed(model_dir, seed=3), 4)
+        assert mapped_buckets(process) == []
+    weights = reference.changed(model_dir, seed=3)
+    sync(engine, weights, 6)
+    sync_boxes(engine, [layout], weights, 7)
+    assert len(mapped_buckets(process)) == 3
+    with Senders(engine, [[boxes]]) as others:
+        others.prepare()
+        assert mapped_buckets(process) == []
+    sync(engine, weights, 8)
+    assert_completes(engine, model_dir, weights)
 
 
 def test_repacked_weights_cannot_be_written_as_boxes(repacking_engine):
