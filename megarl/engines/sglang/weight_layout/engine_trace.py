@@ -20,11 +20,11 @@ traces (`megarl.engines.sglang.weight_layout.trace_child`).
 
 from __future__ import annotations
 
+import base64
 import concurrent.futures
 import contextlib
-import io
 import json
-import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,9 +33,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megarl.engines.sglang.weight_layout.load_recorder import (
@@ -49,7 +47,6 @@ from megarl.errors import WeightSyncError
 from megarl.model_files.weight_index import paired_shape, stored_shape
 from megarl.reshard.layout.layout import (
     Box,
-    Columns,
     PieceTable,
     ShardPiece,
     TensorSpec,
@@ -57,7 +54,7 @@ from megarl.reshard.layout.layout import (
     extent,
     share_tensors,
 )
-from megarl.reshard.layout.model_tensors import ModelTensors
+from megarl.reshard.layout.model_tensors import ModelTensors, Names
 from megarl.reshard.transfer.bucket import dtype_name, torch_dtype
 
 P = ParamSpec("P")
@@ -286,58 +283,46 @@ def _run_threads_inline() -> Iterator[None]:
         concurrent.futures.ThreadPoolExecutor = before  # type: ignore[misc]
 
 
-ARRAYS = ("tensor", "local", "dims", "boxes", "local_boxes")
-"""Arrays of a rank's `PieceTable`; the first two are indices into its lists of names."""
-
-
 def encode_traces(traces: Sequence[EngineTrace]) -> bytes:
-    """Encode the traces of an engine's ranks, which load the same tensors, as a NumPy archive."""
+    """Encode the traces of an engine's ranks, which load the same tensors, as compressed JSON."""
     tensors: dict[str, TensorSpec] = {}
     for trace in traces:  # a tensor's dtype is that of a rank that holds some of it
         held = {piece.tensor for piece in trace.layout.pieces}
         tensors |= {n: spec for n, spec in trace.layout.tensors.items() if n in held or n not in tensors}
-    names = {name: i for i, name in enumerate(tensors)}
-    locals_: dict[str, int] = {}
-    arrays: dict[str, NDArray[Any]] = {}
-    for rank, trace in enumerate(traces):
-        table = trace.layout.pieces
-        arrays |= {f"{rank}.{array}": getattr(table, array) for array in ARRAYS}
-        arrays[f"{rank}.tensors"] = np.array([names[name] for name in table.tensors], np.int32)
-        arrays[f"{rank}.locals"] = np.array([locals_.setdefault(n, len(locals_)) for n in table.locals], np.int32)
-    header = {
-        "tensors": [[name, spec.shape, spec.dtype] for name, spec in tensors.items()],
-        "locals": list(locals_),
-        "padding": [[[pad.local, pad.local_box, pad.value] for pad in trace.padding] for trace in traces],
-        "derived": [trace.derived for trace in traces],
-    }
-    arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    archive = io.BytesIO()
-    np.savez_compressed(archive, allow_pickle=False, **arrays)
-    return archive.getvalue()
+    names = Names(tensors)
+    ranks = []
+    for trace in traces:
+        table = trace.layout.pieces.renumbered(names)
+        ranks.append(
+            {
+                "pieces": base64.b64encode(table.to_bytes()).decode(),
+                "locals": list(table.locals),
+                "padding": [[pad.local, pad.local_box, pad.value] for pad in trace.padding],
+                "derived": trace.derived,
+            }
+        )
+    content = {"tensors": [[name, spec.shape, spec.dtype] for name, spec in tensors.items()], "ranks": ranks}
+    return zlib.compress(json.dumps(content).encode())
 
 
 def read_traces(file: Path) -> list[EngineTrace] | None:
     """Read a file with what `encode_traces` returns; None if the file is missing or invalid."""
     try:
         return decode_traces(file.read_bytes())
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+    except (OSError, zlib.error):
         return None
 
 
 def decode_traces(encoded: bytes) -> list[EngineTrace]:
     """Decode what `encode_traces` returns, with pieces as `PieceTable`s."""
-    with np.load(io.BytesIO(encoded), allow_pickle=False) as archive:
-        arrays = dict(archive)
-    header = json.loads(arrays["header"].tobytes())
-    tensors = ModelTensors({name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in header["tensors"]})
+    content = json.loads(zlib.decompress(encoded))
+    tensors = ModelTensors({name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in content["tensors"]})
     traces: list[EngineTrace] = []
-    for rank, (padding, derived) in enumerate(zip(header["padding"], header["derived"], strict=True)):
-        of_tensors = [tensors.names[i] for i in arrays[f"{rank}.tensors"]]
-        of_locals = [header["locals"][i] for i in arrays[f"{rank}.locals"]]
-        columns = Columns(*(arrays[f"{rank}.{array}"] for array in ARRAYS))
-        table = PieceTable(of_tensors, of_locals, columns)
-        pads = tuple(Padding(local, tuple(map(tuple, box)), value) for local, box, value in padding)
-        traces.append(EngineTrace(WeightLayout(tensors, table), pads, tuple(derived)))
+    for rank in content["ranks"]:
+        table = PieceTable.from_bytes(base64.b64decode(rank["pieces"]), tensors.names)
+        layout = WeightLayout(tensors, table.with_locals(Names(rank["locals"])))
+        padding = tuple(Padding(local, tuple(map(tuple, box)), value) for local, box, value in rank["padding"])
+        traces.append(EngineTrace(layout, padding, tuple(rank["derived"])))
     layouts = share_tensors([trace.layout for trace in traces])
     return [replace(trace, layout=layout) for trace, layout in zip(traces, layouts, strict=True)]
 

@@ -92,7 +92,7 @@ def trace_engine(
         extra_args={**options, "ep_size": ep} if ep > 1 else dict(options),
     )
     request = {"spec": asdict(spec), "tensors": tensors}
-    cached = _cache_folder() / f"{_key(config, request)}.npz"
+    cached = _cache_folder() / f"{_key(config, request)}.traces"
     return read_traces(cached) or trace_in_child(config, request, cached)
 
 
@@ -112,7 +112,7 @@ def trace_in_child(config: str, request: JsonObject, cached: Path) -> list[Engin
     with tempfile.TemporaryDirectory(prefix="megarl-trace-") as folder:
         (Path(folder) / "config.json").write_text(config)
         spec = request["spec"] | {"model_path": folder}
-        request_file, traces_file, error_file = (Path(folder) / name for name in ("request", "traces.npz", "error"))
+        request_file, traces_file, error_file = (Path(folder) / name for name in ("request", "traces", "error"))
         request_file.write_text(json.dumps(request | {"spec": spec}))
         environment = os.environ | make_engine_environment(_traced_device(spec["device"]), spec["tp"])
         command = [sys.executable, "-m", trace_child.__name__, str(request_file), str(traces_file), str(error_file)]
