@@ -27,15 +27,13 @@ from megarl.cluster.process.atomic_files import atomic_write
 from megarl.engines.engine_spec import EngineSpec
 from megarl.engines.sglang.engine_environment import make_engine_environment
 from megarl.engines.sglang.weight_layout import trace_child
-from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, read_traces, trace_live
+from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, read_traces
 from megarl.engines.sglang.weight_update.planned_boxes import read_expected_tensors
 from megarl.engines.unsupported_options import find_build_problems
 from megarl.errors import DataError, WeightSyncError
 from megarl.model_files.json_object import JsonObject
 from megarl.model_files.model_config import config_file, read_model_config
 from megarl.reshard.layout.layout import WeightLayout
-
-__all__ = ["EngineTrace", "trace_engine", "trace_layouts", "trace_live"]
 
 CHILD_SECONDS = 600.0
 MAX_STDERR_LINES = 15
@@ -65,20 +63,6 @@ def trace_layouts(
         DataError: config.json or a key that SGLang needs is missing, or SGLang cannot build its model.
         WeightSyncError: part of a parameter would not be written.
     """
-    traces = trace_engine(model_path, tp=tp, ep=ep, options=options, device=device, dtype=dtype)
-    return [trace.layout for trace in traces]
-
-
-def trace_engine(
-    model_path: str,
-    *,
-    tp: int,
-    ep: int = 1,
-    options: Mapping[str, object] = NO_OPTIONS,
-    device: str = "cpu",
-    dtype: str = "float32",
-) -> list[EngineTrace]:
-    """Return what `trace_layouts` returns, with padding and derived values."""
     config, tensors = _read_model(model_path)
     problems = find_build_problems(json.loads(config), _traced_device(device), origin=str(config_file(model_path)))
     if problems:
@@ -93,7 +77,8 @@ def trace_engine(
     )
     request = {"spec": asdict(spec), "tensors": tensors}
     cached = _cache_folder() / f"{_key(config, request)}.traces"
-    return read_traces(cached) or trace_in_child(config, request, cached)
+    traces = read_traces(cached) or trace_in_child(config, request, cached)
+    return [trace.layout for trace in traces]
 
 
 def _read_model(model_path: str) -> tuple[str, list[list[object]]]:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import Gemma2Config
 
-from megarl.engines.sglang.weight_layout.offline_trace import trace_engine
+from megarl.engines.sglang.weight_layout.engine_trace import read_traces
+from megarl.engines.sglang.weight_layout.offline_trace import trace_layouts
 from megarl.engines.sglang.weight_update.update_session import full_tensors
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import full_local
@@ -83,7 +84,9 @@ def test_full_tensors_are_the_same_with_an_engine_and_offline(needs, gemma_dir, 
     fork_traces(monkeypatch)
     assert len(needs.full_tensors) == NUM_NORMS
     assert all("norm" in name for name in needs.full_tensors)
-    assert full_tensors(trace_engine(gemma_dir, tp=TP)) == needs.full_tensors
+    assert trace_layouts(gemma_dir, tp=TP) == list(needs.layouts)
+    (cached,) = (tmp_path / "megarl" / "layouts").iterdir()
+    assert full_tensors(read_traces(cached)) == needs.full_tensors
 
 
 def test_values_that_the_engine_computes_may_change(engine, needs, gemma_dir):
