@@ -34,13 +34,10 @@ Command = Mapping[str, Any]
     dump             `directory`, for rank<r>.pt (parameters) and rank<r>.buffers.pt
     trace, hash, sum, repacking, release
 
-`RankCommands` adds `reply` (a path prefix; the rank is appended), and the engine's `model_path` and `dtype`.
+`ControlCalls` adds `reply` (a path prefix; the rank is appended), and the engine's `model_path` and `dtype`.
 
 Values are strings, numbers, lists and dicts only: SGLang unpickles nothing else.
 """
-
-WRITING = frozenset({"write", "receive", "receive_boxes", "finish"})
-"""Operations that may write parameters: if one rank cannot execute its command, no rank does."""
 
 
 @dataclass

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +32,7 @@ import numpy as np
 
 from megarl.cluster.process.atomic_files import atomic_write
 from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, box_text, decode_traces, join_names
-from megarl.engines.sglang.weight_update.control_calls import RankCommands
+from megarl.engines.sglang.weight_update.control_calls import ControlCalls
 from megarl.engines.sglang.weight_update.messages import Command, Reply
 from megarl.engines.sglang.weight_update.planned_boxes import read_expected_tensors
 from megarl.errors import WeightSyncError
@@ -55,7 +55,7 @@ class WeightSession:
         """`requests`: those in flight, which pause during an update."""
         self._host = host
         self._spec = host.spec
-        self.commands = RankCommands(host, requests)
+        self.calls = ControlCalls(host, requests)
         self._arrived: set[str] = set()
         """Hugging Face tensors that were loaded in this update."""
         self._received = False
@@ -97,7 +97,7 @@ class WeightSession:
             return
         if self._is_lost:
             raise WeightSyncError("the engine has released its weights; it needs an update before it can generate")
-        if self.commands.is_mixed:
+        if self.calls.is_mixed:
             raise WeightSyncError(
                 f"the engine holds parts of version {self.policy_version} and of an update that failed; "
                 f"it needs a complete update before it can generate"
@@ -115,26 +115,26 @@ class WeightSession:
     @property
     def holds_requests(self) -> bool:
         """Whether requests wait until `resume_requests`."""
-        return self.commands.calls.is_paused_for("memory")
+        return self.calls.is_paused_for("memory")
 
     @property
     def has_queued_requests(self) -> bool:
         """Whether the requests that wait are in the queue of SGLang, which is then not idle."""
-        return self.holds_requests and self.commands.calls.pause_mode != "abort"
+        return self.holds_requests and self.calls.pause_mode != "abort"
 
     async def hold_requests(self) -> None:
         """Pause generation, and keep it paused after updates, until `resume_requests`; no-op if it is."""
         if not self.holds_requests:
-            async with self.commands.one_at_a_time:
+            async with self.calls.one_at_a_time:
                 with self._block_on_failure():
-                    await self.commands.calls.pause("memory")
+                    await self.calls.pause("memory")
 
     async def resume_requests(self) -> None:
         """Resume generation after `hold_requests`; no-op if it is not paused."""
         if self.holds_requests:
-            async with self.commands.one_at_a_time:
+            async with self.calls.one_at_a_time:
                 with self._block_on_failure():
-                    await self.commands.calls.resume("memory")
+                    await self.calls.resume("memory")
 
     async def begin(self) -> None:
         """Pause generation and open the update.
@@ -143,10 +143,10 @@ class WeightSession:
             WeightSyncError: the engine does not answer.
         """
         await self.close("another update began")
-        async with self.commands.one_at_a_time:
+        async with self.calls.one_at_a_time:
             with self._block_on_failure():
-                await self.commands.calls.pause()
-                await self.commands.calls.begin()
+                await self.calls.pause()
+                await self.calls.begin()
         self._is_open, self._blocked_reason = True, ""
         self._num_updates += 1
         self._base, self._number, self._held_number = self._held_number, None, None
@@ -267,7 +267,7 @@ class WeightSession:
                 names = join_names(reply.result["changed"])
                 problem = f"TP rank {rank} has other values than at its start of what no update writes: {names}"
             if problem is not None:
-                self.commands.is_mixed = True
+                self.calls.is_mixed = True
                 await self.close(problem)
                 return problem
         return None
@@ -280,19 +280,19 @@ class WeightSession:
         """
         self._require_open("end_weights")
         await self._check_arrived()
-        async with self.commands.one_at_a_time:
+        async with self.calls.one_at_a_time:
             self._require_open("end_weights")
             with self._block_on_failure():
                 try:
-                    await self.commands.calls.end()
-                    await self.commands.calls.flush()
-                    await self.commands.calls.set_version(policy_version)
+                    await self.calls.end()
+                    await self.calls.flush()
+                    await self.calls.set_version(policy_version)
                     self.policy_version = policy_version
-                    self.commands.is_mixed, self._is_lost, self._closed_reason = False, False, ""
+                    self.calls.is_mixed, self._is_lost, self._closed_reason = False, False, ""
                     self._held_number = self._number
                 finally:
                     self._is_open = False
-                await self.commands.calls.resume()
+                await self.calls.resume()
 
     def check_open(self) -> None:
         """Raise WeightSyncError if the update has been closed, and WorkerError if the engine has ended."""
@@ -383,16 +383,16 @@ class WeightSession:
             return  # another failure has closed it already
         self._is_open, self._closed_reason = False, reason
         # repacked weights were unpacked for the update, and what is packed now may be something else
-        self.commands.is_mixed |= self._repacked is None or bool(self._repacked)
-        async with self.commands.one_at_a_time:
-            if self.commands.calls.has_pending:
+        self.calls.is_mixed |= self._repacked is None or bool(self._repacked)
+        async with self.calls.one_at_a_time:
+            if self.calls.has_pending:
                 self._blocked_reason = reason  # the next update waits for the pending call
                 return
             with self._block_on_failure():
-                await self.commands.execute({"op": "release"}, "the command to abort the update")
-                await self.commands.calls.end()
-                if not self.commands.is_mixed:
-                    await self.commands.calls.resume()
+                await self.calls.execute({"op": "release"}, "the command to abort the update")
+                await self.calls.end()
+                if not self.calls.is_mixed:
+                    await self.calls.resume()
 
     @contextmanager
     def _block_on_failure(self) -> Iterator[None]:
@@ -405,15 +405,29 @@ class WeightSession:
 
     async def _execute_or_close(self, command: Command, *, what: str, extra_seconds: float = 0.0) -> list[Reply]:
         try:
-            async with self.commands.one_at_a_time:
+            async with self.calls.one_at_a_time:
                 self._require_open("writing")
-                return await self.commands.execute(command, what, extra_seconds)
+                return await self.calls.execute(command, what, extra_seconds)
         except WeightSyncError as e:
             await self.close(str(e))
             raise
 
     async def _query(self, commands: Command | Sequence[Command], extra_seconds: float = 0.0) -> list[Reply]:
-        return await self.commands.query(commands, in_update=self._is_open, extra_seconds=extra_seconds)
+        """Have the TP ranks execute commands that write nothing; while no update is open, SGLang processes no weights.
+
+        Arguments and errors are those of `ControlCalls.execute`.
+        """
+        op = (commands if isinstance(commands, Mapping) else commands[0])["op"]
+        what, is_open = f"the command `{op}`", self._is_open
+        async with self.calls.one_at_a_time:
+            if is_open:
+                return await self.calls.execute(commands, what, extra_seconds)
+            await self.calls.begin(reads_only=True)
+            try:
+                return await self.calls.execute(commands, what, extra_seconds)
+            finally:
+                if not self.calls.has_pending:
+                    await self.calls.end()
 
 
 def full_tensors(traces: Sequence[EngineTrace]) -> tuple[str, ...]:
