@@ -17,7 +17,7 @@ from megarl.engines.sglang.weight_layout.engine_trace import (
 )
 from megarl.engines.sglang.weight_layout.load_recorder import Coverage, subtract
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import TensorSpec, slices
+from megarl.reshard.layout.layout import TensorSpec, slices, volume
 from tests.errors import expect_error
 
 TENSORS = {"a": TensorSpec((4, 6), "float32"), "b": TensorSpec((4, 6), "float32")}
@@ -240,7 +240,8 @@ def test_coverage_matches_a_mask():
             assert (hole is None) == bool(mask[slices(query)].all())
             if hole is not None:
                 assert not mask[slices(hole)].any()
-            assert coverage.num_elements == mask.sum()
+            everything = coverage.overlapping(tuple((0, n) for n in shape))
+            assert sum(volume(each) for each in everything) == mask.sum()
 
 
 def test_subtract_returns_disjoint_boxes():
