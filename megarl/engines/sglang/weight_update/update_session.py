@@ -4,7 +4,7 @@
     serving --------> open ----------> open ------------------> serving the new weights
        ^                |  bucket rejected, nothing written yet
        |----------------'
-                        |  a tensor or box is missing at the end, or a failure after something was written,
+                        |  a tensor is missing at the end, or a failure after something was written,
                         |  or the engine did not answer in time
                         '----> refuses to generate until an update succeeds
 
@@ -206,7 +206,7 @@ class WeightSession:
     async def receive(self, delta: DeltaUpdate | None = None) -> list[SyncStats]:
         """Have the TP ranks receive their boxes.
 
-        The ranks then check that all weights have arrived, fill padding and compute derived values.
+        The ranks then fill padding and compute derived values.
 
         Args:
             delta: what the trainer ranks leave out; None: nothing.
@@ -361,7 +361,7 @@ class WeightSession:
             raise WeightSyncError(f"{method} needs begin_weights first{last}")
 
     async def _check_arrived(self) -> None:
-        """Raise WeightSyncError if full tensors are missing; `receive` has checked those of boxes."""
+        """Raise WeightSyncError if full tensors are missing; boxes were checked when they were planned."""
         if self._received:
             return
         expected = read_expected_tensors(self._spec.model_path)
