@@ -24,6 +24,7 @@ from megarl.megatron.requests import PreparedSync, PushRequest, SyncSetup
 from megarl.reshard.layout.engine_ranks import micro_dp_groups, resolve_strategy
 from megarl.reshard.layout.layout import WeightLayout, WeightNeeds
 from megarl.reshard.planning.disaggregated import TransferSpec
+from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.commit_decision import open_store
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec
 from megarl.reshard.transfer.process_groups import TransferGroup, abort_connect
@@ -98,11 +99,13 @@ class ColocatedConnections:
         assert self._setup is not None
         return self._setup.engine
 
-    def connect(self, replicas: Sequence[int], engines: EngineHandles) -> None:
-        """Connect trainer ranks that are not connected, then these engines if they are not. Raises WeightSyncError.
+    def connect(self, replicas: Sequence[int]) -> EngineHandles:
+        """Connect trainer ranks that are not connected, then these engines if they are not; return the engines.
 
-        `engines`: handles of these replicas.
+        Raises:
+            WeightSyncError: a rank did not plan, or did not connect in time.
         """
+        engines = self._engines.select(replicas)
         if self._setup is None:
             self._connect_trainer(engines)
         found = dict(zip(replicas, engines.engines, strict=True))
@@ -112,9 +115,10 @@ class ColocatedConnections:
             offers = [([self._prepared.offers[rank] for rank in ranks],) for ranks in handles.engine_slots]
             handles.begin_each("prepare_boxes", offers).result(self._config.weight_sync.timeout_seconds)
         self._connected.update(found)
+        return engines
 
-    def request(self, replicas: Sequence[int], engines: EngineHandles) -> PushRequest | None:
-        """Return the request to push to these replicas, with their current handles."""
+    def request(self, engines: EngineHandles, delta: DeltaUpdate | None) -> PushRequest | None:
+        """Return the request to push to these connected engines; `delta`: what it may leave out."""
         assert self._setup is not None
         slots = [rank for ranks in engines.engine_slots for rank in ranks]
         sinks = {}
@@ -122,7 +126,7 @@ class ColocatedConnections:
             pairs = zip(engines.engine_slots, engines.sinks(), strict=True)
             sinks = {ranks[0]: (sink,) for ranks, sink in pairs}
         skipped = frozenset(self._setup.receivers) - frozenset(slots)
-        return PushRequest(sinks=sinks, skipped=skipped) if sinks or skipped else None
+        return PushRequest(sinks=sinks, skipped=skipped, delta=delta) if sinks or skipped or delta else None
 
     def drop(self, *, trainer: bool) -> None:
         """Note that a push has failed: the engines have to connect again and, if `trainer`, so have all ranks."""
@@ -161,11 +165,11 @@ class DisaggregatedConnections:
         self._connected: list[StartedEngine] | None = None
         """Engines that are connected with the trainer ranks; None: no ranks are connected."""
 
-    def connect(self, replicas: Sequence[int], engines: EngineHandles) -> None:
-        """Plan on all ranks and connect them, unless exactly these engines are connected."""
-        del replicas
+    def connect(self, replicas: Sequence[int]) -> EngineHandles:
+        """Plan on all ranks and connect them, unless exactly these engines are connected; return the engines."""
+        engines = self._engines.select(replicas)
         if self._connected == engines.engines:
-            return
+            return engines
         self._connected, self.heartbeat = None, None
         config, store = self._config, self.store.open()
         needs = engines.weight_needs()
@@ -195,11 +199,11 @@ class DisaggregatedConnections:
         self.store.close_earlier()
         self._connected, self.heartbeat = engines.engines, transfer_group.heartbeat
         self.generation += 1
+        return engines
 
-    def request(self, replicas: Sequence[int], engines: EngineHandles) -> PushRequest | None:
-        """Return None: all connected engines receive."""
-        del replicas, engines
-        return None
+    def request(self, _: EngineHandles, delta: DeltaUpdate | None) -> PushRequest | None:
+        """Return the request to push to all connected engines; `delta`: what it may leave out."""
+        return None if delta is None else PushRequest(delta=delta)
 
     def drop(self, *, trainer: bool) -> None:
         """Note that a push has failed, which breaks all connections."""

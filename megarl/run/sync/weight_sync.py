@@ -43,7 +43,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -266,31 +266,15 @@ class SyncUpdate:
         return PushReport(stats=stats, seconds=phases, bytes_moved=moved, bytes_saved=saved, delta=self._delta)
 
 
-class DeltaBase:
-    """The latest sync that has succeeded, and the engines that serve its weights."""
+@dataclass(frozen=True, slots=True)
+class LatestSync:
+    """The latest sync, which has succeeded."""
 
-    def __init__(self) -> None:
-        self._number: int | None = None
-        self._engines: list[StartedEngine] = []
-        self._generation = -1
-
-    def update(self, number: int, engines: Sequence[StartedEngine], generation: int) -> DeltaUpdate:
-        """Return what sync `number` may leave out.
-
-        Args:
-            engines: the engines that take part.
-            generation: of the trainer ranks' connections.
-        """
-        is_base = generation == self._generation and all(engine in self._engines for engine in engines)
-        return DeltaUpdate(number=number, base=self._number if is_base else None)
-
-    def record(self, update: DeltaUpdate, engines: Sequence[StartedEngine], generation: int) -> None:
-        """Record that a sync has succeeded."""
-        self._number, self._engines, self._generation = update.number, list(engines), generation
-
-    def clear(self) -> None:
-        """Record that a sync begins: if it fails, there is no base."""
-        self._number, self._engines = None, []
+    number: int
+    engines: Sequence[StartedEngine]
+    """The engines that serve its weights."""
+    generation: int
+    """That of the trainer ranks' connections."""
 
 
 T = TypeVar("T")
@@ -305,10 +289,11 @@ class ModelSync:
         self._connections = make_connections(config, trainer, engines, pool)
         self.num_updates = 0
         """Number of pushes that have begun, those to restarted engines included."""
-        self._base = DeltaBase()
+        self._latest: LatestSync | None = None
+        """What a delta builds on; None: nothing has been pushed, or the latest sync has failed."""
         self.is_outdated = False
         """Whether the trainer has newer weights than the engines, which a restarted engine then waits for."""
-        self._retry_on_engine_loss(lambda ready: self._connections.connect(ready, engines.select(ready)))
+        self._retry_on_engine_loss(self._connections.connect)
 
     def push(self, policy_version: int) -> PushReport:
         """Push the model's current weights to all ready engines; as `WeightSync.push`."""
@@ -345,7 +330,7 @@ class ModelSync:
     def release_engines(self) -> None:
         """Note that another model's weights are pushed next: a later push connects the engines again, and sends all."""
         self._connections.drop(trainer=False)
-        self._base.clear()
+        self._latest = None
 
     def _retry_on_engine_loss(self, work: Callable[[Sequence[int]], T]) -> T:
         """Return `work(ready replicas)`; retry it if it fails because an engine was lost."""
@@ -358,8 +343,8 @@ class ModelSync:
                     raise
 
     def _push(self, replicas: Sequence[int], policy_version: int) -> PushReport:
-        engines, connections = self._engines.select(replicas), self._connections
-        connections.connect(replicas, engines)
+        connections = self._connections
+        engines = connections.connect(replicas)
         self.num_updates += 1
         delta = self._next_delta(engines)
         update = SyncUpdate(
@@ -371,12 +356,9 @@ class ModelSync:
             policy_version=policy_version,
             delta=delta,
         )
-        request = connections.request(replicas, engines)
-        if delta is not None:
-            request = replace(request or PushRequest(), delta=delta)
-        self._base.clear()  # until the push has succeeded
+        self._latest = None  # until the push has succeeded
         try:
-            report = update.run(request)
+            report = update.run(connections.request(engines, delta))
         except MegarlError as error:
             connections.drop(trainer=update.breaks_trainer)
             if isinstance(error, WeightDifferenceError) and delta is not None and delta.base is not None:
@@ -386,14 +368,18 @@ class ModelSync:
                 raise type(error)(f"{error} ({connections.rank_legend})") from error
             raise
         if delta is not None:
-            self._base.record(delta, engines.engines, connections.generation)
+            self._latest = LatestSync(delta.number, engines.engines, connections.generation)
         return report
 
     def _next_delta(self, engines: EngineHandles) -> DeltaUpdate | None:
         """Return what the next update may leave out; None: the run compares no weights."""
         if not self._config.weight_sync.delta:
             return None
-        return self._base.update(self.num_updates, engines.engines, self._connections.generation)
+        latest = self._latest
+        if latest is None or latest.generation != self._connections.generation:
+            return DeltaUpdate(number=self.num_updates)
+        is_base = all(engine in latest.engines for engine in engines.engines)
+        return DeltaUpdate(number=self.num_updates, base=latest.number if is_base else None)
 
 
 class WeightSync:
