@@ -382,6 +382,20 @@ class ModelSync:
         return DeltaUpdate(number=self.num_updates, base=latest.number if is_base else None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncedRun:
+    """What the pushes of a run are accounted with, and what moves device memory for them."""
+
+    memory: StepMemory
+    phase: Phase
+    totals: RunTotals
+    """Receives the bytes of each push."""
+    dedicated: AbstractSet[str]
+    """Names of the auxiliary models with slots of their own, which need no room on engines' devices."""
+    monitor: RunMonitor | None
+    """Receives the policy version of each push; None: not monitored."""
+
+
 class WeightSync:
     """The weights on the engines, and the memory that they share with the trainer.
 
@@ -406,7 +420,8 @@ class WeightSync:
         self._models: dict[str | None, ModelSync] = {} if connect is None else {None: connect(None)}
         self._restores(self.restore)
         self._served: str | None = None
-        self._run: _OfRun | None = None
+        self.run: SyncedRun | None = None
+        """The run that pushes are accounted for in; None before it begins."""
         self.policy_version = -1
         """Version of the weights that the engines hold, or were pushed last; -1 before the first push."""
         self.metrics: Mapping[str, float] = {}
@@ -434,24 +449,6 @@ class WeightSync:
     def num_updates(self) -> int:
         """Number of pushes that have begun, those to restarted engines included."""
         return sum(model.num_updates for model in self._models.values())
-
-    def begin_run(
-        self,
-        memory: StepMemory,
-        phase: Phase,
-        totals: RunTotals,
-        *,
-        dedicated: AbstractSet[str],
-        monitor: RunMonitor | None = None,
-    ) -> None:
-        """Account for pushes in a run, and move device memory for them.
-
-        Args:
-            totals: receives the bytes of each push.
-            dedicated: names of the auxiliary models with slots of their own, which need no room on engines' devices.
-            monitor: receives the policy version of each push; None: not monitored.
-        """
-        self._run = _OfRun(memory, phase, totals, dedicated, monitor)
 
     def push(self, policy_version: int) -> PushReport | None:
         """Push the policy's current weights to all ready engines, as `policy_version`; return None without engines.
@@ -506,7 +503,7 @@ class WeightSync:
 
     def _push(self, policy_version: int) -> PushReport | None:
         """Push the weights of the served model, and record the time and bytes of the sync."""
-        run, report = self._run, None
+        run, report = self.run, None
         if self._connect is not None:
             if run is None:
                 report = self._models[self._served].push(policy_version)
@@ -555,20 +552,9 @@ class WeightSync:
         self._of_run.memory.begin_training()
 
     @property
-    def _of_run(self) -> _OfRun:
-        assert self._run is not None, "no run has begun"
-        return self._run
-
-
-@dataclass(frozen=True, slots=True)
-class _OfRun:
-    """What pushes are accounted with; see `WeightSync.begin_run`."""
-
-    memory: StepMemory
-    phase: Phase
-    totals: RunTotals
-    dedicated: AbstractSet[str]
-    monitor: RunMonitor | None
+    def _of_run(self) -> SyncedRun:
+        assert self.run is not None, "no run has begun"
+        return self.run
 
 
 def servable_model(config: RunConfig, models: AuxiliaryModels | None, name: str) -> TrainerGroup:

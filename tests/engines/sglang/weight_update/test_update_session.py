@@ -11,7 +11,7 @@ from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.bucket import digest
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, TransferredBytes, open_store
 from tests.engines import reference
-from tests.engines.remote import Senders, boxes_of, let_work, requests, send_bucket, send_rounds, sync, sync_boxes
+from tests.engines.remote import Senders, boxes_of, let_work, requests, send_bucket, sync, sync_boxes
 from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_serves
 from tests.errors import expect_error
 from tests.time_limits import HANG_SECONDS, wait_until
@@ -251,7 +251,9 @@ def test_full_tensors_in_one_call(engine, model_dir, served, tmp_path):
 
 
 @pytest.mark.parametrize("norm_rows", [60, None])
-def test_boxes_that_leave_out_a_part_are_rejected_before_an_update(engine, layout, model_dir, served, tmp_path, norm_rows):
+def test_boxes_that_leave_out_a_part_are_rejected_before_an_update(
+    engine, layout, model_dir, served, tmp_path, norm_rows
+):
     """Boxes of all but the last 4 elements of a norm, or no boxes at all."""
     boxes, message = None, ["not written"]
     if norm_rows is not None:
