@@ -449,8 +449,7 @@ class SglangEngine(RolloutEngine):
 
     @override
     async def join_trainer(self, transfer_spec: TransferSpec, engine: int, transfer_group: TransferGroup) -> None:
-        await self._weights.prepare(transfer_spec, engine)
-        await self._weights.connect(transfer_group)
+        await self._weights.join_trainer(transfer_spec, engine, transfer_group)
 
     async def piece_hashes(self) -> list[dict[tuple[str, Box], bytes]]:
         """Return for each TP rank: (tensor, box) of each piece of its layout -> `digest` of the parameter's values."""

@@ -10,7 +10,7 @@
 
 There are two ways to load weights: full tensors under Hugging Face names (`load`), or boxes of each TP rank's
 parameters (`receive`), which the ranks get from the trainer rank on the same slot (`prepare_boxes`) or over the network
-(`prepare`). What is written is written by all TP ranks or by none.
+(`join_trainer`). What is written is written by all TP ranks or by none.
 
 While no update is open, commands that write nothing are executed such that SGLang processes no weights: it may repack
 them at the end of an update. If it does, an aborted update counts as one that failed after something was
@@ -180,26 +180,22 @@ class WeightSession:
         await self._query([{"op": "prepare_boxes", "offer": asdict(offer)} for offer in offers])
         self._over_network, self.sync_seconds = False, self._spec.round_timeout_seconds
 
-    async def prepare(self, transfer_spec: TransferSpec, engine: int) -> None:
-        """Have the TP ranks plan what they will receive, as engine `engine` of `transfer_spec`.
+    async def join_trainer(self, transfer_spec: TransferSpec, engine: int, transfer_group: TransferGroup) -> None:
+        """Have the TP ranks plan what they receive over the network, and connect with the trainer's ranks.
+
+        Args:
+            engine: the engine's index in `transfer_spec`.
+            transfer_group: where all ranks have to connect at the same time.
 
         Raises:
-            WeightSyncError: no trainer rank holds an element that they need.
+            WeightSyncError: no trainer rank holds an element that they need, or another rank did not connect in time.
         """
         try:
             paths = await self._host.share_file("transfer_spec", pickle.dumps(transfer_spec))
             await self._query({"op": "prepare", "transfer_spec": list(paths), "engine": engine})
         finally:
             await self._host.remove_file("transfer_spec")
-        self._over_network = True
-
-    async def connect(self, transfer_group: TransferGroup) -> None:
-        """Have the TP ranks connect with the trainer's ranks, which have to connect at the same time.
-
-        Raises:
-            WeightSyncError: another rank did not connect in time.
-        """
-        self.sync_seconds = transfer_group.timeout_seconds
+        self._over_network, self.sync_seconds = True, transfer_group.timeout_seconds
         command = {"op": "connect", "transfer_group": asdict(transfer_group)}
         await self._query(command, extra_seconds=self.sync_seconds)
 
