@@ -76,7 +76,8 @@ def trace_layouts(
         extra_args={**options, "ep_size": ep} if ep > 1 else dict(options),
     )
     request = {"spec": asdict(spec), "tensors": tensors}
-    cached = _cache_folder() / f"{_key(config, request)}.traces"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cached = caches / "megarl" / "layouts" / f"{_key(config, request)}.traces"
     traces = read_traces(cached) or trace_in_child(config, request, cached)
     return [trace.layout for trace in traces]
 
@@ -115,7 +116,9 @@ def trace_in_child(config: str, request: JsonObject, cached: Path) -> list[Engin
             raise DataError(
                 f"SGLang could not build the model of config.json (exit code {child.returncode}):\n{stderr}"
             )
-        _store(cached, traces_file)
+        # without a cache, each call traces again
+        with suppress(OSError), atomic_write(cached) as draft:
+            shutil.copyfile(traces_file, draft)
     return traces
 
 
@@ -134,13 +137,3 @@ def _key(config: str, request: JsonObject) -> str:
 def _traced_device(device: str) -> str:
     """Return the device that the child runs on; layouts for CUDA are traced on CPU if there is no GPU."""
     return device if torch.cuda.is_available() else "cpu"
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl" / "layouts"
-
-
-def _store(cached: Path, traces_file: Path) -> None:
-    # without a cache, each call traces again
-    with suppress(OSError), atomic_write(cached) as draft:
-        shutil.copyfile(traces_file, draft)
