@@ -37,29 +37,6 @@ REPORT_GRACE_SECONDS = 15.0
 """Time allowed, after `weight_sync.timeout_seconds`, for ranks to report their timeouts."""
 
 
-class SyncStore:
-    """The store of the latest connections, for rendezvous, heartbeats and the engines' commits."""
-
-    def __init__(self) -> None:
-        self.host = ray.util.get_node_ip_address()
-        self._stores: list[TCPStore] = []
-        """The latest, and earlier ones until the ranks have left them."""
-
-    @property
-    def latest(self) -> TCPStore:
-        """The store of the latest connections."""
-        return self._stores[-1]
-
-    def open(self) -> TCPStore:
-        """Open a store for new connections; the earlier ones stay until `close_earlier`."""
-        self._stores.append(open_store(self.host))
-        return self.latest
-
-    def close_earlier(self) -> None:
-        """Close the stores of earlier connections."""
-        del self._stores[:-1]
-
-
 class ColocatedConnections:
     """Connections between the trainer ranks, and of each with the engine rank on its slot."""
 
@@ -70,7 +47,8 @@ class ColocatedConnections:
 
     def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
         self._config, self._trainer, self._engines, self._pool = config, trainer, engines, pool
-        self.store = SyncStore()
+        self.stores: list[TCPStore] = []
+        """Stores for rendezvous, heartbeats and commits: the latest, after earlier ones until all ranks leave them."""
         self.heartbeat: HeartbeatSpec | None = None
         """Where the connected ranks leave their heartbeats; None: they give none."""
         self.generation = 0
@@ -137,13 +115,13 @@ class ColocatedConnections:
     def _connect_trainer(self, engines: EngineHandles) -> None:
         config, grid = self._config, self._trainer.grid
         setup = make_sync_setup(config, grid, self._engines.engine_slots, self._pool, engines.weight_needs)
-        port, heartbeat = self.store.open().port, None
+        store, heartbeat = open_store(ray.util.get_node_ip_address()), None
+        self.stores.append(store)
         if setup.config.strategy != "gather_hf":
-            seconds = setup.config.abort_seconds
-            heartbeat = HeartbeatSpec(self.store.host, port, _GROUP_NAME, grid.size, seconds)
+            heartbeat = HeartbeatSpec(store.host, store.port, _GROUP_NAME, grid.size, setup.config.abort_seconds)
         self._connected.clear()
         self._prepared = self._trainer.prepare_sync(replace(setup, heartbeat=heartbeat))
-        self.store.close_earlier()
+        del self.stores[:-1]
         self._setup, self.heartbeat = setup, heartbeat
         self.generation += 1
 
@@ -155,8 +133,7 @@ class DisaggregatedConnections:
 
     def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
         self._config, self._trainer, self._engines, self._pool = config, trainer, engines, pool
-        self._backend = "nccl" if pool.device == "cuda" else "gloo"
-        self.store = SyncStore()
+        self.stores: list[TCPStore] = []
         self.heartbeat: HeartbeatSpec | None = None
         self.generation = 0
         self._transfer_spec: TransferSpec | None = None
@@ -171,7 +148,8 @@ class DisaggregatedConnections:
         if self._connected == engines.engines:
             return engines
         self._connected, self.heartbeat = None, None
-        config, store = self._config, self.store.open()
+        config, store = self._config, open_store(ray.util.get_node_ip_address())
+        self.stores.append(store)
         needs = engines.weight_needs()
         spec = make_transfer_spec(config, engines.engine_slots, engines.pool, self._pool, needs)
         self.engine_layouts = () if config.weight_sync.verify is None else needs.layouts
@@ -179,12 +157,12 @@ class DisaggregatedConnections:
         self._transfer_spec = self._trainer.prepare_sync(setup).transfer_spec
         assert self._transfer_spec is not None, "trainer ranks return a transfer spec if they are given one"
         transfer_group = TransferGroup(
-            host=self.store.host,
+            host=store.host,
             port=store.port,
             name=_GROUP_NAME,
             size=self._transfer_spec.size,
             timeout_seconds=config.weight_sync.timeout_seconds,
-            backend=self._backend,
+            backend="nccl" if self._pool.device == "cuda" else "gloo",
             abort_seconds=config.weight_sync.abort_seconds,
         )
         joining = engines.begin_join(self._transfer_spec, transfer_group)
@@ -196,7 +174,7 @@ class DisaggregatedConnections:
             if isinstance(e, WeightSyncError):
                 raise type(e)(f"{e} ({self.rank_legend})") from e
             raise
-        self.store.close_earlier()
+        del self.stores[:-1]
         self._connected, self.heartbeat = engines.engines, transfer_group.heartbeat
         self.generation += 1
         return engines
@@ -218,12 +196,6 @@ class DisaggregatedConnections:
 
 type SyncConnections = ColocatedConnections | DisaggregatedConnections
 """The connections of one arrangement of trainer and engines."""
-
-
-def make_connections(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> SyncConnections:
-    """Return the connections of a run; `pool`: slots of the trainer."""
-    arrangement = DisaggregatedConnections if config.disaggregated else ColocatedConnections
-    return arrangement(config, trainer, engines, pool)
 
 
 def make_sync_setup(

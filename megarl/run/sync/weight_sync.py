@@ -66,7 +66,12 @@ from megarl.run.run_state import RunTotals
 from megarl.run.supervision.engine_supervisor import EngineSupervisor
 from megarl.run.supervision.restart_budget import name_some
 from megarl.run.supervision.run_monitor import RunMonitor
-from megarl.run.sync.sync_connections import REPORT_GRACE_SECONDS, SyncConnections, make_connections
+from megarl.run.sync.sync_connections import (
+    REPORT_GRACE_SECONDS,
+    ColocatedConnections,
+    DisaggregatedConnections,
+    SyncConnections,
+)
 from megarl.tracking.timing import PhaseTimer
 
 
@@ -154,9 +159,8 @@ class SyncUpdate:
         """`number`: unique in the run; `delta`: that of the request, or None."""
         self._config, self._trainer, self._engines, self._connections = config, trainer, engines, connections
         self._policy_version, self._delta = policy_version, delta
-        self._store = connections.store.latest
-        host, port = connections.store.host, self._store.port
-        self._spec = CommitSpec(host, port, f"update {number}", len(engines.engines))
+        self._store = connections.stores[-1]
+        self._spec = CommitSpec(self._store.host, self._store.port, f"update {number}", len(engines.engines))
         self._decision = CommitDecision(self._spec, self._store)
         self.breaks_trainer = False
         """Whether the trainer ranks have failed in their part, which breaks the connections between them."""
@@ -286,7 +290,8 @@ class ModelSync:
     def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
         """Connect the model's ranks and the engines; `pool`: slots of the model."""
         self._config, self._trainer, self._engines = config, trainer, engines
-        self._connections = make_connections(config, trainer, engines, pool)
+        arrangement = DisaggregatedConnections if config.disaggregated else ColocatedConnections
+        self._connections = arrangement(config, trainer, engines, pool)
         self.num_updates = 0
         """Number of pushes that have begun, those to restarted engines included."""
         self._latest: LatestSync | None = None
