@@ -2,8 +2,7 @@
 
 finish        load tensors that came in full, fill padding, compute derived values
 report_trace  the layout of the rank's weights
-hash_boxes    digests of the parameters by box, for bitwise comparison
-sum_weights   sums of the same, which are compared after each update
+sum_weights   sums of the parameters by box, which are compared after each update
 
 The TP ranks of an engine vote: a rank writes weights only if all ranks can.
 
@@ -43,7 +42,7 @@ from megarl.engines.sglang.weight_update.planned_boxes import (
 from megarl.errors import WeightSyncError
 from megarl.model_files.weight_index import stored_shape
 from megarl.reshard.layout.layout import Box, TensorSpec, full_local, slices
-from megarl.reshard.transfer.bucket import BoxSlot, digest, torch_dtype
+from megarl.reshard.transfer.bucket import BoxSlot, torch_dtype
 from megarl.reshard.transfer.weight_sums import sum_box
 
 
@@ -111,14 +110,6 @@ def finish(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None
 def report_trace(model: nn.Module, command: Command, reply: Reply) -> None:
     """Return the rank's trace in the reply."""
     reply.result = base64.b64encode(encode_traces([_trace(model, command)])).decode()
-
-
-def hash_boxes(model: nn.Module, command: Command, reply: Reply) -> None:
-    """Return the digests of the layout's pieces in the reply."""
-    targets = find_targets(model)
-    reply.result = [
-        digest(_view(targets, piece.local, piece.local_box)).hex() for piece in _trace(model, command).layout.pieces
-    ]
 
 
 def sum_weights(model: nn.Module, command: Command, reply: Reply) -> None:

@@ -32,7 +32,7 @@ Command = Mapping[str, Any]
                      longest wait for a round; `coded`: whether codes of changed elements come instead of all boxes
     finish           `session`
     dump             `directory`, for rank<r>.pt (parameters) and rank<r>.buffers.pt
-    trace, hash, sum, repacking, release
+    trace, sum, repacking, release
 
 `ControlCalls` adds `reply` (a path prefix; the rank is appended), and the engine's `model_path` and `dtype`.
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ from megarl.engines.sglang.weight_update.control_calls import ControlCalls
 from megarl.engines.sglang.weight_update.messages import Command, Reply
 from megarl.engines.sglang.weight_update.planned_boxes import read_expected_tensors
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import Box, Ints
+from megarl.reshard.layout.layout import Ints
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.box_channel import BoxOffer
@@ -125,16 +125,14 @@ class WeightSession:
     async def hold_requests(self) -> None:
         """Pause generation, and keep it paused after updates, until `resume_requests`; no-op if it is."""
         if not self.holds_requests:
-            async with self.calls.one_at_a_time:
-                with self._block_on_failure():
-                    await self.calls.pause("memory")
+            async with self.calls.one_at_a_time, self._block_on_failure():
+                await self.calls.pause("memory")
 
     async def resume_requests(self) -> None:
         """Resume generation after `hold_requests`; no-op if it is not paused."""
         if self.holds_requests:
-            async with self.calls.one_at_a_time:
-                with self._block_on_failure():
-                    await self.calls.resume("memory")
+            async with self.calls.one_at_a_time, self._block_on_failure():
+                await self.calls.resume("memory")
 
     async def begin(self) -> None:
         """Pause generation and open the update.
@@ -143,10 +141,9 @@ class WeightSession:
             WeightSyncError: the engine does not answer.
         """
         await self.close("another update began")
-        async with self.calls.one_at_a_time:
-            with self._block_on_failure():
-                await self.calls.pause()
-                await self.calls.begin()
+        async with self.calls.one_at_a_time, self._block_on_failure():
+            await self.calls.pause()
+            await self.calls.begin()
         self._is_open, self._blocked_reason = True, ""
         self._num_updates += 1
         self._base, self._number, self._held_number = self._held_number, None, None
@@ -278,7 +275,7 @@ class WeightSession:
         await self._check_arrived()
         async with self.calls.one_at_a_time:
             self._require_open("end_weights")
-            with self._block_on_failure():
+            async with self._block_on_failure():
                 try:
                     await self.calls.end()
                     await self.calls.flush()
@@ -327,23 +324,6 @@ class WeightSession:
             self._traces = [decode_traces(base64.b64decode(reply.result))[0] for reply in replies]
         return self._traces
 
-    async def piece_hashes(self) -> list[dict[tuple[str, Box], bytes]]:
-        """Return, by TP rank, the digest of each piece's values in the parameter, by (tensor, box).
-
-        Raises:
-            WeightSyncError: a rank holds a box twice, with different values.
-        """
-        traces = await self.traces()
-        replies = await self._query({"op": "hash"})
-        hashes: list[dict[tuple[str, Box], bytes]] = []
-        for trace, reply in zip(traces, replies, strict=True):
-            of_rank: dict[tuple[str, Box], bytes] = {}
-            for piece, digest in zip(trace.layout.pieces, reply.result, strict=True):
-                if of_rank.setdefault((piece.tensor, piece.box), bytes.fromhex(digest)).hex() != digest:
-                    raise WeightSyncError(f"TP rank {reply.rank} holds {piece.tensor} twice, with different values")
-            hashes.append(of_rank)
-        return hashes
-
     async def _find_repacked(self) -> list[str]:
         """Return the modules whose weights SGLang changes after loading them."""
         if self._repacked is None:
@@ -384,14 +364,14 @@ class WeightSession:
             if self.calls.has_pending:
                 self._blocked_reason = reason  # the next update waits for the pending call
                 return
-            with self._block_on_failure():
+            async with self._block_on_failure():
                 await self.calls.execute({"op": "release"}, "the command to abort the update")
                 await self.calls.end()
                 if not self.calls.is_mixed:
                     await self.calls.resume()
 
-    @contextmanager
-    def _block_on_failure(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def _block_on_failure(self) -> AsyncIterator[None]:
         """Context for calls that generation depends on: if one fails, generation is blocked until the next update."""
         try:
             yield

@@ -316,7 +316,6 @@ READERS: dict[str, Callable[[nn.Module, Command, Reply], None]] = {
     "connect": connect,
     "prepare_boxes": prepare_boxes,
     "trace": finish_update.report_trace,
-    "hash": finish_update.hash_boxes,
     "sum": finish_update.sum_weights,
     "repacking": _report_repacking,
     "release": finish_update.release,

@@ -17,7 +17,7 @@ from megarl.reshard.transfer.bucket import digest
 from megarl.reshard.transfer.commit_decision import open_store
 from megarl.reshard.transfer.process_groups import TransferGroup
 from tests.engines import reference
-from tests.engines.remote import started
+from tests.engines.remote import piece_hashes, started
 from tests.engines.sglang.serving import assert_blocked, assert_completes
 from tests.errors import expect_error
 from tests.reshard.rank_process import RankProcess, TransferMember
@@ -145,7 +145,7 @@ def world(shared_world):
 
 def assert_serves(world):
     weights = world.versions.all_of(world.version)
-    for layout, hashes in zip(world.layouts, world.engine.call("piece_hashes"), strict=True):
+    for layout, hashes in zip(world.layouts, piece_hashes(world.engine, world.layouts), strict=True):
         assert hashes == {(p.tensor, p.box): digest(weights[p.tensor][slices(p.box)]) for p in layout.pieces}
     assert_completes(world.engine, world.model_dir, weights, world.version)
 

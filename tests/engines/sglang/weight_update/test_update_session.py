@@ -11,7 +11,7 @@ from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.bucket import digest
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, TransferredBytes, open_store
 from tests.engines import reference
-from tests.engines.remote import Senders, boxes_of, let_work, requests, send_bucket, sync, sync_boxes
+from tests.engines.remote import Senders, boxes_of, let_work, piece_hashes, requests, send_bucket, sync, sync_boxes
 from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_serves
 from tests.errors import expect_error
 from tests.time_limits import HANG_SECONDS, wait_until
@@ -108,14 +108,14 @@ def layout(engine):
     return layout
 
 
-def test_piece_hashes_match_the_weights(engine, layout, served):
-    (hashes,) = engine.call("piece_hashes")
+def test_an_open_update_has_changed_what_it_loaded(engine, layout, served):
+    (hashes,) = piece_hashes(engine, [layout])
     assert hashes == {(p.tensor, p.box): digest(served[p.tensor][slices(p.box)]) for p in layout.pieces}
     engine.call("begin_weights")
     changed = served[NORM].clone()
     changed[5] += 1e-6
     send_bucket(engine, {NORM: changed})
-    (now,) = engine.call("piece_hashes")
+    (now,) = piece_hashes(engine, [layout])
     assert {key for key in hashes if hashes[key] != now[key]} == {(NORM, ((0, 64),))}
     sync(engine, served, 5)
 
@@ -270,5 +270,5 @@ def test_boxes_that_leave_out_a_part_are_rejected_before_an_update(
 def test_layouts_are_returned_while_the_engine_generates(engine, layout):
     pending = engine.submit("generate_many", requests(PROMPTS, max_new_tokens=100))
     assert engine.call("layouts") == [layout]
-    assert len(engine.call("piece_hashes")[0]) == len(layout.pieces)
+    assert len(piece_hashes(engine, [layout])[0]) == len(layout.pieces)
     assert len(pending.result(HANG_SECONDS)) == len(PROMPTS)
