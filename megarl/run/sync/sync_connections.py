@@ -53,29 +53,17 @@ class ColocatedConnections:
         """Where the connected ranks leave their heartbeats; None: they give none."""
         self.generation = 0
         """How often the trainer ranks have connected with each other or with engines over the network."""
+        self.begins_first = False
+        """Whether engines must have begun an update before the trainer ranks push: they load buckets of `gather_hf`."""
+        self.receives = False
+        """Whether engine ranks receive boxes."""
+        self.engine_layouts: tuple[WeightLayout, ...] = ()
+        """Layouts of each connected engine by TP rank; empty if they are not to be compared."""
         self._setup: SyncSetup | None = None
         """What the connected trainer ranks have planned from; None: they are not connected."""
         self._prepared = PreparedSync()
         self._connected: dict[int, StartedEngine] = {}
         """By replica, the engine that is connected with the trainer ranks."""
-
-    @property
-    def begins_first(self) -> bool:
-        """Whether engines must have begun an update before the trainer ranks push: they load buckets of `gather_hf`."""
-        assert self._setup is not None
-        return bool(self._setup.senders)
-
-    @property
-    def receives(self) -> bool:
-        """Whether engine ranks receive boxes."""
-        assert self._setup is not None
-        return bool(self._setup.receivers)
-
-    @property
-    def engine_layouts(self) -> Sequence[WeightLayout]:
-        """Layouts of each connected engine by TP rank; empty if they are not to be compared."""
-        assert self._setup is not None
-        return self._setup.engine
 
     def connect(self, replicas: Sequence[int]) -> EngineHandles:
         """Connect trainer ranks that are not connected, then these engines if they are not; return the engines.
@@ -123,6 +111,8 @@ class ColocatedConnections:
         self._prepared = self._trainer.prepare_sync(replace(setup, heartbeat=heartbeat))
         del self.stores[:-1]
         self._setup, self.heartbeat = setup, heartbeat
+        self.begins_first, self.receives = bool(setup.senders), bool(setup.receivers)
+        self.engine_layouts = setup.engine
         self.generation += 1
 
 
