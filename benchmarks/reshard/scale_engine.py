@@ -12,22 +12,25 @@ import pickle
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megarl.engines.sglang.request_runner import RequestRunner
+from megarl.engines.sglang.weight_update.control_calls import ControlCalls
 from megarl.engines.sglang.weight_update.messages import Command, RankFiles, Reply, send_reply
 from megarl.engines.sglang.weight_update.planned_boxes import PlannedBoxes
 from megarl.engines.sglang.weight_update.update_session import WeightSession
 from megarl.errors import WeightSyncError
 from megarl.reshard.transfer.box_channel import BoxReceiver, BoxSender
 from megarl.reshard.transfer.bucket import BoxSlot
+
+T = TypeVar("T")
 
 ENGINE_SECONDS = 60.0
 
@@ -55,12 +58,13 @@ def host_cpu_seconds(tp: int) -> float:
             round_timeout_seconds=ENGINE_SECONDS,
         )
         host: Any = _Host(spec, folder)
-        return min(asyncio.run(_receive(WeightSession(host, RequestRunner(host, ())), tp)) for _ in range(2))
+        return min(asyncio.run(_receive(host)) for _ in range(2))
 
 
-async def _receive(session: WeightSession, tp: int) -> float:
-    session._is_open = True
-    session.commands.calls = _Calls()  # type: ignore[assignment]
+async def _receive(host: Any) -> float:
+    requests = RequestRunner(host, ())
+    session = WeightSession(host, requests)
+    session._is_open, session.calls = True, _Calls(host, requests)
     began = time.process_time()
     await session.receive()
     return time.process_time() - began
@@ -75,6 +79,9 @@ class _Host:
         self.spec, self.directory = spec, folder
         self._files = RankFiles(folder, range(spec.tp))
 
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        return await work
+
     async def folders(self) -> list[str]:
         return [self.directory] * len(self._files.ranks)
 
@@ -82,12 +89,10 @@ class _Host:
         return self._files.take_replies(number)
 
 
-class _Calls:
+class _Calls(ControlCalls):
     """Calls to SGLang that reach nobody, and that every TP rank answers."""
 
-    has_pending = False
-
-    async def send(self, commands: Sequence[Command], **_: object) -> None:
+    async def _send(self, commands: Sequence[Command]) -> None:
         for rank, command in enumerate(commands):
             pickle.dumps([(dict(command), torch.empty(0))])
             send_reply(Reply(rank, wrote=True), command)

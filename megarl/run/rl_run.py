@@ -44,6 +44,7 @@ from megarl.run.run_state import RunState
 from megarl.run.scheduled_groups import Keep
 from megarl.run.stage_run import StageRun
 from megarl.run.step_limits import LimitDecision, StepLimits, StepStage
+from megarl.run.sync.weight_sync import SyncedRun
 from megarl.tracking.progress import EventLog, RunSummary, StepSummary
 from megarl.tracking.timing import PhaseTimer, Startup
 
@@ -111,7 +112,13 @@ class RLRun(StageRun):
         memory = StepMemory(parts.trainer, parts.engines, self.phase, clocks)
         self.sync = parts.sync
         """Pushes the policy's weights to the engines, and lets trainer and engines take turns on shared devices."""
-        self.sync.begin_run(memory, self.phase, self.totals, dedicated=parts.models.dedicated, monitor=parts.monitor)
+        self.sync.run = SyncedRun(
+            memory=memory,
+            phase=self.phase,
+            totals=self.totals,
+            dedicated=parts.models.dedicated,
+            monitor=parts.monitor,
+        )
         self._sampler = GroupSampler(config, self, parts, self.sync, startup)
         self._limits = StepLimits(config.limits, parts.dtype)
         self._limits.skips_in_a_row = self._resumed.skips_in_a_row

@@ -18,6 +18,7 @@ from megarl.run.remote.engine_group import pool_topology
 from megarl.run.sync.weight_sync import PushReport
 from tests.end_to_end.components import Components, started
 from tests.end_to_end.tiny_world import SIZES, run_tree
+from tests.engines.remote import piece_hashes
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def push(components: Components, exported: Mapping[str, Tensor], version: int) -
 
 
 def check_served(components: Components, exported: Mapping[str, Tensor]) -> None:
-    (by_rank,) = components.engines.call("piece_hashes")
+    (layouts,) = components.engines.call("layouts")
+    by_rank = piece_hashes(components.engines, layouts)
     assert len(by_rank) == 2
     for hashes in by_rank:
         assert hashes == {key: digest(exported[key[0]][slices(key[1])]) for key in hashes}

@@ -16,6 +16,7 @@ from megarl.reshard.transfer.bucket import digest
 from tests.end_to_end import test_lost_engines as lost_engines
 from tests.end_to_end.components import Components, engine_host
 from tests.end_to_end.launched import MISMATCH, LaunchedCommand
+from tests.engines.remote import piece_hashes
 from tests.time_limits import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.slow
@@ -64,7 +65,8 @@ def schedulers(run: lost_engines.StartedRun) -> list[int]:
 def assert_engine_holds_weights(components: Components, folder: Path) -> None:
     """Check that each TP rank holds its part of the trainer's weights bitwise."""
     exported = components.exported(folder)
-    (layouts,), (hashes,) = (components.engines.call(method) for method in ("layouts", "piece_hashes"))
+    (layouts,) = components.engines.call("layouts")
+    hashes = piece_hashes(components.engines, layouts)
     assert len(layouts) == 2
     for layout, of_rank in zip(layouts, hashes, strict=True):
         assert of_rank == {(p.tensor, p.box): digest(exported[p.tensor][slices(p.box)]) for p in layout.pieces}

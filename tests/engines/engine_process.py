@@ -34,7 +34,7 @@ class TestableEngine(SglangEngine):
 
     async def set_pause_mode(self, pause_mode):
         """Choose what happens to requests in flight when the engine pauses."""
-        self._weights.commands.calls.pause_mode = pause_mode
+        self._weights.calls.pause_mode = pause_mode
 
     async def set_round_seconds(self, seconds):
         """Choose how long the TP ranks wait for the next round of boxes, until they are prepared again."""
@@ -42,7 +42,7 @@ class TestableEngine(SglangEngine):
 
     async def pass_time_limit(self, what):
         """Wait until SGLang is to answer a call of this name; then let more time pass than the host waits for it."""
-        calls = self._weights.commands.calls
+        calls = self._weights.calls
         await wait_for(lambda: calls.pending is not None and calls.pending.what == what)
         await iterate()
         jump(3 * UNREACHED_SECONDS)

@@ -25,6 +25,7 @@ from megarl.engines.engine import GenerationRequest, Sampling
 from megarl.engines.engine_spec import EngineSpec
 from megarl.engines.sglang.engine_environment import make_engine_environment
 from megarl.engines.sglang.weight_layout import offline_trace, trace_child
+from megarl.engines.sglang.weight_layout.engine_trace import TRANSPOSED, fold
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.box_channel import BoxSender
 from megarl.reshard.transfer.bucket import (
@@ -32,6 +33,7 @@ from megarl.reshard.transfer.bucket import (
     BoxSlot,
     SharedBuffer,
     WeightBucket,
+    digest,
     dtype_name,
     lay_out,
     make_buffer,
@@ -258,6 +260,22 @@ def box_bucket(boxes, device="cpu"):
 def boxes_of(layout, weights, without=()):
     pieces = [p for p in layout.pieces if p.tensor not in without]
     return [(p.local, p.local_box, weights[p.tensor][slices(p.box)]) for p in pieces]
+
+
+def piece_hashes(engine, layouts):
+    """Return for each TP rank: (tensor, box) of each piece of its layout -> `digest` of the parameter's values."""
+    hashes = []
+    with tempfile.TemporaryDirectory() as folder:
+        engine.call("read_weights", folder)
+        for rank, layout in enumerate(layouts):
+            held = torch.load(f"{folder}/rank{rank}.pt") | torch.load(f"{folder}/rank{rank}.buffers.pt")
+            held |= {name + TRANSPOSED: tensor.mT for name, tensor in held.items() if tensor.dim() > 2}
+            of_rank = {}
+            for p in layout.pieces:
+                found = digest(fold(held[p.local], len(p.local_box))[slices(p.local_box)])
+                assert of_rank.setdefault((p.tensor, p.box), found) == found, p
+            hashes.append(of_rank)
+    return hashes
 
 
 class Senders:

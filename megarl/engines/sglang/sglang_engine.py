@@ -52,7 +52,7 @@ from megarl.engines.sglang.weight_update.messages import Reply, ReplyState
 from megarl.engines.sglang.weight_update.update_session import WeightSession, full_tensors
 from megarl.engines.update_runner import UpdateRunner
 from megarl.errors import LostEngineError, WeightSyncError, WorkerError
-from megarl.reshard.layout.layout import Box, Ints, WeightLayout, WeightNeeds, share_tensors
+from megarl.reshard.layout.layout import Ints, WeightLayout, WeightNeeds, share_tensors
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.transfer.box_channel import BoxOffer
 from megarl.reshard.transfer.bucket import WeightBucket
@@ -449,12 +449,7 @@ class SglangEngine(RolloutEngine):
 
     @override
     async def join_trainer(self, transfer_spec: TransferSpec, engine: int, transfer_group: TransferGroup) -> None:
-        await self._weights.prepare(transfer_spec, engine)
-        await self._weights.connect(transfer_group)
-
-    async def piece_hashes(self) -> list[dict[tuple[str, Box], bytes]]:
-        """Return for each TP rank: (tensor, box) of each piece of its layout -> `digest` of the parameter's values."""
-        return await self._weights.piece_hashes()
+        await self._weights.join_trainer(transfer_spec, engine, transfer_group)
 
     @override
     async def verify_weights(self, expected: Sequence[Ints]) -> str | None:

@@ -24,6 +24,7 @@ from megarl.megatron.requests import PreparedSync, PushRequest, SyncSetup
 from megarl.reshard.layout.engine_ranks import micro_dp_groups, resolve_strategy
 from megarl.reshard.layout.layout import WeightLayout, WeightNeeds
 from megarl.reshard.planning.disaggregated import TransferSpec
+from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.commit_decision import open_store
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec
 from megarl.reshard.transfer.process_groups import TransferGroup, abort_connect
@@ -36,29 +37,6 @@ REPORT_GRACE_SECONDS = 15.0
 """Time allowed, after `weight_sync.timeout_seconds`, for ranks to report their timeouts."""
 
 
-class SyncStore:
-    """The store of the latest connections, for rendezvous, heartbeats and the engines' commits."""
-
-    def __init__(self) -> None:
-        self.host = ray.util.get_node_ip_address()
-        self._stores: list[TCPStore] = []
-        """The latest, and earlier ones until the ranks have left them."""
-
-    @property
-    def latest(self) -> TCPStore:
-        """The store of the latest connections."""
-        return self._stores[-1]
-
-    def open(self) -> TCPStore:
-        """Open a store for new connections; the earlier ones stay until `close_earlier`."""
-        self._stores.append(open_store(self.host))
-        return self.latest
-
-    def close_earlier(self) -> None:
-        """Close the stores of earlier connections."""
-        del self._stores[:-1]
-
-
 class ColocatedConnections:
     """Connections between the trainer ranks, and of each with the engine rank on its slot."""
 
@@ -69,40 +47,31 @@ class ColocatedConnections:
 
     def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
         self._config, self._trainer, self._engines, self._pool = config, trainer, engines, pool
-        self.store = SyncStore()
+        self.stores: list[TCPStore] = []
+        """Stores for rendezvous, heartbeats and commits: the latest, after earlier ones until all ranks leave them."""
         self.heartbeat: HeartbeatSpec | None = None
         """Where the connected ranks leave their heartbeats; None: they give none."""
         self.generation = 0
         """How often the trainer ranks have connected with each other or with engines over the network."""
+        self.begins_first = False
+        """Whether engines must have begun an update before the trainer ranks push: they load buckets of `gather_hf`."""
+        self.receives = False
+        """Whether engine ranks receive boxes."""
+        self.engine_layouts: tuple[WeightLayout, ...] = ()
+        """Layouts of each connected engine by TP rank; empty if they are not to be compared."""
         self._setup: SyncSetup | None = None
         """What the connected trainer ranks have planned from; None: they are not connected."""
         self._prepared = PreparedSync()
         self._connected: dict[int, StartedEngine] = {}
         """By replica, the engine that is connected with the trainer ranks."""
 
-    @property
-    def begins_first(self) -> bool:
-        """Whether engines must have begun an update before the trainer ranks push: they load buckets of `gather_hf`."""
-        assert self._setup is not None
-        return bool(self._setup.senders)
+    def connect(self, replicas: Sequence[int]) -> EngineHandles:
+        """Connect trainer ranks that are not connected, then these engines if they are not; return the engines.
 
-    @property
-    def receives(self) -> bool:
-        """Whether engine ranks receive boxes."""
-        assert self._setup is not None
-        return bool(self._setup.receivers)
-
-    @property
-    def engine_layouts(self) -> Sequence[WeightLayout]:
-        """Layouts of each connected engine by TP rank; empty if they are not to be compared."""
-        assert self._setup is not None
-        return self._setup.engine
-
-    def connect(self, replicas: Sequence[int], engines: EngineHandles) -> None:
-        """Connect trainer ranks that are not connected, then these engines if they are not. Raises WeightSyncError.
-
-        `engines`: handles of these replicas.
+        Raises:
+            WeightSyncError: a rank did not plan, or did not connect in time.
         """
+        engines = self._engines.select(replicas)
         if self._setup is None:
             self._connect_trainer(engines)
         found = dict(zip(replicas, engines.engines, strict=True))
@@ -112,9 +81,10 @@ class ColocatedConnections:
             offers = [([self._prepared.offers[rank] for rank in ranks],) for ranks in handles.engine_slots]
             handles.begin_each("prepare_boxes", offers).result(self._config.weight_sync.timeout_seconds)
         self._connected.update(found)
+        return engines
 
-    def request(self, replicas: Sequence[int], engines: EngineHandles) -> PushRequest | None:
-        """Return the request to push to these replicas, with their current handles."""
+    def request(self, engines: EngineHandles, delta: DeltaUpdate | None) -> PushRequest | None:
+        """Return the request to push to these connected engines; `delta`: what it may leave out."""
         assert self._setup is not None
         slots = [rank for ranks in engines.engine_slots for rank in ranks]
         sinks = {}
@@ -122,7 +92,7 @@ class ColocatedConnections:
             pairs = zip(engines.engine_slots, engines.sinks(), strict=True)
             sinks = {ranks[0]: (sink,) for ranks, sink in pairs}
         skipped = frozenset(self._setup.receivers) - frozenset(slots)
-        return PushRequest(sinks=sinks, skipped=skipped) if sinks or skipped else None
+        return PushRequest(sinks=sinks, skipped=skipped, delta=delta) if sinks or skipped or delta else None
 
     def drop(self, *, trainer: bool) -> None:
         """Note that a push has failed: the engines have to connect again and, if `trainer`, so have all ranks."""
@@ -133,14 +103,16 @@ class ColocatedConnections:
     def _connect_trainer(self, engines: EngineHandles) -> None:
         config, grid = self._config, self._trainer.grid
         setup = make_sync_setup(config, grid, self._engines.engine_slots, self._pool, engines.weight_needs)
-        port, heartbeat = self.store.open().port, None
+        store, heartbeat = open_store(ray.util.get_node_ip_address()), None
+        self.stores.append(store)
         if setup.config.strategy != "gather_hf":
-            seconds = setup.config.abort_seconds
-            heartbeat = HeartbeatSpec(self.store.host, port, _GROUP_NAME, grid.size, seconds)
+            heartbeat = HeartbeatSpec(store.host, store.port, _GROUP_NAME, grid.size, setup.config.abort_seconds)
         self._connected.clear()
         self._prepared = self._trainer.prepare_sync(replace(setup, heartbeat=heartbeat))
-        self.store.close_earlier()
+        del self.stores[:-1]
         self._setup, self.heartbeat = setup, heartbeat
+        self.begins_first, self.receives = bool(setup.senders), bool(setup.receivers)
+        self.engine_layouts = setup.engine
         self.generation += 1
 
 
@@ -151,8 +123,7 @@ class DisaggregatedConnections:
 
     def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
         self._config, self._trainer, self._engines, self._pool = config, trainer, engines, pool
-        self._backend = "nccl" if pool.device == "cuda" else "gloo"
-        self.store = SyncStore()
+        self.stores: list[TCPStore] = []
         self.heartbeat: HeartbeatSpec | None = None
         self.generation = 0
         self._transfer_spec: TransferSpec | None = None
@@ -161,13 +132,14 @@ class DisaggregatedConnections:
         self._connected: list[StartedEngine] | None = None
         """Engines that are connected with the trainer ranks; None: no ranks are connected."""
 
-    def connect(self, replicas: Sequence[int], engines: EngineHandles) -> None:
-        """Plan on all ranks and connect them, unless exactly these engines are connected."""
-        del replicas
+    def connect(self, replicas: Sequence[int]) -> EngineHandles:
+        """Plan on all ranks and connect them, unless exactly these engines are connected; return the engines."""
+        engines = self._engines.select(replicas)
         if self._connected == engines.engines:
-            return
+            return engines
         self._connected, self.heartbeat = None, None
-        config, store = self._config, self.store.open()
+        config, store = self._config, open_store(ray.util.get_node_ip_address())
+        self.stores.append(store)
         needs = engines.weight_needs()
         spec = make_transfer_spec(config, engines.engine_slots, engines.pool, self._pool, needs)
         self.engine_layouts = () if config.weight_sync.verify is None else needs.layouts
@@ -175,12 +147,12 @@ class DisaggregatedConnections:
         self._transfer_spec = self._trainer.prepare_sync(setup).transfer_spec
         assert self._transfer_spec is not None, "trainer ranks return a transfer spec if they are given one"
         transfer_group = TransferGroup(
-            host=self.store.host,
+            host=store.host,
             port=store.port,
             name=_GROUP_NAME,
             size=self._transfer_spec.size,
             timeout_seconds=config.weight_sync.timeout_seconds,
-            backend=self._backend,
+            backend="nccl" if self._pool.device == "cuda" else "gloo",
             abort_seconds=config.weight_sync.abort_seconds,
         )
         joining = engines.begin_join(self._transfer_spec, transfer_group)
@@ -192,14 +164,14 @@ class DisaggregatedConnections:
             if isinstance(e, WeightSyncError):
                 raise type(e)(f"{e} ({self.rank_legend})") from e
             raise
-        self.store.close_earlier()
+        del self.stores[:-1]
         self._connected, self.heartbeat = engines.engines, transfer_group.heartbeat
         self.generation += 1
+        return engines
 
-    def request(self, replicas: Sequence[int], engines: EngineHandles) -> PushRequest | None:
-        """Return None: all connected engines receive."""
-        del replicas, engines
-        return None
+    def request(self, _: EngineHandles, delta: DeltaUpdate | None) -> PushRequest | None:
+        """Return the request to push to all connected engines; `delta`: what it may leave out."""
+        return None if delta is None else PushRequest(delta=delta)
 
     def drop(self, *, trainer: bool) -> None:
         """Note that a push has failed, which breaks all connections."""
@@ -214,12 +186,6 @@ class DisaggregatedConnections:
 
 type SyncConnections = ColocatedConnections | DisaggregatedConnections
 """The connections of one arrangement of trainer and engines."""
-
-
-def make_connections(config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> SyncConnections:
-    """Return the connections of a run; `pool`: slots of the trainer."""
-    arrangement = DisaggregatedConnections if config.disaggregated else ColocatedConnections
-    return arrangement(config, trainer, engines, pool)
 
 
 def make_sync_setup(

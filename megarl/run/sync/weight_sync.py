@@ -43,7 +43,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -66,7 +66,12 @@ from megarl.run.run_state import RunTotals
 from megarl.run.supervision.engine_supervisor import EngineSupervisor
 from megarl.run.supervision.restart_budget import name_some
 from megarl.run.supervision.run_monitor import RunMonitor
-from megarl.run.sync.sync_connections import REPORT_GRACE_SECONDS, SyncConnections, make_connections
+from megarl.run.sync.sync_connections import (
+    REPORT_GRACE_SECONDS,
+    ColocatedConnections,
+    DisaggregatedConnections,
+    SyncConnections,
+)
 from megarl.tracking.timing import PhaseTimer
 
 
@@ -154,9 +159,8 @@ class SyncUpdate:
         """`number`: unique in the run; `delta`: that of the request, or None."""
         self._config, self._trainer, self._engines, self._connections = config, trainer, engines, connections
         self._policy_version, self._delta = policy_version, delta
-        self._store = connections.store.latest
-        host, port = connections.store.host, self._store.port
-        self._spec = CommitSpec(host, port, f"update {number}", len(engines.engines))
+        self._store = connections.stores[-1]
+        self._spec = CommitSpec(self._store.host, self._store.port, f"update {number}", len(engines.engines))
         self._decision = CommitDecision(self._spec, self._store)
         self.breaks_trainer = False
         """Whether the trainer ranks have failed in their part, which breaks the connections between them."""
@@ -266,31 +270,15 @@ class SyncUpdate:
         return PushReport(stats=stats, seconds=phases, bytes_moved=moved, bytes_saved=saved, delta=self._delta)
 
 
-class DeltaBase:
-    """The latest sync that has succeeded, and the engines that serve its weights."""
+@dataclass(frozen=True, slots=True)
+class LatestSync:
+    """The latest sync, which has succeeded."""
 
-    def __init__(self) -> None:
-        self._number: int | None = None
-        self._engines: list[StartedEngine] = []
-        self._generation = -1
-
-    def update(self, number: int, engines: Sequence[StartedEngine], generation: int) -> DeltaUpdate:
-        """Return what sync `number` may leave out.
-
-        Args:
-            engines: the engines that take part.
-            generation: of the trainer ranks' connections.
-        """
-        is_base = generation == self._generation and all(engine in self._engines for engine in engines)
-        return DeltaUpdate(number=number, base=self._number if is_base else None)
-
-    def record(self, update: DeltaUpdate, engines: Sequence[StartedEngine], generation: int) -> None:
-        """Record that a sync has succeeded."""
-        self._number, self._engines, self._generation = update.number, list(engines), generation
-
-    def clear(self) -> None:
-        """Record that a sync begins: if it fails, there is no base."""
-        self._number, self._engines = None, []
+    number: int
+    engines: Sequence[StartedEngine]
+    """The engines that serve its weights."""
+    generation: int
+    """That of the trainer ranks' connections."""
 
 
 T = TypeVar("T")
@@ -302,13 +290,15 @@ class ModelSync:
     def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
         """Connect the model's ranks and the engines; `pool`: slots of the model."""
         self._config, self._trainer, self._engines = config, trainer, engines
-        self._connections = make_connections(config, trainer, engines, pool)
+        arrangement = DisaggregatedConnections if config.disaggregated else ColocatedConnections
+        self._connections = arrangement(config, trainer, engines, pool)
         self.num_updates = 0
         """Number of pushes that have begun, those to restarted engines included."""
-        self._base = DeltaBase()
+        self._latest: LatestSync | None = None
+        """What a delta builds on; None: nothing has been pushed, or the latest sync has failed."""
         self.is_outdated = False
         """Whether the trainer has newer weights than the engines, which a restarted engine then waits for."""
-        self._retry_on_engine_loss(lambda ready: self._connections.connect(ready, engines.select(ready)))
+        self._retry_on_engine_loss(self._connections.connect)
 
     def push(self, policy_version: int) -> PushReport:
         """Push the model's current weights to all ready engines; as `WeightSync.push`."""
@@ -345,7 +335,7 @@ class ModelSync:
     def release_engines(self) -> None:
         """Note that another model's weights are pushed next: a later push connects the engines again, and sends all."""
         self._connections.drop(trainer=False)
-        self._base.clear()
+        self._latest = None
 
     def _retry_on_engine_loss(self, work: Callable[[Sequence[int]], T]) -> T:
         """Return `work(ready replicas)`; retry it if it fails because an engine was lost."""
@@ -358,8 +348,8 @@ class ModelSync:
                     raise
 
     def _push(self, replicas: Sequence[int], policy_version: int) -> PushReport:
-        engines, connections = self._engines.select(replicas), self._connections
-        connections.connect(replicas, engines)
+        connections = self._connections
+        engines = connections.connect(replicas)
         self.num_updates += 1
         delta = self._next_delta(engines)
         update = SyncUpdate(
@@ -371,12 +361,9 @@ class ModelSync:
             policy_version=policy_version,
             delta=delta,
         )
-        request = connections.request(replicas, engines)
-        if delta is not None:
-            request = replace(request or PushRequest(), delta=delta)
-        self._base.clear()  # until the push has succeeded
+        self._latest = None  # until the push has succeeded
         try:
-            report = update.run(request)
+            report = update.run(connections.request(engines, delta))
         except MegarlError as error:
             connections.drop(trainer=update.breaks_trainer)
             if isinstance(error, WeightDifferenceError) and delta is not None and delta.base is not None:
@@ -386,14 +373,32 @@ class ModelSync:
                 raise type(error)(f"{error} ({connections.rank_legend})") from error
             raise
         if delta is not None:
-            self._base.record(delta, engines.engines, connections.generation)
+            self._latest = LatestSync(delta.number, engines.engines, connections.generation)
         return report
 
     def _next_delta(self, engines: EngineHandles) -> DeltaUpdate | None:
         """Return what the next update may leave out; None: the run compares no weights."""
         if not self._config.weight_sync.delta:
             return None
-        return self._base.update(self.num_updates, engines.engines, self._connections.generation)
+        latest = self._latest
+        if latest is None or latest.generation != self._connections.generation:
+            return DeltaUpdate(number=self.num_updates)
+        is_base = all(engine in latest.engines for engine in engines.engines)
+        return DeltaUpdate(number=self.num_updates, base=latest.number if is_base else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncedRun:
+    """What the pushes of a run are accounted with, and what moves device memory for them."""
+
+    memory: StepMemory
+    phase: Phase
+    totals: RunTotals
+    """Receives the bytes of each push."""
+    dedicated: AbstractSet[str]
+    """Names of the auxiliary models with slots of their own, which need no room on engines' devices."""
+    monitor: RunMonitor | None
+    """Receives the policy version of each push; None: not monitored."""
 
 
 class WeightSync:
@@ -420,7 +425,8 @@ class WeightSync:
         self._models: dict[str | None, ModelSync] = {} if connect is None else {None: connect(None)}
         self._restores(self.restore)
         self._served: str | None = None
-        self._run: _OfRun | None = None
+        self.run: SyncedRun | None = None
+        """The run that pushes are accounted for in; None before it begins."""
         self.policy_version = -1
         """Version of the weights that the engines hold, or were pushed last; -1 before the first push."""
         self.metrics: Mapping[str, float] = {}
@@ -448,24 +454,6 @@ class WeightSync:
     def num_updates(self) -> int:
         """Number of pushes that have begun, those to restarted engines included."""
         return sum(model.num_updates for model in self._models.values())
-
-    def begin_run(
-        self,
-        memory: StepMemory,
-        phase: Phase,
-        totals: RunTotals,
-        *,
-        dedicated: AbstractSet[str],
-        monitor: RunMonitor | None = None,
-    ) -> None:
-        """Account for pushes in a run, and move device memory for them.
-
-        Args:
-            totals: receives the bytes of each push.
-            dedicated: names of the auxiliary models with slots of their own, which need no room on engines' devices.
-            monitor: receives the policy version of each push; None: not monitored.
-        """
-        self._run = _OfRun(memory, phase, totals, dedicated, monitor)
 
     def push(self, policy_version: int) -> PushReport | None:
         """Push the policy's current weights to all ready engines, as `policy_version`; return None without engines.
@@ -520,7 +508,7 @@ class WeightSync:
 
     def _push(self, policy_version: int) -> PushReport | None:
         """Push the weights of the served model, and record the time and bytes of the sync."""
-        run, report = self._run, None
+        run, report = self.run, None
         if self._connect is not None:
             if run is None:
                 report = self._models[self._served].push(policy_version)
@@ -569,20 +557,9 @@ class WeightSync:
         self._of_run.memory.begin_training()
 
     @property
-    def _of_run(self) -> _OfRun:
-        assert self._run is not None, "no run has begun"
-        return self._run
-
-
-@dataclass(frozen=True, slots=True)
-class _OfRun:
-    """What pushes are accounted with; see `WeightSync.begin_run`."""
-
-    memory: StepMemory
-    phase: Phase
-    totals: RunTotals
-    dedicated: AbstractSet[str]
-    monitor: RunMonitor | None
+    def _of_run(self) -> SyncedRun:
+        assert self.run is not None, "no run has begun"
+        return self.run
 
 
 def servable_model(config: RunConfig, models: AuxiliaryModels | None, name: str) -> TrainerGroup:

@@ -20,21 +20,20 @@ traces (`megarl.engines.sglang.weight_layout.trace_child`).
 
 from __future__ import annotations
 
+import base64
 import concurrent.futures
 import contextlib
-import io
 import json
-import zipfile
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megarl.engines.sglang.weight_layout.load_recorder import (
@@ -48,7 +47,6 @@ from megarl.errors import WeightSyncError
 from megarl.model_files.weight_index import paired_shape, stored_shape
 from megarl.reshard.layout.layout import (
     Box,
-    Columns,
     PieceTable,
     ShardPiece,
     TensorSpec,
@@ -56,7 +54,7 @@ from megarl.reshard.layout.layout import (
     extent,
     share_tensors,
 )
-from megarl.reshard.layout.model_tensors import ModelTensors
+from megarl.reshard.layout.model_tensors import ModelTensors, Names
 from megarl.reshard.transfer.bucket import dtype_name, torch_dtype
 
 P = ParamSpec("P")
@@ -285,158 +283,116 @@ def _run_threads_inline() -> Iterator[None]:
         concurrent.futures.ThreadPoolExecutor = before  # type: ignore[misc]
 
 
-ARRAYS = ("tensor", "local", "dims", "boxes", "local_boxes")
-"""Arrays of a rank's `PieceTable`; the first two are indices into its lists of names."""
-
-
 def encode_traces(traces: Sequence[EngineTrace]) -> bytes:
-    """Encode the traces of an engine's ranks, which load the same tensors, as a NumPy archive."""
+    """Encode the traces of an engine's ranks, which load the same tensors, as compressed JSON."""
     tensors: dict[str, TensorSpec] = {}
     for trace in traces:  # a tensor's dtype is that of a rank that holds some of it
         held = {piece.tensor for piece in trace.layout.pieces}
         tensors |= {n: spec for n, spec in trace.layout.tensors.items() if n in held or n not in tensors}
-    names = {name: i for i, name in enumerate(tensors)}
-    locals_: dict[str, int] = {}
-    arrays: dict[str, NDArray[Any]] = {}
-    for rank, trace in enumerate(traces):
-        table = trace.layout.pieces
-        arrays |= {f"{rank}.{array}": getattr(table, array) for array in ARRAYS}
-        arrays[f"{rank}.tensors"] = np.array([names[name] for name in table.tensors], np.int32)
-        arrays[f"{rank}.locals"] = np.array([locals_.setdefault(n, len(locals_)) for n in table.locals], np.int32)
-    header = {
-        "tensors": [[name, spec.shape, spec.dtype] for name, spec in tensors.items()],
-        "locals": list(locals_),
-        "padding": [[[pad.local, pad.local_box, pad.value] for pad in trace.padding] for trace in traces],
-        "derived": [trace.derived for trace in traces],
-    }
-    arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    archive = io.BytesIO()
-    np.savez_compressed(archive, allow_pickle=False, **arrays)
-    return archive.getvalue()
+    names = Names(tensors)
+    ranks = []
+    for trace in traces:
+        table = trace.layout.pieces.renumbered(names)
+        ranks.append(
+            {
+                "pieces": base64.b64encode(table.to_bytes()).decode(),
+                "locals": list(table.locals),
+                "padding": [[pad.local, pad.local_box, pad.value] for pad in trace.padding],
+                "derived": trace.derived,
+            }
+        )
+    content = {"tensors": [[name, spec.shape, spec.dtype] for name, spec in tensors.items()], "ranks": ranks}
+    return zlib.compress(json.dumps(content).encode())
 
 
 def read_traces(file: Path) -> list[EngineTrace] | None:
     """Read a file with what `encode_traces` returns; None if the file is missing or invalid."""
     try:
         return decode_traces(file.read_bytes())
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+    except (OSError, zlib.error):
         return None
 
 
 def decode_traces(encoded: bytes) -> list[EngineTrace]:
     """Decode what `encode_traces` returns, with pieces as `PieceTable`s."""
-    with np.load(io.BytesIO(encoded), allow_pickle=False) as archive:
-        arrays = dict(archive)
-    header = json.loads(arrays["header"].tobytes())
-    tensors = ModelTensors({name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in header["tensors"]})
+    content = json.loads(zlib.decompress(encoded))
+    tensors = ModelTensors({name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in content["tensors"]})
     traces: list[EngineTrace] = []
-    for rank, (padding, derived) in enumerate(zip(header["padding"], header["derived"], strict=True)):
-        of_tensors = [tensors.names[i] for i in arrays[f"{rank}.tensors"]]
-        of_locals = [header["locals"][i] for i in arrays[f"{rank}.locals"]]
-        columns = Columns(*(arrays[f"{rank}.{array}"] for array in ARRAYS))
-        table = PieceTable(of_tensors, of_locals, columns)
-        pads = tuple(Padding(local, tuple(map(tuple, box)), value) for local, box, value in padding)
-        traces.append(EngineTrace(WeightLayout(tensors, table), pads, tuple(derived)))
+    for rank in content["ranks"]:
+        table = PieceTable.from_bytes(base64.b64decode(rank["pieces"]), tensors.names)
+        layout = WeightLayout(tensors, table.with_locals(Names(rank["locals"])))
+        padding = tuple(Padding(local, tuple(map(tuple, box)), value) for local, box, value in rank["padding"])
+        traces.append(EngineTrace(layout, padding, tuple(rank["derived"])))
     layouts = share_tensors([trace.layout for trace in traces])
     return [replace(trace, layout=layout) for trace, layout in zip(traces, layouts, strict=True)]
 
 
-IdenticalLayers = Mapping[int, list[int]]
-"""First of several identical layers -> all of them, the first included."""
-
-
 def find_identical_layers(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> dict[int, list[int]]:
-    """Return the layers of `model` that are identical, including the `tensors` that they load."""
+    """Return the layers of `model` that are identical, including the `tensors` that they load.
+
+    Returns:
+        First of several identical layers -> all of them, the first included.
+    """
     traits: dict[int, set[object]] = defaultdict(set)
-    for name, module in model.named_modules():
-        _add_trait(traits, name, type(module))
-    for name, tensor in model_tensors(model).items():
-        _add_trait(traits, name, (tuple(tensor.shape), tensor.dtype))
-    for name, spec in tensors.items():
-        _add_trait(traits, name, spec)
+    modules = ((name, type(module)) for name, module in model.named_modules())
+    held = ((name, (tuple(tensor.shape), tensor.dtype)) for name, tensor in model_tensors(model).items())
+    for name, trait in chain(modules, held, tensors.items()):
+        head, layer, tail = _split_layer(name)
+        if layer is not None:
+            traits[layer].add((head, tail, trait))
     layers_of: dict[frozenset[object], list[int]] = defaultdict(list)
     for layer in sorted(traits):
         layers_of[frozenset(traits[layer])].append(layer)
     return {layers[0]: layers for layers in layers_of.values()}
 
 
-def trace_deduplicated(
-    model: nn.Module, tensors: Mapping[str, TensorSpec], identical_layers: IdenticalLayers
-) -> EngineTrace | None:
+def trace_deduplicated(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> EngineTrace | None:
     """Trace as `trace_live` does, but only the first of identical layers; pieces are a `PieceTable`.
 
     Returns:
         None if the first layers cannot be traced alone: their tensors do not fill all of their parameters, or are
         loaded into another layer.
     """
-    traced_tensors = {name: spec for name, spec in tensors.items() if _is_traced(name, identical_layers)}
-    covered = {name for name in model_tensors(model) if _is_traced(name, identical_layers)}
-    try:
-        trace = trace_live(model, traced_tensors, must_cover=covered)
-    except WeightSyncError:
-        return None
-    if any(_split_layer(p.tensor)[1] != _split_layer(p.local)[1] for p in trace.layout.pieces):
-        return None
-    first_of = {layer: first for first, layers in identical_layers.items() for layer in layers}
+    first_of = {layer: first for first, layers in find_identical_layers(model, tensors).items() for layer in layers}
 
     def representative(name: str) -> str:
-        head, layer, tail = _split_layer(name)
-        return name if layer is None else f"{head}{first_of[layer]}{tail}"
+        """Return the name in the first of the layers like the name's own."""
+        layer = _split_layer(name)[1]
+        return name if layer is None else _in_layer(name, first_of[layer])
 
-    traced = trace.layout.tensors
+    covered = {name for name in model_tensors(model) if representative(name) == name}
+    try:
+        trace = trace_live(
+            model, {name: spec for name, spec in tensors.items() if representative(name) == name}, must_cover=covered
+        )
+    except WeightSyncError:
+        return None
+    pieces_of: dict[str, list[ShardPiece]] = defaultdict(list)
+    for piece in trace.layout.pieces:
+        if _split_layer(piece.tensor)[1] != _split_layer(piece.local)[1]:
+            return None
+        pieces_of[piece.tensor].append(piece)
+    padding_of: dict[str, list[Padding]] = defaultdict(list)
+    for pad in trace.padding:
+        padding_of[pad.local].append(pad)
     specs = {
-        name: TensorSpec(paired_shape(name, spec.shape, tensors), traced[representative(name)].dtype)
+        name: TensorSpec(paired_shape(name, spec.shape, tensors), trace.layout.tensors[representative(name)].dtype)
         for name, spec in tensors.items()
     }
-    return EngineTrace(
-        WeightLayout(specs, _expand_pieces(trace.layout.pieces, specs, identical_layers)),
-        _expand_padding(
-            [pad for pad in trace.padding if _is_traced(pad.local, identical_layers)],
-            model_tensors(model),
-            identical_layers,
-        ),
-        tuple(name for name in tensors if representative(name) in trace.derived),
+    pieces = (
+        ShardPiece(name, piece.box, _in_layer(piece.local, _split_layer(name)[1]), piece.local_box)
+        for name in tensors
+        for piece in pieces_of[representative(name)]
     )
+    padding = (replace(pad, local=name) for name in model_tensors(model) for pad in padding_of[representative(name)])
+    derived = tuple(name for name in tensors if representative(name) in trace.derived)
+    return EngineTrace(WeightLayout(specs, PieceTable.pack(pieces)), tuple(padding), derived)
 
 
-def _expand_pieces(
-    pieces: Iterable[ShardPiece], specs: Mapping[str, TensorSpec], identical_layers: IdenticalLayers
-) -> PieceTable:
-    of_tensor: dict[str, list[ShardPiece]] = defaultdict(list)
-    for piece in pieces:
-        copies = zip(
-            _expand_name(piece.tensor, identical_layers), _expand_name(piece.local, identical_layers), strict=True
-        )
-        for tensor, local in copies:
-            of_tensor[tensor].append(ShardPiece(tensor, piece.box, local, piece.local_box))
-    return PieceTable.pack(piece for tensor in specs for piece in of_tensor.get(tensor, ()))
-
-
-def _expand_padding(
-    padding: Iterable[Padding], locals_: Iterable[str], identical_layers: IdenticalLayers
-) -> tuple[Padding, ...]:
-    of_local: dict[str, list[Padding]] = defaultdict(list)
-    for pad in padding:
-        for local in _expand_name(pad.local, identical_layers):
-            of_local[local].append(replace(pad, local=local))
-    return tuple(pad for local in locals_ for pad in of_local.get(local, ()))
-
-
-def _expand_name(name: str, identical_layers: IdenticalLayers) -> list[str]:
-    """Return the names that `name` represents: those in all layers like its own, or itself outside the layers."""
-    head, layer, tail = _split_layer(name)
-    return [name] if layer is None else [f"{head}{other}{tail}" for other in identical_layers[layer]]
-
-
-def _add_trait(traits: dict[int, set[object]], name: str, trait: object) -> None:
-    head, layer, tail = _split_layer(name)
-    if layer is not None:
-        traits[layer].add((head, tail, trait))
-
-
-def _is_traced(name: str, identical_layers: IdenticalLayers) -> bool:
-    layer = _split_layer(name)[1]
-    return layer is None or layer in identical_layers
+def _in_layer(name: str, layer: int | None) -> str:
+    """Return the name in another layer; names outside the layers stay as they are."""
+    head, own, tail = _split_layer(name)
+    return name if own is None else f"{head}{layer}{tail}"
 
 
 def _split_layer(name: str) -> tuple[str, int | None, str]:

@@ -21,21 +21,16 @@ from torch import FunctionSchema, Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.reshard.layout.layout import Box, extent, intersect, volume
+from megarl.reshard.layout.layout import Box, extent, intersect
 
 
 class Coverage:
     """A set of disjoint boxes of one tensor, efficient for thousands of boxes (experts stacked in one parameter)."""
 
     def __init__(self) -> None:
-        self.num_elements = 0
-        """Number of elements in all boxes."""
         self._boxes: list[Box] = []
         """Sorted boxes, hence sorted by first row."""
         self._max_rows = 0
-
-    def __iter__(self) -> Iterator[Box]:
-        return iter(self._boxes)
 
     def overlapping(self, box: Box) -> list[Box]:
         """Return the boxes that share an element with `box`."""
@@ -53,14 +48,12 @@ class Coverage:
     def add(self, box: Box) -> None:
         """Add a box that does not overlap the others."""
         insort(self._boxes, box)
-        self.num_elements += volume(box)
         if box:
             self._max_rows = max(self._max_rows, box[0][1] - box[0][0])
 
     def remove(self, box: Box) -> None:
         """Remove one of the boxes."""
         del self._boxes[bisect_left(self._boxes, box)]
-        self.num_elements -= volume(box)
 
     def first_gap(self, box: Box) -> Box | None:
         """Return the first part of `box`, by rows, that is not covered; None if all of it is covered."""

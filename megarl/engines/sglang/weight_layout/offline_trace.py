@@ -27,15 +27,13 @@ from megarl.cluster.process.atomic_files import atomic_write
 from megarl.engines.engine_spec import EngineSpec
 from megarl.engines.sglang.engine_environment import make_engine_environment
 from megarl.engines.sglang.weight_layout import trace_child
-from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, read_traces, trace_live
+from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, read_traces
 from megarl.engines.sglang.weight_update.planned_boxes import read_expected_tensors
 from megarl.engines.unsupported_options import find_build_problems
 from megarl.errors import DataError, WeightSyncError
 from megarl.model_files.json_object import JsonObject
 from megarl.model_files.model_config import config_file, read_model_config
 from megarl.reshard.layout.layout import WeightLayout
-
-__all__ = ["EngineTrace", "trace_engine", "trace_layouts", "trace_live"]
 
 CHILD_SECONDS = 600.0
 MAX_STDERR_LINES = 15
@@ -65,20 +63,6 @@ def trace_layouts(
         DataError: config.json or a key that SGLang needs is missing, or SGLang cannot build its model.
         WeightSyncError: part of a parameter would not be written.
     """
-    traces = trace_engine(model_path, tp=tp, ep=ep, options=options, device=device, dtype=dtype)
-    return [trace.layout for trace in traces]
-
-
-def trace_engine(
-    model_path: str,
-    *,
-    tp: int,
-    ep: int = 1,
-    options: Mapping[str, object] = NO_OPTIONS,
-    device: str = "cpu",
-    dtype: str = "float32",
-) -> list[EngineTrace]:
-    """Return what `trace_layouts` returns, with padding and derived values."""
     config, tensors = _read_model(model_path)
     problems = find_build_problems(json.loads(config), _traced_device(device), origin=str(config_file(model_path)))
     if problems:
@@ -92,8 +76,10 @@ def trace_engine(
         extra_args={**options, "ep_size": ep} if ep > 1 else dict(options),
     )
     request = {"spec": asdict(spec), "tensors": tensors}
-    cached = _cache_folder() / f"{_key(config, request)}.npz"
-    return read_traces(cached) or trace_in_child(config, request, cached)
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cached = caches / "megarl" / "layouts" / f"{_key(config, request)}.traces"
+    traces = read_traces(cached) or trace_in_child(config, request, cached)
+    return [trace.layout for trace in traces]
 
 
 def _read_model(model_path: str) -> tuple[str, list[list[object]]]:
@@ -112,7 +98,7 @@ def trace_in_child(config: str, request: JsonObject, cached: Path) -> list[Engin
     with tempfile.TemporaryDirectory(prefix="megarl-trace-") as folder:
         (Path(folder) / "config.json").write_text(config)
         spec = request["spec"] | {"model_path": folder}
-        request_file, traces_file, error_file = (Path(folder) / name for name in ("request", "traces.npz", "error"))
+        request_file, traces_file, error_file = (Path(folder) / name for name in ("request", "traces", "error"))
         request_file.write_text(json.dumps(request | {"spec": spec}))
         environment = os.environ | make_engine_environment(_traced_device(spec["device"]), spec["tp"])
         command = [sys.executable, "-m", trace_child.__name__, str(request_file), str(traces_file), str(error_file)]
@@ -130,7 +116,9 @@ def trace_in_child(config: str, request: JsonObject, cached: Path) -> list[Engin
             raise DataError(
                 f"SGLang could not build the model of config.json (exit code {child.returncode}):\n{stderr}"
             )
-        _store(cached, traces_file)
+        # without a cache, each call traces again
+        with suppress(OSError), atomic_write(cached) as draft:
+            shutil.copyfile(traces_file, draft)
     return traces
 
 
@@ -149,13 +137,3 @@ def _key(config: str, request: JsonObject) -> str:
 def _traced_device(device: str) -> str:
     """Return the device that the child runs on; layouts for CUDA are traced on CPU if there is no GPU."""
     return device if torch.cuda.is_available() else "cpu"
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl" / "layouts"
-
-
-def _store(cached: Path, traces_file: Path) -> None:
-    # without a cache, each call traces again
-    with suppress(OSError), atomic_write(cached) as draft:
-        shutil.copyfile(traces_file, draft)

@@ -24,7 +24,6 @@ from megarl.engines.sglang.server_args import make_engine_arguments
 from megarl.engines.sglang.weight_layout.engine_trace import (
     EngineTrace,
     encode_traces,
-    find_identical_layers,
     trace_deduplicated,
     trace_live,
 )
@@ -36,10 +35,6 @@ from megarl.model_files.weight_index import matches_any
 from megarl.reshard.layout.layout import TensorSpec
 from megarl.reshard.layout.quantized_layout import quantize_specs
 from megarl.reshard.transfer.bucket import torch_dtype
-
-MAX_FULL_TRACES = 2
-"""Engines with at most this many TP ranks are traced in full, without layer deduplication."""
-
 
 HOPPER = (9, 0)
 NEEDS_SINKS = ["GptOssForCausalLM"]
@@ -160,8 +155,8 @@ def checkpoint_tensors(model_path: str, dtype: str) -> dict[str, TensorSpec]:
     return quantize_specs(specs, {name for name in specs if is_quantized(name, stated)})
 
 
-def trace_ranks(spec: EngineSpec, tensors: Mapping[str, TensorSpec] | None = None) -> list[EngineTrace]:
-    """Return the trace of every TP rank.
+def trace_ranks(spec: EngineSpec, tensors: Mapping[str, TensorSpec]) -> list[EngineTrace]:
+    """Return the trace of every TP rank, of `checkpoint_tensors` if no tensors are given.
 
     With many ranks, ranks between the first and the last are traced with layer deduplication, if that gives the same as
     a full trace on the first and last rank.
@@ -169,33 +164,20 @@ def trace_ranks(spec: EngineSpec, tensors: Mapping[str, TensorSpec] | None = Non
     tensors = tensors or checkpoint_tensors(spec.model_path, spec.dtype)
     patterns = untrained_patterns(read_json_object(Path(spec.model_path) / "config.json"))
     untrained = {name for name in tensors if matches_any(name, patterns)}
-    return [trace.without(untrained) for trace in _trace_ranks(spec, tensors)]
-
-
-def _trace_ranks(spec: EngineSpec, tensors: Mapping[str, TensorSpec]) -> list[EngineTrace]:
-    if spec.tp <= MAX_FULL_TRACES:
-        return [trace_live(build_model(spec, rank), tensors) for rank in range(spec.tp)]
-    build_model(spec, 0)
-    gc.freeze()  # SGLang and transformers have created millions of objects, none of them garbage
-    first, last = (_trace_fully_and_deduplicated(spec, rank, tensors) for rank in (0, spec.tp - 1))
-    is_dedup_exact = first[1] and last[1]
-    between = [_trace_inner_rank(spec, rank, tensors, in_full=not is_dedup_exact) for rank in range(1, spec.tp - 1)]
-    return [first[0], *between, last[0]]
-
-
-def _trace_fully_and_deduplicated(
-    spec: EngineSpec, rank: int, tensors: Mapping[str, TensorSpec]
-) -> tuple[EngineTrace, bool]:
-    """Return the full trace, and whether deduplicated tracing gives the same."""
-    model = build_model(spec, rank)
-    full_trace = trace_live(model, tensors)
-    return full_trace, trace_deduplicated(model, tensors, find_identical_layers(model, tensors)) == full_trace
-
-
-def _trace_inner_rank(spec: EngineSpec, rank: int, tensors: Mapping[str, TensorSpec], *, in_full: bool) -> EngineTrace:
-    model = build_model(spec, rank)
-    trace = None if in_full else trace_deduplicated(model, tensors, find_identical_layers(model, tensors))
-    return trace or trace_live(model, tensors)
+    inner, traces, is_dedup_exact = range(1, spec.tp - 1), dict[int, EngineTrace](), True
+    if inner:
+        build_model(spec, 0)
+        gc.freeze()  # SGLang and transformers have created millions of objects, none of them garbage
+    for rank in sorted({0, spec.tp - 1}):
+        model = build_model(spec, rank)
+        traces[rank] = trace_live(model, tensors)
+        if inner:
+            is_dedup_exact &= trace_deduplicated(model, tensors) == traces[rank]
+    for rank in inner:
+        model = build_model(spec, rank)
+        deduplicated = trace_deduplicated(model, tensors) if is_dedup_exact else None
+        traces[rank] = deduplicated or trace_live(model, tensors)
+    return [traces[rank].without(untrained) for rank in range(spec.tp)]
 
 
 def main(request_file: str, traces_file: str, error_file: str) -> None:

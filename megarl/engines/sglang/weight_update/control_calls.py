@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from megarl.engines.sglang.weight_update.messages import WRITING, Command, Reply, find_unresponsive, reply_prefix
-from megarl.engines.sglang.weight_update.weight_loader import IMPORT_PATH
+from megarl.engines.sglang.weight_update.messages import Command, Reply, find_unresponsive, reply_prefix
+from megarl.engines.sglang.weight_update.weight_loader import IMPORT_PATH, WRITERS
 from megarl.errors import WeightSyncError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ PauseReason = Literal["update", "memory"]
 
 
 class ControlCalls:
-    """Calls to SGLang. The caller must make one call at a time.
+    """Calls to SGLang, among them the commands to the TP ranks. The caller must hold `one_at_a_time`.
 
     Every method raises WeightSyncError if SGLang refuses or does not answer in time, and WorkerError if the engine's
     processes have ended.
@@ -51,6 +51,10 @@ class ControlCalls:
 
     def __init__(self, host: EngineHost, requests: RequestRunner) -> None:
         self._host, self._requests = host, requests
+        self.one_at_a_time = asyncio.Lock()
+        """Serializes calls: with two in flight, it would be unknown what the engine holds."""
+        self.is_mixed = False
+        """The engine may hold parts of two versions."""
         self.pause_mode = host.spec.pause_mode
         """What happens to requests in flight during a pause."""
         self._seconds = host.spec.answer_timeout_seconds
@@ -60,6 +64,7 @@ class ControlCalls:
         """Why decoding is paused."""
         self._begun = False
         """SGLang is in a weight update (between `begin_weight_update` and `end_weight_update`)."""
+        self._num_commands = 0
 
     @property
     def has_pending(self) -> bool:
@@ -104,50 +109,69 @@ class ControlCalls:
 
     async def set_version(self, policy_version: int) -> None:
         """Set the policy version that SGLang records for every new token."""
-        await self._call("update_weight_version", lambda: self._set_version(policy_version))
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
-    async def send(
-        self,
-        commands: Sequence[Command],
-        *,
-        what: str,
-        unresponsive: Callable[[], Awaitable[list[int]]],
-        extra_seconds: float,
-    ) -> str | None:
-        """Have every TP rank execute its command.
+        version = UpdateWeightVersionReqInput(new_version=str(policy_version))
+        await self._call("update_weight_version", lambda: self._host.tokenizer_manager.update_weight_version(version))
+
+    async def execute(
+        self, commands: Command | Sequence[Command], what: str, extra_seconds: float = 0.0
+    ) -> list[Reply]:
+        """Have every TP rank execute its command inside of an update.
 
         Args:
-            commands: one command per TP rank.
+            commands: one per TP rank, or one for all.
             what: name of the commands in error messages.
-            unresponsive: returns the TP ranks that have not replied.
             extra_seconds: additional timeout, for waits for other processes than the engine's.
 
-        Returns:
-            SGLang's error message; None if it reports success.
+        Raises:
+            WeightSyncError: a rank refused, failed or did not answer in time.
         """
-
-        async def who() -> str:
-            return ", ".join([await self._host.describe(rank) for rank in await unresponsive()]) or "the engine"
-
-        return await self._call(what, lambda: self._send(commands), who, extra_seconds)
+        spec = self._host.spec
+        commands = [commands] * spec.tp if isinstance(commands, Mapping) else commands
+        self._num_commands += 1
+        number, folders = self._num_commands, await self._host.folders()
+        common = {"model_path": spec.model_path, "dtype": spec.dtype}
+        complete = [
+            {**command, **common, "reply": reply_prefix(folder, number)}
+            for command, folder in zip(commands, folders, strict=True)
+        ]
+        writes, was_mixed = commands[0]["op"] in WRITERS, self.is_mixed
+        self.is_mixed |= writes  # until every rank has replied that it wrote nothing; a late rank may still write
+        sglang_error = await self._call(what, lambda: self._send(complete), number, extra_seconds)
+        errors = [] if sglang_error is None else [sglang_error]
+        replies, wrote = [], False
+        for rank, reply in enumerate(await self._host.take_replies(number)):
+            if reply is None:
+                errors.append(f"TP rank {rank} did not reply")
+            elif reply.error is not None:
+                errors.append(f"TP rank {rank}: {reply.error}")
+            else:
+                replies.append(reply)
+            wrote |= reply is None or reply.wrote
+        self.is_mixed = was_mixed or (writes and wrote)
+        if errors:
+            raise WeightSyncError("; ".join(errors))
+        return replies
 
     async def _call(
         self,
         what: str,
         work: Callable[[], Coroutine[Any, Any, T]],
-        who: Callable[[], Awaitable[str]] | None = None,
+        command: int | None = None,
         extra_seconds: float = 0.0,
     ) -> T:
+        """Return the result of `work`; `command`: its number if it is a command, whose late ranks errors name."""
         seconds = self._seconds + extra_seconds
         await self._wait_for_pending()
         task = asyncio.ensure_future(self._host.call(work()))
-        self.pending = PendingCall(
-            what, time.monotonic(), task
-        )  # kept until it is answered, even if the caller is cancelled
+        # kept until it is answered, even if the caller is cancelled
+        self.pending = PendingCall(what, time.monotonic(), task)
         await asyncio.wait([task], timeout=seconds)
         if not task.done():
-            late = "the engine" if who is None else await who()
-            raise WeightSyncError(f"{late} did not answer {what} within {seconds:g} s")
+            late = [] if command is None else find_unresponsive(await self._host.reply_states(command))
+            who = ", ".join([await self._host.describe(rank) for rank in late]) or "the engine"
+            raise WeightSyncError(f"{who} did not answer {what} within {seconds:g} s")
         self.pending = None
         return task.result()
 
@@ -166,6 +190,7 @@ class ControlCalls:
             task.exception()  # marks it as retrieved: its update has failed already
 
     async def _send(self, commands: Sequence[Command]) -> str | None:
+        """Return SGLang's error message; None if it reports success."""
         import torch
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
@@ -225,93 +250,8 @@ class ControlCalls:
                 "the engine could not flush keys and values of the old weights: requests were still running"
             )
 
-    async def _set_version(self, policy_version: int) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
-
-        version = UpdateWeightVersionReqInput(new_version=str(policy_version))
-        await self._host.tokenizer_manager.update_weight_version(version)
-
 
 def _raise_if_refused(answer: tuple[bool, str]) -> None:
     ok, message = answer
     if not ok:
         raise WeightSyncError(message)
-
-
-class RankCommands:
-    """The commands of an engine's weight updates."""
-
-    def __init__(self, host: EngineHost, requests: RequestRunner) -> None:
-        self._host, self._tp = host, host.spec.tp
-        self._common = {"model_path": host.spec.model_path, "dtype": host.spec.dtype}
-        self.calls = ControlCalls(host, requests)
-        self.one_at_a_time = asyncio.Lock()
-        """Serializes commands: with two in flight, it would be unknown what the engine holds."""
-        self.is_mixed = False
-        """The engine may hold parts of two versions."""
-        self._count = 0
-
-    async def execute(
-        self, commands: Command | Sequence[Command], what: str, extra_seconds: float = 0.0
-    ) -> list[Reply]:
-        """Have every TP rank execute its command inside of an update; the caller holds `one_at_a_time`.
-
-        Args:
-            commands: one per TP rank, or one for all.
-            what: name of the commands in error messages.
-            extra_seconds: additional timeout, for waits for other processes than the engine's.
-
-        Raises:
-            WeightSyncError: a rank refused, failed or did not answer in time.
-        """
-        commands = [commands] * self._tp if isinstance(commands, Mapping) else commands
-        self._count += 1
-        number, folders = self._count, await self._host.folders()
-        writes, was_mixed = commands[0]["op"] in WRITING, self.is_mixed
-        self.is_mixed |= writes  # until every rank has replied that it wrote nothing; a late rank may still write
-        sglang_error = await self.calls.send(
-            [
-                {**command, **self._common, "reply": reply_prefix(folder, number)}
-                for command, folder in zip(commands, folders, strict=True)
-            ],
-            what=what,
-            unresponsive=lambda: self._unresponsive(number),
-            extra_seconds=extra_seconds,
-        )
-        errors = [] if sglang_error is None else [sglang_error]
-        replies, wrote = [], False
-        for rank, reply in enumerate(await self._host.take_replies(number)):
-            if reply is None:
-                errors.append(f"TP rank {rank} did not reply")
-            elif reply.error is not None:
-                errors.append(f"TP rank {rank}: {reply.error}")
-            else:
-                replies.append(reply)
-            wrote |= reply is None or reply.wrote
-        self.is_mixed = was_mixed or (writes and wrote)
-        if errors:
-            raise WeightSyncError("; ".join(errors))
-        return replies
-
-    async def query(
-        self, commands: Command | Sequence[Command], *, in_update: bool, extra_seconds: float = 0.0
-    ) -> list[Reply]:
-        """Execute commands that write nothing; arguments and errors as for `execute`.
-
-        Args:
-            in_update: whether an update is open; if not, the commands run such that SGLang processes no weights.
-        """
-        op = (commands if isinstance(commands, Mapping) else commands[0])["op"]
-        what = f"the command `{op}`"
-        async with self.one_at_a_time:
-            if in_update:
-                return await self.execute(commands, what, extra_seconds)
-            await self.calls.begin(reads_only=True)
-            try:
-                return await self.execute(commands, what, extra_seconds)
-            finally:
-                if not self.calls.has_pending:
-                    await self.calls.end()
-
-    async def _unresponsive(self, number: int) -> list[int]:
-        return find_unresponsive(await self._host.reply_states(number))

@@ -1,9 +1,8 @@
 """The end of a weight update in one TP rank, and what the rank reports about its weights.
 
-finish        check that the boxes cover the model; load tensors that came in full, fill padding, compute derived values
+finish        load tensors that came in full, fill padding, compute derived values
 report_trace  the layout of the rank's weights
-hash_boxes    digests of the parameters by box, for bitwise comparison
-sum_weights   sums of the same, which are compared after each update
+sum_weights   sums of the parameters by box, which are compared after each update
 
 The TP ranks of an engine vote: a rank writes weights only if all ranks can.
 
@@ -43,7 +42,7 @@ from megarl.engines.sglang.weight_update.planned_boxes import (
 from megarl.errors import WeightSyncError
 from megarl.model_files.weight_index import stored_shape
 from megarl.reshard.layout.layout import Box, TensorSpec, full_local, slices
-from megarl.reshard.transfer.bucket import BoxSlot, digest, torch_dtype
+from megarl.reshard.transfer.bucket import BoxSlot, torch_dtype
 from megarl.reshard.transfer.weight_sums import sum_box
 
 
@@ -92,12 +91,9 @@ _others: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Box, int]]] = weak
 
 
 def finish(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None:
-    """Complete the model: load full tensors, fill padding, compute derived values; raise if a part was not written."""
+    """Complete the model: load full tensors, fill padding, compute derived values."""
     boxes, trace = get_session(command["session"]).boxes, _trace(model, command)
     assert boxes is not None, "an update with boxes ends after they were received"
-    if not boxes.is_complete:
-        _check_complete(boxes, trace, boxes.find_targets(model))
-        boxes.is_complete = True
     if not vote.all_ready(ready=True):
         return
     reply.wrote = True
@@ -114,14 +110,6 @@ def finish(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None
 def report_trace(model: nn.Module, command: Command, reply: Reply) -> None:
     """Return the rank's trace in the reply."""
     reply.result = base64.b64encode(encode_traces([_trace(model, command)])).decode()
-
-
-def hash_boxes(model: nn.Module, command: Command, reply: Reply) -> None:
-    """Return the digests of the layout's pieces in the reply."""
-    targets = find_targets(model)
-    reply.result = [
-        digest(_view(targets, piece.local, piece.local_box)).hex() for piece in _trace(model, command).layout.pieces
-    ]
 
 
 def sum_weights(model: nn.Module, command: Command, reply: Reply) -> None:
@@ -185,44 +173,39 @@ def make_planned_boxes(model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], co
     """Check the boxes of all rounds, and allocate the tensors that are received in full.
 
     Raises:
-        WeightSyncError: a box does not fit the model, two overlap, or one belongs to a parameter from which the engine
-            computes values: those would be outdated.
+        WeightSyncError: a box does not fit the model, two overlap, one belongs to a parameter from which the engine
+            computes values, which would be outdated, or a part of the model is in none.
     """
-    trace, targets = _trace(model, command), find_targets(model)
+    trace = _trace(model, command)
     locals_ = {slot.local for slots in rounds for slot in slots}
-    names = [name for name in trace.layout.tensors if full_local(name) in locals_]
-    specs = {name: trace.layout.tensors[name] for name in names}
+    full = {name: spec for name, spec in trace.layout.tensors.items() if full_local(name) in locals_}
     device = next(model.parameters()).device
     boxes = PlannedBoxes(
         model,
         rounds,
-        {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for name, spec in specs.items()},
+        {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for name, spec in full.items()},
     )
-    derived = set(trace.derived)
+    derived, targets = set(trace.derived), boxes.find_targets(model)
     for piece in trace.layout.pieces:
         if piece.tensor in derived:
-            found = boxes.written.of(targets[piece.local], piece.local_box).overlapping(piece.local_box)
+            found = boxes.written_to(targets[piece.local], piece.local_box).overlapping(piece.local_box)
             if found:
                 raise WeightSyncError(
                     f"the engine computes values from {piece.tensor}, which needs to come in full, got "
                     f"box {box_text(found[0])} of {piece.local}"
                 )
-    return boxes
-
-
-def _check_complete(boxes: PlannedBoxes, trace: EngineTrace, targets: Mapping[str, TargetTensor]) -> None:
-    """Check that the boxes cover the rank's layout, and tensors from which the engine computes values in full."""
-    missing = [name for name in trace.derived if name not in boxes.full_tensors]
+    missing = [name for name in trace.derived if name not in full]
     if missing:
         raise WeightSyncError(
             f"the engine computes values from {len(missing)} tensors, which need to come in full: {join_names(missing)}"
         )
-    full = [(full_local(name), trace.layout.tensors[name].box, name) for name in boxes.full_tensors]
-    pieces = [(p.local, p.local_box, p.tensor) for p in trace.layout.pieces if p.tensor not in boxes.full_tensors]
-    for local, box, tensor in (*full, *pieces):
-        gap = boxes.written.of(targets[local], box).first_gap(box)
+    needed = [(full_local(name), spec.box, name) for name, spec in full.items()]
+    needed += [(p.local, p.local_box, p.tensor) for p in trace.layout.pieces if p.tensor not in full]
+    for local, box, tensor in needed:
+        gap = boxes.written_to(targets[local], box).first_gap(box)
         if gap is not None:
-            raise WeightSyncError(f"{local} was not written at {box_text(gap)} (of {tensor})")
+            raise WeightSyncError(f"{local} is not written at {box_text(gap)} (of {tensor})")
+    return boxes
 
 
 def _trace(model: nn.Module, command: Command) -> EngineTrace:

@@ -32,15 +32,12 @@ Command = Mapping[str, Any]
                      longest wait for a round; `coded`: whether codes of changed elements come instead of all boxes
     finish           `session`
     dump             `directory`, for rank<r>.pt (parameters) and rank<r>.buffers.pt
-    trace, hash, sum, repacking, release
+    trace, sum, repacking, release
 
-`RankCommands` adds `reply` (a path prefix; the rank is appended), and the engine's `model_path` and `dtype`.
+`ControlCalls` adds `reply` (a path prefix; the rank is appended), and the engine's `model_path` and `dtype`.
 
 Values are strings, numbers, lists and dicts only: SGLang unpickles nothing else.
 """
-
-WRITING = frozenset({"write", "receive", "receive_boxes", "finish"})
-"""Operations that may write parameters: if one rank cannot execute its command, no rank does."""
 
 
 @dataclass

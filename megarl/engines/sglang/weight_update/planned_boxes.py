@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,18 +113,6 @@ class TargetTensor:
     tensor: Tensor
 
 
-class WrittenBoxes:
-    """The boxes that are written in one update, by tensor."""
-
-    def __init__(self) -> None:
-        self._coverage: dict[tuple[str, int], Coverage] = {}
-        """By tensor name and number of dimensions."""
-
-    def of(self, target: TargetTensor, box: Box) -> Coverage:
-        """Return the coverage of the tensor folded to the number of dimensions of `box`."""
-        return self._coverage.setdefault((target.name, len(box)), Coverage())
-
-
 EMPTY: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -143,18 +132,14 @@ class PlannedBoxes:
             WeightSyncError: a box does not fit the model, or two overlap.
         """
         self._rounds, self.full_tensors = rounds, full_tensors
-        self.written = WrittenBoxes()
-        self.is_complete = False
-        """Whether it was checked that the boxes cover the model."""
+        self._written: dict[tuple[str, int], Coverage] = defaultdict(Coverage)
+        """The boxes, by tensor name and number of dimensions."""
         self._dims: dict[str, int] = {}
         targets, problems = self.find_targets(model), []
         for slot in (slot for slots in rounds for slot in slots):
-            problem = find_box_problem(slot, targets, self.written)
-            num_dims = self._dims.setdefault(slot.local, len(slot.local_box))
-            if problem is None and num_dims != len(slot.local_box):
-                problem = f"{slot.local} is received both with {num_dims} and with {len(slot.local_box)} dimensions"
+            problem = self._find_problem(slot, targets)
             if problem is None:
-                self.written.of(targets[slot.local], slot.local_box).add(slot.local_box)
+                self.written_to(targets[slot.local], slot.local_box).add(slot.local_box)
             else:
                 problems.append(problem)
         if problems:
@@ -169,10 +154,38 @@ class PlannedBoxes:
         ]
         """By round, its boxes that lie one after another in the bucket."""
 
+    def written_to(self, target: TargetTensor, box: Box) -> Coverage:
+        """Return the boxes of the tensor, folded to the number of dimensions of `box`."""
+        return self._written[target.name, len(box)]
+
     def find_targets(self, model: nn.Module) -> dict[str, TargetTensor]:
         """Return what boxes are written to: `find_targets`, and the tensors that are received in full."""
         full = {full_local(name): tensor for name, tensor in self.full_tensors.items()}
         return find_targets(model) | {local: TargetTensor(local, tensor) for local, tensor in full.items()}
+
+    def _find_problem(self, slot: BoxSlot, targets: dict[str, TargetTensor]) -> str | None:
+        """Return why the box must not be written; None if it is valid."""
+        if slot.local not in targets:
+            return f"{slot.local} is no parameter of the engine"
+        target = targets[slot.local]
+        what = f"{slot.local} {box_text(slot.local_box)}"
+        is_paired = slot.local_box[-1:] == ((0, 2),) and target.tensor.shape[-1:].numel() % 2 == 0
+        if len(slot.local_box) > target.tensor.dim() + is_paired:
+            return f"{what} has {len(slot.local_box)} dimensions, the parameter {target.tensor.dim()}"
+        folded = fold(target.tensor, len(slot.local_box))
+        full_box = tuple((0, n) for n in folded.shape)
+        if min(extent(slot.local_box), default=1) < 1 or not contains(full_box, slot.local_box):
+            return f"{what} does not lie in the parameter, which has shape {list(folded.shape)}"
+        dtype = torch_dtype(slot.dtype)
+        if dtype != folded.dtype:
+            return f"{what} needs dtype {dtype_name(folded.dtype)}, got {slot.dtype}"
+        if slot.offset % dtype.itemsize or slot.offset < 0:
+            return f"{what} lies at byte {slot.offset} of the bucket, which is no multiple of {dtype.itemsize}"
+        num_dims = self._dims.setdefault(slot.local, len(slot.local_box))
+        if num_dims != len(slot.local_box):
+            return f"{slot.local} is received both with {num_dims} and with {len(slot.local_box)} dimensions"
+        others = self.written_to(target, slot.local_box).overlapping(slot.local_box)
+        return f"{what} is also written as part of {box_text(others[0])}" if others else None
 
     def refresh(self, model: nn.Module) -> None:
         """Look the parameters up again, because SGLang may have reallocated them.
@@ -260,28 +273,6 @@ def find_targets(model: nn.Module) -> dict[str, TargetTensor]:
     for name, buffer in model.named_buffers():
         found[name] = TargetTensor(name, buffer)
     return found
-
-
-def find_box_problem(slot: BoxSlot, targets: dict[str, TargetTensor], written: WrittenBoxes) -> str | None:
-    """Return why the box must not be written; None if it is valid."""
-    if slot.local not in targets:
-        return f"{slot.local} is no parameter of the engine"
-    target = targets[slot.local]
-    what = f"{slot.local} {box_text(slot.local_box)}"
-    is_paired = slot.local_box[-1:] == ((0, 2),) and target.tensor.shape[-1:].numel() % 2 == 0
-    if len(slot.local_box) > target.tensor.dim() + is_paired:
-        return f"{what} has {len(slot.local_box)} dimensions, the parameter {target.tensor.dim()}"
-    folded = fold(target.tensor, len(slot.local_box))
-    full_box = tuple((0, n) for n in folded.shape)
-    if min(extent(slot.local_box), default=1) < 1 or not contains(full_box, slot.local_box):
-        return f"{what} does not lie in the parameter, which has shape {list(folded.shape)}"
-    dtype = torch_dtype(slot.dtype)
-    if dtype != folded.dtype:
-        return f"{what} needs dtype {dtype_name(folded.dtype)}, got {slot.dtype}"
-    if slot.offset % dtype.itemsize or slot.offset < 0:
-        return f"{what} lies at byte {slot.offset} of the bucket, which is no multiple of {dtype.itemsize}"
-    others = written.of(target, slot.local_box).overlapping(slot.local_box)
-    return f"{what} is also written as part of {box_text(others[0])}" if others else None
 
 
 def _layout(tensor: Tensor) -> tuple[int, tuple[int, ...]]:

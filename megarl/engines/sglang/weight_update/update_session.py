@@ -4,13 +4,13 @@
     serving --------> open ----------> open ------------------> serving the new weights
        ^                |  bucket rejected, nothing written yet
        |----------------'
-                        |  a tensor or box is missing at the end, or a failure after something was written,
+                        |  a tensor is missing at the end, or a failure after something was written,
                         |  or the engine did not answer in time
                         '----> refuses to generate until an update succeeds
 
 There are two ways to load weights: full tensors under Hugging Face names (`load`), or boxes of each TP rank's
 parameters (`receive`), which the ranks get from the trainer rank on the same slot (`prepare_boxes`) or over the network
-(`prepare`). What is written is written by all TP ranks or by none.
+(`join_trainer`). What is written is written by all TP ranks or by none.
 
 While no update is open, commands that write nothing are executed such that SGLang processes no weights: it may repack
 them at the end of an update. If it does, an aborted update counts as one that failed after something was
@@ -22,8 +22,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,11 +32,11 @@ import numpy as np
 
 from megarl.cluster.process.atomic_files import atomic_write
 from megarl.engines.sglang.weight_layout.engine_trace import EngineTrace, box_text, decode_traces, join_names
-from megarl.engines.sglang.weight_update.control_calls import RankCommands
+from megarl.engines.sglang.weight_update.control_calls import ControlCalls
 from megarl.engines.sglang.weight_update.messages import Command, Reply
 from megarl.engines.sglang.weight_update.planned_boxes import read_expected_tensors
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import Box, Ints
+from megarl.reshard.layout.layout import Ints
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.box_channel import BoxOffer
@@ -55,7 +55,7 @@ class WeightSession:
         """`requests`: those in flight, which pause during an update."""
         self._host = host
         self._spec = host.spec
-        self.commands = RankCommands(host, requests)
+        self.calls = ControlCalls(host, requests)
         self._arrived: set[str] = set()
         """Hugging Face tensors that were loaded in this update."""
         self._received = False
@@ -97,7 +97,7 @@ class WeightSession:
             return
         if self._is_lost:
             raise WeightSyncError("the engine has released its weights; it needs an update before it can generate")
-        if self.commands.is_mixed:
+        if self.calls.is_mixed:
             raise WeightSyncError(
                 f"the engine holds parts of version {self.policy_version} and of an update that failed; "
                 f"it needs a complete update before it can generate"
@@ -115,26 +115,24 @@ class WeightSession:
     @property
     def holds_requests(self) -> bool:
         """Whether requests wait until `resume_requests`."""
-        return self.commands.calls.is_paused_for("memory")
+        return self.calls.is_paused_for("memory")
 
     @property
     def has_queued_requests(self) -> bool:
         """Whether the requests that wait are in the queue of SGLang, which is then not idle."""
-        return self.holds_requests and self.commands.calls.pause_mode != "abort"
+        return self.holds_requests and self.calls.pause_mode != "abort"
 
     async def hold_requests(self) -> None:
         """Pause generation, and keep it paused after updates, until `resume_requests`; no-op if it is."""
         if not self.holds_requests:
-            async with self.commands.one_at_a_time:
-                with self._block_on_failure():
-                    await self.commands.calls.pause("memory")
+            async with self.calls.one_at_a_time, self._block_on_failure():
+                await self.calls.pause("memory")
 
     async def resume_requests(self) -> None:
         """Resume generation after `hold_requests`; no-op if it is not paused."""
         if self.holds_requests:
-            async with self.commands.one_at_a_time:
-                with self._block_on_failure():
-                    await self.commands.calls.resume("memory")
+            async with self.calls.one_at_a_time, self._block_on_failure():
+                await self.calls.resume("memory")
 
     async def begin(self) -> None:
         """Pause generation and open the update.
@@ -143,10 +141,9 @@ class WeightSession:
             WeightSyncError: the engine does not answer.
         """
         await self.close("another update began")
-        async with self.commands.one_at_a_time:
-            with self._block_on_failure():
-                await self.commands.calls.pause()
-                await self.commands.calls.begin()
+        async with self.calls.one_at_a_time, self._block_on_failure():
+            await self.calls.pause()
+            await self.calls.begin()
         self._is_open, self._blocked_reason = True, ""
         self._num_updates += 1
         self._base, self._number, self._held_number = self._held_number, None, None
@@ -180,33 +177,29 @@ class WeightSession:
         await self._query([{"op": "prepare_boxes", "offer": asdict(offer)} for offer in offers])
         self._over_network, self.sync_seconds = False, self._spec.round_timeout_seconds
 
-    async def prepare(self, transfer_spec: TransferSpec, engine: int) -> None:
-        """Have the TP ranks plan what they will receive, as engine `engine` of `transfer_spec`.
+    async def join_trainer(self, transfer_spec: TransferSpec, engine: int, transfer_group: TransferGroup) -> None:
+        """Have the TP ranks plan what they receive over the network, and connect with the trainer's ranks.
+
+        Args:
+            engine: the engine's index in `transfer_spec`.
+            transfer_group: where all ranks have to connect at the same time.
 
         Raises:
-            WeightSyncError: no trainer rank holds an element that they need.
+            WeightSyncError: no trainer rank holds an element that they need, or another rank did not connect in time.
         """
         try:
             paths = await self._host.share_file("transfer_spec", pickle.dumps(transfer_spec))
             await self._query({"op": "prepare", "transfer_spec": list(paths), "engine": engine})
         finally:
             await self._host.remove_file("transfer_spec")
-        self._over_network = True
-
-    async def connect(self, transfer_group: TransferGroup) -> None:
-        """Have the TP ranks connect with the trainer's ranks, which have to connect at the same time.
-
-        Raises:
-            WeightSyncError: another rank did not connect in time.
-        """
-        self.sync_seconds = transfer_group.timeout_seconds
+        self._over_network, self.sync_seconds = True, transfer_group.timeout_seconds
         command = {"op": "connect", "transfer_group": asdict(transfer_group)}
         await self._query(command, extra_seconds=self.sync_seconds)
 
     async def receive(self, delta: DeltaUpdate | None = None) -> list[SyncStats]:
         """Have the TP ranks receive their boxes.
 
-        The ranks then check that all weights have arrived, fill padding and compute derived values.
+        The ranks then fill padding and compute derived values.
 
         Args:
             delta: what the trainer ranks leave out; None: nothing.
@@ -267,7 +260,7 @@ class WeightSession:
                 names = join_names(reply.result["changed"])
                 problem = f"TP rank {rank} has other values than at its start of what no update writes: {names}"
             if problem is not None:
-                self.commands.is_mixed = True
+                self.calls.is_mixed = True
                 await self.close(problem)
                 return problem
         return None
@@ -280,19 +273,19 @@ class WeightSession:
         """
         self._require_open("end_weights")
         await self._check_arrived()
-        async with self.commands.one_at_a_time:
+        async with self.calls.one_at_a_time:
             self._require_open("end_weights")
-            with self._block_on_failure():
+            async with self._block_on_failure():
                 try:
-                    await self.commands.calls.end()
-                    await self.commands.calls.flush()
-                    await self.commands.calls.set_version(policy_version)
+                    await self.calls.end()
+                    await self.calls.flush()
+                    await self.calls.set_version(policy_version)
                     self.policy_version = policy_version
-                    self.commands.is_mixed, self._is_lost, self._closed_reason = False, False, ""
+                    self.calls.is_mixed, self._is_lost, self._closed_reason = False, False, ""
                     self._held_number = self._number
                 finally:
                     self._is_open = False
-                await self.commands.calls.resume()
+                await self.calls.resume()
 
     def check_open(self) -> None:
         """Raise WeightSyncError if the update has been closed, and WorkerError if the engine has ended."""
@@ -331,23 +324,6 @@ class WeightSession:
             self._traces = [decode_traces(base64.b64decode(reply.result))[0] for reply in replies]
         return self._traces
 
-    async def piece_hashes(self) -> list[dict[tuple[str, Box], bytes]]:
-        """Return, by TP rank, the digest of each piece's values in the parameter, by (tensor, box).
-
-        Raises:
-            WeightSyncError: a rank holds a box twice, with different values.
-        """
-        traces = await self.traces()
-        replies = await self._query({"op": "hash"})
-        hashes: list[dict[tuple[str, Box], bytes]] = []
-        for trace, reply in zip(traces, replies, strict=True):
-            of_rank: dict[tuple[str, Box], bytes] = {}
-            for piece, digest in zip(trace.layout.pieces, reply.result, strict=True):
-                if of_rank.setdefault((piece.tensor, piece.box), bytes.fromhex(digest)).hex() != digest:
-                    raise WeightSyncError(f"TP rank {reply.rank} holds {piece.tensor} twice, with different values")
-            hashes.append(of_rank)
-        return hashes
-
     async def _find_repacked(self) -> list[str]:
         """Return the modules whose weights SGLang changes after loading them."""
         if self._repacked is None:
@@ -361,7 +337,7 @@ class WeightSession:
             raise WeightSyncError(f"{method} needs begin_weights first{last}")
 
     async def _check_arrived(self) -> None:
-        """Raise WeightSyncError if full tensors are missing; `receive` has checked those of boxes."""
+        """Raise WeightSyncError if full tensors are missing; boxes were checked when they were planned."""
         if self._received:
             return
         expected = read_expected_tensors(self._spec.model_path)
@@ -383,19 +359,19 @@ class WeightSession:
             return  # another failure has closed it already
         self._is_open, self._closed_reason = False, reason
         # repacked weights were unpacked for the update, and what is packed now may be something else
-        self.commands.is_mixed |= self._repacked is None or bool(self._repacked)
-        async with self.commands.one_at_a_time:
-            if self.commands.calls.has_pending:
+        self.calls.is_mixed |= self._repacked is None or bool(self._repacked)
+        async with self.calls.one_at_a_time:
+            if self.calls.has_pending:
                 self._blocked_reason = reason  # the next update waits for the pending call
                 return
-            with self._block_on_failure():
-                await self.commands.execute({"op": "release"}, "the command to abort the update")
-                await self.commands.calls.end()
-                if not self.commands.is_mixed:
-                    await self.commands.calls.resume()
+            async with self._block_on_failure():
+                await self.calls.execute({"op": "release"}, "the command to abort the update")
+                await self.calls.end()
+                if not self.calls.is_mixed:
+                    await self.calls.resume()
 
-    @contextmanager
-    def _block_on_failure(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def _block_on_failure(self) -> AsyncIterator[None]:
         """Context for calls that generation depends on: if one fails, generation is blocked until the next update."""
         try:
             yield
@@ -405,15 +381,29 @@ class WeightSession:
 
     async def _execute_or_close(self, command: Command, *, what: str, extra_seconds: float = 0.0) -> list[Reply]:
         try:
-            async with self.commands.one_at_a_time:
+            async with self.calls.one_at_a_time:
                 self._require_open("writing")
-                return await self.commands.execute(command, what, extra_seconds)
+                return await self.calls.execute(command, what, extra_seconds)
         except WeightSyncError as e:
             await self.close(str(e))
             raise
 
     async def _query(self, commands: Command | Sequence[Command], extra_seconds: float = 0.0) -> list[Reply]:
-        return await self.commands.query(commands, in_update=self._is_open, extra_seconds=extra_seconds)
+        """Have the TP ranks execute commands that write nothing; while no update is open, SGLang processes no weights.
+
+        Arguments and errors are those of `ControlCalls.execute`.
+        """
+        op = (commands if isinstance(commands, Mapping) else commands[0])["op"]
+        what, is_open = f"the command `{op}`", self._is_open
+        async with self.calls.one_at_a_time:
+            if is_open:
+                return await self.calls.execute(commands, what, extra_seconds)
+            await self.calls.begin(reads_only=True)
+            try:
+                return await self.calls.execute(commands, what, extra_seconds)
+            finally:
+                if not self.calls.has_pending:
+                    await self.calls.end()
 
 
 def full_tensors(traces: Sequence[EngineTrace]) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from megarl.engines.sglang.weight_update import finish_update
 from megarl.engines.sglang.weight_update.finish_update import CommitVote, get_session, make_planned_boxes, reset_session
-from megarl.engines.sglang.weight_update.messages import WRITING, Command, Reply, checked_path, read_bucket, send_reply
+from megarl.engines.sglang.weight_update.messages import Command, Reply, checked_path, read_bucket, send_reply
 from megarl.engines.sglang.weight_update.planned_boxes import PlannedBoxes, find_bucket_problems, read_expected_tensors
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import Ints
@@ -129,7 +129,7 @@ def load(model: nn.Module, named_tensors: list[tuple[Command, Tensor]]) -> None:
 
 
 def _execute(model: nn.Module, command: Command, reply: Reply) -> None:
-    if command["op"] not in WRITING:
+    if command["op"] not in WRITERS:
         READERS[command["op"]](model, command, reply)
         return
     vote = CommitVote(tp_group(), checked_path(command["reply"], reply.rank))
@@ -309,7 +309,7 @@ WRITERS: dict[str, Callable[[nn.Module, Command, Reply, CommitVote], None]] = {
     "receive_boxes": receive_boxes,
     "finish": finish_update.finish,
 }
-"""Operations that write. Each checks first and writes only if all ranks are ready.
+"""Operations that may write parameters. Each checks first and writes only if all ranks are ready.
 
 A rank that found no problem itself replies without an error, even if the vote fails.
 """
@@ -319,7 +319,6 @@ READERS: dict[str, Callable[[nn.Module, Command, Reply], None]] = {
     "connect": connect,
     "prepare_boxes": prepare_boxes,
     "trace": finish_update.report_trace,
-    "hash": finish_update.hash_boxes,
     "sum": finish_update.sum_weights,
     "repacking": _report_repacking,
     "release": finish_update.release,

@@ -12,7 +12,6 @@ import torch
 from megarl.engines.engine_spec import EngineSpec
 from megarl.engines.sglang.weight_layout.engine_trace import (
     TRANSPOSED,
-    find_identical_layers,
     fold,
     model_tensors,
     trace_deduplicated,
@@ -36,7 +35,7 @@ def compare(folder, device, tp, options):
     for rank in range(tp):
         meta_model = build_model(spec, rank)
         trace = trace_live(meta_model, tensors)
-        assert trace_deduplicated(meta_model, tensors, find_identical_layers(meta_model, tensors)) == trace
+        assert trace_deduplicated(meta_model, tensors) == trace
         model = build_model(spec, rank, device="cpu")
         for p in model.parameters():
             p.data = torch.full_like(p.data, UNTOUCHED, dtype=torch.float64)

@@ -10,7 +10,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from megarl.engines.engine_spec import EngineSpec
 from megarl.engines.sglang.weight_layout import offline_trace
-from megarl.engines.sglang.weight_layout.offline_trace import trace_engine, trace_layouts
+from megarl.engines.sglang.weight_layout.engine_trace import read_traces
+from megarl.engines.sglang.weight_layout.offline_trace import trace_layouts
 from megarl.errors import DataError
 from megarl.model_files.weight_index import read_headers
 from megarl.reshard.layout.layout import volume
@@ -165,13 +166,12 @@ def test_config_json_is_sufficient_and_the_second_trace_comes_from_the_cache(fol
     assert {spec.dtype for spec in full_tensors.values()} == {"bfloat16"}
     sharded = [p for p in layouts[0].pieces if volume(p.box) < volume(full_tensors[p.tensor].box)]
     assert any("experts.7.down_proj" in p.tensor for p in sharded)
-    assert len(list(cache.iterdir())) == 1
+    (cached,) = cache.iterdir()
     monkeypatch.setattr(offline_trace, "trace_in_child", None)
     assert trace_layouts(folders["qwen3_moe"], tp=2, dtype="bfloat16") == layouts
     with pytest.raises(TypeError):
         trace_layouts(folders["qwen3_moe"], tp=4, dtype="bfloat16")
-    traces = trace_engine(folders["qwen3_moe"], tp=2, dtype="bfloat16")
-    assert [len(t.padding) for t in traces] == [0, 2]
+    assert [len(trace.padding) for trace in read_traces(cached)] == [0, 2]
 
 
 @pytest.mark.usefixtures("cache")

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import Gemma2Config
 
-from megarl.engines.sglang.weight_layout.offline_trace import trace_engine
+from megarl.engines.sglang.weight_layout.engine_trace import read_traces
+from megarl.engines.sglang.weight_layout.offline_trace import trace_layouts
 from megarl.engines.sglang.weight_update.update_session import full_tensors
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import full_local
@@ -14,7 +15,7 @@ from megarl.reshard.planning.strategy import DeltaUpdate
 from tests.engines import reference
 from tests.engines.conftest import SIZES, save_tiny
 from tests.engines.remote import Senders, boxes_of, fork_traces, send_rounds, started, sums_of
-from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_completes
+from tests.engines.sglang.serving import PROMPTS, assert_completes
 from tests.engines.sglang.weight_update.test_network_receive import World
 from tests.errors import expect_error
 
@@ -83,7 +84,9 @@ def test_full_tensors_are_the_same_with_an_engine_and_offline(needs, gemma_dir, 
     fork_traces(monkeypatch)
     assert len(needs.full_tensors) == NUM_NORMS
     assert all("norm" in name for name in needs.full_tensors)
-    assert full_tensors(trace_engine(gemma_dir, tp=TP)) == needs.full_tensors
+    assert trace_layouts(gemma_dir, tp=TP) == list(needs.layouts)
+    (cached,) = (tmp_path / "megarl" / "layouts").iterdir()
+    assert full_tensors(read_traces(cached)) == needs.full_tensors
 
 
 def test_values_that_the_engine_computes_may_change(engine, needs, gemma_dir):
@@ -163,17 +166,14 @@ def test_boxes_of_derived_tensors_are_rejected(engine, needs, gemma_dir):
 
 
 @pytest.mark.parametrize("part", [0, 60])
-def test_tensors_that_do_not_come_in_full_block_the_engine(engine, needs, gemma_dir, part):
+def test_tensors_that_do_not_come_in_full_are_rejected_before_an_update(engine, needs, gemma_dir, part):
     weights = reference.changed(gemma_dir, seed=9)
     update(engine, weights, needs, 3)
     boxes = rank_boxes(needs.received(), weights, [NORM])
     if part:
         for of_rank in boxes:
             of_rank.append((full_local(NORM), ((0, part),), weights[NORM][:part]))
-    engine.call("begin_weights")
     expected = (NORM, "[60:64]") if part else (NORM, "in full")
-    with expect_error(WeightSyncError, *expected):
-        send_rounds(engine, [boxes])
-    assert_blocked(engine, 3)
-    update(engine, weights, needs, 3)
+    with Senders(engine, [boxes]) as senders, expect_error(WeightSyncError, *expected):
+        senders.prepare()
     assert_completes(engine, gemma_dir, weights, 3)

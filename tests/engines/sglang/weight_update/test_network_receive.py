@@ -17,7 +17,7 @@ from megarl.reshard.transfer.bucket import digest
 from megarl.reshard.transfer.commit_decision import open_store
 from megarl.reshard.transfer.process_groups import TransferGroup
 from tests.engines import reference
-from tests.engines.remote import started
+from tests.engines.remote import piece_hashes, started
 from tests.engines.sglang.serving import assert_blocked, assert_completes
 from tests.errors import expect_error
 from tests.reshard.rank_process import RankProcess, TransferMember
@@ -77,12 +77,6 @@ class World:
     def transfer_group(self, seconds=UNREACHED_SECONDS):
         self.num_connects += 1
         return TransferGroup("127.0.0.1", self.store.port, str(self.num_connects), self.transfer_spec.size, seconds)
-
-    def prepare(self, transfer_spec):
-        for trainer in self.trainers:
-            trainer.begin("prepare", transfer_spec)
-            assert trainer.result().error is None
-        self.connect(transfer_spec)
 
     def try_to_connect(self, transfer_spec=None, seconds=UNREACHED_SECONDS):
         """Return the errors of the engine and of the trainer's ranks."""
@@ -151,7 +145,7 @@ def world(shared_world):
 
 def assert_serves(world):
     weights = world.versions.all_of(world.version)
-    for layout, hashes in zip(world.layouts, world.engine.call("piece_hashes"), strict=True):
+    for layout, hashes in zip(world.layouts, piece_hashes(world.engine, world.layouts), strict=True):
         assert hashes == {(p.tensor, p.box): digest(weights[p.tensor][slices(p.box)]) for p in layout.pieces}
     assert_completes(world.engine, world.model_dir, weights, world.version)
 
@@ -242,14 +236,14 @@ def test_plan_that_does_not_fit_is_rejected_before_connecting(world):
     assert_serves(world)
 
 
-def test_gap_in_the_plan_is_found_before_the_engine_serves(world):
+def test_gap_in_the_plan_is_found_before_connecting(world):
     layout = world.layouts[1]
     short = WeightLayout(layout.tensors, tuple(p for p in layout.pieces if "down_proj" not in p.local))
-    world.prepare(dataclasses.replace(world.transfer_spec, needs=[world.layouts[0], short]))
+    spec = dataclasses.replace(world.transfer_spec, needs=[world.layouts[0], short])
     with expect_error(WeightSyncError, "TP", "1", "down_proj.weight"):
-        world.sync(10)
-    assert_blocked(world.engine, world.version)
-    world.prepare(world.transfer_spec)
+        world.engine.call("join_trainer", spec, 0, world.transfer_group())
+    assert_serves(world)
+    world.connect()
     world.sync(11)
     assert_serves(world)
 

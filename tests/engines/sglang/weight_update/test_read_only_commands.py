@@ -116,7 +116,6 @@ def test_reading_does_not_process_weights(engine, model_dir, tmp_path):
     engine.count()
     layouts = engine.call("layouts")
     engine.call("full_tensors")
-    engine.call("piece_hashes")
     engine.call("read_weights", str(tmp_path))
     with Senders(engine, [[boxes_of(layouts[0], reference.changed(model_dir, seed=1))]]) as senders:
         senders.prepare()
@@ -124,13 +123,13 @@ def test_reading_does_not_process_weights(engine, model_dir, tmp_path):
     assert len(engine.generate(PROMPTS)) == len(PROMPTS)
 
 
-def test_an_update_processes_weights_once_also_if_they_are_read_meanwhile(engine, model_dir):
+def test_an_update_processes_weights_once_also_if_they_are_read_meanwhile(engine, model_dir, tmp_path):
     (layout,) = engine.call("layouts")
     engine.count()
     weights = reference.changed(model_dir, seed=1)
     engine.call("begin_weights")
     send_rounds(engine, [[boxes_of(layout, weights)]])
-    engine.call("piece_hashes")
+    engine.call("read_weights", str(tmp_path))
     engine.call("end_weights", 1)
     assert engine.count() == ONE_UPDATE
 

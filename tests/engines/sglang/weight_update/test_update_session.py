@@ -11,7 +11,7 @@ from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.bucket import digest
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, TransferredBytes, open_store
 from tests.engines import reference
-from tests.engines.remote import Senders, boxes_of, let_work, requests, send_bucket, send_rounds, sync, sync_boxes
+from tests.engines.remote import Senders, boxes_of, let_work, piece_hashes, requests, send_bucket, sync, sync_boxes
 from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_serves
 from tests.errors import expect_error
 from tests.time_limits import HANG_SECONDS, wait_until
@@ -108,14 +108,14 @@ def layout(engine):
     return layout
 
 
-def test_piece_hashes_match_the_weights(engine, layout, served):
-    (hashes,) = engine.call("piece_hashes")
+def test_an_open_update_has_changed_what_it_loaded(engine, layout, served):
+    (hashes,) = piece_hashes(engine, [layout])
     assert hashes == {(p.tensor, p.box): digest(served[p.tensor][slices(p.box)]) for p in layout.pieces}
     engine.call("begin_weights")
     changed = served[NORM].clone()
     changed[5] += 1e-6
     send_bucket(engine, {NORM: changed})
-    (now,) = engine.call("piece_hashes")
+    (now,) = piece_hashes(engine, [layout])
     assert {key for key in hashes if hashes[key] != now[key]} == {(NORM, ((0, 64),))}
     sync(engine, served, 5)
 
@@ -250,27 +250,25 @@ def test_full_tensors_in_one_call(engine, model_dir, served, tmp_path):
     assert_serves(engine, model_dir, weights, 6, tmp_path)
 
 
-@pytest.mark.usefixtures("served")
-def test_unwritten_part_is_reported_and_blocks_the_engine_until_a_complete_update(engine, layout, model_dir, tmp_path):
+@pytest.mark.parametrize("norm_rows", [60, None])
+def test_boxes_that_leave_out_a_part_are_rejected_before_an_update(
+    engine, layout, model_dir, served, tmp_path, norm_rows
+):
+    """Boxes of all but the last 4 elements of a norm, or no boxes at all."""
+    boxes, message = None, ["not written"]
+    if norm_rows is not None:
+        boxes = [*boxes_of(layout, served, [NORM]), (NORM, ((0, norm_rows),), served[NORM][:norm_rows])]
+        message = ["not written", NORM, "[60:64]"]
+    with Senders(engine, [[boxes]]) as senders, expect_error(WeightSyncError, *message):
+        senders.prepare()
+    assert_serves(engine, model_dir, served, 5, tmp_path)
     weights = reference.changed(model_dir, seed=7)
-    engine.call("begin_weights")
-    with expect_error(WeightSyncError, "model.norm.weight", "[60:64]"):
-        send_rounds(engine, [[[*boxes_of(layout, weights, [NORM]), (NORM, ((0, 60),), weights[NORM][:60])]]])
-    assert engine.call("health").policy_version == 5
-    assert_blocked(engine, 5)
     sync(engine, weights, 7)
     assert_serves(engine, model_dir, weights, 7, tmp_path)
-
-
-def test_update_without_boxes_is_rejected_and_the_old_weights_are_served(engine, model_dir, served, tmp_path):
-    engine.call("begin_weights")
-    with expect_error(WeightSyncError, "written"):
-        send_rounds(engine, [[None]])
-    assert_serves(engine, model_dir, served, 5, tmp_path)
 
 
 def test_layouts_are_returned_while_the_engine_generates(engine, layout):
     pending = engine.submit("generate_many", requests(PROMPTS, max_new_tokens=100))
     assert engine.call("layouts") == [layout]
-    assert len(engine.call("piece_hashes")[0]) == len(layout.pieces)
+    assert len(piece_hashes(engine, [layout])[0]) == len(layout.pieces)
     assert len(pending.result(HANG_SECONDS)) == len(PROMPTS)
