@@ -214,7 +214,7 @@ class SyncIndex:
         return mine.take(at[once]), of[once]
 
     def _find_stages(self, needs: Sequence[PieceTable]) -> Stages:
-        """Return the stages of tensors: those whose first box the same ranks hold, and which the same layouts need.
+        """Return the stages of tensors: those whose boxes the same sets of ranks hold, and which the same layouts need.
 
         No stage has bytes that nobody needs. Experts of one rank that different ranks need are different stages, so
         that each of these ranks receives some of them in every round.
@@ -230,7 +230,10 @@ class SyncIndex:
         first = np.minimum(self.held_start, max(len(self.held_by) - 1, 0))
         holders = np.where(self.held_count > 0, self.held_by[first] if len(self.held_by) else 0, len(self.holders))
         num_ranks = np.array([*map(len, self.holders), 1], np.int64)
-        return Stages.of(holders, needed_by[:-1], size.astype(np.int64), num_ranks)
+        tensor, of = np.divmod(np.unique(held.tensor * len(num_ranks) + self.held_by), len(num_ranks))
+        held_by = np.zeros(num_tensors, np.uint64)  # likewise, of the sets of ranks that hold its boxes
+        np.add.at(held_by, tensor, hash_rows([of]))
+        return Stages.of(holders, hash_rows([needed_by[:-1], held_by]), size.astype(np.int64), num_ranks)
 
     # -- needs
 

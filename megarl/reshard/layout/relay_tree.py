@@ -13,6 +13,7 @@ machines send equally much.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -78,6 +79,18 @@ def turn_offset(num_turns: int | None, sources: Ints) -> Ints:
         return np.ones_like(sources)
     found: Ints = np.where(num_turns % sources == 0, 1, num_turns)
     return found
+
+
+def first_sources(num_turns: int | None, sources: int) -> Ints:
+    """Return the order [sources] in which receivers take sources in turn 0; each turn adds 1.
+
+    Both in one turn and over all turns, sources that so many receivers follow each other on send equally much, as far
+    as their number permits: 0, 3, 1, 4, 2, 5 for 3 turns and 6 sources.
+    """
+    offset = int(turn_offset(num_turns, np.array(sources)))
+    place = np.arange(sources)
+    order: Ints = (place * offset + place // (sources // math.gcd(offset, sources))) % sources
+    return order
 
 
 @dataclass(frozen=True, slots=True)

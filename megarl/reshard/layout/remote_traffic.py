@@ -30,7 +30,7 @@ from itertools import chain
 import numpy as np
 
 from megarl.reshard.layout.layout import Ints
-from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Ranks, RemoteSources, distances, num_passed, turn_offset
+from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Ranks, RemoteSources, distances, first_sources, num_passed, turn_offset
 from megarl.reshard.layout.topology import Topology
 
 MAX_REMOTE_PEERS = 128
@@ -240,8 +240,12 @@ class RingEntries:
         num_holders = np.array([len(traffic.holders[of]) for of in holders.tolist()], np.int64)
         order = _by_bytes(traffic, holders, receivers)
         arc, num_roots = traffic.trees(limits)
-        lengths = np.where(arc == 1, machines, num_roots) * turn_offset(limits.num_turns, num_holders)
-        found.root[holders, receivers] = _starts(holders, lengths, order)
+        place = _starts(holders, np.where(arc == 1, machines, num_roots), order)
+        root = place * turn_offset(limits.num_turns, num_holders)
+        for length in np.unique(num_holders[arc == 1]).tolist():
+            some = np.flatnonzero((arc == 1) & (num_holders == length))
+            root[some] = first_sources(limits.num_turns, length)[place[some] % length]
+        found.root[holders, receivers] = root
         num_fetchers = traffic.needed.max(axis=1)[receivers]
         found.fetcher[holders, receivers] = _starts(receivers, turn_offset(limits.num_turns, num_fetchers), order)
         found.machine[holders, receivers] = _starts(receivers, np.ones_like(receivers), order)

@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from megarl.reshard.layout.layout import Ints
-from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Path, RemoteSources, turn_offset
+from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Path, RemoteSources, first_sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,10 @@ class SourceSelector:
         self._num_turns = remote.num_turns
         self._entry = entry or Entry(0, 0, 0)
         lacking = [number for number in range(len(machines)) if number not in self._tree.origins]
-        each = int(turn_offset(remote.num_turns, np.array(len(holders))))
-        self._first_root = {number: place * each + self._entry.root for place, number in enumerate(lacking)}
+        order = first_sources(remote.num_turns, len(holders))
+        begin = int(np.flatnonzero(order == self._entry.root % len(holders))[0])
+        first = order[np.arange(begin, begin + len(lacking)) % len(holders)].tolist()
+        self._first_root = dict(zip(lacking, first, strict=True))
         """By node that lacks the box, the position of its root in turn 0 if it gets all boxes from roots."""
 
     def sources(self, rank: int, turn: Ints) -> tuple[Ints, Ints]:
