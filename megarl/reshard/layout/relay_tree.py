@@ -186,6 +186,22 @@ class RelayTree:
 
 
 @lru_cache
+def ring_stride(machines: int, arc: int, num_origins: int, num_turns: int) -> int:
+    """Return by how many places boxes enter a ring further on in each turn.
+
+    In as many turns as possible, machines have other places: on the ring, in their arcs, and between the machines that
+    hold the box, which lie at equal distances.
+    """
+    spacing, least = -(-machines // max(num_origins, 1)), max(machines // num_turns, 1)
+
+    def num_places(stride: int) -> tuple[int, ...]:
+        places = [turn * stride % machines for turn in range(num_turns)]
+        return len(set(places)), len({place % arc for place in places}), len({place % spacing for place in places})
+
+    return max(range(least, least + machines), key=num_places)
+
+
+@lru_cache
 def distances(arc: int) -> list[int]:
     """Return the distances on the ring between machines of an arc that exchange messages."""
     return [distance for distance in range(1, arc) if distance % _power(distance) == 0]
