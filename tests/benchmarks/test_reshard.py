@@ -197,6 +197,21 @@ def test_planned_seconds_are_near_the_bound(train, gen, engines, monkeypatch):
     assert report["ratio"] <= report["limit"]
 
 
+@pytest.mark.parametrize(
+    ("model", "train", "gen", "engines"),
+    [
+        (clock.DEEPSEEK, "pp=4,tp=8,dp=4,ep=8,etp=1", "tp=16", 4),  # ranks hold experts and parts of other tensors
+        (clock.DEEPSEEK, "pp=4,tp=1,dp=16,ep=4,etp=1", "tp=16", 2),  # all ranks of an engine need some tensors in full
+        (clock.DEEPSEEK, "pp=4,tp=1,dp=16,ep=4,etp=1", "tp=8", None),  # nodes that hold experts, and nodes that relay
+        (clock.MOE, "pp=2,tp=2,dp=16,ep=8,etp=1", "tp=2", 1),  # 16 ranks send what one needs
+    ],
+)
+def test_ranks_send_and_receive_experts_evenly_in_each_round(model, train, gen, engines):
+    found = clock.measure(clock.Case(model, train, gen, engines), LinkRates())
+    assert found.holder_deviation <= 1.05
+    assert found.ratio <= found.limit
+
+
 @pytest.mark.parametrize("engines", [None, 4])
 def test_clock_of_a_layout(engines, monkeypatch):
     assert len(clock.CASES) == 20

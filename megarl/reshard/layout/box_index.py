@@ -128,16 +128,14 @@ class SyncIndex:
         self.itemsize = np.array([itemsize(spec.dtype) for spec in self.specs], np.int64)
         self.width = max((len(spec.shape) for spec in self.specs), default=1) or 1
         self._index_sources(sources)
-        self.stages = self._find_stages([layout.pieces for layout, _ in layouts])
-        self.order = np.empty(len(self.names), np.int64)
-        self.order[np.argsort(self.stages.progress, kind="stable")] = np.arange(len(self.names))
-        tables = [self._boxes(layout.pieces, self.order) for layout, _ in layouts]
-        self._ranks = [ranks for _, ranks in layouts]
+        tables = [self._boxes(layout.pieces) for layout, _ in layouts]
+        receivers, self.receiver_sets = self._find_receivers(tables, [ranks for _, ranks in layouts])
+        self.stages = self._find_stages(tables, receivers)
         bytes_of = self._stage_bytes(tables)
         needed = int(bytes_of.sum(axis=1).max(initial=0))
         self.large_bytes = max(large_bytes, needed // MAX_MESSAGES)
         """A box of at least this size is a message of its own."""
-        overlaps = self._intersect(tables)
+        overlaps = self._intersect(tables, receivers)
         self.remote: RemoteSources = UNLIMITED
         self._entries: RingEntries | None = None
         self.num_hops = 1
@@ -146,10 +144,9 @@ class SyncIndex:
             self.num_hops = overlaps.traffic.num_hops(self.remote)
             self._entries = RingEntries.choose(overlaps.traffic, self.remote)
         self._cut_to_fit(tables, overlaps, bytes_of, needed, bucket_bytes)
-        self.receiver_sets = overlaps.receiver_sets
         self.classes: tuple[NeedClass, ...] = tuple(
-            NeedClass(ranks, table, layout.pieces.locals.strings, receivers)
-            for (layout, ranks), table, receivers in zip(layouts, tables, overlaps.receivers, strict=True)
+            NeedClass(ranks, table, layout.pieces.locals.strings, to)
+            for (layout, ranks), table, to in zip(layouts, tables, receivers, strict=True)
         )
         self.class_of = {rank: number for number, each in enumerate(self.classes) for rank in each.ranks}
 
@@ -184,10 +181,10 @@ class SyncIndex:
         self.held_by, self.holders = find_rank_sets(of_layout, starts, [ranks for _, ranks in layouts])
         self.held_start, self.held_count = extents(self.held.tensor, len(self.names))
 
-    def _boxes(self, table: PieceTable, order: Ints | None = None) -> Boxes:
-        """Return the table's boxes of needed tensors, sorted by tensor, or by `order` of the tensor."""
+    def _boxes(self, table: PieceTable) -> Boxes:
+        """Return the table's boxes of needed tensors, sorted by tensor."""
         tensor = self._numbers(table.tensors)[table.tensor]
-        rows = np.argsort(tensor if order is None else order[tensor], kind="stable")
+        rows = np.argsort(tensor, kind="stable")
         rows = rows[tensor[rows] >= 0]
         box = widen(table.boxes[rows, : self.width], self.width).astype(np.int64)
         local = widen(table.local_boxes[rows, : self.width], self.width)
@@ -213,24 +210,40 @@ class SyncIndex:
         _, once = np.unique(of, return_index=True)  # the same box may be held under two names
         return mine.take(at[once]), of[once]
 
-    def _find_stages(self, needs: Sequence[PieceTable]) -> Stages:
-        """Return the stages of tensors: those whose first box the same ranks hold, and which the same layouts need.
+    def _find_receivers(self, tables: Sequence[Boxes], ranks: Sequence[Ranks]) -> tuple[list[Ints], list[Ranks]]:
+        """Return, by class and box, the index of the set of ranks that need it, and the sets.
+
+        On a single node it does not matter which other classes need the same box: they are those of the classes.
+        """
+        if len(set(self.topology.nodes)) > 1 and len(tables) > 1:
+            return find_receiver_sets(tables, ranks, self.width)
+        return [np.full(len(t.tensor), number) for number, t in enumerate(tables)], list(ranks)
+
+    def _find_stages(self, tables: Sequence[Boxes], receivers: Sequence[Ints]) -> Stages:
+        """Return the stages of tensors: those whose boxes the same sets of ranks hold, and the same sets need.
 
         No stage has bytes that nobody needs. Experts of one rank that different ranks need are different stages, so
-        that each of these ranks receives some of them in every round.
+        that each of these ranks receives some of them in every round; and so are tensors of the same ranks that have
+        boxes for each of the ranks and those that all of them need.
         """
         held, num_tensors = self.held, len(self.names)
         size = np.bincount(held.tensor, volumes(held.start, held.stop) * self.itemsize[held.tensor], num_tensors)
-        needed_by = np.zeros(len(self.names) + 1, np.uint64)  # the last: tensors without a number
-        for table, mark in zip(needs, hash_rows([np.arange(1, len(needs) + 1)]), strict=True):
-            is_needed = np.zeros(len(needed_by), bool)
-            is_needed[self._numbers(table.tensors)[table.tensor]] = True
-            needed_by[is_needed] += mark  # the sum, modulo 2**64, is a hash of the set
-        size[needed_by[:-1] == 0] = 0
+        tensors = np.concatenate([np.zeros(0, np.int64), *(table.tensor for table in tables)])
+        needed_by = self._hash_sets(tensors, np.concatenate([np.zeros(0, np.int64), *receivers]))
+        size[needed_by == 0] = 0
         first = np.minimum(self.held_start, max(len(self.held_by) - 1, 0))
         holders = np.where(self.held_count > 0, self.held_by[first] if len(self.held_by) else 0, len(self.holders))
         num_ranks = np.array([*map(len, self.holders), 1], np.int64)
-        return Stages.of(holders, needed_by[:-1], size.astype(np.int64), num_ranks)
+        alike = hash_rows([needed_by, self._hash_sets(held.tensor, self.held_by)])
+        return Stages.of(holders, alike, size.astype(np.int64), num_ranks)
+
+    def _hash_sets(self, tensor: Ints, sets: Ints) -> Ints:
+        """Return, by tensor, a hash of the sets of ranks of its boxes [N], given by the indices `sets`; 0: of none."""
+        width = int(sets.max(initial=0)) + 1
+        tensor, sets = np.divmod(np.unique(tensor * width + sets), width)
+        found = np.zeros(len(self.names), np.uint64)
+        np.add.at(found, tensor, hash_rows([sets + 1]))
+        return found
 
     # -- needs
 
@@ -282,22 +295,18 @@ class SyncIndex:
         each = np.minimum(self.stages.num_holders, most)
         return np.where(most < 2 * num_rounds, most - most % each, whole)
 
-    def _intersect(self, tables: Sequence[Boxes]) -> Overlaps:
-        """Return what ranks hold of the needed boxes."""
-        relays = len(set(self.topology.nodes)) > 1
-        if relays and len(tables) > 1:
-            receivers, sets = find_receiver_sets(tables, self._ranks, self.width)
-        else:  # it does not matter which other ranks need the box
-            receivers, sets = [np.full(len(t.tensor), number) for number, t in enumerate(tables)], list(self._ranks)
-        pairs = np.zeros((len(self.holders), len(sets)), np.int64)
+    def _intersect(self, tables: Sequence[Boxes], receivers: Sequence[Ints]) -> Overlaps:
+        """Return what ranks hold of the needed boxes; `receivers` as of `_find_receivers`."""
+        pairs = np.zeros((len(self.holders), len(self.receiver_sets)), np.int64)
         found = []
         for table, to in zip(tables, receivers, strict=True):
             at, of, low, high = intersections(table, self.held, self.held_start, self.held_count)
             size = volumes(low, high) * self.itemsize[table.tensor[at]]
             np.add.at(pairs, (self.held_by[of], to[at]), size)
             found.append(Overlap(at, of, low, high))
-        traffic = RemoteTraffic(self.topology, self.holders, sets, pairs) if relays else None
-        return Overlaps(receivers, sets, found, traffic)
+        relays = len(set(self.topology.nodes)) > 1
+        traffic = RemoteTraffic(self.topology, self.holders, self.receiver_sets, pairs) if relays else None
+        return Overlaps(receivers, self.receiver_sets, found, traffic)
 
     def _loads(self, tables: Sequence[Boxes], overlaps: Overlaps) -> tuple[Loads, Loads]:
         """Return what ranks receive, and what they pack, whichever of equally good sources are chosen."""

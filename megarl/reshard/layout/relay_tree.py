@@ -13,6 +13,7 @@ machines send equally much.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -78,6 +79,18 @@ def turn_offset(num_turns: int | None, sources: Ints) -> Ints:
         return np.ones_like(sources)
     found: Ints = np.where(num_turns % sources == 0, 1, num_turns)
     return found
+
+
+def first_sources(num_turns: int | None, sources: int) -> Ints:
+    """Return the order [sources] in which receivers take sources in turn 0; each turn adds 1.
+
+    Both in one turn and over all turns, sources that so many receivers follow each other on send equally much, as far
+    as their number permits: 0, 3, 1, 4, 2, 5 for 3 turns and 6 sources.
+    """
+    offset = int(turn_offset(num_turns, np.array(sources)))
+    place = np.arange(sources)
+    order: Ints = (place * offset + place // (sources // math.gcd(offset, sources))) % sources
+    return order
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +183,22 @@ class RelayTree:
         is_origin = np.zeros(self.machines, bool)
         is_origin[list(self.origins)] = True
         return is_origin
+
+
+@lru_cache
+def ring_stride(machines: int, arc: int, num_origins: int, num_turns: int) -> int:
+    """Return by how many places boxes enter a ring further on in each turn.
+
+    In as many turns as possible, machines have other places: on the ring, in their arcs, and between the machines that
+    hold the box, which lie at equal distances.
+    """
+    spacing, least = -(-machines // max(num_origins, 1)), max(machines // num_turns, 1)
+
+    def num_places(stride: int) -> tuple[int, ...]:
+        places = [turn * stride % machines for turn in range(num_turns)]
+        return len(set(places)), len({place % arc for place in places}), len({place % spacing for place in places})
+
+    return max(range(least, least + machines), key=num_places)
 
 
 @lru_cache

@@ -30,7 +30,7 @@ from itertools import chain
 import numpy as np
 
 from megarl.reshard.layout.layout import Ints
-from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Ranks, RemoteSources, distances, num_passed, turn_offset
+from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Ranks, RemoteSources, distances, first_sources, num_passed, turn_offset
 from megarl.reshard.layout.topology import Topology
 
 MAX_REMOTE_PEERS = 128
@@ -90,8 +90,14 @@ class RemoteTraffic:
         return self._with_turns(limits, (MAX_REMOTE_PEERS - relays) / max(peers, 1))
 
     def _with_turns(self, limits: RemoteSources, most: float) -> RemoteSources:
-        """Return the limits with at most so many turns, after which all have had equally many if that is possible."""
+        """Return the limits with at most so many turns, after which all have had equally many if that is possible.
+
+        Few ranks have few peers whatever the turns are: as many as each holder needs to have one.
+        """
         even, turns = self._even_turns(limits), max(int(most), 1)
+        if len(self.topology.nodes) <= MAX_REMOTE_PEERS:
+            num_holders, (_, num_roots) = _lengths(self.holders)[self.remote_pairs[0]], self.trees(limits)
+            turns = max(turns, int((-(-num_holders // num_roots)).max(initial=1)))
         if turns >= even:
             return replace(limits, num_turns=turns - turns % even)
         divisor = max(number for number in range(1, turns + 1) if even % number == 0)
@@ -240,8 +246,12 @@ class RingEntries:
         num_holders = np.array([len(traffic.holders[of]) for of in holders.tolist()], np.int64)
         order = _by_bytes(traffic, holders, receivers)
         arc, num_roots = traffic.trees(limits)
-        lengths = np.where(arc == 1, machines, num_roots) * turn_offset(limits.num_turns, num_holders)
-        found.root[holders, receivers] = _starts(holders, lengths, order)
+        place = _starts(holders, np.where(arc == 1, machines, num_roots), order)
+        root = place * turn_offset(limits.num_turns, num_holders)
+        for length in np.unique(num_holders[arc == 1]).tolist():
+            some = np.flatnonzero((arc == 1) & (num_holders == length))
+            root[some] = first_sources(limits.num_turns, length)[place[some] % length]
+        found.root[holders, receivers] = root
         num_fetchers = traffic.needed.max(axis=1)[receivers]
         found.fetcher[holders, receivers] = _starts(receivers, turn_offset(limits.num_turns, num_fetchers), order)
         found.machine[holders, receivers] = _starts(receivers, np.ones_like(receivers), order)

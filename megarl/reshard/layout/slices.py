@@ -49,15 +49,15 @@ class Stages:
     """By stage, the number of ranks that hold it."""
 
     @classmethod
-    def of(cls, holders: Ints, needed_by: Ints, size: Ints, num_ranks: Ints) -> Stages:
+    def of(cls, holders: Ints, alike: Ints, size: Ints, num_ranks: Ints) -> Stages:
         """Return the stages of tensors that the same ranks hold and the same ranks need.
 
         Args:
-            holders: by tensor, the index of the set of ranks that hold it.
-            needed_by: by tensor, a number that is equal for the same set of ranks that need it.
+            holders: by tensor, the index of the set of ranks that hold its first box.
+            alike: by tensor, a number that is equal for tensors that the same ranks hold and need.
             num_ranks: by set of ranks that hold tensors, their number.
         """
-        needs, number = np.unique(needed_by, return_inverse=True)
+        needs, number = np.unique(alike, return_inverse=True)
         found, stage = np.unique(holders * len(needs) + number.reshape(-1), return_inverse=True)
         stage, found = stage.reshape(-1), found // max(len(needs), 1)
         count = int(stage.max(initial=-1)) + 1
@@ -68,12 +68,6 @@ class Stages:
         offset = np.empty(len(size), np.int64)
         offset[order] = before - (np.cumsum(total) - total)[stage[order]]
         return cls(stage, offset, size, total, num_ranks[found])
-
-    @property
-    def progress(self) -> Ints:
-        """By tensor, the share of its stage that lies before its middle."""
-        share: Ints = (self.offset + self.size / 2) / np.maximum(self.total[self.stage], 1)
-        return share
 
 
 class Slices:

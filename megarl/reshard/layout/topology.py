@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from megarl.reshard.layout.layout import Ints
-from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Path, RemoteSources, turn_offset
+from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Path, RemoteSources, first_sources, ring_stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class SourceSelector:
         self._holders, self._position = np.array(holders, np.int64), {rank: i for i, rank in enumerate(holders)}
         ranks_of = _group_ranks(receivers, topology.nodes) if fetching else {}
         if remote.even_origins and len(ranks_of) > len(fetching) + 1:
-            ranks_of = _spread_origins(ranks_of, fetching.keys())
+            ranks_of = _spread_origins(ranks_of, list(fetching), entry.rotation if entry is not None else 0)
         machines = [fetching.get(node, ranks) for node, ranks in ranks_of.items()]
         self._machine_of = {rank: number for number, ranks in enumerate(machines) for rank in ranks}
         self._members = np.array(list(chain(*machines)), np.int64)
@@ -129,10 +129,15 @@ class SourceSelector:
         origins = [number for number, node in enumerate(ranks_of) if node not in fetching]
         self._tree = remote.tree(tuple(holders), tuple(receivers), len(ranks_of), origins)
         self._num_turns = remote.num_turns
+        self._stride = 1
+        if fetching and remote.num_turns is not None:
+            self._stride = ring_stride(self._tree.machines, self._tree.arc, len(origins), remote.num_turns)
         self._entry = entry or Entry(0, 0, 0)
         lacking = [number for number in range(len(machines)) if number not in self._tree.origins]
-        each = int(turn_offset(remote.num_turns, np.array(len(holders))))
-        self._first_root = {number: place * each + self._entry.root for place, number in enumerate(lacking)}
+        order = first_sources(remote.num_turns, len(holders))
+        begin = int(np.flatnonzero(order == self._entry.root % len(holders))[0])
+        first = order[np.arange(begin, begin + len(lacking)) % len(holders)].tolist()
+        self._first_root = dict(zip(lacking, first, strict=True))
         """By node that lacks the box, the position of its root in turn 0 if it gets all boxes from roots."""
 
     def sources(self, rank: int, turn: Ints) -> tuple[Ints, Ints]:
@@ -228,8 +233,7 @@ class SourceSelector:
         return turn, self._rotation(turn)
 
     def _rotation(self, turn: Ints) -> Ints:
-        stride = 1 if self._num_turns is None else max(len(self._size) // self._num_turns, 1)
-        return self._entry.rotation + turn * stride
+        return self._entry.rotation + turn * self._stride
 
     def _shift(self, turn: Ints) -> Ints:
         """Return by how many positions the roots of each box [N] are moved on among the holders.
@@ -256,12 +260,18 @@ class SourceSelector:
         return fetcher
 
 
-def _spread_origins(ranks_of: Mapping[int, list[int]], lacking: Collection[int]) -> dict[int, list[int]]:
-    """Return the nodes in an order in which those that do not lack the box lie at equal distances."""
+def _spread_origins(ranks_of: Mapping[int, list[int]], lacking: Sequence[int], shift: int) -> dict[int, list[int]]:
+    """Return the nodes in an order in which those that do not lack the box lie at equal distances.
+
+    Args:
+        shift: the one of `lacking` that is the first, modulo their number: those next to nodes that hold the box pass
+            it on more or less often than others, depending on the side.
+    """
     place: dict[int, float] = {}
+    begin = shift % len(lacking)
     for nodes, first in (
         ([n for n in ranks_of if n not in lacking], 0.0),
-        ([n for n in ranks_of if n in lacking], 0.5),
+        ([*lacking[begin:], *lacking[:begin]], 0.5),
     ):
         place |= {node: (number + first) / len(nodes) for number, node in enumerate(nodes)}
     return {node: ranks_of[node] for node in sorted(ranks_of, key=place.__getitem__)}

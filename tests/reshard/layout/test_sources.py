@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.reshard.layout.relay_tree import RelayTree, RemoteSources
+from megarl.reshard.layout.relay_tree import RelayTree, RemoteSources, first_sources, ring_stride
 from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS, RemoteTraffic, RingEntries
 from megarl.reshard.layout.topology import SourceSelector, Topology
 
@@ -54,6 +54,32 @@ def test_machines_send_equally_much_and_have_few_peers():
     peers = {(to - 5) % 64 for _, to in tree.children(5, turns, range(64))}
     assert peers == {1, 2, 3, 4, 8, 12, 16, 32, 48}
     assert tree.depth == 3
+
+
+@pytest.mark.parametrize("num_turns", [None, 1, 3, 4, 6, 10])
+@pytest.mark.parametrize("num_sources", [1, 2, 6, 7, 16])
+def test_sources_send_equally_much_in_one_turn_and_in_all(num_turns, num_sources):
+    order, turns = first_sources(num_turns, num_sources).tolist(), range(num_turns or 12)
+    assert sorted(order) == list(range(num_sources))
+    assert order[0] == 0
+    sent = Counter((first + turn) % num_sources for first in order for turn in turns)
+    assert set(sent.values()) == {len(turns)}
+    few = order[: max(num_sources // len(turns), 1)]  # receivers whose turns cover no source twice
+    sent = Counter((first + turn) % num_sources for first in few for turn in turns)
+    assert num_turns is None or len(turns) > num_sources or set(sent.values()) == {1}
+
+
+@pytest.mark.parametrize(("machines", "arc", "origins"), [(16, 2, 4), (12, 6, 0), (24, 4, 3), (6, 3, 0), (7, 1, 0)])
+@pytest.mark.parametrize("num_turns", [1, 2, 3, 4, 8])
+def test_no_stride_gives_machines_more_places_on_a_ring(machines, arc, origins, num_turns):
+    spacing = machines // max(origins, 1)
+
+    def num_places(stride):
+        places = [(machines - 1 + turn * stride) % machines for turn in range(num_turns)]  # of any machine
+        return [len({place % length for place in places}) for length in (machines, arc, spacing)]
+
+    found = num_places(ring_stride(machines, arc, origins, num_turns))
+    assert found == max(num_places(stride) for stride in range(1, machines + 1))
 
 
 TRAINER_RANKS, STAGE = 1024, 128
