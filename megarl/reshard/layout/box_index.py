@@ -238,11 +238,14 @@ class SyncIndex:
         return Stages.of(holders, alike, size.astype(np.int64), num_ranks)
 
     def _hash_sets(self, tensor: Ints, sets: Ints) -> Ints:
-        """Return, by tensor, a hash of the sets of ranks of its boxes [N], given by the indices `sets`; 0: of none."""
-        width = int(sets.max(initial=0)) + 1
-        tensor, sets = np.divmod(np.unique(tensor * width + sets), width)
+        """Return, by tensor, a hash of the sets of ranks of its boxes [N], given by the indices `sets`; 0: of none.
+
+        It may depend on how often other sets come between boxes of a set, in the order of the boxes.
+        """
+        is_first = np.ones(len(tensor), bool)
+        is_first[1:] = (tensor[1:] != tensor[:-1]) | (sets[1:] != sets[:-1])
         found = np.zeros(len(self.names), np.uint64)
-        np.add.at(found, tensor, hash_rows([sets + 1]))
+        np.add.at(found, tensor[is_first], hash_rows([np.arange(1, sets.max(initial=0) + 2)])[sets[is_first]])
         return found
 
     # -- needs
