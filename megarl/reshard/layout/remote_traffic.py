@@ -30,7 +30,16 @@ from itertools import chain
 import numpy as np
 
 from megarl.reshard.layout.layout import Ints
-from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Ranks, RemoteSources, distances, first_sources, num_passed, turn_offset
+from megarl.reshard.layout.relay_tree import (
+    UNLIMITED,
+    Entry,
+    Ranks,
+    RemoteSources,
+    distances,
+    first_sources,
+    num_passed,
+    turn_offset,
+)
 from megarl.reshard.layout.topology import Topology
 
 MAX_REMOTE_PEERS = 128

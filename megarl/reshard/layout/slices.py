@@ -1,9 +1,9 @@
 """Cuts the tensors of a sync into slices, and these into rounds whose messages fit the buffers of every rank.
 
-Tensors that the same ranks hold and the same ranks need form a stage, such as those of a pipeline stage, or the experts
-of an expert-parallel rank that go to one rank of each engine. The bytes of a stage lie on an axis, tensor after tensor,
-which is cut at equal distances. A tensor is cut where the axis is, at the rows that are nearest, in the boxes of every
-rank alike:
+Tensors whose boxes the same sets of ranks hold and the same sets need form a stage, such as those of a pipeline stage
+that are cut alike, or the experts of an expert-parallel rank that go to one rank of each engine. The bytes of a stage
+lie on an axis, tensor after tensor, which is cut at equal distances. A tensor is cut where the axis is, at the rows
+that are nearest, in the boxes of every rank alike:
 
     stage 0     | qkv .. | gate_up ........... | down ....... | qkv .. | gate_up
     slice       0       |   1       |   2       |   3       |   4       |   5
@@ -50,11 +50,11 @@ class Stages:
 
     @classmethod
     def of(cls, holders: Ints, alike: Ints, size: Ints, num_ranks: Ints) -> Stages:
-        """Return the stages of tensors that the same ranks hold and the same ranks need.
+        """Return the stages of tensors.
 
         Args:
             holders: by tensor, the index of the set of ranks that hold its first box.
-            alike: by tensor, a number that is equal for tensors that the same ranks hold and need.
+            alike: by tensor, a number that is equal for tensors that the same sets of ranks hold and need.
             num_ranks: by set of ranks that hold tensors, their number.
         """
         needs, number = np.unique(alike, return_inverse=True)
