@@ -212,6 +212,12 @@ def test_ranks_send_and_receive_experts_evenly_in_each_round(model, train, gen, 
     assert found.ratio <= found.limit
 
 
+def test_clock_of_a_layout_of_which_nothing_is_sent(monkeypatch):
+    monkeypatch.setitem(clock.MODELS, "small", SMALL)
+    found = clock.measure(clock.Case("small", "dp=8", "tp=1"), LinkRates())
+    assert (found.seconds_planned, found.seconds_bound, found.ratio) == (0, 0, 1)
+
+
 @pytest.mark.parametrize("engines", [None, 4])
 def test_clock_of_a_layout(engines, monkeypatch):
     assert len(clock.CASES) == 20

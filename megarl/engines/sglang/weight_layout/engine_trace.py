@@ -309,7 +309,7 @@ def read_traces(file: Path) -> list[EngineTrace] | None:
     """Read a file with what `encode_traces` returns; None if the file is missing or invalid."""
     try:
         return decode_traces(file.read_bytes())
-    except (OSError, zlib.error):
+    except (OSError, zlib.error, ValueError, KeyError):
         return None
 
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import random
+import zlib
 
 import pytest
 import torch
@@ -206,14 +207,15 @@ def test_layer_loaded_into_another_cannot_be_deduplicated():
     assert trace_deduplicated(model, tensors([4, 4])) is None
 
 
-def test_trace_file_round_trip_and_truncated_file(tmp_path):
+def test_trace_file_round_trip_and_invalid_files(tmp_path):
     parts = tensors([4, 4])
     traces = [trace_live(Layers([5, 5]), parts), trace_live(Layers([4, 6]), parts)]
     file = tmp_path / "traces"
     file.write_bytes(encode_traces(traces))
     assert read_traces(file) == traces
-    file.write_bytes(file.read_bytes()[:-40])
-    assert read_traces(file) is None
+    for content in (file.read_bytes()[:-40], zlib.compress(b"{}"), zlib.compress(b"{")):
+        file.write_bytes(content)
+        assert read_traces(file) is None
     assert read_traces(tmp_path / "none") is None
 
 
