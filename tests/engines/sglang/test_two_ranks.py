@@ -25,12 +25,15 @@ from tests.engines.sglang.test_in_flight import Versions, check_spans, generate_
 from tests.errors import expect_error
 from tests.time_limits import HANG_SECONDS
 
-PORT = find_unused_port()
+
+@pytest.fixture(scope="module")
+def port():
+    return find_unused_port()
 
 
 @pytest.fixture(scope="module")
-def engine(spec, uneven_dir):
-    with started(spec, model_path=uneven_dir, tp=2, port=PORT) as engine:
+def engine(spec, uneven_dir, port):
+    with started(spec, model_path=uneven_dir, tp=2, port=port) as engine:
         yield engine
 
 
@@ -184,9 +187,9 @@ def test_boxes_are_compared_within_an_update_only(engine):
 
 
 @pytest.mark.usefixtures("engine")
-def test_engine_uses_the_configured_port():
-    with pytest.raises(ConfigError, match=f"port {PORT} is in use"):
-        check_port(PORT)
+def test_engine_uses_the_configured_port(port):
+    with pytest.raises(ConfigError, match=f"port {port} is in use"):
+        check_port(port)
 
 
 STALL_SECONDS = 1.0
