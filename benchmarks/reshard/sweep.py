@@ -72,7 +72,8 @@ ranks together in the median sync. Times compare strategies on one machine and d
 - `exact_consecutive`: the plan of `exact` on the engine placement of `gather_hf` and `megatron_core`, which tells the
   effects of plan and placement apart. `exact` and `micro_dp` place engines where most of their weights already are.
 - Hand-over `direct`: the engine's parameters are in the rank's own process. `shared-memory`: each rank passes the
-  weights on in buckets that SGLang's processes map; `megatron_core` too, from its destination model.
+  weights on in buckets that SGLang's processes map; `megatron_core` too, from its destination model. All keep their
+  buckets from sync to sync.
 - "MB in bound": the bytes that a rank needs and does not hold, with the engine placement of that strategy.
 """
 
