@@ -106,7 +106,8 @@ def test_the_controller_calls_each_process_a_fixed_number_of_times(tmp_path):
         assert report["egress_ratio_64_to_8_machines"] < 1.05
         assert 1 < report["buffer_buckets"] <= 2
     timed = clock.measure(clock.Case("qwen3-8b", "pp=2,tp=2,dp=8", "tp=4", engines=4), LinkRates())
-    assert [lines[1][name] for name in ("groups", "p2p_calls")] == [timed.groups, timed.p2p_calls]
+    assert lines[1]["groups"] == timed.groups
+    assert 0.99 * timed.p2p_calls < lines[1]["p2p_calls"] <= timed.p2p_calls  # the most of a sample of ranks
 
 
 def changed(**parts):

@@ -84,12 +84,27 @@ def turn_offset(num_turns: int | None, sources: Ints) -> Ints:
 def first_sources(num_turns: int | None, sources: int) -> Ints:
     """Return the order [sources] in which receivers take sources in turn 0; each turn adds 1.
 
-    Both in one turn and over all turns, sources that so many receivers follow each other on send equally much, as far
-    as their number permits: 0, 3, 1, 4, 2, 5 for 3 turns and 6 sources.
+    Over all turns, and as far as possible over some consecutive ones, sources that so many receivers follow each other
+    on send equally much: 0, 4, 2, 6, 1, 5, 3, 7 for 8 turns and sources, 0, 3, 1, 4, 2, 5 for 3 turns and 6 sources.
     """
     offset = int(turn_offset(num_turns, np.array(sources)))
-    place = np.arange(sources)
-    order: Ints = (place * offset + place // (sources // math.gcd(offset, sources))) % sources
+    step = math.gcd(offset, sources)
+    each = np.arange(sources // step)
+    if offset == step:  # turns cover sources without overlap: spread the receivers, by the digits of their places
+        each = _reversed_digits(len(each))
+    order: Ints = (each * offset + np.arange(step)[:, None]).reshape(-1) % sources
+    return order
+
+
+def _reversed_digits(count: int) -> Ints:
+    """Return the numbers below `count` in the order of their reversed digits, in the bases of its prime factors."""
+    order, rest, base = np.zeros(1, np.int64), count, 2
+    while rest > 1:
+        if rest % base:
+            base += 1
+        else:
+            rest //= base
+            order = (np.arange(base)[:, None] * rest + order).reshape(-1)
     return order
 
 

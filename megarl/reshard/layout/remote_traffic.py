@@ -256,14 +256,15 @@ class RingEntries:
         order = _by_bytes(traffic, holders, receivers)
         arc, num_roots = traffic.trees(limits)
         place = _starts(holders, np.where(arc == 1, machines, num_roots), order)
-        root = place * turn_offset(limits.num_turns, num_holders)
-        for length in np.unique(num_holders[arc == 1]).tolist():
-            some = np.flatnonzero((arc == 1) & (num_holders == length))
-            root[some] = first_sources(limits.num_turns, length)[place[some] % length]
-        found.root[holders, receivers] = root
+        root = np.where(
+            arc == 1,
+            _first_sources(limits.num_turns, num_holders, place),
+            place * turn_offset(limits.num_turns, num_holders),
+        )
+        place = _starts(receivers, np.ones_like(receivers), order)
+        found.root[holders, receivers], found.machine[holders, receivers] = root, place
         num_fetchers = traffic.needed.max(axis=1)[receivers]
-        found.fetcher[holders, receivers] = _starts(receivers, turn_offset(limits.num_turns, num_fetchers), order)
-        found.machine[holders, receivers] = _starts(receivers, np.ones_like(receivers), order)
+        found.fetcher[holders, receivers] = _first_sources(limits.num_turns, num_fetchers, place)
         num_sources = np.zeros(len(traffic.topology.nodes), np.int64)  # by rank, the roots that it receives from
         single = [number for number, ranks in enumerate(traffic.receivers) if ranks in limits.single_root]
         single.sort(key=lambda number: len(traffic.receivers[number]))
@@ -353,6 +354,15 @@ def _starts(group: Ints, lengths: Ints, order: Ints) -> Ints:
     first = np.searchsorted(group[order], group[order])
     found = np.empty_like(starts)
     found[order] = starts - starts[first]
+    return found
+
+
+def _first_sources(num_turns: int | None, num_sources: Ints, place: Ints) -> Ints:
+    """Return the first source of N receivers, each the one at its place [N] among those of as many sources [N]."""
+    found = np.empty_like(place)
+    for count in np.unique(num_sources).tolist():
+        same = num_sources == count
+        found[same] = first_sources(num_turns, count)[place[same] % count]
     return found
 
 

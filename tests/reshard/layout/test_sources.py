@@ -69,6 +69,15 @@ def test_sources_send_equally_much_in_one_turn_and_in_all(num_turns, num_sources
     assert num_turns is None or len(turns) > num_sources or set(sent.values()) == {1}
 
 
+def test_first_sources_are_spread_over_few_turns():
+    """Eight receivers that take 1, 2 or 4 of 8 turns: in all, each source sends as often as the others."""
+    assert first_sources(8, 8).tolist() == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert first_sources(12, 12)[:6].tolist() == [0, 6, 3, 9, 1, 7]
+    for few, turns in ((2, 4), (4, 2), (4, 4), (8, 1)):
+        sent = Counter((first + turn) % 8 for first in first_sources(8, 8)[:few].tolist() for turn in range(turns))
+        assert set(sent.values()) == {few * turns // 8}
+
+
 @pytest.mark.parametrize(("machines", "arc", "origins"), [(16, 2, 4), (12, 6, 0), (24, 4, 3), (6, 3, 0), (7, 1, 0)])
 @pytest.mark.parametrize("num_turns", [1, 2, 3, 4, 8])
 def test_no_stride_gives_machines_more_places_on_a_ring(machines, arc, origins, num_turns):
