@@ -78,8 +78,7 @@ class Overlaps:
     """What ranks hold of the needed boxes."""
 
     receivers: Sequence[Ints]
-    """By class and box, index in `receiver_sets`."""
-    receiver_sets: Sequence[Ranks]
+    """By class and box, index in `SyncIndex.receiver_sets`."""
     found: Sequence[Overlap]
     """By class, the parts of its boxes that are held."""
     traffic: RemoteTraffic | None
@@ -215,7 +214,7 @@ class SyncIndex:
 
         On a single node it does not matter which other classes need the same box: they are those of the classes.
         """
-        if len(set(self.topology.nodes)) > 1 and len(tables) > 1:
+        if len(self.topology.ranks_of) > 1 and len(tables) > 1:
             return find_receiver_sets(tables, ranks, self.width)
         return [np.full(len(t.tensor), number) for number, t in enumerate(tables)], list(ranks)
 
@@ -263,7 +262,7 @@ class SyncIndex:
         """The most that a rank receives in one round."""
         num_rounds, count = max(-(-needed // self.round_bytes), 1), np.array([-1])
         per_round = overlaps.traffic.num_turns(self.remote) if overlaps.traffic is not None else 1
-        num_lanes = 1 if self.groups or overlaps.traffic is None else min(len(overlaps.receiver_sets), MAX_LANES)
+        num_lanes = 1 if self.groups or overlaps.traffic is None else min(len(self.receiver_sets), MAX_LANES)
         while True:
             before, count = count, self._count_slices(bytes_of, needed, num_rounds, per_round)
             self.slices = Slices(self.stages, count, bytes_of.sum(axis=0), num_rounds, num_lanes)
@@ -307,15 +306,14 @@ class SyncIndex:
             size = volumes(low, high) * self.itemsize[table.tensor[at]]
             np.add.at(pairs, (self.held_by[of], to[at]), size)
             found.append(Overlap(at, of, low, high))
-        relays = len(set(self.topology.nodes)) > 1
-        traffic = RemoteTraffic(self.topology, self.holders, self.receiver_sets, pairs) if relays else None
-        return Overlaps(receivers, self.receiver_sets, found, traffic)
+        traffic = RemoteTraffic(self.topology, self.holders, self.receiver_sets, pairs)
+        return Overlaps(receivers, found, traffic if len(self.topology.ranks_of) > 1 else None)
 
     def _loads(self, tables: Sequence[Boxes], overlaps: Overlaps) -> tuple[Loads, Loads]:
         """Return what ranks receive, and what they pack, whichever of equally good sources are chosen."""
         in_classes = np.bincount(
             np.concatenate([np.zeros(0, np.int64), *map(np.unique, overlaps.receivers)]),
-            minlength=len(overlaps.receiver_sets),
+            minlength=len(self.receiver_sets),
         )
         received, packed, several = [], [], [np.zeros((4, 0), np.int64)]
         for number, (table, receivers, whole) in enumerate(

@@ -81,6 +81,7 @@ def turn_offset(num_turns: int | None, sources: Ints) -> Ints:
     return found
 
 
+@lru_cache
 def first_sources(num_turns: int | None, sources: int) -> Ints:
     """Return the order [sources] in which receivers take sources in turn 0; each turn adds 1.
 

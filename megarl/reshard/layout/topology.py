@@ -133,12 +133,13 @@ class SourceSelector:
         if fetching and remote.num_turns is not None:
             self._stride = ring_stride(self._tree.machines, self._tree.arc, len(origins), remote.num_turns)
         self._entry = entry or Entry(0, 0, 0)
-        lacking = [number for number in range(len(machines)) if number not in self._tree.origins]
-        order = first_sources(remote.num_turns, len(holders))
-        begin = int(np.flatnonzero(order == self._entry.root % len(holders))[0])
-        first = order[np.arange(begin, begin + len(lacking)) % len(holders)].tolist()
-        self._first_root = dict(zip(lacking, first, strict=True))
-        """By node that lacks the box, the position of its root in turn 0 if it gets all boxes from roots."""
+        self._first_root: dict[int, int] = {}
+        """By node that lacks the box, the position of its root in turn 0, if such nodes get all boxes from roots."""
+        if self._tree.arc == 1:
+            lacking = [number for number in range(len(machines)) if number not in self._tree.origins]
+            order = first_sources(remote.num_turns, len(holders))
+            places = np.flatnonzero(order == self._entry.root % len(holders)) + np.arange(len(lacking))
+            self._first_root = dict(zip(lacking, order[places % len(order)].tolist(), strict=True))
 
     def sources(self, rank: int, turn: Ints) -> tuple[Ints, Ints]:
         """Return the ranks [N] that `rank` receives N boxes from, and the hops [N].

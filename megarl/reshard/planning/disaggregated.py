@@ -21,7 +21,7 @@ from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan, release_indexes
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncStats
 from megarl.reshard.transfer.bucket import Parameters
-from megarl.reshard.transfer.delta_sync import DeltaSync
+from megarl.reshard.transfer.delta_sync import RankSync
 from megarl.reshard.transfer.process_groups import TransferGroup, connect_group
 from megarl.reshard.transfer.transport import Transport
 
@@ -90,7 +90,7 @@ class TransferRank:
         self._fingerprint = transfer_spec.fingerprint()
         self.transport: Transport | None = None
         """The connection with the other ranks; None before `connect`."""
-        self._sync = DeltaSync(rank, self.plan, transfer_spec.bucket_bytes)
+        self._sync = RankSync(rank, self.plan, transfer_spec.bucket_bytes)
 
     @property
     def is_connected(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan, release_indexes
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncContext, SyncStats
-from megarl.reshard.transfer.delta_sync import DeltaSync
+from megarl.reshard.transfer.delta_sync import RankSync
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec
 from megarl.reshard.transfer.process_groups import (
     TransportMaker,
@@ -53,7 +53,7 @@ class BoxStrategy:
         release_indexes()
         self._gather_group = make_group(context.rank, context.groups)
         self._sync_group, self._transport = None, Transport()
-        self._sync = DeltaSync(context.rank, plan, bucket_bytes, self._gather_group)
+        self._sync = RankSync(context.rank, plan, bucket_bytes, self._gather_group)
         self.rounds = plan.rounds
         """The rounds of this rank, in order."""
         if timeout_seconds is not None:

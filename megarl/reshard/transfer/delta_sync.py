@@ -36,7 +36,7 @@ from megarl.reshard.transfer.executor import BoxExecutor, BufferSizes, CodeReade
 from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, Transport, closed_on_failure, wait_for
 
 
-class DeltaSync:
+class RankSync:
     """Runs the syncs of one rank's rounds, and keeps copies of what it has sent."""
 
     def __init__(

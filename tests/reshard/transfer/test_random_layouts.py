@@ -21,7 +21,7 @@ from megarl.reshard.planning import rounds as round_planning
 from megarl.reshard.planning.plan_cache import cached_plan
 from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.bucket import Parameters
-from megarl.reshard.transfer.delta_sync import DeltaSync
+from megarl.reshard.transfer.delta_sync import RankSync
 from megarl.reshard.transfer.element_code import code_form
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.transport import Transport
@@ -188,7 +188,7 @@ COUNT_BYTES = 8
 def delta_cluster(*arguments, bucket_bytes=BUCKET_BYTES):
     """Make a cluster for delta syncs with small and large messages; `bucket_bytes`: limit of packed codes."""
     with patch.object(round_planning, "LARGE_MESSAGE_BYTES", LARGE_BYTES), Cluster(*arguments) as cluster:
-        cluster.deltas = [DeltaSync(rank, plan, bucket_bytes) for rank, plan in enumerate(cluster.plans)]
+        cluster.deltas = [RankSync(rank, plan, bucket_bytes) for rank, plan in enumerate(cluster.plans)]
         yield cluster
 
 
@@ -259,7 +259,7 @@ def test_a_rank_without_copies_of_the_base_fails_the_sync_for_all():
     sources, needs = split_rows([64], [[0, 1]], [[1, 0]], 2)
     with delta_cluster("gloo", sources, needs, (0, 0)) as cluster:
         cluster.sync(DeltaUpdate(number=0))
-        cluster.deltas[1] = DeltaSync(1, cluster.plans[1], BUCKET_BYTES)  # of a process that was replaced
+        cluster.deltas[1] = RankSync(1, cluster.plans[1], BUCKET_BYTES)  # of a process that was replaced
         first, second = cluster.sync(DeltaUpdate(number=1, base=0))
         assert second == "rank 1 has no copies of the weights of sync 0"
         assert first.startswith("rank 0: numbers of changed weights: lost the connection to rank 1")
