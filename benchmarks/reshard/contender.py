@@ -27,7 +27,7 @@ from benchmarks.reshard.slowed_links import SlowedLinks, SlowedTransport
 from megarl.reshard.analysis.forecast import forecast
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, build_strategy, sync_context
 from megarl.reshard.analysis.sync_report import time_planning
-from megarl.reshard.layout.engine_ranks import consecutive_places
+from megarl.reshard.layout.engine_ranks import needs_by_rank, place_engines_consecutively
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, Strategy, SyncStats
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.strategies.gather_hf import GatherHf
@@ -208,7 +208,7 @@ def _arrange(name: str, scenario: Scenario) -> Arrangement:
         case "gather_hf_serial":
             return arrange("gather_hf", scenario)
         case "exact_consecutive":
-            places = dict(enumerate(consecutive_places(scenario.grid.size, gen_tp=scenario.gen_tp)))
-            needs = {rank: scenario.engine[place.tp] for rank, place in places.items()}
-            return Arrangement(strategy="exact", places=places, needs=needs)
+            placements = place_engines_consecutively(scenario.replicas, gen_tp=scenario.gen_tp)
+            needs = needs_by_rank(placements, scenario.engine)
+            return Arrangement(strategy="exact", placements=placements, needs=needs)
     return arrange(name, scenario)

@@ -37,7 +37,7 @@ class FullGather:
     def __init__(self, name: str, scenario: Scenario) -> None:
         tensors, one_node = scenario.sources[0].tensors, Topology.single(len(scenario.sources))
         self.full = WeightLayout(tensors, tuple(ShardPiece(name, s.box, name, s.box) for name, s in tensors.items()))
-        self.arrangement = replace(arrange("gather_hf", scenario), strategy=name, senders=())
+        self.arrangement = replace(arrange("gather_hf", scenario), strategy=name)
         sources = owned_parts(scenario.sources) if name == "ds_chat" else scenario.sources
         groups = replica_groups(scenario.grid) if name == "hybridflow_v" else ()
         self.gather_scenario = replace(scenario, sources=sources, topology=one_node)  # no node fetches a box once
@@ -68,7 +68,7 @@ class FullGather:
 
 
 def _boxes(needs: Mapping[int, WeightLayout], groups: Sequence[tuple[int, ...]] = ()) -> Arrangement:
-    return Arrangement(strategy="exact", places={}, needs=dict(needs), groups=tuple(groups))
+    return Arrangement(strategy="exact", needs=dict(needs), groups=tuple(groups))
 
 
 class FullGatherStrategy:

@@ -54,7 +54,6 @@ from megarl.megatron.modeling.layer_spec import layer_backend
 from megarl.megatron.modeling.transformer_config import transformer_config
 from megarl.megatron.runtime import platform
 from megarl.reshard.analysis.scenario import Arrangement, Scenario
-from megarl.reshard.layout.engine_ranks import GenerationPlace
 from megarl.reshard.layout.layout import WeightLayout, volume
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import cached_plan
@@ -82,7 +81,7 @@ class MegatronCore:
         train, gen = megatron_grids(scenario)
         rank, dtype = dist.get_rank(), next(iter(scenario.sources[0].tensors.values())).dtype
         needs = trainer_layouts(model, gen, dtype)
-        self.arrangement = Arrangement(strategy=name, places=_places(gen), needs=dict(enumerate(needs)))
+        self.arrangement = Arrangement(strategy=name, needs=dict(enumerate(needs)))
         self._source, self._held = _build(model, train, scenario.sources[rank], dtype)
         self._target, self._served = _build(model, gen, needs[rank], dtype)
         self._service = CountingService((self._source, self._target), _make_service(name))
@@ -198,11 +197,6 @@ def _require_m2n() -> None:
         raise ConfigError(f"not installed: megatron-core {installed} has the backends {', '.join(backends)}")
     if not platform.is_cuda():
         raise ConfigError("NCCL M2N needs GPUs")
-
-
-def _places(gen: RankGrid) -> dict[int, GenerationPlace]:
-    at = {rank: gen.coordinates(rank) for rank in range(gen.size)}
-    return {rank: GenerationPlace(c.dp, c.tp) for rank, c in at.items()}
 
 
 def _build(model: ModelArchitecture, grid: RankGrid, layout: WeightLayout, dtype: str) -> tuple[torch.nn.Module, Shard]:

@@ -4,6 +4,7 @@ from functools import cache
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.scenario import Scenario, even_nodes
+from megarl.reshard.layout.engine_ranks import needs_by_rank
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout
 
 ROWS, COLUMNS, LAYERS = 192, 4, 48
@@ -25,8 +26,12 @@ def trainers(grid):
     return [shard(c.pp, grid.pp, c.tp, grid.tp, "train") for c in places]
 
 
-def needs(places, gen_tp):
-    return {rank: shard(0, 1, p.tp, gen_tp, "gen") for rank, p in enumerate(places)}
+def engine(tp):
+    return tuple(shard(0, 1, i, tp, "gen") for i in range(tp))
+
+
+def needs(placements):
+    return needs_by_rank(placements, engine(len(placements[0])))
 
 
 def scenario(p, t, d, tg, *, nodes=1, bucket_bytes=1 << 20):
@@ -37,7 +42,7 @@ def scenario(p, t, d, tg, *, nodes=1, bucket_bytes=1 << 20):
         grid=grid,
         gen_tp=tg,
         sources=tuple(trainers(grid)),
-        engine=tuple(shard(0, 1, i, tg, "gen") for i in range(tg)),
+        engine=engine(tg),
         topology=even_nodes(grid.size, nodes),
         bucket_bytes=bucket_bytes,
     )

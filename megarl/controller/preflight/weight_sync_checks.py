@@ -172,7 +172,7 @@ def _colocated_case(
     config: RunConfig, grid: RankGrid, sources: Sequence[WeightLayout], engine: Sequence[WeightLayout]
 ) -> _SyncCase:
     from megarl.reshard.analysis.scenario import Scenario, arrange
-    from megarl.reshard.layout.engine_ranks import resolve_strategy
+    from megarl.reshard.layout.engine_ranks import needs_by_rank, resolve_strategy
     from megarl.reshard.layout.topology import Topology
 
     tp = config.rollout.tp
@@ -187,10 +187,9 @@ def _colocated_case(
         bucket_bytes=config.weight_sync.bucket_bytes,
     )
     arrangement = arrange(resolve_strategy(config.weight_sync.strategy, grid, topology, gen_tp=tp), scenario)
-    served = [rank for rank, place in arrangement.places.items() if place.replica < config.rollout.replicas]
     return _SyncCase(
         sources=sources,
-        needs={rank: arrangement.needs[rank] for rank in served},
+        needs=needs_by_rank(arrangement.placements[: config.rollout.replicas], engine),
         topology=topology,
         groups=arrangement.groups,
         bucket_bytes=scenario.bucket_bytes,

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
 from megarl.reshard.layout.engine_ranks import (
-    GenerationPlace,
-    consecutive_places,
+    TensorGroup,
     micro_dp_groups,
     model_replicas,
+    needs_by_rank,
     place_engines_by_overlap,
-    strided_places,
+    place_engines_consecutively,
+    place_engines_strided,
 )
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import Topology
@@ -61,13 +62,16 @@ class Arrangement:
     """Placement of engine ranks and preferred sources with one strategy."""
 
     strategy: str
-    places: dict[int, GenerationPlace]
-    """By trainer rank that serves an engine rank, the place of that engine rank."""
+    placements: Sequence[TensorGroup] = ()
+    """By engine, the ranks that serve it."""
     needs: dict[int, WeightLayout]
     """By trainer rank that serves an engine rank, the layout it needs."""
     groups: tuple[tuple[int, ...], ...] = ()
-    senders: tuple[int, ...] = ()
-    """With gather_hf, ranks that deliver full tensors: all ranks that serve an engine rank."""
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """With gather_hf, ranks that deliver full tensors: all ranks that serve an engine rank."""
+        return tuple(self.needs) if self.strategy == "gather_hf" else ()
 
 
 def even_nodes(world: int, nodes: int) -> Topology:
@@ -92,32 +96,21 @@ def arrange(strategy: str, scenario: Scenario) -> Arrangement:
     grid, tp = scenario.grid, scenario.gen_tp
     if not scenario.replicas:
         raise ConfigError(f"an engine takes gen tp = {tp} ranks, the trainer has {grid.size}")
-    groups: Sequence[Sequence[int]] = ()
     match strategy:
         case "micro_dp":
-            placed = dict(enumerate(strided_places(grid, gen_tp=tp)))
-            groups = micro_dp_groups(grid, gen_tp=tp)
+            placements = place_engines_strided(grid, gen_tp=tp)
         case "exact":
-            placed = _overlapping_places(scenario)
+            placements = place_engines_by_overlap(
+                scenario.sources, scenario.engine, replicas=scenario.replicas, topology=scenario.topology
+            )
         case _:
-            placed = dict(enumerate(consecutive_places(grid.size, gen_tp=tp)))
+            placements = place_engines_consecutively(scenario.replicas, gen_tp=tp)
     return Arrangement(
         strategy=strategy,
-        places=placed,
-        needs={rank: scenario.engine[place.tp] for rank, place in placed.items()},
-        groups=tuple(map(tuple, groups)),
-        senders=tuple(placed) if strategy == "gather_hf" else (),
+        placements=placements,
+        needs=needs_by_rank(placements, scenario.engine),
+        groups=tuple(micro_dp_groups(grid, gen_tp=tp)) if strategy == "micro_dp" else (),
     )
-
-
-def _overlapping_places(scenario: Scenario) -> dict[int, GenerationPlace]:
-    placements = place_engines_by_overlap(
-        scenario.sources, scenario.engine, replicas=scenario.replicas, topology=scenario.topology
-    )
-    placed = {
-        rank: GenerationPlace(replica, tp) for replica, ranks in enumerate(placements) for tp, rank in enumerate(ranks)
-    }
-    return dict(sorted(placed.items()))
 
 
 def sync_context(arrangement: Arrangement, scenario: Scenario, rank: int) -> SyncContext:

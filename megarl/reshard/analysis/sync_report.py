@@ -231,7 +231,9 @@ def explain(
         bytes_into_node_bound_max=max(node_bounds(scenario.sources, arrangement.needs, topology).values()),
         busiest_rank=busiest,
         busiest_rank_stats=of_busiest,
-        machines_per_tensor_group=_machines_per_tensor_group(arrangement, topology),
+        machines_per_tensor_group=max(
+            len({topology.nodes[rank] for rank in group}) for group in arrangement.placements
+        ),
         stalls=None if stalls is None else tuple(stalls),
         seconds_bound=seconds_bound(scenario.sources, arrangement.needs, topology, rates),
         timing=time_sync(arrangement, scenario, rates) if plan and not plan.stalls else None,
@@ -244,13 +246,6 @@ def _arrange_wide(strategy: str, scenario: Scenario) -> Arrangement:
     nodes_per_group = -(-scenario.gen_tp // room)
     wide = Topology(tuple(node // nodes_per_group for node in scenario.topology.nodes))
     return arrange(strategy, replace(scenario, topology=wide))
-
-
-def _machines_per_tensor_group(arrangement: Arrangement, topology: Topology) -> int:
-    nodes_per_group: dict[int, set[int]] = {}
-    for rank, place in arrangement.places.items():
-        nodes_per_group.setdefault(place.replica, set()).add(topology.nodes[rank])
-    return max(map(len, nodes_per_group.values()))
 
 
 def _sample(strategy: str, world: int, busiest: int) -> list[int]:

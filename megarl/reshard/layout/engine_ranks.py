@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -32,47 +31,16 @@ ModelReplica = tuple[tuple[int, ...], ...]
 """Ranks of one copy of some parameters, by shard group: the ranks of a group (ascending) split the same parameters."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationPlace:
-    """The engine rank that one trainer rank serves."""
-
-    replica: int
-    """Index of the generation replica, counted over all data-parallel replicas."""
-    tp: int
-    """Tensor-parallel rank within the replica."""
-
-
-def strided_places(grid: RankGrid, *, gen_tp: int) -> list[GenerationPlace]:
-    """Return, by trainer rank, the place for which its training shard lies inside its generation shard.
-
-    Raises:
-        ConfigError: the sizes do not divide, so no such grouping exists.
-    """
-    if grid.tp % gen_tp:
-        raise ConfigError(
-            f"micro_dp needs the training tp to be a multiple of the generation tp, got tp {grid.tp} % {gen_tp} = "
-            f"{grid.tp % gen_tp}; strategy exact serves any sizes"
-        )
-    tp_per = grid.tp // gen_tp
-    places = []
-    for rank in range(grid.size):
-        at = grid.coordinates(rank)
-        micro, data_replica = at.pp * tp_per + at.tp % tp_per, at.dp * grid.cp + at.cp
-        places.append(GenerationPlace(data_replica * tp_per * grid.pp + micro, at.tp // tp_per))
-    return places
-
-
-def consecutive_places(world: int, *, gen_tp: int) -> list[GenerationPlace]:
-    """Return, by trainer rank, the usual placement: replica after replica, tensor ranks on neighboring ranks."""
-    return [GenerationPlace(*divmod(rank, gen_tp)) for rank in range(world // gen_tp * gen_tp)]
+TensorGroup = tuple[int, ...]
+"""Trainer ranks that serve one engine, by tensor rank."""
 
 
 def micro_dp_groups(grid: RankGrid, *, gen_tp: int) -> list[tuple[int, ...]]:
-    """Return the groups of ranks that share a generation shard within one training replica."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for rank, place in enumerate(strided_places(grid, gen_tp=gen_tp)):
+    """Return the groups of ranks that share a generation shard within one training replica, if `gen_tp` divides tp."""
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for rank in range(grid.size):
         at = grid.coordinates(rank)
-        groups.setdefault((at.dp * grid.cp + at.cp, place.tp), []).append(rank)
+        groups.setdefault((at.dp, at.cp, at.tp // (grid.tp // gen_tp)), []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]
 
 
@@ -88,10 +56,6 @@ def model_replicas(grid: RankGrid) -> tuple[tuple[ModelReplica, ...], ...]:
     is_uniform = grid.ep == 1 and grid.expert_tp == grid.tp
     both = [replicas.values()] if is_uniform else [replicas.values(), expert_replicas.values()]
     return tuple(tuple(tuple(map(tuple, replica)) for replica in of_kind) for of_kind in both)
-
-
-TensorGroup = tuple[int, ...]
-"""Trainer ranks that serve one engine, by tensor rank."""
 
 
 def resolve_strategy(name: str, grid: RankGrid, topology: Topology, *, gen_tp: int) -> str:
@@ -130,16 +94,34 @@ def find_cross_node_group(placements: Iterable[TensorGroup], topology: Topology)
 
 
 def place_engines_strided(grid: RankGrid, *, gen_tp: int) -> list[TensorGroup]:
-    """Return HybridFlow's strided placement, by engine, over all ranks; raises as `strided_places` does."""
-    rank_at = {place: rank for rank, place in enumerate(strided_places(grid, gen_tp=gen_tp))}
-    return [
-        tuple(rank_at[GenerationPlace(replica, tp)] for tp in range(gen_tp)) for replica in range(grid.size // gen_tp)
-    ]
+    """Return HybridFlow's strided placement, by engine, over all ranks.
+
+    Raises:
+        ConfigError: the sizes do not divide, so no such placement exists.
+    """
+    if grid.tp % gen_tp:
+        raise ConfigError(
+            f"micro_dp needs the training tp to be a multiple of the generation tp, got tp {grid.tp} % {gen_tp} = "
+            f"{grid.tp % gen_tp}; strategy exact serves any sizes"
+        )
+    stride = grid.tp // gen_tp
+    rank_at = {}
+    for rank in range(grid.size):
+        at = grid.coordinates(rank)
+        replica = ((at.dp * grid.cp + at.cp) * grid.pp + at.pp) * stride + at.tp % stride
+        rank_at[replica, at.tp // stride] = rank
+    return [tuple(rank_at[replica, tp] for tp in range(gen_tp)) for replica in range(grid.size // gen_tp)]
 
 
 def place_engines_consecutively(replicas: int, *, gen_tp: int) -> list[TensorGroup]:
     """Return the placement that gives each engine the next `gen_tp` free ranks."""
     return [tuple(range(i * gen_tp, (i + 1) * gen_tp)) for i in range(replicas)]
+
+
+def needs_by_rank(placements: Iterable[TensorGroup], engine: Sequence[WeightLayout]) -> dict[int, WeightLayout]:
+    """Return, by trainer rank that serves an engine rank, ascending, the layout it needs; `engine`: by tensor rank."""
+    needs = {rank: need for group in placements for rank, need in zip(group, engine, strict=True)}
+    return dict(sorted(needs.items()))
 
 
 def place_engines_by_overlap(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.nccl_progress import PostedGroup, find_stalls, posted_groups
-from megarl.reshard.layout.engine_ranks import consecutive_places, micro_dp_groups, strided_places
+from megarl.reshard.layout.engine_ranks import micro_dp_groups, place_engines_consecutively, place_engines_strided
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning import rounds as round_planning
@@ -43,9 +43,11 @@ ARRANGEMENTS = {
 @lru_cache
 def arrange(name):
     grid, gen_tp, nodes, is_strided = ARRANGEMENTS[name]
-    placed = strided_places(grid, gen_tp=gen_tp) if is_strided else consecutive_places(grid.size, gen_tp=gen_tp)
-    groups = micro_dp_groups(grid, gen_tp=gen_tp) if is_strided else []
-    sources, needs = synthetic.trainers(grid), synthetic.needs(placed, gen_tp)
+    if is_strided:
+        placements, groups = place_engines_strided(grid, gen_tp=gen_tp), micro_dp_groups(grid, gen_tp=gen_tp)
+    else:
+        placements, groups = place_engines_consecutively(grid.size // gen_tp, gen_tp=gen_tp), []
+    sources, needs = synthetic.trainers(grid), synthetic.needs(placements)
     rounds = simulate.plans(sources, needs, Topology(nodes), BUCKET_BYTES, groups)
     return sources, needs, groups, rounds
 

@@ -11,7 +11,6 @@ import pytest
 from benchmarks.reshard.nccl_order import NcclOrderTransport
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.engine_ranks import GenerationPlace
 from megarl.reshard.layout.layout import WeightNeeds
 from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
 from megarl.reshard.planning.strategy import DeltaUpdate
@@ -31,7 +30,7 @@ def arrangement(nodes=(0, 0, 1, 1), bucket_bytes=BUCKET_BYTES):
     """Return a spec with trainer ranks that split the model and two engines that need all of it."""
     return TransferSpec(
         sources=synthetic.trainers(RankGrid(tp=len(nodes) - 2)),
-        needs=tuple(synthetic.needs([GenerationPlace(0, 0)], 1).values()),
+        needs=synthetic.engine(1),
         num_engines=2,
         nodes=nodes,
         bucket_bytes=bucket_bytes,
@@ -75,8 +74,7 @@ def test_three_syncs_are_bitwise_exact_and_match_planned_counts(ranks):
 def test_each_missing_byte_enters_a_node_once(whole):
     """Three engines of two TP ranks: one on a node, two on another one, none on the trainer's nodes."""
     nodes = (0, 0, 1, 1, 2, 2, 3, 3, 3, 3)
-    layouts = tuple(synthetic.needs([GenerationPlace(0, tp) for tp in range(2)], 2).values())
-    needs = WeightNeeds(layouts=layouts, full_tensors=whole).received()
+    needs = WeightNeeds(layouts=synthetic.engine(2), full_tensors=whole).received()
     sources = synthetic.trainers(RankGrid(tp=2, dp=2))
     transfer_spec = replace(arrangement(nodes), sources=sources, needs=needs, num_engines=3)
     entering, sent, received = Counter(), 0, 0

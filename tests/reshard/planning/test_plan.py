@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.reshard.analysis.nccl_progress import find_stalls, posted_groups
-from megarl.reshard.layout.engine_ranks import consecutive_places, micro_dp_groups, strided_places
+from megarl.reshard.layout.engine_ranks import micro_dp_groups, place_engines_consecutively, place_engines_strided
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices, volume
 from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS
 from megarl.reshard.layout.topology import Topology
@@ -36,7 +36,7 @@ def sent(rounds):
 def strided(p, t, d, tg):
     """Return sources, needs, topology and groups of strided placement on one node."""
     grid = RankGrid(tp=t, dp=d, pp=p)
-    needs = synthetic.needs(strided_places(grid, gen_tp=tg), tg)
+    needs = synthetic.needs(place_engines_strided(grid, gen_tp=tg))
     groups = micro_dp_groups(grid, gen_tp=tg)
     return synthetic.trainers(grid), needs, Topology.single(grid.size), groups
 
@@ -44,7 +44,7 @@ def strided(p, t, d, tg):
 def plan_consecutive(grid, gen_tp, bucket_bytes=BUCKET):
     """Return sources, needs and the rounds of all ranks of consecutive placement on one node."""
     sources = synthetic.trainers(grid)
-    needs = synthetic.needs(consecutive_places(grid.size, gen_tp=gen_tp), gen_tp)
+    needs = synthetic.needs(place_engines_consecutively(grid.size // gen_tp, gen_tp=gen_tp))
     return sources, needs, simulate.plans(sources, needs, Topology.single(grid.size), bucket_bytes)
 
 
@@ -78,10 +78,7 @@ def test_micro_dp_uses_all_gather_within_a_pipeline_stage(layout, gathers):
 
 def test_groups_match_the_paper_example():
     grid = RankGrid(tp=4, dp=2, pp=1)
-    replicas = {}
-    for rank, place in enumerate(strided_places(grid, gen_tp=2)):
-        replicas.setdefault(place.replica, []).append((place.tp, rank))
-    assert sorted([r for _, r in sorted(x)] for x in replicas.values()) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert sorted(place_engines_strided(grid, gen_tp=2)) == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert sorted(micro_dp_groups(grid, gen_tp=2)) == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
@@ -96,7 +93,7 @@ def test_exact_with_consecutive_placement_matches_the_paper():
 def test_impossible_plans_are_refused():
     """Boxes travel as raw bytes, and what a rank holds itself is copied: neither converts dtypes."""
     with expect_error(ConfigError, "3", "2 = 1", "exact"):
-        strided_places(RankGrid(tp=3), gen_tp=2)
+        place_engines_strided(RankGrid(tp=3), gen_tp=2)
     sources, needs, _ = plan_consecutive(RankGrid(tp=2), 1)
     with expect_error(WeightSyncError, "layers.0", "0", "384"):
         simulate.plans(sources[:1], {0: needs[0]}, Topology.single(1), BUCKET)

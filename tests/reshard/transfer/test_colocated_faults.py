@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.reshard.nccl_order import NcclOrderTransport
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.reshard.layout.engine_ranks import micro_dp_groups, strided_places
+from megarl.reshard.layout.engine_ranks import micro_dp_groups, place_engines_strided
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import cached_plan
 from megarl.reshard.transfer.bucket import Parameters
@@ -35,7 +35,7 @@ class ColocatedMember:
         self._rank, self._groups = rank, groups
         self._sync_group = self._gather = None
         self._sources = synthetic.trainers(GRID)
-        self._needs = synthetic.needs(strided_places(GRID, gen_tp=2), 2)
+        self._needs = synthetic.needs(place_engines_strided(GRID, gen_tp=2))
         self._parameters = empty_parameters(self._needs[rank])
 
     def connect(self, transfer_group):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from benchmarks.reshard.nccl_order import NcclOrderTransport
 from megarl.cluster.placement.rank_grid import RankGrid
-from megarl.reshard.layout.engine_ranks import consecutive_places, micro_dp_groups, strided_places
+from megarl.reshard.layout.engine_ranks import micro_dp_groups, place_engines_consecutively, place_engines_strided
 from megarl.reshard.layout.layout import extent, slices
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning import rounds
@@ -142,8 +142,8 @@ def mixed(tensor, sync):
 def arrangement(grid, gen_tp, nodes):
     """Return needs and groups: strided placement on one node, consecutive placement on several."""
     if len(set(nodes)) == 1:
-        return synthetic.needs(strided_places(grid, gen_tp=gen_tp), gen_tp), micro_dp_groups(grid, gen_tp=gen_tp)
-    return synthetic.needs(consecutive_places(grid.size, gen_tp=gen_tp), gen_tp), []
+        return synthetic.needs(place_engines_strided(grid, gen_tp=gen_tp)), micro_dp_groups(grid, gen_tp=gen_tp)
+    return synthetic.needs(place_engines_consecutively(grid.size // gen_tp, gen_tp=gen_tp)), []
 
 
 CASES = [
