@@ -19,12 +19,13 @@ Communicators are taken as connected. (One that its first group connects makes a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, count
 
-import numpy as np
-
-from megarl.reshard.layout.layout import Ints, count_up
+from megarl.reshard.analysis.sync_clock import RankGroup, run_groups
+from megarl.reshard.layout.relay_tree import Ranks
 from megarl.reshard.planning.rounds import Round, hops_of_step
 
 
@@ -98,107 +99,53 @@ def _messages(rounds: Sequence[Round], step: int) -> PostedGroup:
 def find_stalls(ranks: Sequence[Sequence[PostedGroup]]) -> list[Stall]:
     """Return the ranks that wait forever and what they wait for; empty if every group of every rank ends.
 
-    It takes the time of sorting the operations of all ranks. The order in which ranks run does not matter: a group that
-    ends in one order ends in every order.
+    The order in which ranks run does not matter: a group that ends in one order ends in every order.
 
     Args:
         ranks: by rank, the groups it posts, in order; each has operations.
     """
-    return _Operations(ranks).find_stalls()
+    first = list(accumulate(map(len, ranks), initial=0))
+    rank_of = [rank for rank, of_rank in enumerate(ranks) for _ in of_rank]
+    groups: list[RankGroup] = []
+    for rank in range(len(ranks)):
+        begin, end = first[rank : rank + 2]
+        groups += [RankGroup(waits=int(i > begin), then=[i + 1] if i + 1 < end else []) for i in range(begin, end)]
+    meetings = _find_meetings(ranks)
+    members, ends = list(meetings.values()), [ranks for _, _, ranks, _ in meetings]
+    for meeting, of_meeting in enumerate(members):
+        for number in of_meeting:
+            groups[number].exchanges.append(meeting)
+            groups[number].open += 1
+    assert all(group.open for group in groups), "a group without operations is not posted"
+    missing = list(map(len, ends))
+    run_groups(groups, members, missing, lambda *_: 0.0)
+    stalls = []
+    for rank, of_rank in enumerate(ranks):
+        place = next((i for i in range(len(of_rank)) if groups[first[rank] + i].open), None)
+        if place is not None:
+            peers: set[int] = set()
+            for meeting in filter(missing.__getitem__, groups[first[rank] + place].exchanges):
+                there = {rank_of[number] for number in members[meeting] if not groups[number].waits}
+                peers |= set(ends[meeting]) - there or {rank}  # the rank itself, if it sends to itself
+            stalls.append(Stall(rank, place, of_rank[place].step, tuple(sorted(peers))))
+    return stalls
 
 
-class _Operations:
-    """The operations of all ranks as flat arrays, and which of them meet: the two ends of a message, or an all-gather.
+def _find_meetings(ranks: Sequence[Sequence[PostedGroup]]) -> dict[tuple[Ranks, bool, Ranks, int], list[int]]:
+    """Return the messages and all-gathers of all ranks, each with the groups, counted over all ranks, that it is in.
 
-    N operations in G groups form M meetings.
+    A key is (communicator, whether it is an all-gather, ranks of its ends, n): the n-th operations of all ends meet.
     """
-
-    def __init__(self, ranks: Sequence[Sequence[PostedGroup]]) -> None:
-        self._groups = [group for groups in ranks for group in groups]
-        counts = [len(groups) for groups in ranks]
-        self._rank = np.repeat(np.arange(len(ranks)), counts)
-        """[G]"""
-        self._first = np.cumsum([0, *counts])
-        """[number of ranks + 1], the first group of each rank."""
-        keys = self._keys(len(ranks))
-        self._group, self._peer = keys[:, 0], keys[:, 1]
-        """[N], ascending; and the rank at the other end, -1 for an all-gather."""
-        self._start = np.searchsorted(self._group, np.arange(len(self._groups) + 1))
-        """[G + 1], the first operation of each group."""
-        assert (np.diff(self._start) > 0).all(), "a group without operations is not posted"
-        self._meeting, self._size = _match(keys[:, 2:])
-        """[N]; and [M], the number of operations that each meeting needs."""
-        self._by_meeting = np.argsort(self._meeting, kind="stable")
-        self._meeting_start = np.searchsorted(self._meeting[self._by_meeting], np.arange(len(self._size) + 1))
-
-    def _keys(self, world: int) -> Ints:
-        """Return [N, 7]: group, peer, then what `_match` takes."""
-        channels: dict[tuple[int, ...], int] = {}
-        rows: list[tuple[int, ...]] = []
-        for number, (rank, group) in enumerate(zip(self._rank.tolist(), self._groups, strict=True)):
-            channel = channels.setdefault(group.communicator, len(channels))
-            rows += [(number, to, channel, rank, to, 0, 2) for to in group.sends]
-            rows += [(number, source, channel, source, rank, 1, 2) for source in group.receives]
-            if group.all_gathers:
-                members = len(group.communicator) or world
-                rows += [(number, -1, channel, -1, -1, rank, members)] * group.all_gathers
-        return np.array(rows, np.int64).reshape(-1, 7)
-
-    def find_stalls(self) -> list[Stall]:
-        """Start groups in waves, each of the groups that can start once the previous wave's have ended."""
-        missing = self._size.copy()  # operations of a meeting that have not started
-        counts = np.diff(self._start)
-        unmet = counts.copy()  # operations of a group that have not met
-        current = self._first[:-1].copy()  # by rank, the group that it is in
-        started = current[current < self._first[1:]]
-        while len(started):
-            joined = self._meeting[count_up(self._start[started], counts[started])[1]]
-            np.subtract.at(missing, joined, 1)
-            met = np.unique(joined[missing[joined] == 0])
-            groups = self._group[self._by_meeting[count_up(self._meeting_start[met], self._size[met])[1]]]
-            np.subtract.at(unmet, groups, 1)
-            ended = np.unique(groups[unmet[groups] == 0])
-            current[self._rank[ended]] = ended + 1
-            started = ended[ended + 1 < self._first[self._rank[ended] + 1]] + 1
-        stalled = np.flatnonzero(current < self._first[1:])
-        return [self._stall(int(rank), current, missing) for rank in stalled]
-
-    def _stall(self, rank: int, current: Ints, missing: Ints) -> Stall:
-        number = int(current[rank])
-        operations = np.arange(*self._start[number : number + 2])
-        late = operations[missing[self._meeting[operations]] > 0]
-        peers = set(self._peer[late].tolist()) - {-1}
-        for operation in late[self._peer[late] < 0]:
-            meeting = self._meeting[operation]
-            ends = self._group[self._by_meeting[slice(*self._meeting_start[meeting : meeting + 2])]]
-            there = set(self._rank[ends[ends <= current[self._rank[ends]]]].tolist())
-            members = self._groups[number].communicator or range(len(current))
-            peers |= set(members) - there
-        return Stall(rank, number - int(self._first[rank]), self._groups[number].step, tuple(sorted(peers)))
-
-
-def _match(keys: Ints) -> tuple[Ints, Ints]:
-    """Return the meeting of each operation [N], and the number of operations that each meeting needs [M].
-
-    Args:
-        keys: [N, 5], in the order of posting on each rank: communicator, source, destination, a number that tells the
-            ends of an operation apart, and the number of ends. The n-th operations of all ends meet.
-    """
-    if not len(keys):
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    order = np.lexsort(keys[:, 3::-1].T)
-    is_new = _changes(keys[order, :4])
-    position = np.arange(len(keys))
-    nth = position - np.maximum.accumulate(np.where(is_new, position, 0))
-    columns = np.column_stack([keys[order, :3], nth])
-    again = np.lexsort(columns[:, ::-1].T)
-    is_new = _changes(columns[again])
-    meeting = np.empty(len(keys), np.int64)
-    meeting[order[again]] = np.cumsum(is_new) - 1
-    return meeting, keys[order[again][is_new], 4]
-
-
-def _changes(rows: Ints) -> Ints:
-    """Return bool [N]: whether each of the sorted rows differs from the row before."""
-    changes: Ints = np.r_[True, (rows[1:] != rows[:-1]).any(axis=1)]
-    return changes
+    everyone, numbers = tuple(range(len(ranks))), count()
+    found: dict[tuple[Ranks, bool, Ranks, int], list[int]] = {}
+    for rank, of_rank in enumerate(ranks):
+        posted = Counter[tuple[Ranks, str, Ranks]]()
+        for group, number in zip(of_rank, numbers, strict=False):
+            operations: list[tuple[str, Ranks]] = [("send", (rank, to)) for to in group.sends]
+            operations += [("receive", (source, rank)) for source in group.receives]
+            operations += [("all-gather", group.communicator or everyone)] * group.all_gathers
+            for kind, ends in operations:
+                posted[group.communicator, kind, ends] += 1
+                nth = posted[group.communicator, kind, ends]
+                found.setdefault((group.communicator, kind == "all-gather", ends, nth), []).append(number)
+    return found

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.reshard.layout.engine_ranks import ModelReplica
-from megarl.reshard.layout.layout import Ints
 from megarl.reshard.layout.topology import LinkRates, Topology
 from megarl.reshard.planning.plan import RankPlan
 
@@ -99,7 +98,7 @@ def _messages_to(plan: RankPlan, large_bytes: int) -> list[Exchange]:
     columns = np.column_stack([moves.round[rows], moves.hop[rows], moves.peer[rows]])
     found, number = np.unique(columns, axis=0, return_inverse=True)
     size, number = moves.num_bytes[rows], number.reshape(-1)
-    num_bytes = _sums(number, size, len(found))
+    num_bytes = np.bincount(number, size, len(found)).astype(np.int64)
     # each large box is a message of its own, small ones of a path are one together
     is_large = size >= large_bytes
     small = np.unique(np.column_stack([number, moves.path[rows]])[~is_large], axis=0)[:, 0]
@@ -110,20 +109,13 @@ def _messages_to(plan: RankPlan, large_bytes: int) -> list[Exchange]:
     ]
 
 
-def _sums(number: Ints, values: Ints, count: int) -> Ints:
-    sums = np.zeros(count, np.int64)
-    np.add.at(sums, number.reshape(-1), values)
-    return sums
-
-
 def _all_gathers(plan: RankPlan) -> list[Exchange]:
     """Return the all-gathers of the plan's group, one exchange for each round."""
-    rows = np.flatnonzero(plan.gathered)
-    rounds, number = np.unique(plan.receives.round[rows], return_inverse=True)
-    num_bytes = _sums(number, plan.receives.num_bytes[rows], len(rounds))
+    moves = plan.receives.take(np.flatnonzero(plan.gathered))
+    num_bytes = np.bincount(moves.round, moves.num_bytes)
     return [
-        Exchange((this, GATHERS), plan.group, _ring(plan.group, total // len(plan.group)))
-        for this, total in zip(rounds.tolist(), num_bytes.tolist(), strict=True)
+        Exchange((this, GATHERS), plan.group, _ring(plan.group, int(num_bytes[this]) // len(plan.group)))
+        for this in np.flatnonzero(num_bytes).tolist()
     ]
 
 
@@ -200,14 +192,14 @@ def _waits_of_phases(keys: Sequence[GroupKey]) -> list[list[int]]:
 
 
 @dataclass(slots=True)
-class _Group:
+class RankGroup:
     """A group of one rank during the simulation."""
 
     exchanges: list[int] = field(default_factory=list)
     open: int = 0
     """Number of its exchanges that have not ended."""
     waits: int = 0
-    """Number of groups that it still waits for."""
+    """Number of groups that it still waits for; it has started if there are none."""
     then: list[int] = field(default_factory=list)
     """Groups that wait for it."""
     start: float = 0.0
@@ -221,15 +213,15 @@ class _Links:
         self._nodes, self._nvlink = topology.nodes, 1 / rates.nvlink
         self._nic_of, self._seconds_per_byte = [0] * len(topology.nodes), list[float]()
         self.machine_of_nic: list[int] = []
-        self.machine_rates: dict[int, float] = {}
-        for node, ranks in topology.ranks_of.items():
+        self.machine_rates: list[float] = []
+        for ranks in topology.ranks_of.values():
             num_nics = rates.num_nics(len(ranks))
             used = min(num_nics, len(ranks))  # several NICs of one rank count as one of their joint rate
             for i, rank in enumerate(ranks):
                 self._nic_of[rank] = len(self.machine_of_nic) + i * used // len(ranks)
-            self.machine_of_nic += [node] * used
+            self.machine_of_nic += [len(self.machine_rates)] * used
             self._seconds_per_byte += [used / (rates.network * num_nics)] * used
-            self.machine_rates[node] = rates.network * num_nics
+            self.machine_rates.append(rates.network * num_nics)
         self._nvlink_free = [[0.0] * len(topology.nodes) for _ in range(2)]
         self._nic_free = [[0.0] * len(self.machine_of_nic) for _ in range(2)]
         self.nic_bytes = [[0] * len(self.machine_of_nic) for _ in range(2)]
@@ -259,7 +251,7 @@ def time_schedule(schedule: Schedule, topology: Topology, rates: LinkRates) -> S
     exchanges, group_of = schedule.exchanges, dict[tuple[int, GroupKey], int]()
     for rank, key in sorted({(rank, each.key) for each in exchanges for rank in each.ranks}):
         group_of[rank, key] = len(group_of)
-    groups = [_Group() for _ in group_of]
+    groups = [RankGroup() for _ in group_of]
     calls = [0] * len(topology.nodes)
     members: list[tuple[int, ...]] = []
     for number, each in enumerate(exchanges):
@@ -270,26 +262,26 @@ def time_schedule(schedule: Schedule, topology: Topology, rates: LinkRates) -> S
             calls[rank] += each.calls
     counts = _connect(schedule, group_of, groups, len(topology.nodes))
     links = _Links(topology, rates)
-    _run(exchanges, members, groups, links, rates.group_seconds)
+
+    def end_of(exchange: int, now: float) -> float:
+        return max([links.move(*edge, now) for edge in exchanges[exchange].edges], default=now) + rates.group_seconds
+
+    run_groups(groups, members, [len(of_exchange) for of_exchange in members], end_of)
+    assert not any(group.open for group in groups), f"{sum(group.open > 0 for group in groups)} groups never end"
     seconds = max((group.end for group in groups), default=0.0)
-    of_machine = dict.fromkeys(links.machine_rates, 0)
-    for of_nics in links.nic_bytes:
-        sums = dict.fromkeys(of_machine, 0)
-        for machine, num_bytes in zip(links.machine_of_nic, of_nics, strict=True):
-            sums[machine] += num_bytes
-        of_machine = {machine: max(total, sums[machine]) for machine, total in of_machine.items()}
-    shares = [total / (links.machine_rates[machine] * seconds) for machine, total in of_machine.items() if total]
+    of_machine = np.max([np.bincount(links.machine_of_nic, of_nics) for of_nics in links.nic_bytes], axis=0)
+    pairs = zip(of_machine.tolist(), links.machine_rates, strict=True)
     return SyncTiming(
         seconds_planned=seconds,
         busiest_nic_bytes=max(map(max, links.nic_bytes)),
-        nic_share=max(shares, default=None),
+        nic_share=max((total / (rate * seconds) for total, rate in pairs if total), default=None),
         groups=max(counts),
         p2p_calls=max(calls),
     )
 
 
 def _connect(
-    schedule: Schedule, group_of: dict[tuple[int, GroupKey], int], groups: Sequence[_Group], world: int
+    schedule: Schedule, group_of: dict[tuple[int, GroupKey], int], groups: Sequence[RankGroup], world: int
 ) -> list[int]:
     """Add what groups wait for; return the number of groups by rank."""
     keys_of: list[list[GroupKey]] = [[] for _ in range(world)]
@@ -304,33 +296,34 @@ def _connect(
     return [len(keys) for keys in keys_of]
 
 
-def _run(
-    exchanges: Sequence[Exchange],
-    members: Sequence[tuple[int, ...]],
-    groups: Sequence[_Group],
-    links: _Links,
-    group_seconds: float,
+def run_groups(
+    groups: Sequence[RankGroup],
+    members: Sequence[Sequence[int]],
+    missing: list[int],
+    end_of: Callable[[int, float], float],
 ) -> None:
-    """Start groups in the order of time until all have ended."""
-    missing = [len(of_exchange) for of_exchange in members]
+    """Start groups in the order of time until no more can start; those with `open` exchanges then never end.
+
+    Args:
+        members: by exchange, the groups that it is in.
+        missing: by exchange, the number of groups that have to start it, which is counted down to those that have not.
+        end_of: from an exchange and the time at which all of its groups have started, when it ends.
+    """
     started = [(0.0, number) for number, group in enumerate(groups) if not group.waits]
-    num_ended = 0
     while started:
         now, number = heapq.heappop(started)
         for each in groups[number].exchanges:
             missing[each] -= 1
             if missing[each]:
                 continue
-            end = max([links.move(*edge, now) for edge in exchanges[each].edges], default=now) + group_seconds
+            end = end_of(each, now)
             for member in members[each]:
                 group = groups[member]
                 group.open, group.end = group.open - 1, max(group.end, end)
                 if group.open:
                     continue
-                num_ended += 1
                 for after in group.then:
                     groups[after].waits -= 1
                     groups[after].start = max(groups[after].start, group.end)
                     if not groups[after].waits:
                         heapq.heappush(started, (groups[after].start, after))
-    assert num_ended == len(groups), f"{len(groups) - num_ended} groups never end"

@@ -13,7 +13,7 @@ from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import WeightSyncError
 from megarl.reshard.analysis.forecast import forecast
 from megarl.reshard.analysis.nccl_progress import PostedGroup, find_stalls
-from megarl.reshard.analysis.scenario import arrange, even_nodes
+from megarl.reshard.analysis.scenario import Arrangement, arrange, even_nodes
 from megarl.reshard.layout.engine_ranks import (
     micro_dp_groups,
     model_replicas,
@@ -244,7 +244,8 @@ def test_real_ranks_are_bitwise_exact_and_match_planned_counts(sizes, senders, t
     topology = even_nodes(grid.size, 1)
     case = scenario(1, 1, 1, 1, bucket_bytes=BUCKET_BYTES)
     case = replace(case, grid=grid, sources=sources, engine=engine, topology=topology)
-    planned = forecast(replace(arrange("gather_hf", case), senders=tuple(senders)), case).stats
+    needs = arrange("gather_hf", case).needs
+    planned = forecast(Arrangement(strategy="gather_hf", needs={rank: needs[rank] for rank in senders}), case).stats
     results = run_ranks(push_on_rank, grid.size, tmp_path, GatherHf, make_context(grid, senders))
     for rank, (wrong, all_stats) in enumerate(results):
         assert wrong == []
