@@ -43,7 +43,7 @@ from megarl.reshard.planning.plan_cache import cached_index
 from megarl.reshard.planning.rounds import Round
 from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.strategies.box_strategy import plan_boxes
-from megarl.reshard.strategies.gather_hf import TensorGather, plan_replica
+from megarl.reshard.strategies.gather_hf import collectives, plan_replica
 from megarl.reshard.transfer.executor import BufferSizes
 
 
@@ -225,7 +225,7 @@ def time_sync(arrangement: Arrangement, scenario: Scenario, rates: LinkRates) ->
     """Simulate the sync over links of these rates; see `sync_clock`."""
     if arrangement.strategy == "gather_hf":
         plan = plan_replica(0, sync_context(arrangement, scenario, 0), scenario.bucket_bytes)
-        schedule = gather_schedule(plan, model_replicas(scenario.grid), arrangement.senders)
+        schedule = gather_schedule(plan, model_replicas(scenario.grid), set(arrangement.senders))
     else:
         index = _index(arrangement, scenario)
         plans = (plan_rank(index, rank) for rank in range(len(scenario.sources)))
@@ -299,40 +299,21 @@ def _bytes_by_source(rounds: Sequence[Round], rank: int, group: Sequence[int]) -
 
 
 def _forecast_gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecast:
-    kinds, senders = model_replicas(scenario.grid), set(arrangement.senders)
+    replicas, senders = model_replicas(scenario.grid), set(arrangement.senders)
     # all replicas have the same plan, except for rank numbers
     plan = plan_replica(0, sync_context(arrangement, scenario, 0), scenario.bucket_bytes)
     buffers = 2 * max(mmap.PAGESIZE, *(bucket.num_bytes for bucket in plan))
     world = len(scenario.sources)
-    received, collectives = [0] * world, [0] * world
+    received, num_collectives = [0] * world, [0] * world
     kinds_of: list[set[int]] = [set() for _ in range(world)]
     between: dict[tuple[int, int], int] = defaultdict(int)
-    for kind, replicas in enumerate(kinds):
-        by_shard_group: dict[int, list[TensorGather]] = defaultdict(list)
-        for gather in (gather for bucket in plan for gather in bucket.gathers if gather.kind == kind):
-            by_shard_group[gather.shard_group].append(gather)
-        if not by_shard_group:
-            continue
-        num_gathers = sum(map(len, by_shard_group.values()))
-        group_bytes = {
-            shard_group: sum(gather.num_bytes for gather in gathers) for shard_group, gathers in by_shard_group.items()
-        }
-        part_sizes_of = {
-            shard_group: [g.part_bytes for g in gathers if g.is_gathered]
-            for shard_group, gathers in by_shard_group.items()
-        }
-        for replica in replicas:
-            if senders.isdisjoint(rank for shard_group in replica for rank in shard_group):
-                continue
-            for number, shard_group in enumerate(replica):
-                part_sizes = part_sizes_of.get(number, [])
-                _add_all_gather(shard_group, sum(part_sizes), between)
-                for index, source in enumerate(shard_group):
-                    kinds_of[source].add(kind)
-                    collectives[source] += len(part_sizes) + (num_gathers if len(replica) > 1 else 0)
-                    if number in group_bytes:
-                        for other in (other[index] for other in replica if other is not shard_group):
-                            between[source, other] += group_bytes[number]
+    for each in collectives([gather for bucket in plan for gather in bucket.gathers], replicas, senders):
+        for source, num_bytes in zip(each.ranks, each.bytes_from, strict=True):
+            kinds_of[source].add(each.kind)
+            num_collectives[source] += each.count
+            for other in each.ranks:
+                if num_bytes and other != source:
+                    between[source, other] += num_bytes
     packed = {of_rank: max(bucket.packed_bytes(of_rank) for bucket in plan) for of_rank in map(frozenset, kinds_of)}
     sent = [0] * world
     for (source, destination), num_bytes in between.items():
@@ -345,18 +326,11 @@ def _forecast_gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecas
             bytes_delivered=scenario.sources[0].tensors.num_bytes if rank in senders else 0,
             buckets=len(plan) if rank in senders else 0,
             peak_extra_bytes=packed[frozenset(kinds_of[rank])] + (buffers if rank in senders else 0),
-            collectives=collectives[rank],
+            collectives=num_collectives[rank],
         )
         for rank in range(world)
     ]
     return Forecast(stats=tuple(stats), bytes_between=dict(between))
-
-
-def _add_all_gather(ranks: Sequence[int], part_bytes: int, between: dict[tuple[int, int], int]) -> None:
-    for source in ranks:
-        for destination in ranks:
-            if part_bytes and source != destination:
-                between[source, destination] += part_bytes
 
 
 def redundant_bytes(arrangement: Arrangement, sources: Sequence[WeightLayout]) -> int:

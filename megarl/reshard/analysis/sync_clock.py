@@ -9,14 +9,14 @@ its rate; a message ends when both of its links have, and a group when all of it
     rank 2    | group 0: from 0 ........ | group 1: to 0 ................. | group 2 ...
 
 Links, each with a rate for sending and one for receiving: of each rank to the others of its node (NVLink), and the NICs
-of each node. An all-gather is a ring over its ranks in ascending order, a broadcast a chain from its root; both move
-their bytes over all of their links at once. Packing, copies and engines take no time here.
+of each node. All-gathers and broadcasts go around a ring of their ranks in ascending order, and move their bytes over
+all of its links at once. Packing, copies and engines take no time here.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -112,16 +112,18 @@ def _messages_to(plan: RankPlan, large_bytes: int) -> list[Exchange]:
 def _all_gathers(plan: RankPlan) -> list[Exchange]:
     """Return the all-gathers of the plan's group, one exchange for each round."""
     moves = plan.receives.take(np.flatnonzero(plan.gathered))
-    num_bytes = np.bincount(moves.round, moves.num_bytes)
+    num_bytes, size = np.bincount(moves.round, moves.num_bytes), len(plan.group)
     return [
-        Exchange((this, GATHERS), plan.group, _ring(plan.group, int(num_bytes[this]) // len(plan.group)))
+        Exchange((this, GATHERS), plan.group, _ring(plan.group, [int(num_bytes[this]) // size] * size))
         for this in np.flatnonzero(num_bytes).tolist()
     ]
 
 
-def _ring(ranks: Sequence[int], share: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the edges of an all-gather of a share of each rank."""
-    return tuple((rank, ranks[(i + 1) % len(ranks)], share * (len(ranks) - 1)) for i, rank in enumerate(ranks))
+def _ring(ranks: Sequence[int], bytes_from: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """Return the edges over which bytes of each rank reach all others: each passes on all but those of the next."""
+    total, after = sum(bytes_from), (*range(1, len(ranks)), 0)
+    edges = ((rank, ranks[i], total - bytes_from[i]) for rank, i in zip(ranks, after, strict=True))
+    return tuple(edge for edge in edges if edge[2])
 
 
 def _waits_of_boxes(keys: Sequence[GroupKey], num_hops: int) -> list[list[int]]:
@@ -146,40 +148,23 @@ def _waits_of_boxes(keys: Sequence[GroupKey], num_hops: int) -> list[list[int]]:
 
 
 def gather_schedule(
-    plan: Sequence[BucketPlan], model_replicas: Sequence[Sequence[ModelReplica]], senders: Sequence[int]
+    plan: Sequence[BucketPlan], model_replicas: Sequence[Sequence[ModelReplica]], senders: Collection[int]
 ) -> Schedule:
-    """Return what ranks exchange with `gather_hf`; replicas without a sender exchange nothing.
+    """Return what ranks exchange with `gather_hf`.
 
     Args:
         plan: of any replica, all have the same.
         model_replicas: see `SyncContext`.
     """
-    exchanges: list[Exchange] = []
-    for number, bucket in enumerate(plan):
-        for kind, replicas in enumerate(model_replicas):
-            gathers = [gather for gather in bucket.gathers if gather.kind == kind]
-            for replica in replicas if gathers else ():
-                if set(senders).isdisjoint(rank for shard_group in replica for rank in shard_group):
-                    continue
-                for at, shard_group in enumerate(replica):
-                    share = sum(g.part_bytes for g in gathers if g.is_gathered and g.shard_group == at)
-                    if share and len(shard_group) > 1:
-                        exchanges.append(Exchange((2 * number, kind), shard_group, _ring(shard_group, share)))
-                for column in zip(*replica, strict=True) if len(replica) > 1 else ():
-                    edges = [
-                        edge
-                        for root in range(len(column))
-                        for edge in _chain(
-                            (*column[root:], *column[:root]), sum(g.num_bytes for g in gathers if g.shard_group == root)
-                        )
-                    ]
-                    exchanges.append(Exchange((2 * number + 1, kind), column, tuple(edges)))
+    from megarl.reshard.strategies.gather_hf import collectives  # imports torch
+
+    exchanges = [
+        Exchange((2 * number + each.is_broadcast, each.kind), each.ranks, _ring(each.ranks, each.bytes_from))
+        for number, bucket in enumerate(plan)
+        for each in collectives(bucket.gathers, model_replicas, senders)
+        if each.count
+    ]
     return Schedule(exchanges, _waits_of_phases)
-
-
-def _chain(ranks: Sequence[int], num_bytes: int) -> list[tuple[int, int, int]]:
-    """Return the edges of a broadcast from the first rank."""
-    return [(a, b, num_bytes) for a, b in pairwise(ranks)] if num_bytes else []
 
 
 def _waits_of_phases(keys: Sequence[GroupKey]) -> list[list[int]]:

@@ -101,6 +101,44 @@ class BucketPlan:
         return sum(gather.aligned_bytes for gather in self.gathers if gather.kind in kinds)
 
 
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """All-gathers or broadcasts that some ranks start together."""
+
+    kind: int
+    is_broadcast: bool
+    ranks: tuple[int, ...]
+    bytes_from: tuple[int, ...]
+    """By rank, the bytes that each of the others receives from it."""
+    count: int
+
+
+def collectives(
+    gathers: Sequence[TensorGather], model_replicas: Sequence[Sequence[ModelReplica]], senders: Collection[int]
+) -> Iterator[Collectives]:
+    """Yield what ranks start to gather some tensors; replicas without a sender start nothing.
+
+    Args:
+        model_replicas: see `SyncContext`.
+    """
+    for kind, replicas in enumerate(model_replicas):
+        of_kind = [gather for gather in gathers if gather.kind == kind]
+        by_shard_group = [[each for each in of_kind if each.shard_group == i] for i in range(len(replicas[0]))]
+        shares = [[each.part_bytes for each in of_group if each.is_gathered] for of_group in by_shard_group]
+        full = tuple(sum(each.num_bytes for each in of_group) for of_group in by_shard_group)
+        for replica in replicas if of_kind else ():
+            if not _has_sender(replica, senders):
+                continue
+            for ranks, of_group in zip(replica, shares, strict=True):
+                yield Collectives(kind, False, ranks, (sum(of_group),) * len(ranks), len(of_group))
+            for ranks in zip(*replica, strict=True) if len(replica) > 1 else ():
+                yield Collectives(kind, True, ranks, full, len(of_kind))
+
+
+def _has_sender(replica: ModelReplica, senders: Collection[int]) -> bool:
+    return any(rank in senders for shard_group in replica for rank in shard_group)
+
+
 def plan_replica(rank: int, context: SyncContext, bucket_bytes: int) -> list[BucketPlan]:
     """Return the plan of the replicas that contain `rank`; raises as `plan_buckets`."""
     held = []
@@ -415,7 +453,7 @@ def _find_position(rank: int, replicas: Sequence[ModelReplica], senders: Sequenc
     number = next(i for i, shard_group in enumerate(replica) if rank in shard_group)
     within = make_group(rank, [shard_group for shard_groups in replicas for shard_group in shard_groups])
     across = make_group(rank, [column for shard_groups in replicas for column in zip(*shard_groups, strict=True)])
-    participates = any(sender in shard_group for shard_group in replica for sender in senders)
+    participates = _has_sender(replica, senders)
     return _ReplicaPosition(replica, number, replica[number].index(rank), participates, within, across)
 
 
