@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import numpy as np
 
 from megarl.model_files.header import itemsize
-from megarl.reshard.layout.layout import Box, Ints, PieceTable, WeightLayout, hash_rows, intersect, volume, widen
+from megarl.reshard.layout.layout import Box, Ints, PieceTable, WeightLayout, hash_rows, widen
 from megarl.reshard.layout.model_tensors import Names
 from megarl.reshard.layout.topology import LinkRates, Topology
 
@@ -70,22 +70,13 @@ def seconds_bound(sources: Layouts, needs: Mapping[int, WeightLayout], topology:
             missing = need_index.missing([sources[rank]], [needs[rank]]).elements
             on_node = missing - need_index.missing(held, [needs[rank]]).elements
             seconds.append(max(missing / link_rate, on_node / rates.nvlink))
-        leaving = _bytes_leaving(need_index, sources, needs, topology, node)
+        others = [rank for rank, at in enumerate(topology.nodes) if at != node]
+        leaving, held_by_others = 0, {id(sources[rank]) for rank in others}
+        if any(id(sources[rank]) not in held_by_others for rank in ranks):
+            of_others = [needs[rank] for rank in others if rank in needs]
+            leaving = need_index.missing([sources[rank] for rank in others], of_others).elements
         seconds.append(max(entering[node].elements, leaving) / (rates.network * rates.num_nics(len(ranks))))
     return max(seconds, default=0.0)
-
-
-def _bytes_leaving(
-    need_index: NeedIndex, sources: Layouts, needs: Mapping[int, WeightLayout], topology: Topology, node: int
-) -> int:
-    """Return the bytes, each element once, that other nodes need and only `node` holds."""
-    others = [rank for rank, at in enumerate(topology.nodes) if at != node]
-    held = {id(sources[rank]) for rank in others}
-    if all(id(source) in held for source in sources):
-        return 0
-    return need_index.missing(
-        [sources[rank] for rank in others], [needs[rank] for rank in others if rank in needs]
-    ).elements
 
 
 class NeedIndex:
@@ -215,39 +206,18 @@ def _distinct(layouts: Iterable[WeightLayout]) -> list[WeightLayout]:
 
 @lru_cache(maxsize=1 << 16)
 def _missing_elements(needed: tuple[Box, ...], held: tuple[Box, ...]) -> tuple[int, int]:
-    """Count elements in none of `held`: of the union of `needed`, and summed over the boxes of `needed`."""
-    missing = [part for box in needed for part in _difference([box], held)]
-    union = _disjoint(missing) if len(needed) > 1 else missing
-    return sum(map(volume, union)), sum(map(volume, missing))
+    """Count elements in none of `held`: of the union of `needed`, and summed over the boxes of `needed`.
 
-
-def _disjoint(boxes: Sequence[Box]) -> list[Box]:
-    """Return disjoint boxes that cover the same elements."""
-    out: list[Box] = []
-    for box in dict.fromkeys(boxes):
-        out.extend(_difference([box], out))
-    return out
-
-
-def _difference(boxes: Sequence[Box], taken: Sequence[Box]) -> list[Box]:
-    """Return the parts of `boxes` that are in none of `taken`."""
-    rest = list(boxes)
-    for hole in dict.fromkeys(taken):
-        rest = [part for box in rest for part in subtract(box, hole)]
-    return rest
-
-
-def subtract(box: Box, hole: Box) -> list[Box]:
-    """Return `box` without `hole`, as disjoint boxes."""
-    common = intersect(box, hole)
-    if common is None:
-        return [box]
-    parts: list[Box] = []
-    rest = list(box)
-    for dim, ((start, stop), (lo, hi)) in enumerate(zip(box, common, strict=True)):
-        if start < lo:
-            parts.append((*rest[:dim], (start, lo), *rest[dim + 1 :]))
-        if hi < stop:
-            parts.append((*rest[:dim], (hi, stop), *rest[dim + 1 :]))
-        rest[dim] = (lo, hi)
-    return parts
+    On the grid that the edges of all boxes span, each cell of which is all in a box or not at all.
+    """
+    boxes = np.array([*needed, *held])
+    edges = [np.unique(ends) for ends in boxes.transpose(1, 0, 2)]
+    cells = [tuple(slice(*np.searchsorted(*pair)) for pair in zip(edges, box, strict=True)) for box in boxes]
+    size = reduce(np.multiply.outer, map(np.diff, edges))
+    for of_box in cells[len(needed) :]:
+        size[of_box] = 0
+    is_needed, in_boxes = np.zeros(size.shape, bool), 0
+    for of_box in cells[: len(needed)]:
+        is_needed[of_box] = True
+        in_boxes += int(size[of_box].sum())
+    return int(size[is_needed].sum()), in_boxes

@@ -3,13 +3,14 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
 from megarl.reshard.layout.topology import LinkRates, Topology
-from megarl.reshard.planning.lower_bounds import seconds_bound
+from megarl.reshard.planning.lower_bounds import NeedIndex, seconds_bound
 from tests.reshard import synthetic
 from tests.reshard.planning.test_plan import BYTES, worlds
 
@@ -102,6 +103,29 @@ def test_one_machine_is_bound_by_nvlink():
     needs = dict.fromkeys(range(4), case.engine[0])
     bound = seconds_bound(case.sources, needs, case.topology, LinkRates(network=1.0, nvlink=10.0))
     assert bound == synthetic.MODEL_BYTES * 0.75 / 10
+
+
+def boxes_layout(*boxes):
+    locals_ = [tuple((0, stop - start) for start, stop in box) for box in boxes]
+    pieces = [ShardPiece("t", box, f"t{i}", local) for i, (box, local) in enumerate(zip(boxes, locals_, strict=True))]
+    return WeightLayout({"t": TensorSpec((6, 9, 10), "float32")}, tuple(pieces))
+
+
+def test_missing_bytes_of_boxes_that_overlap_in_part():
+    boxes, holes = (
+        [((0, 5), (2, 7), (1, 3)), ((2, 6), (0, 9), (2, 4))],
+        [((1, 3), (0, 4), (2, 9)), ((5, 6), (1, 2), (0, 9))],
+    )
+    need, held = boxes_layout(*boxes), boxes_layout(*holes)
+    found = NeedIndex([need]).missing([held], [need])
+    masks = []
+    for box in boxes:
+        masks.append(np.zeros((6, 9, 10), bool))
+        masks[-1][slices(box)] = True
+        for hole in holes:
+            masks[-1][slices(hole)] = False
+    assert found.boxes == 4 * sum(mask.sum() for mask in masks)
+    assert found.elements == 4 * (masks[0] | masks[1]).sum() < found.boxes
 
 
 def test_bound_needs_no_torch():

@@ -14,10 +14,10 @@ from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.reshard.analysis.nccl_progress import find_stalls, posted_groups
 from megarl.reshard.layout.engine_ranks import micro_dp_groups, place_engines_consecutively, place_engines_strided
-from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices, volume
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
 from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds, subtract
+from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds
 from megarl.reshard.planning.plan import plan_rank
 from megarl.reshard.planning.plan_cache import cached_index, clear_plan_cache
 from megarl.reshard.planning.rounds import ALIGNMENT, build_rounds
@@ -294,15 +294,3 @@ def test_large_contiguous_boxes_are_not_packed():
     hops = [this.hops[0] for of_rank in rounds for this in of_rank]
     assert {send.staging_offset for hop in hops for send in hop.sends} == {None}
     assert {hop.staging_bytes for hop in hops} == {0}
-
-
-def test_subtract_is_exact():
-    box, hole = ((0, 5), (2, 7), (1, 3)), ((1, 3), (0, 4), (2, 9))
-    marks = np.zeros((6, 8, 4), int)
-    for part in subtract(box, hole):
-        marks[slices(part)] += 1
-    want = np.zeros_like(marks)
-    want[slices(box)] = 1
-    want[slices(hole)] = 0
-    assert (marks == want).all()
-    assert sum(map(volume, subtract(box, hole))) == want.sum()
