@@ -36,7 +36,7 @@ from benchmarks.reshard.contender import (
     TransportName,
 )
 from benchmarks.reshard.full_gather import FULL_GATHERS
-from benchmarks.reshard.measure import WARM_UP_SYNCS, measure
+from benchmarks.reshard.measure import WARM_UP_SYNCS, MeasuredReport, measure
 from benchmarks.reshard.megatron_limits import megatron_grids, require_megatron_core_support
 from benchmarks.reshard.show import MEGATRON_CORE, NCCL_M2N, LeftOut, plot, print_table
 from benchmarks.reshard.slowed_links import shared_links
@@ -52,7 +52,6 @@ from megarl.megatron.families.load_architecture import load_architecture_and_dty
 from megarl.megatron.runtime import platform
 from megarl.reshard.analysis.forecast import time_sync
 from megarl.reshard.analysis.scenario import Scenario, even_nodes
-from megarl.reshard.analysis.sync_report import SyncReport
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import LinkRates
 from megarl.reshard.planning.lower_bounds import seconds_bound
@@ -99,7 +98,7 @@ def main() -> int:
     store, rank, size = next(rendezvous("env://"))
     use_network_to_master(store, rank, size)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=size)
-    reports: Sequence[SyncReport] | Sequence[TwinReport]
+    reports: Sequence[MeasuredReport] | Sequence[TwinReport]
     try:
         reports = _run(args) if _rates(args) is None else _run_slowed(args)
     except MegarlError as error:
@@ -213,7 +212,7 @@ def _measure_slowed(name: str, scenario: Scenario, rates: LinkRates, args: argpa
     )
 
 
-def _run(args: argparse.Namespace) -> list[SyncReport]:
+def _run(args: argparse.Namespace) -> list[MeasuredReport]:
     _require_valid(args)
     requested = CONTENDERS if args.strategies == ["all"] else args.strategies
     names = [name for name in CONTENDERS if name in requested and name not in args.skip]
@@ -231,7 +230,7 @@ def _run(args: argparse.Namespace) -> list[SyncReport]:
 
 def _run_layout(
     args: argparse.Namespace, names: Sequence[str], model: ModelArchitecture, scenario: Scenario
-) -> list[SyncReport]:
+) -> list[MeasuredReport]:
     _require_world(scenario)
     reports = []
     for name in names:

@@ -25,13 +25,13 @@ from benchmarks.reshard.full_gather import FULL_GATHERS, FullGather, FullGatherS
 from benchmarks.reshard.nccl_order import NcclOrderTransport
 from benchmarks.reshard.slowed_links import SlowedLinks, SlowedTransport
 from megarl.reshard.analysis.forecast import forecast
-from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, build_strategy, sync_context
+from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, sync_context
 from megarl.reshard.analysis.sync_report import time_planning
 from megarl.reshard.layout.engine_ranks import needs_by_rank, place_engines_consecutively
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, Strategy, SyncStats
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.strategies.gather_hf import GatherHf
-from megarl.reshard.transfer.bucket import Parameters, PrivateBuffer
+from megarl.reshard.transfer.bucket import Parameters, PrivateBuffer, make_buffer
 
 HandOver = Literal["direct", "shared-memory"]
 """Location of the engine's parameters: in the rank's own process, or in another process behind shared memory."""
@@ -132,18 +132,16 @@ class MegarlContender:
     def _build(
         self, scenario: Scenario, transport: TransportName, links: SlowedLinks | None, full_gather: FullGather | None
     ) -> Strategy:
-        if self.arrangement.strategy == "gather_hf" and self.hand_over == "direct":
-            context = sync_context(self.arrangement, scenario, self._rank)
-            return GatherHf(context, scenario.bucket_bytes, make_buffer=PrivateBuffer)
+        context, bucket_bytes = sync_context(self.arrangement, scenario, self._rank), scenario.bucket_bytes
+        if self.arrangement.strategy == "gather_hf":
+            make_memory = PrivateBuffer if self.hand_over == "direct" else make_buffer
+            return GatherHf(context, bucket_bytes, make_buffer=make_memory)
         if links is not None:
-            slowed = partial(SlowedTransport, links)
-            return build_strategy(
-                self.arrangement, scenario, self._rank, timeout_seconds=SLOWED_TIMEOUT_SECONDS, make_transport=slowed
-            )
+            return BoxStrategy(context, bucket_bytes, SLOWED_TIMEOUT_SECONDS, partial(SlowedTransport, links))
         timeout, make = (TIMEOUT_SECONDS, NcclOrderTransport) if transport == "nccl-order" else (None, None)
         if full_gather is not None:
             return FullGatherStrategy(full_gather, self._rank, timeout_seconds=timeout, make_transport=make)
-        return build_strategy(self.arrangement, scenario, self._rank, timeout_seconds=timeout, make_transport=make)
+        return BoxStrategy(context, bucket_bytes, timeout, make)
 
     def fill(self, sync: int) -> None:
         """Fill the source with the weights of sync `sync`, and the destination with NaN if it is sent all of them."""

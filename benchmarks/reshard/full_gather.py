@@ -17,13 +17,13 @@ from torch import Tensor
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.forecast import Forecast, forecast
-from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, build_strategy, sync_context
+from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, sync_context
 from megarl.reshard.layout.engine_ranks import model_replicas
 from megarl.reshard.layout.layout import Box, ShardPiece, WeightLayout
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import RoundPlan
 from megarl.reshard.planning.strategy import Sinks, SyncStats
-from megarl.reshard.strategies.box_strategy import plan_boxes
+from megarl.reshard.strategies.box_strategy import BoxStrategy, plan_boxes
 from megarl.reshard.transfer.bucket import Parameters, PrivateBuffer, SyncMemory, lay_out, slot_view, torch_dtype
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.process_groups import TransportMaker
@@ -82,11 +82,10 @@ class FullGatherStrategy:
         timeout_seconds: float | None = None,
         make_transport: TransportMaker | None = None,
     ) -> None:
-        """Plan and connect; collective over all ranks. The last two are as for `build_strategy`."""
+        """Plan and connect; collective over all ranks. The last two are as for `BoxStrategy`."""
         self._case, need = case, case.arrangement.needs.get(rank)
-        self._gather = build_strategy(
-            case.gather, case.gather_scenario, rank, timeout_seconds=timeout_seconds, make_transport=make_transport
-        )
+        context = sync_context(case.gather, case.gather_scenario, rank)
+        self._gather = BoxStrategy(context, case.gather_scenario.bucket_bytes, timeout_seconds, make_transport)
         self._model_memory, self._bucket_memory = SyncMemory(), SyncMemory()
         self._copy: RoundPlan | None = None
         if need is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,34 @@ from benchmarks.reshard.contender import Contender
 from megarl.megatron.runtime import platform
 from megarl.reshard.analysis.forecast import Forecast
 from megarl.reshard.analysis.scenario import Scenario
-from megarl.reshard.analysis.sync_report import SyncReport, planned_report
+from megarl.reshard.analysis.sync_report import SyncReport, make_report
 from megarl.reshard.planning.strategy import SyncStats
 
 WARM_UP_SYNCS = 1
 """Syncs that are verified and not timed: the first one connects ranks and maps memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredReport(SyncReport):
+    """Results of one contender on one scenario; one JSON object of the benchmark."""
+
+    hand_over: str
+    """Where the engines' parameters are, `direct` or `shared-memory`."""
+    sync_seconds_p50: float
+    sync_seconds_min: float
+    sync_seconds_max: float
+    cpu_seconds_p50: float
+    """CPU time of all ranks together in one sync: it depends less than the others on what else the cores do."""
+    mismatched_bytes: int
+    trained_layers: int | None = None
+    """Number of layers that change between syncs, of which only what has changed is sent; None: all weights are sent,
+    and there are none of the fields below."""
+    bytes_unchanged: int | None = None
+    """Bytes that a sync of all weights would have received in addition, over all ranks."""
+    count_bytes: int | None = None
+    """Bytes of `bytes_total` that tell how many weights have changed."""
+    changed_share: float | None = None
+    """Share of the elements of boxes that have changed, over all ranks that send or copy them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +56,7 @@ class _Measured:
     mismatched_bytes: int
 
 
-def measure(contender: Contender, scenario: Scenario, syncs: int) -> SyncReport:
+def measure(contender: Contender, scenario: Scenario, syncs: int) -> MeasuredReport:
     """Run a warm-up and `syncs` timed syncs, with new weights for each, and return the same report on every rank.
 
     Raises:
@@ -72,7 +95,7 @@ def _clock_of_all_ranks() -> float:
     return time.perf_counter()
 
 
-def _report(contender: Contender, scenario: Scenario, ranks: list[_Measured]) -> SyncReport:
+def _report(contender: Contender, scenario: Scenario, ranks: list[_Measured]) -> MeasuredReport:
     counted = Forecast(
         stats=tuple(of_rank.stats for of_rank in ranks),
         bytes_between={
@@ -84,9 +107,10 @@ def _report(contender: Contender, scenario: Scenario, ranks: list[_Measured]) ->
     cold, cached = (max(of_rank.plan_seconds[i] for of_rank in ranks) for i in range(2))
     slowest = [max(times) for times in zip(*(of_rank.seconds for of_rank in ranks), strict=True)]
     cpu = [sum(times) for times in zip(*(of_rank.cpu_seconds for of_rank in ranks), strict=True)]
-    report = replace(
-        planned_report(contender.arrangement, scenario, counted, (cold, cached)),
-        strategy=contender.name,
+    traffic = counted.traffic(scenario.topology)
+    planned = make_report(contender.arrangement, scenario, traffic, counted.stats, (cold, cached))
+    report = MeasuredReport(
+        **asdict(replace(planned, strategy=contender.name)),
         hand_over=contender.hand_over,
         sync_seconds_p50=statistics.median(slowest),
         sync_seconds_min=min(slowest),
@@ -97,7 +121,7 @@ def _report(contender: Contender, scenario: Scenario, ranks: list[_Measured]) ->
     return report if contender.trained_layers is None else _with_delta(report, contender.trained_layers, counted.stats)
 
 
-def _with_delta(report: SyncReport, trained_layers: int, stats: Sequence[SyncStats]) -> SyncReport:
+def _with_delta(report: MeasuredReport, trained_layers: int, stats: Sequence[SyncStats]) -> MeasuredReport:
     """Return the report of syncs that send what has changed; what depends on the whole plan is left out."""
     received = [of_rank.bytes_received for of_rank in stats]
     return replace(

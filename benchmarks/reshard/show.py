@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.reshard.measure import MeasuredReport
 from benchmarks.text_table import markdown_rows, print_rows
-from megarl.reshard.analysis.sync_report import SyncReport
 
 NUM_TEXT_COLUMNS = 2
 """Number of leading columns that hold text."""
@@ -66,7 +66,7 @@ def left_out_rows(left_out: Sequence[LeftOut]) -> list[list[str]]:
     return [[each.strategy, _layout(each), each.left_out, *[""] * (len(COLUMNS) - 3)] for each in left_out]
 
 
-def rows(reports: Sequence[SyncReport]) -> list[list[str]]:
+def rows(reports: Sequence[MeasuredReport]) -> list[list[str]]:
     """Return table rows under `COLUMNS`; MB are 10**6 bytes, `x` is a baseline's median time over the strategy's."""
     return [
         [
@@ -89,12 +89,12 @@ def rows(reports: Sequence[SyncReport]) -> list[list[str]]:
     ]
 
 
-def summary_rows(reports: Sequence[SyncReport]) -> list[list[str]]:
+def summary_rows(reports: Sequence[MeasuredReport]) -> list[list[str]]:
     """Return table rows under `SUMMARY`, one per layout: the faster of `OURS` against `BASELINES`."""
-    fastest: dict[str, SyncReport] = {}
+    fastest: dict[str, MeasuredReport] = {}
     for r in reports:
         best = fastest.get(_layout(r))
-        if r.strategy in OURS and (best is None or (r.sync_seconds_p50 or 0) < (best.sync_seconds_p50 or 0)):
+        if r.strategy in OURS and (best is None or r.sync_seconds_p50 < best.sync_seconds_p50):
             fastest[_layout(r)] = r
     out = []
     for layout, r in fastest.items():
@@ -106,7 +106,7 @@ def summary_rows(reports: Sequence[SyncReport]) -> list[list[str]]:
     return out
 
 
-def print_table(reports: Sequence[SyncReport]) -> None:
+def print_table(reports: Sequence[MeasuredReport]) -> None:
     """Print the reports as a table to stdout."""
     print_rows(COLUMNS, rows(reports), NUM_TEXT_COLUMNS)
 
@@ -116,7 +116,7 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return markdown_rows(columns, rows, NUM_TEXT_COLUMNS)
 
 
-def plot(reports: Sequence[SyncReport], file: Path) -> None:
+def plot(reports: Sequence[MeasuredReport], file: Path) -> None:
     """Write a bar chart of bytes into one rank, time and peak memory, by strategy, to `file`."""
     import matplotlib as mpl
 
@@ -137,14 +137,14 @@ def plot(reports: Sequence[SyncReport], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-def _layout(report: SyncReport | LeftOut) -> str:
+def _layout(report: MeasuredReport | LeftOut) -> str:
     return f"{report.train} -> {report.gen}"
 
 
-def _seconds(report: SyncReport) -> tuple[str, str]:
+def _seconds(report: MeasuredReport) -> tuple[str, str]:
     """Return the median time of a sync, and its spread."""
     median, low, high = report.sync_seconds_p50, report.sync_seconds_min, report.sync_seconds_max
-    return f"{median or 0:.3f}", f"{low or 0:.3f}..{high or 0:.3f}"
+    return f"{median:.3f}", f"{low:.3f}..{high:.3f}"
 
 
 def _mb(num_bytes: int | None) -> str:
@@ -152,12 +152,12 @@ def _mb(num_bytes: int | None) -> str:
     return f"{num_bytes / 1e6:.1f}"
 
 
-def _find(strategy: str, like: SyncReport, reports: Sequence[SyncReport]) -> SyncReport | None:
+def _find(strategy: str, like: MeasuredReport, reports: Sequence[MeasuredReport]) -> MeasuredReport | None:
     """Return the report of `strategy` on the layout of report `like`, or None."""
     return next((r for r in reports if r.strategy == strategy and _layout(r) == _layout(like)), None)
 
 
-def _speedup(report: SyncReport, baseline: SyncReport | None) -> str:
+def _speedup(report: MeasuredReport, baseline: MeasuredReport | None) -> str:
     if not baseline or not baseline.sync_seconds_p50 or not report.sync_seconds_p50:
         return ""
     return f"{baseline.sync_seconds_p50 / report.sync_seconds_p50:.2f}"

@@ -18,8 +18,8 @@ from typing import get_args
 import psutil
 
 from benchmarks.reshard.contender import HandOver
+from benchmarks.reshard.measure import MeasuredReport
 from benchmarks.reshard.show import COLUMNS, SUMMARY, LeftOut, left_out_rows, markdown, print_table, rows, summary_rows
-from megarl.reshard.analysis.sync_report import SyncReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Page:
     """Results with one hand-over."""
 
     hand_over: str
-    reports: list[SyncReport] = field(default_factory=list)
+    reports: list[MeasuredReport] = field(default_factory=list)
     details: list[str] = field(default_factory=list)
     """The commands that were run, each with its table, as Markdown."""
 
@@ -120,7 +120,7 @@ def main(file: Path) -> None:
     print(f"written to {file}")
 
 
-def _measure(arguments: list[str]) -> tuple[list[SyncReport], list[LeftOut]]:
+def _measure(arguments: list[str]) -> tuple[list[MeasuredReport], list[LeftOut]]:
     torchrun = Path(sys.executable).with_name("torchrun")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -132,7 +132,7 @@ def _measure(arguments: list[str]) -> tuple[list[SyncReport], list[LeftOut]]:
         check=True,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    reports = [SyncReport(**line) for line in lines if "left_out" not in line]
+    reports = [MeasuredReport(**line) for line in lines if "left_out" not in line]
     return reports, [LeftOut(**line) for line in lines if "left_out" in line]
 
 

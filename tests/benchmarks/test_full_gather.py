@@ -36,7 +36,7 @@ def test_peak_memory_includes_the_full_model(name):
 def test_bytes_between_nodes():
     """Two nodes with a training replica each: with ds_chat, half of the model is owned by the other node."""
     case = scenario(1, 4, 2, 2, nodes=2)
-    into = {name: FullGather(name, case).forecast().bytes_into_nodes(case.topology) for name in FULL_GATHERS}
+    into = {name: FullGather(name, case).forecast().traffic(case.topology).into_nodes for name in FULL_GATHERS}
     assert into == {"ds_chat": dict.fromkeys((0, 1), 4 * MODEL_BYTES / 2), "hybridflow_v": {0: 0, 1: 0}}
 
 

@@ -16,6 +16,7 @@ from benchmarks.reshard import __main__ as benchmark
 from benchmarks.reshard import clock, scale
 from benchmarks.reshard.__main__ import CONTENDERS
 from benchmarks.reshard.content import Shard, content
+from benchmarks.reshard.measure import MeasuredReport
 from benchmarks.reshard.megatron_limits import megatron_grids, require_megatron_core_support
 from benchmarks.reshard.published import QWEN3_8B
 from benchmarks.reshard.show import COLUMNS, rows, summary_rows
@@ -23,13 +24,15 @@ from benchmarks.reshard.synthetic import engine_layouts, synthetic_model
 from megarl.cli.tools.reshard_explain import make_scenario
 from megarl.errors import ConfigError
 from megarl.reshard.analysis.scenario import STRATEGIES
-from megarl.reshard.analysis.sync_report import RUN_ONLY_FIELDS, SyncReport, explain
+from megarl.reshard.analysis.sync_report import explain
 from megarl.reshard.layout.topology import LinkRates
 from megarl.reshard.planning import rounds as round_planning
 from tests.megatron.ranks import run_ranks
-from tests.reshard.analysis.test_sync_report import FIELDS
+from tests.reshard.analysis.test_sync_report import PLANNED_FIELDS
 from tests.reshard.synthetic import scenario
 
+FIELDS = f"""{PLANNED_FIELDS} hand_over sync_seconds_p50 sync_seconds_min sync_seconds_max cpu_seconds_p50
+mismatched_bytes trained_layers bytes_unchanged count_bytes changed_share""".split()
 MODEL = synthetic_model(1)
 DENSE = "--model=synthetic:1 --train=tp=4 --gen=tp=2"
 MOE = "--model=synthetic-moe:4 --train=tp=2,dp=2,ep=4,etp=1 --gen=tp=2 --skip ds_chat hybridflow_v"
@@ -67,12 +70,12 @@ def test_all_bytes_match_and_traffic_is_that_of_the_plan(arguments, tmp_path):
     sizes = {"train": "tp=4", "gen": "tp=2", "nodes": 2, "bucket_bytes": 2**18}
     case = make_scenario("synthetic:1", MODEL, "bfloat16", engine=partial(engine_layouts, MODEL), **sizes)
     for name, report in reports.items():
-        assert list(report) == FIELDS.split()
+        assert list(report) == FIELDS
         assert report["mismatched_bytes"] == 0
         assert 0 < report["sync_seconds_min"] <= report["sync_seconds_p50"] <= report["sync_seconds_max"]
         if name in STRATEGIES and "--nodes=2" in arguments:
             planned = explain(name, case).as_json()
-            counted = {field for field in report if "seconds" not in field} - set(RUN_ONLY_FIELDS)
+            counted = {field for field in PLANNED_FIELDS.split() if "seconds" not in field}
             assert {n: report[n] for n in counted} == {n: planned[n] for n in counted}
         if "--delta" in arguments:  # two of 8 layers
             whole = report["bytes_total"] - report["count_bytes"] + report["bytes_unchanged"]
@@ -135,9 +138,9 @@ def test_layouts_that_megatron_core_does_not_support_are_refused(model, layout, 
 
 def test_tables_compare_with_the_baselines_of_the_same_layout():
     def report(strategy, median, gen="1-2"):
-        sizes = dict.fromkeys(FIELDS.split(), 0) | {"train": "1-4-2", "gen": gen, "strategy": strategy}
+        sizes = dict.fromkeys(FIELDS, 0) | {"train": "1-4-2", "gen": gen, "strategy": strategy}
         seconds = {"sync_seconds_p50": median, "sync_seconds_min": median / 2, "sync_seconds_max": median * 2}
-        return SyncReport(**{**sizes, **seconds, "bytes_in_max": median * 10**6})  # type: ignore[arg-type]
+        return MeasuredReport(**{**sizes, **seconds, "bytes_in_max": median * 10**6})  # type: ignore[arg-type]
 
     reports = [report("gather_hf", 8), report("micro_dp", 2), report("exact", 4), report("exact", 1, "1-4")]
     assert [row[COLUMNS.index("x gather_hf")] for row in rows(reports)] == ["1.00", "4.00", "2.00", ""]

@@ -200,18 +200,13 @@ class Forecast:
     """Ranks that would wait forever under NCCL's rules; with `gather_hf` none, because all ranks of a replica call the
     same collectives in the same order, bucket by bucket."""
 
-    def bytes_into_nodes(self, topology: Topology) -> dict[int, int]:
-        """Return, by node, the bytes that its ranks receive from other nodes."""
-        received = dict.fromkeys(topology.nodes, 0)
-        for (source, destination), num_bytes in self.bytes_between.items():
-            if not topology.same_node(source, destination):
-                received[topology.nodes[destination]] += num_bytes
-        return received
-
     def traffic(self, topology: Topology) -> Traffic:
         """Return the bytes received by ranks and nodes."""
-        received = tuple(of_rank.bytes_received for of_rank in self.stats)
-        return Traffic(into_ranks=received, into_nodes=self.bytes_into_nodes(topology))
+        into_nodes = dict.fromkeys(topology.nodes, 0)
+        for (source, destination), num_bytes in self.bytes_between.items():
+            if not topology.same_node(source, destination):
+                into_nodes[topology.nodes[destination]] += num_bytes
+        return Traffic(into_ranks=tuple(of_rank.bytes_received for of_rank in self.stats), into_nodes=into_nodes)
 
 
 def can_plan_all(arrangement: Arrangement, scenario: Scenario) -> bool:
@@ -227,13 +222,14 @@ def time_sync(arrangement: Arrangement, scenario: Scenario, rates: LinkRates) ->
         plan = plan_replica(0, sync_context(arrangement, scenario, 0), scenario.bucket_bytes)
         schedule = gather_schedule(plan, model_replicas(scenario.grid), set(arrangement.senders))
     else:
-        index = _index(arrangement, scenario)
+        index = sync_index(arrangement, scenario)
         plans = (plan_rank(index, rank) for rank in range(len(scenario.sources)))
         schedule = box_schedule(plans, index.large_bytes)
     return time_schedule(schedule, scenario.topology, rates)
 
 
-def _index(arrangement: Arrangement, scenario: Scenario) -> SyncIndex:
+def sync_index(arrangement: Arrangement, scenario: Scenario) -> SyncIndex:
+    """Return the tables that ranks plan from, with any strategy other than `gather_hf`."""
     return cached_index(
         scenario.sources, arrangement.needs, scenario.topology, scenario.bucket_bytes, groups=arrangement.groups
     )
@@ -252,14 +248,6 @@ def forecast(arrangement: Arrangement, scenario: Scenario) -> Forecast:
         for source, num_bytes in _bytes_by_source(rounds, rank, group).items():
             between[source, rank] = num_bytes
     return Forecast(stats=tuple(stats), bytes_between=between, stalls=tuple(find_stalls(posted)))
-
-
-def sampled_disagreements(arrangement: Arrangement, scenario: Scenario) -> list[str] | None:
-    """Return how the plans of some ranks disagree, which decides about progress at any scale; see above.
-
-    Returns None if even those are too many to plan. For any strategy other than `gather_hf`.
-    """
-    return find_unmatched_routes(_index(arrangement, scenario))
 
 
 def forecast_rank(arrangement: Arrangement, scenario: Scenario, rank: int) -> SyncStats:

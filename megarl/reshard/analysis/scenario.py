@@ -18,10 +18,7 @@ from megarl.reshard.layout.engine_ranks import (
 )
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning.strategy import Strategy, SyncContext
-from megarl.reshard.strategies.box_strategy import BoxStrategy, plan_boxes
-from megarl.reshard.strategies.gather_hf import GatherHf, plan_replica
-from megarl.reshard.transfer.process_groups import TransportMaker
+from megarl.reshard.planning.strategy import SyncContext
 
 STRATEGIES = ("gather_hf", "micro_dp", "exact")
 """Names of all strategies, in the order in which reports list them."""
@@ -124,33 +121,3 @@ def sync_context(arrangement: Arrangement, scenario: Scenario, rank: int) -> Syn
         groups=arrangement.groups,
         model_replicas=model_replicas(scenario.grid),
     )
-
-
-def plan_strategy(arrangement: Arrangement, scenario: Scenario, rank: int) -> None:
-    """Plan as the strategy does on one rank, without creating process groups or buckets."""
-    context = sync_context(arrangement, scenario, rank)
-    if arrangement.strategy == "gather_hf":
-        plan_replica(rank, context, scenario.bucket_bytes)
-    else:
-        plan_boxes(context, scenario.bucket_bytes)
-
-
-def build_strategy(
-    arrangement: Arrangement,
-    scenario: Scenario,
-    rank: int,
-    *,
-    timeout_seconds: float | None = None,
-    make_transport: TransportMaker | None = None,
-) -> Strategy:
-    """Create the strategy on one rank; collective over all ranks.
-
-    Args:
-        timeout_seconds: timeout of a push over a process group of its own; None: use torch's default group. Unused by
-            `gather_hf`, which sends no messages.
-        make_transport: as for `make_sync_transport`, if there is a timeout.
-    """
-    context = sync_context(arrangement, scenario, rank)
-    if arrangement.strategy == "gather_hf":
-        return GatherHf(context, scenario.bucket_bytes)
-    return BoxStrategy(context, scenario.bucket_bytes, timeout_seconds, make_transport)

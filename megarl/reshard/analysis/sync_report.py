@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from megarl.reshard.analysis.forecast import (
-    Forecast,
     Traffic,
     can_plan_all,
     compute_traffic,
+    find_unmatched_routes,
     forecast,
     forecast_rank,
     redundant_bytes,
-    sampled_disagreements,
+    sync_index,
     time_sync,
 )
-from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, plan_strategy
+from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, sync_context
 from megarl.reshard.analysis.sync_clock import SyncTiming
 from megarl.reshard.layout.engine_ranks import resolve_strategy
 from megarl.reshard.layout.topology import LinkRates, Topology
@@ -26,25 +26,15 @@ from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds, secon
 from megarl.reshard.planning.plan_cache import clear_plan_cache
 from megarl.reshard.planning.rounds import gc_disabled
 from megarl.reshard.planning.strategy import SyncStats
+from megarl.reshard.strategies.box_strategy import plan_boxes
+from megarl.reshard.strategies.gather_hf import plan_replica
 
 DEFAULT_RATES = LinkRates()
-RUN_ONLY_FIELDS = (
-    "hand_over",
-    "sync_seconds_p50",
-    "sync_seconds_min",
-    "sync_seconds_max",
-    "cpu_seconds_p50",
-    "mismatched_bytes",
-    "trained_layers",
-    "bytes_unchanged",
-    "count_bytes",
-    "changed_share",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """Results of one strategy on one scenario; one JSON object of a benchmark. Sizes are in bytes."""
+    """Figures of one strategy on one scenario, from its plan. Sizes are in bytes."""
 
     strategy: str
     world: int
@@ -67,23 +57,6 @@ class SyncReport:
     collectives: int | None
     plan_seconds_cold: float
     plan_seconds_cached: float
-    hand_over: str | None = None
-    """Where the engines' parameters are, `direct` or `shared-memory`; None, here and below, if no sync was run."""
-    sync_seconds_p50: float | None = None
-    sync_seconds_min: float | None = None
-    sync_seconds_max: float | None = None
-    cpu_seconds_p50: float | None = None
-    """CPU time of all ranks together in one sync: it depends less than the others on what else the cores do."""
-    mismatched_bytes: int | None = None
-    trained_layers: int | None = None
-    """Number of layers that change between syncs, of which only what has changed is sent; None: all weights are sent,
-    and there are none of the fields below."""
-    bytes_unchanged: int | None = None
-    """Bytes that a sync of all weights would have received in addition, over all ranks."""
-    count_bytes: int | None = None
-    """Bytes of `bytes_total` that tell how many weights have changed."""
-    changed_share: float | None = None
-    """Share of the elements of boxes that have changed, over all ranks that send or copy them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +90,8 @@ class Explanation:
         return self.report.bytes_in_max / self.model_bytes
 
     def as_json(self) -> dict[str, object]:
-        """Return the JSON fields: the report without the fields that need a run, and the further numbers."""
-        reported = {name: value for name, value in asdict(self.report).items() if name not in RUN_ONLY_FIELDS}
-        return reported | {
+        """Return the JSON fields: those of the report, and the further numbers."""
+        return asdict(self.report) | {
             "model_bytes": self.model_bytes,
             "fraction_in_max": self.fraction_in_max,
             "bytes_into_node_max": self.bytes_into_node_max,
@@ -136,20 +108,14 @@ class Explanation:
         }
 
 
-def planned_report(
-    arrangement: Arrangement, scenario: Scenario, plan: Forecast, seconds: tuple[float, float]
-) -> SyncReport:
-    """Return the report of a forecast; `seconds` are the planning times, cold and cached."""
-    return _report(arrangement, scenario, plan.traffic(scenario.topology), plan.stats, seconds)
-
-
-def _report(
+def make_report(
     arrangement: Arrangement,
     scenario: Scenario,
     traffic: Traffic,
     stats: Sequence[SyncStats] | None,
     seconds: tuple[float, float],
 ) -> SyncReport:
+    """Return the report of a sync with these statistics by rank; `seconds`: of planning, cold and cached."""
     received = traffic.into_ranks
     return SyncReport(
         strategy=arrangement.strategy,
@@ -173,12 +139,16 @@ def _report(
 
 def time_planning(arrangement: Arrangement, scenario: Scenario, rank: int) -> tuple[float, float]:
     """Return the seconds that planning takes on rank `rank`: without cache, and with the plan in the cache."""
+    context = sync_context(arrangement, scenario, rank)
     clear_plan_cache()
     seconds = []
     for _ in range(2):
         with gc_disabled():  # collecting unrelated objects would take longer than planning
             start = time.perf_counter()
-            plan_strategy(arrangement, scenario, rank)
+            if arrangement.strategy == "gather_hf":
+                plan_replica(rank, context, scenario.bucket_bytes)
+            else:
+                plan_boxes(context, scenario.bucket_bytes)
             seconds.append(time.perf_counter() - start)
     return seconds[0], seconds[1]
 
@@ -220,12 +190,12 @@ def explain(
     of_busiest = plan.stats[busiest] if plan else forecast_rank(arrangement, scenario, busiest)
     if plan is None:
         report_progress(f"{strategy}: comparing the plans of some ranks")
-        stalls = sampled_disagreements(arrangement, scenario)
+        stalls = find_unmatched_routes(sync_index(arrangement, scenario))
     else:
         stalls = [str(stall) for stall in plan.stalls]
     report_progress(f"{strategy}: bounds")
     return Explanation(
-        report=_report(arrangement, scenario, traffic, plan.stats if plan else None, slowest),
+        report=make_report(arrangement, scenario, traffic, plan.stats if plan else None, slowest),
         model_bytes=scenario.sources[0].tensors.num_bytes,
         bytes_into_node_max=None if traffic.into_nodes is None else max(traffic.into_nodes.values()),
         bytes_into_node_bound_max=max(node_bounds(scenario.sources, arrangement.needs, topology).values()),
