@@ -24,7 +24,7 @@ Plans stay static; a delta sync replaces the boxes of one by their codes. Decisi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,10 +54,6 @@ class CodedBox:
     elements: int
     itemsize: int
 
-    def form(self, counts: Sequence[int]) -> CodeForm:
-        """Return the form of its code."""
-        return code_form(self.elements, self.itemsize, counts[self.index])
-
 
 @dataclass(frozen=True, slots=True)
 class HeldBox:
@@ -71,19 +67,6 @@ class HeldBox:
     def num_bytes(self) -> int:
         """Size of the box in bytes."""
         return self.coded.elements * self.coded.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class _RoundBoxes:
-    """The boxes of one round, in the order of `Round`."""
-
-    copies: tuple[CodedBox, ...]
-    gathers: tuple[tuple[tuple[CodedBox, ...], ...], ...]
-    """By all-gather and member, the boxes of its share."""
-    sends: tuple[tuple[tuple[CodedBox, ...], ...], ...]
-    """By hop and message."""
-    receives: tuple[tuple[tuple[CodedBox, ...], ...], ...]
-    """By hop and message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,31 +91,42 @@ class DeltaPlan:
     def __init__(self, rounds: Sequence[Round], member: int = -1) -> None:
         """`member`: index of the rank in the plan's all-gather group; -1 without one."""
         self._rounds, self._member = rounds, member
+        self._coded: list[CodedBox] = []
+        """Every box whose changes are counted: held, gathered and received ones."""
         self.held: list[HeldBox] = []
         """Every distinct box that this rank holds and sends or copies; their counts come first."""
-        self._held: dict[tuple[str, Box], CodedBox] = {}
-        self.num_boxes = 0
-        """Number of boxes whose changes are counted: held, gathered and received."""
+        self._held: dict[tuple[str | None, Box], CodedBox] = {}
+        self._in_bucket: list[dict[int, CodedBox]] = [{} for _ in rounds]
+        """By round and offset in its bucket, the box that lies there."""
         for this in rounds:
             self._add_held(this)
+        for number, this in enumerate(rounds):
+            own = [copy for gather in this.gathers for copy in gather.own_copies]
+            for copy in (*this.copies, *own):
+                self._in_bucket[number][copy.slot.offset] = self._held[copy.part.local, copy.part.box]
+            for gather in this.gathers:
+                for place, slots in enumerate(gather.slots):
+                    if place != member:
+                        self._add_slots(number, slots)
         self._sent_in_place = list(self._find_sent_in_place())
-        gathered = [[self._gathered_boxes(gather) for gather in this.gathers] for this in rounds]
         num_hops = max((len(this.hops) for this in rounds), default=0)
-        self.incoming: list[dict[int, slice]] = []
+        self.incoming = [self._add_incoming(hop) for hop in range(num_hops)]
         """By hop and source, where the counts of the boxes that it sends are."""
-        received = [self._add_received(hop) for hop in range(num_hops)]
-        self._boxes = [
-            self._round_boxes(number, gathered[number], [of_hop[number] for of_hop in received])
-            for number in range(len(rounds))
-        ]
         self.outgoing = [self._outgoing(hop) for hop in range(num_hops)]
         """By hop and destination, the indices of the counts of the boxes sent there."""
-        gathers = [of_gather for of_round in gathered for of_gather in of_round]
+        gathers = [
+            (boxes, gather) for boxes, this in zip(self._in_bucket, rounds, strict=True) for gather in this.gathers
+        ]
         self.gathered = [
-            np.array([box.index for of_gather in gathers for box in of_gather[number]], np.int64)
-            for number in range(len(gathers[0]) if gathers else 0)
+            np.array([boxes[slot.offset].index for boxes, gather in gathers for slot in gather.slots[place]], np.int64)
+            for place in range(len(gathers[0][1].slots) if gathers else 0)
         ]
         """By member of the all-gather group, the indices of the counts of its shares; empty without all-gathers."""
+
+    @property
+    def num_boxes(self) -> int:
+        """Number of boxes whose changes are counted."""
+        return len(self._coded)
 
     def limit_packed(self, counts: Ints, max_bytes: int) -> None:
         """Count all elements of some boxes as changed, so that each step packs at most `max_bytes` of codes.
@@ -162,7 +156,7 @@ class DeltaPlan:
                 for send in self._rounds[number].hops[hop].sends
             ]
             parts = [part for send in sends if send.staging_offset is None for part in send.parts]
-            yield {self._held_box(part) for part in parts if part.local is not None}
+            yield {self._held[part.local, part.box] for part in parts if part.local is not None}
 
     def _add_held(self, this: Round) -> None:
         parts = [copy.part for copy in this.copies]
@@ -175,86 +169,62 @@ class DeltaPlan:
                 self.held.append(HeldBox(part.local, part.box, coded))
 
     def _count(self, elements: int, num_bytes: int) -> CodedBox:
-        self.num_boxes += 1
-        return CodedBox(self.num_boxes - 1, elements, num_bytes // elements)
+        self._coded.append(CodedBox(len(self._coded), elements, num_bytes // elements))
+        return self._coded[-1]
 
-    def _count_slots(self, slots: Sequence[BoxSlot]) -> tuple[CodedBox, ...]:
-        return tuple([self._count(volume(slot.local_box), slot.num_bytes) for slot in slots])
+    def _add_slots(self, number: int, slots: Sequence[BoxSlot]) -> None:
+        for slot in slots:
+            self._in_bucket[number][slot.offset] = self._count(volume(slot.local_box), slot.num_bytes)
 
-    def _gathered_boxes(self, gather: Gather) -> tuple[tuple[CodedBox, ...], ...]:
-        return tuple(
-            tuple(self._held_box(copy.part) for copy in gather.own_copies)
-            if number == self._member
-            else self._count_slots(slots)
-            for number, slots in enumerate(gather.slots)
-        )
-
-    def _held_box(self, part: MessagePart) -> CodedBox:
-        assert part.local is not None
-        return self._held[part.local, part.box]
-
-    def _add_received(self, hop: int) -> list[tuple[tuple[CodedBox, ...], ...]]:
-        """Return, by round and message, the boxes received in a hop; those of one source have consecutive counts."""
-        messages = [
-            (number, message) for number, this in enumerate(self._rounds) for message in this.hops[hop].receives
-        ]
-        found: dict[int, tuple[CodedBox, ...]] = {}
+    def _add_incoming(self, hop: int) -> dict[int, slice]:
+        """Count the boxes received in a hop; return, by source, where their counts are, which are consecutive."""
+        messages = [(number, each) for number, this in enumerate(self._rounds) for each in this.hops[hop].receives]
         incoming: dict[int, slice] = {}
         for source in sorted({message.source for _, message in messages}):
             first = self.num_boxes
-            for _, message in messages:
+            for number, message in messages:
                 if message.source == source:
-                    found[id(message)] = self._count_slots(message.slots)
+                    self._add_slots(number, message.slots)
             incoming[source] = slice(first, self.num_boxes)
-        self.incoming.append(incoming)
-        return [tuple(found[id(message)] for message in this.hops[hop].receives) for this in self._rounds]
-
-    def _round_boxes(
-        self,
-        number: int,
-        gathered: Sequence[tuple[tuple[CodedBox, ...], ...]],
-        receives: Sequence[tuple[tuple[CodedBox, ...], ...]],
-    ) -> _RoundBoxes:
-        this = self._rounds[number]
-        of_offset: dict[int, CodedBox] = {}
-        for gather, boxes in zip(this.gathers, gathered, strict=True):
-            for slots, of_member in zip(gather.slots, boxes, strict=True):
-                of_offset |= {slot.offset: box for slot, box in zip(slots, of_member, strict=True)}
-        for hop, of_hop in zip(this.hops, receives, strict=True):
-            for message, of_message in zip(hop.receives, of_hop, strict=True):
-                of_offset |= {slot.offset: box for slot, box in zip(message.slots, of_message, strict=True)}
-
-        def sent(part: MessagePart) -> CodedBox:
-            return of_offset[part.offset] if part.local is None else self._held_box(part)
-
-        return _RoundBoxes(
-            tuple(self._held_box(copy.part) for copy in this.copies),
-            tuple(gathered),
-            tuple(tuple(tuple(map(sent, send.parts)) for send in hop.sends) for hop in this.hops),
-            tuple(receives),
-        )
+        return incoming
 
     def _outgoing(self, hop: int) -> dict[int, Ints]:
         indices: dict[int, list[int]] = {}
-        for this, of_round in zip(self._rounds, self._boxes, strict=True):
-            for send, of_send in zip(this.hops[hop].sends, of_round.sends[hop], strict=True):
-                indices.setdefault(send.to, []).extend(box.index for box in of_send)
+        for this, in_bucket in zip(self._rounds, self._in_bucket, strict=True):
+            for send in this.hops[hop].sends:
+                boxes = [_box_of(part, self._held, in_bucket) for part in send.parts]
+                indices.setdefault(send.to, []).extend(box.index for box in boxes)
         return {to: np.array(indices[to], np.int64) for to in sorted(indices)}
 
     def select(self, counts: Ints) -> list[CodedRound]:
         """Return what a sync executes of each round; `counts`: int64 [num_boxes], those of this rank and received."""
-        of_box = counts.tolist()
+        changed = counts.tolist()
+        forms = [code_form(box.elements, box.itemsize, n) for box, n in zip(self._coded, changed, strict=True)]
         return [
-            _CodedRoundBuilder(of_box, self._member).build(this, boxes)
-            for this, boxes in zip(self._rounds, self._boxes, strict=True)
+            _CodedRoundBuilder(changed, forms, self._held, in_bucket, self._member).build(this)
+            for this, in_bucket in zip(self._rounds, self._in_bucket, strict=True)
         ]
+
+
+def _box_of(
+    part: MessagePart, held: Mapping[tuple[str | None, Box], CodedBox], in_bucket: Mapping[int, CodedBox]
+) -> CodedBox:
+    return in_bucket[part.offset] if part.local is None else held[part.local, part.box]
 
 
 class _CodedRoundBuilder:
     """Replaces the boxes of one round by codes, one after another in bucket and staging buffer."""
 
-    def __init__(self, counts: Sequence[int], member: int) -> None:
-        self._counts, self._member = counts, member
+    def __init__(
+        self,
+        counts: Sequence[int],
+        forms: Sequence[CodeForm],
+        held: Mapping[tuple[str | None, Box], CodedBox],
+        in_bucket: Mapping[int, CodedBox],
+        member: int,
+    ) -> None:
+        self._counts, self._forms, self._held, self._in_bucket = counts, forms, held, in_bucket
+        self._member = member
         self._lines: list[tuple[int, int, int]] = []
         self._num_slots = 0
         """Number of slots of the plan's round so far."""
@@ -263,50 +233,51 @@ class _CodedRoundBuilder:
         self._regions: list[int] = []
         self._end = self._split = 0
 
-    def build(self, this: Round, boxes: _RoundBoxes) -> CodedRound:
-        gathers = [each for pair in zip(this.gathers, boxes.gathers, strict=True) for each in self._gather(*pair)]
+    def build(self, this: Round) -> CodedRound:
+        gathers = [each for gather in this.gathers for each in self._gather(gather)]
         self._end = aligned(self._end)
-        copies = [each for pair in zip(this.copies, boxes.copies, strict=True) for each in self._copy(*pair)]
-        receives = [
-            tuple(each for pair in zip(hop.receives, of_hop, strict=True) for each in self._receive(*pair))
-            for hop, of_hop in zip(this.hops, boxes.receives, strict=True)
-        ]
-        sends = [self._sends(hop, of_hop) for hop, of_hop in zip(this.hops, boxes.sends, strict=True)]
+        copies = [each for copy in this.copies for each in self._copy(copy)]
+        receives = [tuple(each for message in hop.receives for each in self._receive(message)) for hop in this.hops]
+        sends = [self._sends(hop) for hop in this.hops]
         hops = [Hop(sent, received, staging) for (sent, staging), received in zip(sends, receives, strict=True)]
         coded = Round(tuple(copies), tuple(gathers), tuple(hops), self._end, tuple(self._regions))
         return CodedRound(coded, np.array(self._lines, np.int64).reshape(-1, 3))
 
-    def _gather(self, gather: Gather, boxes: Sequence[Sequence[CodedBox]]) -> Iterator[Gather]:
-        sizes = [sum(box.form(self._counts).num_bytes for box in of_member) for of_member in boxes]
+    def _form(self, slot: BoxSlot) -> CodeForm:
+        return self._forms[self._in_bucket[slot.offset].index]
+
+    def _gather(self, gather: Gather) -> Iterator[Gather]:
+        sizes = [sum(self._form(slot).num_bytes for slot in of_member) for of_member in gather.slots]
         if not any(sizes):
             self._num_slots += sum(map(len, gather.slots))
             return
         share = min(aligned(max(sizes)), gather.share)
         begin = aligned(self._end)
         slots: list[tuple[BoxSlot, ...]] = []
-        for number, (of_member, of_boxes) in enumerate(zip(gather.slots, boxes, strict=True)):
+        for number, of_member in enumerate(gather.slots):
             self._end = begin + number * share
-            slots.append(tuple(self._take_all(of_member, of_boxes)))
-        self._end = begin + len(boxes) * share
+            slots.append(tuple(self._take_all(of_member)))
+        self._end = begin + len(sizes) * share
         parts = [
-            self._held_part(copy.part, box, alone=len(gather.own_copies) == 1)
-            for copy, box in zip(gather.own_copies, boxes[self._member], strict=True)
-            if box.form(self._counts).num_bytes
+            self._held_part(copy.part, alone=len(gather.own_copies) == 1)
+            for copy in gather.own_copies
+            if self._form(copy.slot).num_bytes
         ]
         copies = tuple(map(LocalCopy, parts, slots[self._member]))
-        yield Gather(begin, len(boxes) * share, copies, tuple(slots))
+        yield Gather(begin, len(sizes) * share, copies, tuple(slots))
 
-    def _copy(self, copy: LocalCopy, box: CodedBox) -> Iterator[LocalCopy]:
+    def _copy(self, copy: LocalCopy) -> Iterator[LocalCopy]:
         # a code before it takes at most half of its box, so that this gap is free
-        if box.form(self._counts).kind == "whole":
-            self._end = -(-self._end // box.itemsize) * box.itemsize
-        for slot in self._take_all((copy.slot,), (box,)):
-            yield LocalCopy(self._held_part(copy.part, box, alone=True), slot)
+        if self._form(copy.slot).kind == "whole":
+            itemsize = self._in_bucket[copy.slot.offset].itemsize
+            self._end = -(-self._end // itemsize) * itemsize
+        for slot in self._take_all((copy.slot,)):
+            yield LocalCopy(self._held_part(copy.part, alone=True), slot)
 
-    def _receive(self, message: Receive, boxes: Sequence[CodedBox]) -> Iterator[Receive]:
+    def _receive(self, message: Receive) -> Iterator[Receive]:
         before, begin = self._end, aligned(self._end)
         self._end = begin
-        slots = tuple(self._take_all(message.slots, boxes))
+        slots = tuple(self._take_all(message.slots))
         if not slots:
             self._end = before
             return
@@ -314,28 +285,30 @@ class _CodedRoundBuilder:
         self._split = self._end
         yield Receive(message.source, begin, self._end - begin, slots)
 
-    def _take_all(self, slots: Sequence[BoxSlot], boxes: Sequence[CodedBox]) -> Iterator[BoxSlot]:
+    def _take_all(self, slots: Sequence[BoxSlot]) -> Iterator[BoxSlot]:
         """Yield the slots that have codes, at their places in the bucket."""
-        for slot, box in zip(slots, boxes, strict=True):
-            if size := box.form(self._counts).num_bytes:
-                self._lines.append((self._num_slots, self._counts[box.index], self._end))
+        for slot in slots:
+            if size := self._form(slot).num_bytes:
+                changed = self._counts[self._in_bucket[slot.offset].index]
+                self._lines.append((self._num_slots, changed, self._end))
                 self._received[slot.offset] = MessagePart(None, (), size, self._end)
                 yield replace(slot, offset=self._end)
                 self._end += size
             self._num_slots += 1
 
-    def _sends(self, hop: Hop, boxes: Sequence[Sequence[CodedBox]]) -> tuple[tuple[Send, ...], int]:
+    def _sends(self, hop: Hop) -> tuple[tuple[Send, ...], int]:
         """Return the messages that `_receive` of the destinations expects, and their bytes in the staging buffer."""
         sends: list[Send] = []
-        packed: dict[int | tuple[int, ...], int] = {}
+        packed: dict[tuple[int, ...], int] = {}
         end = 0
-        for send, of_send in zip(hop.sends, boxes, strict=True):
+        for send in hop.sends:
+            boxes = [_box_of(part, self._held, self._in_bucket).index for part in send.parts]
             parts = tuple(
                 self._received[part.offset]
                 if part.local is None
-                else self._held_part(part, box, alone=send.staging_offset is None)
-                for part, box in zip(send.parts, of_send, strict=True)
-                if box.form(self._counts).num_bytes
+                else self._held_part(part, alone=send.staging_offset is None)
+                for part, box in zip(send.parts, boxes, strict=True)
+                if self._forms[box].num_bytes
             )
             if not parts:
                 continue
@@ -344,16 +317,17 @@ class _CodedRoundBuilder:
             elif send.staging_offset is None and parts == send.parts:
                 sends.append(send)
             else:
-                key = tuple(box.index for box in of_send)
+                key = tuple(boxes)
                 if key not in packed:
                     packed[key] = begin = aligned(end)
                     end = begin + sum(part.num_bytes for part in parts)
                 sends.append(Send(send.to, parts, packed[key]))
         return tuple(sends), end
 
-    def _held_part(self, part: MessagePart, box: CodedBox, *, alone: bool) -> MessagePart:
+    def _held_part(self, part: MessagePart, *, alone: bool) -> MessagePart:
         """Return the code of a box that this rank holds; the box, if it is sent as it is and not next to codes."""
-        form = box.form(self._counts)
+        index = self._held[part.local, part.box].index
+        form = self._forms[index]
         if form.kind == "whole" and alone:
             return part
-        return MessagePart(code_name(box.index), ((0, form.num_bytes),), form.num_bytes)
+        return MessagePart(code_name(index), ((0, form.num_bytes),), form.num_bytes)
