@@ -146,10 +146,12 @@ def meta_buckets() -> Any:
 
 def meta_tensors(layout: WeightLayout) -> dict[str, Tensor]:
     """Return the tensors of which the layout's pieces are parts, on the meta device, as large as the pieces reach."""
-    table = layout.pieces
-    extents, dims = local_extents(table, table.columns.width).tolist(), [0] * len(table.locals)
+    table, columns = layout.pieces, layout.pieces.columns
+    extents, dims = local_extents(table, columns.width).tolist(), [0] * len(table.locals)
     dtypes = [torch.uint8] * len(dims)
-    for local, tensor, count in zip(table.local.tolist(), table.tensor.tolist(), table.dims.tolist(), strict=True):
+    for local, tensor, count in zip(
+        *(each.tolist() for each in (columns.local, columns.tensor, columns.dims)), strict=True
+    ):
         dims[local], dtypes[local] = count, torch_dtype(layout.tensors.specs[tensor].dtype)
     return {
         name: torch.empty(extents[i][: dims[i]], dtype=dtypes[i], device="meta") for i, name in enumerate(table.locals)

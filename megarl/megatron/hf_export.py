@@ -294,8 +294,7 @@ def plan_export(
 def _held_bytes(layout: WeightLayout) -> dict[str, int]:
     """Return how many bytes of each tensor the rank holds; tensors that it does not hold are left out."""
     table = layout.pieces
-    volumes = (table.boxes[..., 1].astype(np.int64) - table.boxes[..., 0]).prod(axis=1)
-    held = np.bincount(table.tensor, volumes, minlength=len(table.tensors))
+    held = np.bincount(table.columns.tensor, table.num_elements, minlength=len(table.tensors))
     specs = [layout.tensors[name] for name in table.tensors]
     return {
         # a rank may hold a tied embedding twice

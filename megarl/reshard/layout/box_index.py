@@ -182,17 +182,18 @@ class SyncIndex:
 
     def _boxes(self, table: PieceTable) -> Boxes:
         """Return the table's boxes of needed tensors, sorted by tensor."""
-        tensor = self._numbers(table.tensors)[table.tensor]
+        columns = table.columns
+        tensor = self._numbers(table.tensors)[columns.tensor]
         rows = np.argsort(tensor, kind="stable")
         rows = rows[tensor[rows] >= 0]
-        box = widen(table.boxes[rows, : self.width], self.width).astype(np.int64)
-        local = widen(table.local_boxes[rows, : self.width], self.width)
+        box = widen(columns.boxes[rows, : self.width], self.width).astype(np.int64)
+        local = widen(columns.local_boxes[rows, : self.width], self.width)
         return Boxes(
             tensor[rows],
             box[..., 0],
             box[..., 1],
             local[..., 0] - box[..., 0],
-            table.local[rows].astype(np.int64),
+            columns.local[rows].astype(np.int64),
         )
 
     def _numbers(self, names: Names) -> Ints:

@@ -10,6 +10,7 @@ tensors in arrays, from which plans are computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -71,10 +72,9 @@ class WeightLayout:
 
 def _check_pieces(tensors: ModelTensors, table: PieceTable) -> None:
     """Assert that every piece lies in its tensor, and has the same extent in its local tensor."""
-    bounds = {name: tensors[name].box for name in {table.tensors[i] for i in np.unique(table.tensor).tolist()}}
-    same = ((table.boxes[..., 1] - table.boxes[..., 0]) == (table.local_boxes[..., 1] - table.local_boxes[..., 0])).all(
-        axis=1
-    )
+    bounds = {name: tensors[name].box for name in {table.tensors[i] for i in np.unique(table.columns.tensor).tolist()}}
+    sizes, local_sizes = (boxes[..., 1] - boxes[..., 0] for boxes in (table.columns.boxes, table.columns.local_boxes))
+    same = (sizes == local_sizes).all(axis=1)
     for piece, is_same in zip(table, same.tolist(), strict=True):
         assert is_same, piece
         assert contains(bounds[piece.tensor], piece.box), piece
@@ -125,7 +125,7 @@ def _with_full_tensors(layout: WeightLayout, names: Collection[str]) -> WeightLa
     if not names:
         return layout
     numbers = [layout.tensors.names.number[name] for name in names]
-    others = layout.pieces.take(np.flatnonzero(~np.isin(layout.pieces.tensor, numbers)))
+    others = layout.pieces.take(np.flatnonzero(~np.isin(layout.pieces.columns.tensor, numbers)))
     boxes = {name: layout.tensors[name].box for name in names}
     full = (ShardPiece(name, box, full_local(name), box) for name, box in boxes.items())
     return WeightLayout(layout.tensors, (*others, *full))
@@ -133,10 +133,7 @@ def _with_full_tensors(layout: WeightLayout, names: Collection[str]) -> WeightLa
 
 def volume(box: Box) -> int:
     """Return the number of elements of the box."""
-    n = 1
-    for start, stop in box:
-        n *= max(0, stop - start)
-    return n
+    return math.prod(max(0, stop - start) for start, stop in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -233,7 +230,7 @@ def concatenate(tables: Sequence[Boxes], width: int) -> Boxes:
 def local_extents(table: PieceTable, width: int) -> Ints:
     """Return the sizes [num locals, width] of the local tensors of a layout, as far as its pieces reach."""
     sizes = np.ones((len(table.locals), width), np.int64)
-    np.maximum.at(sizes, table.local, widen(table.local_boxes, width)[:, :width, 1])
+    np.maximum.at(sizes, table.columns.local, widen(table.columns.local_boxes, width)[:, :width, 1])
     return sizes
 
 
@@ -248,35 +245,22 @@ def hash_rows(columns: Sequence[Ints]) -> Ints:
     return out
 
 
-def check_dtypes(sides: Mapping[str, Iterable[WeightLayout]]) -> None:
+def check_dtypes(sides: Mapping[str, Sequence[WeightLayout]]) -> None:
     """Raise WeightSyncError if a tensor of which layouts hold pieces has another dtype in one of them.
 
     Args:
         sides: by name of a side, for messages, its layouts.
     """
-    layouts_of = {side: list(layouts) for side, layouts in sides.items()}
-    if len({layout.tensors.digest for layouts in layouts_of.values() for layout in layouts}) <= 1:
+    if len({layout.tensors.digest for layouts in sides.values() for layout in layouts}) <= 1:
         return
     found: dict[str, tuple[str, str]] = {}
-    for side, layouts in layouts_of.items():
-        for tensors, names in _names_held(layouts):
-            for name in names:
-                dtype = tensors[name].dtype
+    for side, layouts in sides.items():
+        held = {layout.tensors: np.zeros(len(layout.tensors), bool) for layout in layouts}
+        for layout in layouts:
+            held[layout.tensors][layout.pieces.columns.tensor] = True
+        for tensors, is_held in held.items():
+            for number in np.flatnonzero(is_held).tolist():
+                name, dtype = tensors.names[number], tensors.specs[number].dtype
                 first_side, first_dtype = found.setdefault(name, (side, dtype))
                 if dtype != first_dtype:
                     raise WeightSyncError(f"{name}: the {first_side} hold {first_dtype}, the {side} {dtype}")
-
-
-def _names_held(layouts: Iterable[WeightLayout]) -> list[tuple[Mapping[str, TensorSpec], list[str]]]:
-    """Return the distinct specs of the layouts, each with the names of the tensors that its layouts hold pieces of."""
-    marks: dict[tuple[int, int], tuple[WeightLayout, Ints]] = {}
-    for layout in layouts:
-        table = layout.pieces
-        _, held = marks.setdefault(
-            (id(layout.tensors), id(table.tensors)), (layout, np.zeros(len(table.tensors), bool))
-        )
-        held[table.tensor] = True
-    return [
-        (layout.tensors, [layout.tensors.names[number] for number in np.flatnonzero(held).tolist()])
-        for layout, held in marks.values()
-    ]

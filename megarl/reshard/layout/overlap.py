@@ -116,7 +116,7 @@ def overlap_bytes(sources: Sequence[WeightLayout], needs: Sequence[WeightLayout]
 
 def layout_bytes(layout: WeightLayout) -> int:
     """Return the bytes of all boxes of the layout; a box that it has twice counts twice."""
-    return int((layout.pieces.num_elements * layout.tensors.itemsizes[layout.pieces.tensor]).sum())
+    return int((layout.pieces.num_elements * layout.tensors.itemsizes[layout.pieces.columns.tensor]).sum())
 
 
 def _boxes(layout: WeightLayout, numbers: Ints, width: int) -> Boxes:
@@ -125,10 +125,10 @@ def _boxes(layout: WeightLayout, numbers: Ints, width: int) -> Boxes:
     Args:
         numbers: by tensor of the layout's model, its index in the result; -1: left out.
     """
-    table = layout.pieces
-    tensor = numbers[table.tensor]
+    columns = layout.pieces.columns
+    tensor = numbers[columns.tensor]
     rows = np.flatnonzero(tensor >= 0)
-    box = widen(table.boxes, width)[rows]
+    box = widen(columns.boxes, width)[rows]
     return _bare(tensor[rows], box[..., 0], box[..., 1])
 
 

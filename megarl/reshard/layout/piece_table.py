@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, overload
@@ -109,15 +109,16 @@ class PieceTable(Sequence[ShardPiece]):
         """Return a table with the pieces of all tables, in order."""
         tensors, tensor_numbers = _merge([p.tensors for p in parts])
         locals_, local_numbers = _merge([p.locals for p in parts])
-        width = max((p.columns.width for p in parts), default=1)
-        columns = Columns(
-            np.concatenate([numbers[p.tensor] for numbers, p in zip(tensor_numbers, parts, strict=True)]),
-            np.concatenate([numbers[p.local] for numbers, p in zip(local_numbers, parts, strict=True)]),
-            np.concatenate([p.dims for p in parts]),
-            np.concatenate([widen(p.boxes, width) for p in parts]),
-            np.concatenate([widen(p.local_boxes, width) for p in parts]),
+        columns = [p.columns for p in parts]
+        width = max(each.width for each in columns)
+        joined = Columns(
+            np.concatenate([numbers[each.tensor] for numbers, each in zip(tensor_numbers, columns, strict=True)]),
+            np.concatenate([numbers[each.local] for numbers, each in zip(local_numbers, columns, strict=True)]),
+            np.concatenate([each.dims for each in columns]),
+            np.concatenate([widen(each.boxes, width) for each in columns]),
+            np.concatenate([widen(each.local_boxes, width) for each in columns]),
         )
-        return cls(tensors, locals_, columns)
+        return cls(tensors, locals_, joined)
 
     @cached_property
     def columns(self) -> Columns:
@@ -150,34 +151,10 @@ class PieceTable(Sequence[ShardPiece]):
         return table
 
     @property
-    def tensor(self) -> NDArray[np.int32]:
-        """[N], by piece, index of its tensor in `tensors`."""
-        return self.columns.tensor
-
-    @property
-    def local(self) -> NDArray[np.int32]:
-        """[N], by piece, index of its local tensor in `locals`."""
-        return self.columns.local
-
-    @property
-    def dims(self) -> NDArray[np.int8]:
-        """[N], by piece, its number of dimensions."""
-        return self.columns.dims
-
-    @property
-    def boxes(self) -> NDArray[np.int32]:
-        """[N, D, 2], by piece, its box; (0, 1) in dimensions that it does not have."""
-        return self.columns.boxes
-
-    @property
-    def local_boxes(self) -> NDArray[np.int32]:
-        """[N, D, 2], by piece, its box in the local tensor, like `boxes`."""
-        return self.columns.local_boxes
-
-    @property
     def num_elements(self) -> NDArray[np.int64]:
         """[N], by piece, the number of elements of its box."""
-        found: NDArray[np.int64] = (self.boxes[..., 1] - self.boxes[..., 0]).prod(axis=1, dtype=np.int64)
+        boxes = self.columns.boxes
+        found: NDArray[np.int64] = (boxes[..., 1] - boxes[..., 0]).prod(axis=1, dtype=np.int64)
         return found
 
     @cached_property
@@ -198,18 +175,14 @@ class PieceTable(Sequence[ShardPiece]):
         """Return a table of the same pieces whose column `tensor` indexes `tensors`, which contains all its names."""
         if self.tensors is tensors:
             return self
-        if self.tensors == tensors:
-            tensor = self.tensor
-        else:
+        tensor = self.columns.tensor
+        if self.tensors != tensors:
             used = np.zeros(len(self.tensors), bool)
-            used[self.tensor] = True
+            used[tensor] = True
             numbers = np.zeros(len(self.tensors), np.int32)
             numbers[used] = [tensors.number[self.tensors[i]] for i in np.flatnonzero(used).tolist()]
-            tensor = numbers[self.tensor]
-        columns = self.columns
-        return PieceTable(
-            tensors, self.locals, Columns(tensor, columns.local, columns.dims, columns.boxes, columns.local_boxes)
-        )
+            tensor = numbers[tensor]
+        return PieceTable(tensors, self.locals, replace(self.columns, tensor=tensor))
 
     def with_locals(self, locals_: Names) -> PieceTable:
         """Return the same pieces with other names of local tensors, as many."""

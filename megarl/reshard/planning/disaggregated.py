@@ -9,7 +9,6 @@ to engine rank.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.model_tensors import digest_of
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan, release_indexes
 from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncStats
@@ -74,10 +74,8 @@ class TransferSpec:
     def fingerprint(self) -> str:
         """Return a digest that is equal in all processes with equal inputs, except for names of local tensors."""
         fields = self.num_engines, self.nodes, self.bucket_bytes
-        digest = hashlib.blake2b(repr(fields).encode(), digest_size=16)
-        for layout in (*self.sources, *self.needs):
-            digest.update(layout.box_digest)
-        return digest.hexdigest()
+        digests = (layout.box_digest for layout in (*self.sources, *self.needs))
+        return digest_of([repr(fields).encode(), *digests]).hex()
 
 
 class TransferRank:

@@ -93,7 +93,7 @@ class NeedIndex:
         self._number: dict[str, int] = {}
         sizes: list[int] = []
         for layout in layouts:
-            for name in (layout.tensors.names[i] for i in np.unique(layout.pieces.tensor).tolist()):
+            for name in (layout.tensors.names[i] for i in np.unique(layout.pieces.columns.tensor).tolist()):
                 if name not in self._number:
                     self._number[name] = len(self._number)
                     sizes.append(itemsize(layout.tensors[name].dtype))
@@ -182,9 +182,9 @@ class NeedIndex:
         """Return tensor indices [N] and boxes [N, D, 2] of the table's pieces, without tensors that no rank needs."""
         if table.tensors not in self._numbers:
             self._numbers[table.tensors] = np.array([self._number.get(name, -1) for name in table.tensors], np.int64)
-        tensor = self._numbers[table.tensors][table.tensor]
+        tensor = self._numbers[table.tensors][table.columns.tensor]
         some = np.flatnonzero(tensor >= 0)
-        return tensor[some], widen(table.boxes[some, : self._width], self._width)
+        return tensor[some], widen(table.columns.boxes[some, : self._width], self._width)
 
 
 def _marks(boxes: Ints, salt: Ints) -> Ints:

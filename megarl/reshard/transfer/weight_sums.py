@@ -113,7 +113,7 @@ class PartTable:
         first = 0
         for layout in engine:
             is_held = np.array([name in pieces_of for name in layout.pieces.tensors], bool)
-            for number in np.flatnonzero(is_held[layout.pieces.tensor]).tolist():
+            for number in np.flatnonzero(is_held[layout.pieces.columns.tensor]).tolist():
                 need = layout.pieces[number]
                 for box, local_box, local in pieces_of[need.tensor]:
                     part = intersect(box, need.box)
