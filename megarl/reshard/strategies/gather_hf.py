@@ -224,26 +224,15 @@ def _plan_gather(
         min_held = min(sum(map(_count_elements, of_replica)) for of_replica in parts)
         max_held = max(max_held, min_held)
         if min_held == num_elements:
-            candidates.append(_make_gather(slot, spec.shape, kind, number, by_replica[0], parts[0]))
+            is_replicated = all(_count_elements(pieces) == num_elements for pieces in by_replica[0])
+            kept = tuple(map(tuple, by_replica[0])) if is_replicated else parts[0]
+            part_bytes = max(map(_count_elements, kept)) * torch_dtype(slot.dtype).itemsize
+            candidates.append(TensorGather(slot, spec.shape, kind, number, kept, not is_replicated, part_bytes))
     if not candidates:
         raise WeightSyncError(
             f"{slot.name}: the tensor-parallel ranks of a stage hold {max_held} of {num_elements} elements"
         )
     return next((gather for gather in candidates if all(gather.parts)), candidates[0])
-
-
-def _make_gather(
-    slot: TensorSlot,
-    shape: tuple[int, ...],
-    kind: int,
-    shard_group: int,
-    of_ranks: Sequence[Sequence[ShardPiece]],
-    parts: tuple[tuple[ShardPiece, ...], ...],
-) -> TensorGather:
-    is_replicated = all(_count_elements(pieces) == volume(tuple((0, n) for n in slot.shape)) for pieces in of_ranks)
-    kept = tuple(map(tuple, of_ranks)) if is_replicated else parts
-    part_bytes = max(map(_count_elements, kept)) * torch_dtype(slot.dtype).itemsize
-    return TensorGather(slot, shape, kind, shard_group, kept, not is_replicated, part_bytes)
 
 
 def _drop_duplicates(tensor: str, of_ranks: Sequence[Sequence[ShardPiece]]) -> tuple[tuple[ShardPiece, ...], ...]:
@@ -329,31 +318,37 @@ class GatherHf:
 
     def push(self, tensors: Mapping[str, Tensor], sinks: Sinks) -> SyncStats:
         """Push as `Strategy.push`; a rank whose engine fails still takes part to the end, as the others wait for it."""
-        push = _Push(tensors, ByteCounter(), Deadline(self._timeout_seconds), device_of(tensors, None))
+        counter, device = ByteCounter(), device_of(tensors, None)
         packed_bytes = max((plan.packed_bytes(self._kinds) for plan in self._plans), default=0)
         bucket_bytes = max(mmap.PAGESIZE, *(plan.num_bytes for plan in self._plans))
         memory, buffers = self._memory, list[Buffer]()
         with memory.lent():
             if self._is_sender:
-                buffers = memory.take("buckets", self._make_buffer, 2, bucket_bytes, push.device)
-            (scratch,) = memory.take("packed tensors", PrivateBuffer, 1, packed_bytes, push.device)
-            push.counter.peak_extra_bytes = packed_bytes + len(buffers) * bucket_bytes
-            failures = self._push_buckets(push, scratch.bytes, buffers, sinks)
+                buffers = memory.take("buckets", self._make_buffer, 2, bucket_bytes, device)
+            (scratch,) = memory.take("packed tensors", PrivateBuffer, 1, packed_bytes, device)
+            counter.peak_extra_bytes = packed_bytes + len(buffers) * bucket_bytes
+            failures = self._push_buckets(tensors, sinks, scratch.bytes, buffers, counter)
             if failures:
                 raise failures[0]
-        return push.counter.stats()
+        return counter.stats()
 
     def _push_buckets(
-        self, push: _Push, scratch: Tensor, buffers: Sequence[Buffer], sinks: Sinks
+        self,
+        tensors: Mapping[str, Tensor],
+        sinks: Sinks,
+        scratch: Tensor,
+        buffers: Sequence[Buffer],
+        counter: ByteCounter,
     ) -> list[WeightSyncError]:
         """Gather and deliver all buckets; return the failures of engines."""
         failures: list[WeightSyncError] = []
+        deadline = Deadline(self._timeout_seconds)
         pending: list[list[Callable[[], None]]] = [[], []]
         for number, plan in enumerate(self._plans):
             which = number % 2
             failures += _collect_failures(pending[which])
             with self._abort_on_failure():
-                packed = self._gather(plan, push, scratch)
+                packed = self._gather(plan, tensors, scratch, counter, deadline)
             if not self._is_sender:
                 continue
             for gather, region in packed:
@@ -362,61 +357,48 @@ class GatherHf:
                 _unpack(parts, gather.part_bytes, region, full.view(gather.shape))
             if failures:
                 continue
-            if push.device.type == "cuda":
-                torch.cuda.current_stream(push.device).synchronize()  # the engine reads on another stream
+            if scratch.is_cuda:
+                torch.cuda.current_stream(scratch.device).synchronize()  # the engine reads on another stream
             bucket = WeightBucket(buffers[which].path, buffers[which].num_bytes, plan.slots)
             pending[which] += [sink.load(bucket) for sink in sinks.full_tensors]
-            push.counter.buckets += 1
-            push.counter.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(sinks.full_tensors)
+            counter.buckets += 1
+            counter.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(sinks.full_tensors)
         return failures + _collect_failures([*pending[0], *pending[1]])
 
-    def _gather(self, plan: BucketPlan, push: _Push, scratch: Tensor) -> list[tuple[TensorGather, Tensor]]:
+    def _gather(
+        self,
+        plan: BucketPlan,
+        tensors: Mapping[str, Tensor],
+        scratch: Tensor,
+        counter: ByteCounter,
+        deadline: Deadline,
+    ) -> list[tuple[TensorGather, Tensor]]:
         """Gather the bucket's tensors into `scratch`; return each with its packed bytes, uint8 [gather.num_bytes]."""
         packed, start = list[tuple[TensorGather, Tensor]](), 0
         for gather in plan.gathers:
             if gather.kind in self._kinds:
                 packed.append((gather, scratch[start : start + gather.num_bytes]))
                 start += gather.aligned_bytes
-        for gather, region in packed:
-            position = self._positions[gather.kind]
-            if position.holds(gather):
-                _pack(gather.parts[position.index], push.tensors, position.own_part(gather, region))
         gathering: list[InFlight] = []
-        for kind in self._kinds:  # in the same order on all ranks
-            gathering += self._start_all_gathers(kind, packed, push.counter)
-        wait_for(gathering, push.deadline)
         broadcasting: list[InFlight] = []
-        for kind in self._kinds:
-            broadcasting += self._start_broadcasts(kind, packed, push.counter)
-        wait_for(broadcasting, push.deadline)
+        of_kinds = [  # in the same order on all ranks
+            (self._positions[kind], [each for each in packed if each[0].kind == kind]) for kind in self._kinds
+        ]
+        for position, of_kind in of_kinds:
+            own = [each for each in of_kind if position.holds(each[0])]
+            for gather, region in own:
+                _pack(gather.parts[position.index], tensors, position.own_part(gather, region))
+            gathered = [(region, position.own_part(gather, region)) for gather, region in own if gather.is_gathered]
+            if gathered:
+                assert position.within is not None
+                gathering += counter.start_all_gathers(gathered, position.within)
+        wait_for(gathering, deadline)
+        for position, of_kind in of_kinds:
+            if position.across is not None:
+                roots = [(region, position.replica[gather.shard_group][position.index]) for gather, region in of_kind]
+                broadcasting += counter.start_broadcasts(roots, position.across)
+        wait_for(broadcasting, deadline)
         return packed
-
-    def _start_all_gathers(
-        self, kind: int, packed: Sequence[tuple[TensorGather, Tensor]], counter: ByteCounter
-    ) -> list[InFlight]:
-        position = self._positions[kind]
-        gathers = [
-            (region, position.own_part(gather, region))
-            for gather, region in packed
-            if gather.kind == kind and gather.is_gathered and position.holds(gather)
-        ]
-        if not gathers:
-            return []
-        assert position.within is not None
-        return counter.start_all_gathers(gathers, position.within)
-
-    def _start_broadcasts(
-        self, kind: int, packed: Sequence[tuple[TensorGather, Tensor]], counter: ByteCounter
-    ) -> list[InFlight]:
-        position = self._positions[kind]
-        if position.across is None:
-            return []
-        broadcasts = [
-            (region, position.replica[gather.shard_group][position.index])
-            for gather, region in packed
-            if gather.kind == kind
-        ]
-        return counter.start_broadcasts(broadcasts, position.across)
 
     @contextmanager
     def _abort_on_failure(self) -> Iterator[None]:
@@ -436,16 +418,6 @@ class GatherHf:
         for position in self._positions.values():
             destroy_group(position.within)
             destroy_group(position.across)
-
-
-@dataclass(frozen=True, slots=True)
-class _Push:
-    """Inputs and counts of one push."""
-
-    tensors: Mapping[str, Tensor]
-    counter: ByteCounter
-    deadline: Deadline
-    device: torch.device
 
 
 def _find_position(rank: int, replicas: Sequence[ModelReplica], senders: Sequence[int]) -> _ReplicaPosition:
