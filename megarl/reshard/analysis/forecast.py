@@ -23,10 +23,10 @@ class: see `find_unmatched_routes`.
 from __future__ import annotations
 
 import mmap
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, zip_longest
 
 import numpy as np
 
@@ -133,12 +133,12 @@ def compare_ends(plans: Sequence[RankPlan], sends: Mapping[int, Moves]) -> list[
         plans: of the ranks that receive.
         sends: by rank that any of them receives from, or that could send to them, its sends.
     """
-    sent = {source: _messages_by_peer(moves, np.ones(len(moves), bool)) for source, moves in sends.items()}
+    sent = {source: _messages_by_peer(moves) for source, moves in sends.items()}
     nothing = np.zeros((0, 0), np.int64)
     found = []
     for plan in plans:
         receives = plan.receives
-        expected = _messages_by_peer(receives, (receives.peer != plan.rank) & ~plan.gathered)
+        expected = _messages_by_peer(receives.take(np.flatnonzero((receives.peer != plan.rank) & ~plan.gathered)))
         for source in sorted(expected.keys() | {source for source, to in sent.items() if plan.rank in to}):
             difference = _first_difference(expected.get(source, nothing), sent.get(source, {}).get(plan.rank, nothing))
             if difference is not None:
@@ -153,16 +153,12 @@ def compare_ends(plans: Sequence[RankPlan], sends: Mapping[int, Moves]) -> list[
     return found
 
 
-def _messages_by_peer(moves: Moves, is_message: Ints) -> dict[int, Ints]:
+def _messages_by_peer(moves: Moves) -> dict[int, Ints]:
     """Return, by peer, its moves in message order: [N, 6 + 2 D] round, hop, item, bytes, path, tensor and box."""
     columns = moves.round, moves.hop, moves.item, moves.num_bytes, moves.path, moves.tensor, moves.start, moves.stop
-    rows = np.flatnonzero(is_message)
-    rows = rows[np.argsort(moves.peer[rows], kind="stable")]
-    table, peer = np.column_stack(columns)[rows], moves.peer[rows]
-    is_first = np.ones(len(peer), bool)
-    is_first[1:] = peer[1:] != peer[:-1]
-    first = np.flatnonzero(is_first)
-    return dict(zip(peer[first].tolist(), np.split(table, first)[1:], strict=True))
+    order = np.argsort(moves.peer, kind="stable")
+    peers, first = np.unique(moves.peer[order], return_index=True)
+    return dict(zip(peers.tolist(), np.split(np.column_stack(columns)[order], first[1:]), strict=False))
 
 
 def _gathered(plan: RankPlan) -> Ints:
@@ -173,15 +169,13 @@ def _gathered(plan: RankPlan) -> Ints:
     return table[order]
 
 
-def _first_difference(a: Ints, b: Ints) -> tuple[int, ...] | None:
+def _first_difference(a: Ints, b: Ints) -> list[int] | None:
     """Return the first row that only one of two tables has at its place, or None if they are equal."""
-    common = min(len(a), len(b))
-    differs = np.flatnonzero((a[:common] != b[:common]).any(axis=1)) if common else np.zeros(0, np.int64)
-    if len(differs):
-        at = int(differs[0])
-        return min(tuple(a[at].tolist()), tuple(b[at].tolist()))
-    longer = a if len(a) > common else b
-    return tuple(longer[common].tolist()) if len(longer) > common else None
+    if np.array_equal(a, b):
+        return None
+    pairs = zip_longest(a.tolist(), b.tolist())
+    first: list[int] = next(min(row for row in pair if row is not None) for pair in pairs if pair[0] != pair[1])
+    return first
 
 
 MAX_PLANNED_PIECES = 500_000
@@ -239,14 +233,17 @@ def forecast(arrangement: Arrangement, scenario: Scenario) -> Forecast:
     """Predict the statistics of every rank."""
     if arrangement.strategy == "gather_hf":
         return _forecast_gather_hf(arrangement, scenario)
-    stats, between, posted = [], {}, []
+    stats, posted, between = [], [], Counter[tuple[int, int]]()
     for rank in range(len(scenario.sources)):
         rounds = _rounds(arrangement, scenario, rank)
         group = next((sorted(group) for group in arrangement.groups if rank in group), [])
         stats.append(_round_stats(rounds, receives=rank in arrangement.needs))
         posted.append(posted_groups(rounds, group))
-        for source, num_bytes in _bytes_by_source(rounds, rank, group).items():
-            between[source, rank] = num_bytes
+        for message in (message for this in rounds for hop in this.hops for message in hop.receives):
+            between[message.source, rank] += message.num_bytes
+        for gather in (gather for this in rounds for gather in this.gathers):
+            for member in set(group) - {rank}:
+                between[member, rank] += gather.share
     return Forecast(stats=tuple(stats), bytes_between=between, stalls=tuple(find_stalls(posted)))
 
 
@@ -273,19 +270,6 @@ def _round_stats(rounds: Sequence[Round], *, receives: bool) -> SyncStats:
     )
 
 
-def _bytes_by_source(rounds: Sequence[Round], rank: int, group: Sequence[int]) -> dict[int, int]:
-    """Return, by source rank, the bytes that `rank` receives."""
-    found: dict[int, int] = defaultdict(int)
-    for this in rounds:
-        for hop in this.hops:
-            for message in hop.receives:
-                found[message.source] += message.num_bytes
-        for gather in this.gathers:
-            for member in group:
-                found[member] += gather.share if member != rank else 0
-    return found
-
-
 def _forecast_gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecast:
     replicas, senders = model_replicas(scenario.grid), set(arrangement.senders)
     # all replicas have the same plan, except for rank numbers
@@ -294,7 +278,7 @@ def _forecast_gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecas
     world = len(scenario.sources)
     received, num_collectives = [0] * world, [0] * world
     kinds_of: list[set[int]] = [set() for _ in range(world)]
-    between: dict[tuple[int, int], int] = defaultdict(int)
+    between = Counter[tuple[int, int]]()
     for each in collectives([gather for bucket in plan for gather in bucket.gathers], replicas, senders):
         for source, num_bytes in zip(each.ranks, each.bytes_from, strict=True):
             kinds_of[source].add(each.kind)
@@ -318,7 +302,7 @@ def _forecast_gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecas
         )
         for rank in range(world)
     ]
-    return Forecast(stats=tuple(stats), bytes_between=dict(between))
+    return Forecast(stats=tuple(stats), bytes_between=between)
 
 
 def redundant_bytes(arrangement: Arrangement, sources: Sequence[WeightLayout]) -> int:

@@ -153,14 +153,10 @@ def time_planning(arrangement: Arrangement, scenario: Scenario, rank: int) -> tu
     return seconds[0], seconds[1]
 
 
-def _ignore_progress(_: str) -> None:
-    """Ignore a progress message."""
-
-
 def explain(
     strategy: str,
     scenario: Scenario,
-    report_progress: Callable[[str], None] = _ignore_progress,
+    report_progress: Callable[[str], None] = lambda _: None,
     rates: LinkRates = DEFAULT_RATES,
 ) -> Explanation:
     """Compute everything about one strategy that is known before a run.

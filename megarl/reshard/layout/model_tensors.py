@@ -10,10 +10,9 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +41,7 @@ class TensorSpec:
         return tuple((0, n) for n in self.shape)
 
 
-class Names(Sequence[str]):
+class Names:
     """Names in order; none contains a line break."""
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -70,11 +69,7 @@ class Names(Sequence[str]):
     def __len__(self) -> int:
         return len(self.strings)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
-    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+    def __getitem__(self, index: int) -> str:
         return self.strings[index]
 
     def __iter__(self) -> Iterator[str]:

@@ -322,12 +322,7 @@ class _Ring:
         number = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
         self.machine = np.array([number[node] for node in nodes], np.int64)
         """By receiver, the index of its machine."""
-        count = [0] * len(number)
-        place = []
-        for machine in self.machine.tolist():
-            place.append(count[machine])
-            count[machine] += 1
-        self.place = np.array(place, np.int64)
+        self.place = _starts(self.machine, np.ones_like(self.machine), np.arange(len(nodes)))
         """By receiver, its position among those of its machine."""
         self.nodes = traffic.columns_of(list(number))
 
