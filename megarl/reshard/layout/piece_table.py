@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +73,7 @@ class Columns:
         )
 
 
-class PieceTable(Sequence[ShardPiece]):
+class PieceTable:
     """Shard pieces stored as arrays, pickled compressed and decoded when they are first used.
 
     The differences between consecutive pieces are compressed: most pieces of a rank differ from the one before by the
@@ -193,14 +193,8 @@ class PieceTable(Sequence[ShardPiece]):
     def __len__(self) -> int:
         return len(self.columns.tensor) if "columns" in self.__dict__ else self._encoded[1]
 
-    @overload
-    def __getitem__(self, index: int) -> ShardPiece: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[ShardPiece]: ...
-    def __getitem__(self, index: int | slice) -> ShardPiece | Sequence[ShardPiece]:
-        rows = np.arange(len(self))[index]
-        pieces = list(self.take(np.atleast_1d(rows)))
-        return pieces if isinstance(index, slice) else pieces[0]
+    def __getitem__(self, index: int) -> ShardPiece:
+        return next(iter(self.take(np.array([index]))))
 
     def __iter__(self) -> Iterator[ShardPiece]:
         tensors, locals_ = self.tensors.strings, self.locals.strings

@@ -52,21 +52,20 @@ class CodedBox:
     index: int
     """Place of its count among those that the rank knows."""
     elements: int
-    itemsize: int
+    num_bytes: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.num_bytes // self.elements
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBox:
+class HeldBox(CodedBox):
     """A box of one of the rank's tensors, which it sends to others or copies for itself."""
 
     local: str
     box: Box
-    coded: CodedBox
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the box in bytes."""
-        return self.coded.elements * self.coded.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +92,13 @@ class DeltaPlan:
         self._rounds, self._member = rounds, member
         self._coded: list[CodedBox] = []
         """Every box whose changes are counted: held, gathered and received ones."""
-        self.held: list[HeldBox] = []
-        """Every distinct box that this rank holds and sends or copies; their counts come first."""
-        self._held: dict[tuple[str | None, Box], CodedBox] = {}
+        self._held: dict[tuple[str | None, Box], HeldBox] = {}
         self._in_bucket: list[dict[int, CodedBox]] = [{} for _ in rounds]
         """By round and offset in its bucket, the box that lies there."""
         for this in rounds:
             self._add_held(this)
+        self.held = tuple(self._held.values())
+        """Every distinct box that this rank holds and sends or copies; their counts come first."""
         for number, this in enumerate(rounds):
             own = [copy for gather in this.gathers for copy in gather.own_copies]
             for copy in (*this.copies, *own):
@@ -164,17 +163,15 @@ class DeltaPlan:
         parts += [part for hop in this.hops for send in hop.sends for part in send.parts]
         for part in parts:
             if part.local is not None and (part.local, part.box) not in self._held:
-                coded = self._count(volume(part.box), part.num_bytes)
-                self._held[part.local, part.box] = coded
-                self.held.append(HeldBox(part.local, part.box, coded))
-
-    def _count(self, elements: int, num_bytes: int) -> CodedBox:
-        self._coded.append(CodedBox(len(self._coded), elements, num_bytes // elements))
-        return self._coded[-1]
+                held = HeldBox(len(self._coded), volume(part.box), part.num_bytes, part.local, part.box)
+                self._held[part.local, part.box] = held
+                self._coded.append(held)
 
     def _add_slots(self, number: int, slots: Sequence[BoxSlot]) -> None:
         for slot in slots:
-            self._in_bucket[number][slot.offset] = self._count(volume(slot.local_box), slot.num_bytes)
+            box = CodedBox(len(self._coded), volume(slot.local_box), slot.num_bytes)
+            self._in_bucket[number][slot.offset] = box
+            self._coded.append(box)
 
     def _add_incoming(self, hop: int) -> dict[int, slice]:
         """Count the boxes received in a hop; return, by source, where their counts are, which are consecutive."""
@@ -207,7 +204,7 @@ class DeltaPlan:
 
 
 def _box_of(
-    part: MessagePart, held: Mapping[tuple[str | None, Box], CodedBox], in_bucket: Mapping[int, CodedBox]
+    part: MessagePart, held: Mapping[tuple[str | None, Box], HeldBox], in_bucket: Mapping[int, CodedBox]
 ) -> CodedBox:
     return in_bucket[part.offset] if part.local is None else held[part.local, part.box]
 
@@ -219,7 +216,7 @@ class _CodedRoundBuilder:
         self,
         counts: Sequence[int],
         forms: Sequence[CodeForm],
-        held: Mapping[tuple[str | None, Box], CodedBox],
+        held: Mapping[tuple[str | None, Box], HeldBox],
         in_bucket: Mapping[int, CodedBox],
         member: int,
     ) -> None:

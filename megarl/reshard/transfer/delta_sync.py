@@ -81,7 +81,7 @@ class RankSync:
         base, self._base = self._base, None
         with closed_on_failure(transport, self._gather_group):
             if update is not None:
-                counter.elements = sum(held.coded.elements for held in self.plan.held)
+                counter.elements = sum(held.elements for held in self.plan.held)
             if update is not None and update.base is None:
                 self._copy_all(tensors, counter)
             elif update is not None:
@@ -106,7 +106,7 @@ class RankSync:
         if not self._copies:
             self._copies = [
                 torch.empty(
-                    held.coded.elements,
+                    held.elements,
                     dtype=as_integers(tensors[held.local]).dtype,
                     pin_memory=tensors[held.local].is_cuda,
                 )
@@ -130,7 +130,7 @@ class RankSync:
             box = view_box(tensors[held.local], held.box, held.num_bytes)
             counts[number], code = encode(box, copy)
             if counts[number]:
-                codes[code_name(held.coded.index)] = partial(whole_bytes, box) if code is None else code
+                codes[code_name(held.index)] = partial(whole_bytes, box) if code is None else code
             counter.transport.activity.progress += 1  # the others wait for this rank
         changed = counts.copy()
         counter.changed_elements = int(changed.sum())
@@ -138,7 +138,7 @@ class RankSync:
         for number in np.flatnonzero(counts != changed).tolist():
             held = self.plan.held[number]
             box = view_box(tensors[held.local], held.box, held.num_bytes)
-            codes[code_name(held.coded.index)] = partial(whole_bytes, box)
+            codes[code_name(held.index)] = partial(whole_bytes, box)
         sent_codes = [code for code in codes.values() if isinstance(code, Tensor)]
         counter.copied_bytes = sum(tensor.nbytes for tensor in (*self._copies, *sent_codes))
         return counts, CodedTensors(codes, cast("dict[str, Any]", tensors))

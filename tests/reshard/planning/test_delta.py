@@ -118,10 +118,10 @@ def encoded(tensors, plan):
     for each in plan.held:
         box = np.ascontiguousarray(tensors[each.local][slices(each.box)])
         base = np.full(box.size, OLD, np.float32)
-        counts[each.coded.index] = (box.reshape(-1) != base).sum()
+        counts[each.index] = (box.reshape(-1) != base).sum()
         changed, code = encode(torch.from_numpy(box), torch.from_numpy(base.view(np.int32)))
-        assert changed == counts[each.coded.index]
-        codes[code_name(each.coded.index)] = box.reshape(-1).view(np.uint8) if code is None else code.numpy()
+        assert changed == counts[each.index]
+        codes[code_name(each.index)] = box.reshape(-1).view(np.uint8) if code is None else code.numpy()
     return codes, counts
 
 
