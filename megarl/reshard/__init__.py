@@ -59,41 +59,16 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "megarl.reshard.analysis.forecast": (
-            "Forecast",
-            "forecast",
-        ),
-        "megarl.reshard.analysis.nccl_progress": (
-            "PostedGroup",
-            "Stall",
-            "find_stalls",
-            "posted_groups",
-        ),
+        "megarl.reshard.analysis.forecast": ("Forecast", "forecast"),
+        "megarl.reshard.analysis.nccl_progress": ("PostedGroup", "Stall", "find_stalls", "posted_groups"),
         "megarl.reshard.analysis.scenario": ("Scenario",),
         "megarl.reshard.analysis.sync_report": ("explain",),
         "megarl.reshard.layout.box_index": ("SyncIndex",),
-        "megarl.reshard.layout.engine_ranks": (
-            "place_engines_by_overlap",
-            "place_engines_strided",
-            "resolve_strategy",
-        ),
-        "megarl.reshard.layout.layout": (
-            "ShardPiece",
-            "TensorSpec",
-            "WeightLayout",
-        ),
+        "megarl.reshard.layout.engine_ranks": ("place_engines_by_overlap", "place_engines_strided", "resolve_strategy"),
+        "megarl.reshard.layout.layout": ("ShardPiece", "TensorSpec", "WeightLayout"),
         "megarl.reshard.layout.topology": ("Topology",),
-        "megarl.reshard.planning.lower_bounds": (
-            "node_bounds",
-            "rank_bounds",
-        ),
-        "megarl.reshard.planning.plan": (
-            "RankPlan",
-            "plan_rank",
-        ),
-        "megarl.reshard.planning.rounds": (
-            "Round",
-            "build_rounds",
-        ),
+        "megarl.reshard.planning.lower_bounds": ("node_bounds", "rank_bounds"),
+        "megarl.reshard.planning.plan": ("RankPlan", "plan_rank"),
+        "megarl.reshard.planning.rounds": ("Round", "build_rounds"),
     },
 )

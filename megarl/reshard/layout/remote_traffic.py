@@ -137,11 +137,8 @@ class RemoteTraffic:
 
     def _egress_ratio(self, limits: RemoteSources) -> float:
         """Return the most bytes that a machine sends over the most that one receives."""
-        needs, lacks, num_bytes = (
-            (self.needed > 0).astype(float),
-            (self.held == 0).astype(float),
-            self.pairs.astype(float),
-        )
+        needs, lacks = (self.needed > 0).astype(float), (self.held == 0).astype(float)
+        num_bytes = self.pairs.astype(float)
         received = ((num_bytes @ needs) * lacks).sum(axis=0)
         copies = lacks @ needs.T
         from_holders = np.zeros_like(copies)
@@ -210,21 +207,15 @@ class RemoteTraffic:
         """[receivers, machines], the number of receivers on each machine."""
         return self._by_machine(self.receivers)
 
-    def columns_of(self, nodes: Sequence[int]) -> Ints:
-        """Return the indices of the nodes among the machines of `held` and `needed`."""
-        return np.searchsorted(self._nodes[0], nodes)
-
     @cached_property
-    def _nodes(self) -> tuple[Ints, Ints]:
-        """The nodes, ascending; and by rank, the index of its node."""
-        nodes, number = np.unique(np.array(self.topology.nodes), return_inverse=True)
-        return nodes, number
+    def machine_of(self) -> Ints:
+        """By rank, the index of its machine in `held` and `needed`, which have machines in the order of their nodes."""
+        return np.unique(np.array(self.topology.nodes), return_inverse=True)[1]
 
     def _by_machine(self, sets: Sequence[Ranks]) -> Ints:
-        num_machines, machine = len(self._nodes[0]), self._nodes[1]
-        number = np.repeat(np.arange(len(sets)), _lengths(sets))
-        counts = np.bincount(number * num_machines + machine[_flat(sets)], minlength=len(sets) * num_machines)
-        return counts.reshape(len(sets), num_machines)
+        counts = np.zeros((len(sets), int(self.machine_of.max()) + 1), np.int64)
+        np.add.at(counts, (np.repeat(np.arange(len(sets)), _lengths(sets)), self.machine_of[_flat(sets)]), 1)
+        return counts
 
 
 def _lengths(sets: Sequence[Ranks]) -> Ints:
@@ -289,8 +280,12 @@ class RingEntries:
             turn: how many sets of receivers came before.
             num_sources: counts the new pairs of a root and a receiver.
         """
-        ring = _Ring(traffic, traffic.receivers[number])
-        holds = traffic.held[sets][:, ring.nodes] > 0
+        members = np.array(traffic.receivers[number], np.int64)
+        machines = traffic.machine_of[members].tolist()
+        ring = {each: place for place, each in enumerate(dict.fromkeys(machines))}
+        machine = np.array([ring[each] for each in machines], np.int64)  # by receiver, its place on the ring
+        fetcher = _starts(machine, np.ones_like(machine), np.arange(len(machine)))  # and among those of its machine
+        holds = traffic.held[sets][:, list(ring)] > 0
         some = np.flatnonzero(holds.any(axis=1))
         self.root[sets[some], number] = 0
         self.machine[sets[some], number] = _nth_true(holds[some], turn)
@@ -305,26 +300,12 @@ class RingEntries:
             is_new = ~known.any(axis=1)
             root = np.where(is_new, (turn + of) % length, _nth_true(known, turn))
             chosen = ranks[np.arange(len(of)), root]
-            new = _least_first(num_sources[ring.members], int(is_new.sum()))
+            new = _least_first(num_sources[members], int(is_new.sum()))
             entered_at[chosen[is_new]] = new
-            np.add.at(num_sources, ring.members[new], 1)
+            np.add.at(num_sources, members[new], 1)
             at = entered_at[chosen]
-            self.root[of, number], self.machine[of, number] = root, ring.machine[at]
-            self.fetcher[of, number] = ring.place[at]
-
-
-class _Ring:
-    """The machines of a set of receivers, in ring order."""
-
-    def __init__(self, traffic: RemoteTraffic, receivers: tuple[int, ...]) -> None:
-        self.members = np.array(receivers, np.int64)
-        nodes = [traffic.topology.nodes[rank] for rank in receivers]
-        number = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
-        self.machine = np.array([number[node] for node in nodes], np.int64)
-        """By receiver, the index of its machine."""
-        self.place = _starts(self.machine, np.ones_like(self.machine), np.arange(len(nodes)))
-        """By receiver, its position among those of its machine."""
-        self.nodes = traffic.columns_of(list(number))
+            self.root[of, number], self.machine[of, number] = root, machine[at]
+            self.fetcher[of, number] = fetcher[at]
 
 
 def _by_bytes(traffic: RemoteTraffic, holders: Ints, receivers: Ints) -> Ints:

@@ -44,14 +44,14 @@ def cached_index(
     groups: Sequence[Sequence[int]] = (),
 ) -> SyncIndex:
     """Return the cached `SyncIndex` whose rounds, with all their buffers, fit in two buckets of `bucket_bytes`."""
-    large_bytes = round_planning.LARGE_MESSAGE_BYTES
 
     def make() -> SyncIndex:
+        large_bytes = round_planning.LARGE_MESSAGE_BYTES
         return SyncIndex(sources, needs, topology, groups=groups, bucket_bytes=bucket_bytes, large_bytes=large_bytes)
 
     # with the names of local tensors: an index looks those of its ranks up
     held = _digests(sources, lambda layout: layout.digest)
-    return _cached(_indexes, _key(held, needs, topology, bucket_bytes, large_bytes, groups), make)
+    return _cached(_indexes, _key(held, needs, topology, bucket_bytes, groups), make)
 
 
 def cached_plan(
@@ -77,8 +77,7 @@ def cached_plan(
         return RoundPlan(rounds, BufferSizes.for_rounds(rounds))
 
     held = [*_digests(sources, lambda layout: layout.box_digest), sources[rank].digest, b"%d" % rank]
-    large_bytes = round_planning.LARGE_MESSAGE_BYTES
-    return _cached(_plans, _key(held, needs, topology, bucket_bytes, large_bytes, groups), make)
+    return _cached(_plans, _key(held, needs, topology, bucket_bytes, groups), make)
 
 
 def _key(
@@ -86,12 +85,12 @@ def _key(
     needs: Mapping[int, WeightLayout],
     topology: Topology,
     bucket_bytes: int,
-    large_bytes: int,
     groups: Sequence[Sequence[int]],
 ) -> bytes:
     """Return a digest of the inputs of a plan; `held`: digests of the trainer's layouts."""
     ranks = sorted(needs)
-    others = ranks, topology.nodes, bucket_bytes, large_bytes, [list(group) for group in groups]
+    limits = bucket_bytes, round_planning.LARGE_MESSAGE_BYTES
+    others = ranks, topology.nodes, limits, [list(group) for group in groups]
     needed = _digests([needs[rank] for rank in ranks], lambda layout: layout.digest)
     return digest_of([b"".join(held), repr(others).encode(), b"".join(needed)])
 
