@@ -1,8 +1,9 @@
-"""The end of a weight update in one TP rank, and what the rank reports about its weights.
+"""What a weight update is checked against in one TP rank, and how it ends.
 
-finish        load tensors that came in full, fill padding, compute derived values
-report_trace  the layout of the rank's weights
-sum_weights   sums of the parameters by box, which are compared after each update
+make_planned_boxes  check that the boxes of a sync are all that the rank needs
+complete_model      load tensors that came in full, fill padding, compute derived values
+report_trace        the layout of the rank's weights
+sum_weights         sums of the parameters by box, which are compared after each update
 
 The TP ranks of an engine vote: a rank writes weights only if all ranks can.
 
@@ -14,8 +15,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,37 +74,20 @@ class CommitVote:
         return bool(vote.item())
 
 
-@dataclass
-class WriteSession:
-    """What this process has written in the current update."""
-
-    number: int = -1
-    """Number of the update."""
-    boxes: PlannedBoxes | None = None
-    """The boxes that were received; None if none were."""
-
-
-_session = WriteSession()
 _traces: weakref.WeakKeyDictionary[nn.Module, EngineTrace] = weakref.WeakKeyDictionary()
 _others: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Box, int]]] = weakref.WeakKeyDictionary()
 """By model, the sums of what no update writes when it was traced: by name, the box of the whole tensor and its sum."""
 
 
-def finish(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None:
-    """Complete the model: load full tensors, fill padding, compute derived values."""
-    boxes, trace = get_session(command["session"]).boxes, _trace(model, command)
-    assert boxes is not None, "an update with boxes ends after they were received"
-    if not vote.all_ready(ready=True):
-        return
-    reply.wrote = True
+def complete_model(model: Any, boxes: PlannedBoxes, command: Command) -> None:
+    """Complete the model after all boxes were received: load full tensors, fill padding, compute derived values."""
     if boxes.full_tensors:
         model.load_weights([(n, t.view(stored_shape(n, tuple(t.shape)))) for n, t in boxes.full_tensors.items()])
     targets = find_targets(model)
-    for pad in trace.padding:
+    for pad in _trace(model, command).padding:
         _view(targets, pad.local, pad.local_box).fill_(pad.value)
-    post_load_weights: Callable[[], object] | None = getattr(model, "post_load_weights", None)
-    if post_load_weights is not None:
-        post_load_weights()
+    if hasattr(model, "post_load_weights"):
+        model.post_load_weights()
 
 
 def report_trace(model: nn.Module, command: Command, reply: Reply) -> None:
@@ -148,25 +131,6 @@ def _sum_first(tensor: torch.Tensor, box: Box) -> int | None:
     if tensor.dim() != len(box) or any(size < stop for size, (_, stop) in zip(tensor.shape, box, strict=True)):
         return None
     return int(sum_box(tensor[slices(box)], box))
-
-
-def release(_: nn.Module, __: Command, ___: Reply) -> None:
-    """Discard the session of an aborted update."""
-    reset_session()
-
-
-def get_session(number: int) -> WriteSession:
-    """Return the session of update `number`; a new one if the last session belongs to another update."""
-    global _session
-    if _session.number != number:
-        _session = WriteSession(number)
-    return _session
-
-
-def reset_session() -> None:
-    """Discard the session; the update has ended."""
-    global _session
-    _session = WriteSession()
 
 
 def make_planned_boxes(model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], command: Command) -> PlannedBoxes:

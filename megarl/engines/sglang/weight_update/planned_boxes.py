@@ -208,13 +208,23 @@ class PlannedBoxes:
             self._views = None
         self.tensors = found
 
-    def copy_round(self, index: int, bucket: Tensor) -> None:
-        """Copy the boxes of round `index` from the bucket, uint8 [num_bytes], into the parameters.
+    def all_rounds(self) -> dict[int, None]:
+        """Return the rounds that have boxes, for a sync of all of them; see `check_codes`."""
+        return {index: None for index, slots in enumerate(self._rounds) if slots}
+
+    def write_round(self, index: int, bucket: Tensor, lines: Ints | None = None) -> None:
+        """Write what has come in round `index` from the bucket, uint8 [num_bytes], into the parameters.
+
+        Args:
+            lines: of `check_codes`, if codes of changed elements have come; None: all boxes.
 
         Raises:
-            WeightSyncError: a box lies outside of the bucket.
+            WeightSyncError: a box or code lies outside of the bucket.
         """
         views, slots = self._round_views(index), self._rounds[index]
+        if lines is not None:
+            decode_boxes(bucket, lines, [views[slot] for slot in lines[:, 0].tolist()])
+            return
         if self._ends[index] > bucket.numel():
             raise WeightSyncError(f"round {index} ends at byte {self._ends[index]}, the bucket at {bucket.numel()}")
         sources: list[Tensor] = []
@@ -244,11 +254,6 @@ class PlannedBoxes:
             raise WeightSyncError(f"round {round_} has no box for {line} (slot, changed elements and offset)")
         ends = np.flatnonzero(np.diff(number)) + 1
         return {int(lines[0, 0]): lines[:, 1:] for lines in np.split(lines, ends) if len(lines)}
-
-    def decode_round(self, index: int, bucket: Tensor, lines: Ints) -> None:
-        """Write the changed elements of round `index`, given by lines of `check_codes`, as `copy_round`."""
-        views = self._round_views(index)
-        decode_boxes(bucket, lines, [views[slot] for slot in lines[:, 0].tolist()])
 
     def _round_views(self, index: int) -> list[Tensor]:
         """Return the parts of the parameters that the boxes of a round are copied to."""

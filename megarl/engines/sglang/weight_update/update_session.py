@@ -60,8 +60,6 @@ class WeightSession:
         """Hugging Face tensors that were loaded in this update."""
         self._received = False
         """Whether the TP ranks have been commanded to receive boxes in this update."""
-        self._over_network = False
-        """Whether boxes come over the network instead of from the trainer rank on the same slot."""
         self.sync_seconds = host.spec.round_timeout_seconds
         """Timeout of waits for other processes than the engine's, in seconds."""
         self._is_open = False
@@ -174,8 +172,7 @@ class WeightSession:
         """
         if len(offers) != self._spec.tp:
             raise WeightSyncError(f"the engine has {self._spec.tp} TP ranks, got boxes for {len(offers)}")
-        await self._query([{"op": "prepare_boxes", "offer": asdict(offer)} for offer in offers])
-        self._over_network, self.sync_seconds = False, self._spec.round_timeout_seconds
+        await self._query([{"op": "prepare", "offer": asdict(offer)} for offer in offers])
 
     async def join_trainer(self, transfer_spec: TransferSpec, engine: int, transfer_group: TransferGroup) -> None:
         """Have the TP ranks plan what they receive over the network, and connect with the trainer's ranks.
@@ -192,7 +189,6 @@ class WeightSession:
             await self._query({"op": "prepare", "transfer_spec": list(paths), "engine": engine})
         finally:
             await self._host.remove_file("transfer_spec")
-        self._over_network, self.sync_seconds = True, transfer_group.timeout_seconds
         command = {"op": "connect", "transfer_group": asdict(transfer_group)}
         await self._query(command, extra_seconds=self.sync_seconds)
 
@@ -212,7 +208,6 @@ class WeightSession:
                 the update is closed. Or the engine does not hold the weights that the update builds on.
         """
         self._require_open("receive_weights")
-        is_delta = delta is not None and delta.base is not None
         if delta is not None:
             if delta.base not in (None, self._base):
                 raise WeightSyncError(
@@ -220,15 +215,11 @@ class WeightSession:
                 )
             self._number = delta.number
         self._received = True
-        session = {"session": self._num_updates}
-        command: Command = {"op": "receive", **session, "delta": None if delta is None else asdict(delta)}
-        if not self._over_network:
-            waits = {"abort_file": str(self._abort_file), "seconds": self.sync_seconds, "coded": is_delta}
-            command = {"op": "receive_boxes", **session, **waits}
+        waits = {"abort_file": str(self._abort_file), "seconds": self.sync_seconds}
+        command: Command = {"op": "receive", "delta": None if delta is None else asdict(delta), **waits}
         what = "the command to receive weights"
         replies = await self._execute_or_close(command, what=what, extra_seconds=self.sync_seconds)
-        await self._execute_or_close({"op": "finish", **session}, what="the command to finish the update")
-        return [SyncStats(**reply.result) for reply in replies] if self._over_network else []
+        return [SyncStats(**reply.result) for reply in replies if reply.result is not None]
 
     async def verify(self, expected: Sequence[Ints]) -> str | None:
         """Compare the weights in the open update with the trainer's; close the update if some differ.
@@ -294,13 +285,10 @@ class WeightSession:
         self._require_open("the update")
 
     async def abort_update(self, reason: str) -> None:
-        """Close the update, if it is open; the TP ranks stop waiting for boxes."""
-        if self._received:
-            # in one step: the TP ranks read the file as soon as it exists
-            with atomic_write(self._abort_file, make_folder=False) as draft:
-                draft.write_text(f"the update was aborted: {reason}")
-        else:
-            await self.close(reason)
+        """End `receive`: the TP ranks stop waiting for boxes."""
+        # in one step: the TP ranks read the file as soon as it exists
+        with atomic_write(self._abort_file, make_folder=False) as draft:
+            draft.write_text(f"the update was aborted: {reason}")
 
     async def dump(self, directory: str) -> None:
         """Have every TP rank save its parameters in `directory`."""
@@ -365,7 +353,6 @@ class WeightSession:
                 self._blocked_reason = reason  # the next update waits for the pending call
                 return
             async with self._block_on_failure():
-                await self.calls.execute({"op": "release"}, "the command to abort the update")
                 await self.calls.end()
                 if not self.calls.is_mixed:
                     await self.calls.resume()

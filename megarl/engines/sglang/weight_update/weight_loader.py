@@ -9,17 +9,12 @@
 SGLang's own answer is not reliable: it is `Success` after a caught error, and an uncaught error kills the engine. So a
 command names the file for the reply, and `load` never raises.
 
-Boxes of weights are received from the trainer in two ways.
+Boxes of weights are received from the trainer in two ways: over the network from all of its ranks, or through shared
+memory from the trainer rank on the same slot.
 
-    over the network, from the trainer's ranks
-    prepare         plan what this rank receives, and check that it fits the model                once
-    connect         connect with the trainer's ranks and the other engines                        after failures too
-    receive         if every rank of the engine is ready, receive the boxes                       every update
-
-    through shared memory, from the trainer rank on the same slot
-    prepare_boxes   read which boxes come in which round, check them against the model, connect   once
-    receive_boxes   if every rank of the engine is ready, copy the boxes of all rounds, or        every update
-                    decode the changed elements that the trainer rank lists
+    prepare         plan what comes, or read it from the trainer rank's offer; check it; connect to that rank    once
+    connect         over the network: connect with the trainer's ranks and the other engines     after failures too
+    receive         if every rank of the engine is ready, receive the boxes or the changed elements    every update
 
 Modules whose weights SGLang changes after it has loaded them are refused: SGLang calls `process_weights_after_loading`
 of every module's `quant_method` at the end of a load and of each weight update. For plain weights it does nothing. Some
@@ -40,11 +35,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megarl.engines.sglang.weight_update import finish_update
-from megarl.engines.sglang.weight_update.finish_update import CommitVote, get_session, make_planned_boxes, reset_session
+from megarl.engines.sglang.weight_update.finish_update import CommitVote, complete_model, make_planned_boxes
 from megarl.engines.sglang.weight_update.messages import Command, Reply, checked_path, read_bucket, send_reply
 from megarl.engines.sglang.weight_update.planned_boxes import PlannedBoxes, find_bucket_problems, read_expected_tensors
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import Ints
 from megarl.reshard.planning.disaggregated import TransferRank
 from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.box_channel import BoxOffer, BoxReceiver
@@ -153,8 +147,7 @@ def _write(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None
         return
     reply.wrote = True
     model.load_weights(list(tensors.items()))
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # the sender reuses the bucket once it has the reply
+    _synchronize()  # the sender reuses the bucket once it has the reply
 
 
 def _report_repacking(model: nn.Module, _: Command, reply: Reply) -> None:
@@ -169,145 +162,105 @@ def _dump(model: nn.Module, command: Command, reply: Reply) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _NetworkPlan:
-    """What this process receives over the network, and its connections."""
-
-    receiver: TransferRank
-    boxes: PlannedBoxes
-
-
-_network: _NetworkPlan | None = None
-
-
-def prepare(model: nn.Module, command: Command, reply: Reply) -> None:
-    """Plan what to receive, and check it against the model; existing connections are closed."""
-    global _network
-    transfer_spec = pickle.loads(Path(command["transfer_spec"][reply.rank]).read_bytes())  # noqa: S301 -- written by this host
-    if _network is not None:
-        _network.receiver.close()
-        _network = None
-    receiver = TransferRank(transfer_spec, transfer_spec.engine_rank(command["engine"], reply.rank))
-    boxes = make_planned_boxes(model, [each.slots for each in receiver.plan.rounds], command)
-    _network = _NetworkPlan(receiver, boxes)
-
-
-def connect(_: nn.Module, command: Command, __: Reply) -> None:
-    """Connect with the other ranks, which all have to connect at the same time."""
-    _require_network().receiver.connect(TransferGroup(**command["transfer_group"]))
-
-
-def receive(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
-    """Receive the planned boxes; write nothing if any rank of the engine cannot."""
-    session, prepared = get_session(command["session"]), _require_network()
-    is_complete = False
-    try:
-        prepared.boxes.refresh(model)
-        session.boxes = prepared.boxes
-        if not vote.all_ready(ready=True):
-            return
-        reply.wrote = True
-        target = Parameters(prepared.boxes.tensors, next(model.parameters()).device)
-        delta = None if command["delta"] is None else DeltaUpdate(**command["delta"])
-        reply.result = asdict(prepared.receiver.run({}, target, delta))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        is_complete = True
-    finally:
-        if not is_complete:
-            reset_session()
-            prepared.receiver.close()  # so that the trainer does not wait for this rank
-
-
-def _require_network() -> _NetworkPlan:
-    if _network is None:
-        raise WeightSyncError("this rank has no plan of what to receive: it needs `prepare` first")
-    return _network
-
-
-@dataclass(frozen=True, slots=True)
-class _SharedPlan:
-    """What this process receives from the trainer rank on its slot, and the connection with it."""
+class _Plan:
+    """What this process receives in every update, and the connection over which it comes."""
 
     boxes: PlannedBoxes
-    rounds: tuple[int, ...]
-    """Indices of the rounds that have boxes."""
-    receiver: BoxReceiver
+    receiver: TransferRank | BoxReceiver
     mapped: MappedBuckets = field(default_factory=MappedBuckets)
     """The buckets of the latest sync that lie in host memory, which the trainer rank keeps for the next one."""
 
 
-_shared: _SharedPlan | None = None
+_plan: _Plan | None = None
 
 
-def prepare_boxes(model: nn.Module, command: Command, _: Reply) -> None:
-    """Check the boxes that the command's trainer rank offers, and connect with it; an older connection is closed."""
-    global _shared
-    if _shared is not None:
-        _shared.receiver.close()
-        _shared = None
-    offer = BoxOffer(**command["offer"])
-    rounds = offer.read_slots()
-    boxes = make_planned_boxes(model, rounds, command)
-    _shared = _SharedPlan(boxes, tuple(i for i, slots in enumerate(rounds) if slots), BoxReceiver(offer))
+def prepare(model: nn.Module, command: Command, reply: Reply) -> None:
+    """Plan what to receive, and check it against the model; existing connections are closed."""
+    global _plan
+    if _plan is not None:
+        _plan.receiver.close()
+        _plan = None
+    if "offer" in command:
+        offer = BoxOffer(**command["offer"])
+        boxes = make_planned_boxes(model, offer.read_slots(), command)
+        _plan = _Plan(boxes, BoxReceiver(offer))
+        return
+    transfer_spec = pickle.loads(Path(command["transfer_spec"][reply.rank]).read_bytes())  # noqa: S301 -- written by this host
+    receiver = TransferRank(transfer_spec, transfer_spec.engine_rank(command["engine"], reply.rank))
+    _plan = _Plan(make_planned_boxes(model, [each.slots for each in receiver.plan.rounds], command), receiver)
 
 
-def receive_boxes(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
-    """Copy the boxes of all rounds as they come; copy nothing if any rank of the engine cannot."""
-    session, prepared, is_complete = get_session(command["session"]), _require_shared(), False
-    abort_file, mapped = Path(command["abort_file"]), prepared.mapped
+def connect(_: nn.Module, command: Command, __: Reply) -> None:
+    """Connect with the other ranks, which all have to connect at the same time."""
+    receiver = _require_plan().receiver
+    assert isinstance(receiver, TransferRank), "boxes of a trainer rank on the same slot come over its own socket"
+    receiver.connect(TransferGroup(**command["transfer_group"]))
+
+
+def receive(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
+    """Receive the planned boxes and complete the model; write nothing if any rank of the engine cannot."""
+    plan, is_complete = _require_plan(), False
+    delta = None if command["delta"] is None else DeltaUpdate(**command["delta"])
+    try:
+        plan.boxes.refresh(model)
+        if not vote.all_ready(ready=True):
+            return
+        if isinstance(plan.receiver, BoxReceiver):
+            _copy_rounds(plan, plan.receiver, command, reply, is_delta=delta is not None and delta.base is not None)
+        else:
+            reply.wrote = True
+            target = Parameters(plan.boxes.tensors, next(model.parameters()).device)
+            reply.result = asdict(plan.receiver.run({}, target, delta))
+            _synchronize()
+        is_complete = True
+    except (WeightSyncError, OSError) as e:
+        if isinstance(plan.receiver, BoxReceiver):
+            plan.receiver.fail(str(e))
+        raise
+    finally:
+        if not is_complete:
+            plan.mapped.clear()
+            plan.receiver.close()  # so that the trainer does not wait for this rank
+    reply.wrote = True
+    complete_model(model, plan.boxes, command)
+
+
+def _copy_rounds(plan: _Plan, receiver: BoxReceiver, command: Command, reply: Reply, *, is_delta: bool) -> None:
+    """Copy the boxes of all rounds as they come; in a delta sync, decode the elements that the trainer rank lists."""
+    boxes, seconds, abort_file = plan.boxes, command["seconds"], Path(command["abort_file"])
 
     def check() -> None:
         if abort_file.exists():
             raise WeightSyncError(abort_file.read_text())
 
-    try:
-        prepared.boxes.refresh(model)
-        session.boxes = prepared.boxes
-        if not vote.all_ready(ready=True):
-            return
-        prepared.receiver.report_ready()
-        codes: dict[int, Ints] | None = None
-        if command["coded"]:
-            lines = prepared.receiver.receive_codes(command["seconds"], check)
-            codes = prepared.boxes.check_codes(lines)
-        rounds = prepared.rounds if codes is None else tuple(codes)
-        reply.wrote = bool(rounds)
-        for index in rounds:
-            bucket = prepared.receiver.receive(index, command["seconds"], check)
-            if codes is None:
-                prepared.boxes.copy_round(index, mapped.map(bucket))
-            else:
-                prepared.boxes.decode_round(index, mapped.map(bucket), codes[index])
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # the sender reuses the bucket once it has the answer
-            if index == rounds[-1]:
-                mapped.end_sync()  # the sender frees its buckets on a GPU now
-            prepared.receiver.acknowledge()
-        is_complete = True
-    except (WeightSyncError, OSError) as e:
-        prepared.receiver.fail(str(e))
-        raise
-    finally:
-        if not is_complete:
-            reset_session()
-            mapped.clear()
-            prepared.receiver.close()  # so that the trainer does not wait for this rank
+    receiver.report_ready()
+    rounds = boxes.check_codes(receiver.receive_codes(seconds, check)) if is_delta else boxes.all_rounds()
+    reply.wrote = bool(rounds)
+    for number, (index, lines) in enumerate(rounds.items(), 1):
+        boxes.write_round(index, plan.mapped.map(receiver.receive(index, seconds, check)), lines)
+        _synchronize()  # the sender reuses the bucket once it has the answer
+        if number == len(rounds):
+            plan.mapped.end_sync()  # the sender frees its buckets on a GPU now
+        receiver.acknowledge()
 
 
-def _require_shared() -> _SharedPlan:
-    if _shared is None:
-        raise WeightSyncError("this rank does not know which boxes it receives: it needs `prepare_boxes` first")
-    if not _shared.receiver.is_connected:
-        sender = _shared.receiver.sender
-        raise WeightSyncError(f"the connection with {sender} was closed when a sync failed: it needs `prepare_boxes`")
-    return _shared
+def _require_plan() -> _Plan:
+    if _plan is None:
+        raise WeightSyncError("this rank has no plan of what to receive: it needs `prepare` first")
+    if isinstance(_plan.receiver, BoxReceiver) and not _plan.receiver.is_connected:
+        sender = _plan.receiver.sender
+        raise WeightSyncError(f"the connection with {sender} was closed when a sync failed: it needs `prepare`")
+    return _plan
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 WRITERS: dict[str, Callable[[nn.Module, Command, Reply, CommitVote], None]] = {
     "write": _write,
     "receive": receive,
-    "receive_boxes": receive_boxes,
-    "finish": finish_update.finish,
 }
 """Operations that may write parameters. Each checks first and writes only if all ranks are ready.
 
@@ -317,11 +270,9 @@ A rank that found no problem itself replies without an error, even if the vote f
 READERS: dict[str, Callable[[nn.Module, Command, Reply], None]] = {
     "prepare": prepare,
     "connect": connect,
-    "prepare_boxes": prepare_boxes,
     "trace": finish_update.report_trace,
     "sum": finish_update.sum_weights,
     "repacking": _report_repacking,
-    "release": finish_update.release,
     "dump": _dump,
 }
 """Operations that do not write weights."""
