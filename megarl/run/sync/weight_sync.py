@@ -50,10 +50,9 @@ from typing import TypeVar
 from megarl.cluster.placement.pool import SlotPool
 from megarl.cluster.workers.group import RemoteCall, WorkerFuture
 from megarl.config import RunConfig
-from megarl.config.rollout import WeightSyncConfig
 from megarl.engines.engine import EngineUpdate, UpdateReport
 from megarl.errors import ConfigError, MegarlError, OutdatedEngineError, WeightDifferenceError, WeightSyncError
-from megarl.megatron.requests import PushRequest, PushResult, sum_sync_stats
+from megarl.megatron.requests import PushResult, SyncSetup, sum_sync_stats
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, first_line
@@ -147,25 +146,27 @@ class SyncUpdate:
 
     def __init__(
         self,
-        config: WeightSyncConfig,
         trainer: TrainerGroup,
         engines: EngineHandles,
         connections: SyncConnections,
         *,
         number: int,
         policy_version: int,
-        delta: DeltaUpdate | None = None,
+        delta: DeltaUpdate | None,
     ) -> None:
-        """`number`: unique in the run; `delta`: that of the request, or None."""
-        self._config, self._trainer, self._engines, self._connections = config, trainer, engines, connections
-        self._policy_version, self._delta = policy_version, delta
+        """`number`: unique in the run; `delta`: what the push may leave out, None: nothing."""
+        assert connections.setup is not None
+        self._trainer, self._engines, self._connections = trainer, engines, connections
+        self._setup, self._config = connections.setup, connections.setup.config
         self._store = connections.stores[-1]
-        self._spec = CommitSpec(self._store.host, self._store.port, f"update {number}", len(engines.engines))
-        self._decision = CommitDecision(self._spec, self._store)
+        commit = CommitSpec(self._store.host, self._store.port, f"update {number}", len(engines.engines))
+        self._decision = CommitDecision(commit, self._store)
+        receives = not self._setup.senders
+        self._update = EngineUpdate(policy_version=policy_version, commit=commit, receives=receives, delta=delta)
         self.breaks_trainer = False
         """Whether the trainer ranks have failed in their part, which breaks the connections between them."""
 
-    def run(self, request: PushRequest | None) -> PushReport:
+    def run(self) -> PushReport:
         """Push; if anything fails, the engines abort the update.
 
         Raises:
@@ -173,20 +174,13 @@ class SyncUpdate:
             WorkerError: a trainer rank or an engine was lost.
         """
         timer, reason = PhaseTimer(), "the controller was interrupted"
-        if self._connections.begins_first:
+        if not self._update.receives:  # the trainer ranks load full tensors into an update that is open
             with timer.phase("open"):
                 self._engines.call("begin_weights")
-        update = EngineUpdate(
-            policy_version=self._policy_version,
-            commit=self._spec,
-            begins=not self._connections.begins_first,
-            receives=self._connections.receives,
-            delta=self._delta,
-        )
-        updating: RemoteCall[list[UpdateReport]] = self._engines.begin("update_weights", update)
+        updating: RemoteCall[list[UpdateReport]] = self._engines.begin("update_weights", self._update)
         try:
             with timer.phase("transfer"):
-                sent = self._send(request, updating)
+                sent = self._send(updating)
                 self._wait_received(sent, updating)
             self._check_bytes(sent)
             self._verify(timer)
@@ -202,28 +196,28 @@ class SyncUpdate:
             reports = updating.result(self._config.timeout_seconds)
         return self._report(sent, reports, timer.totals)
 
-    def _send(self, request: PushRequest | None, updating: RemoteCall[list[UpdateReport]]) -> PushResult:
+    def _send(self, updating: RemoteCall[list[UpdateReport]]) -> PushResult:
         """Wait until all trainer ranks have sent the weights.
 
         If an engine fails meanwhile, trainer ranks whose connections do not depend on it are waited for as well.
         """
-        heartbeat, failure = self._connections.heartbeat, None
+        heartbeat = self._setup.heartbeat
         with nullcontext() if heartbeat is None else SyncMonitor(heartbeat, self._store):
             self.breaks_trainer = True
-            pushing = self._trainer.begin_push(request)
+            pushing = self._trainer.begin_push(self._connections.request(self._engines, self._update.delta))
             assert isinstance(pushing, RemoteCall), "engines need trainer ranks in worker processes"
             try:
                 sent: PushResult = pushing.result_with(updating, self._config.timeout_seconds + REPORT_GRACE_SECONDS)
-                self.breaks_trainer = False
             except MegarlError as error:
                 self._decision.decide(first_line(error))
                 self.breaks_trainer = not (self._connections.survives_engines and self._is_completed(pushing))
                 if self.breaks_trainer:
                     raise
                 failure = error  # raised outside of the monitor, which would abort the sync on the trainer ranks
-        if failure is not None:
-            raise failure
-        return sent
+            else:
+                self.breaks_trainer = False
+                return sent
+        raise failure
 
     def _is_completed(self, pushing: WorkerFuture[PushResult]) -> bool:
         """Return whether the trainer ranks complete their part without the engine that has failed."""
@@ -253,10 +247,10 @@ class SyncUpdate:
             raise WeightSyncError(f"the ranks sent {num_sent} bytes and received {num_received}")
 
     def _verify(self, timer: PhaseTimer) -> None:
-        verify = self._config.verify
-        if verify is not None and self._policy_version % verify.every == 0:
+        verify, version = self._config.verify, self._update.policy_version
+        if verify is not None and version % verify.every == 0:
             with timer.phase("verify"):
-                verify_weights(self._trainer, self._engines, self._connections.engine_layouts, self._policy_version)
+                verify_weights(self._trainer, self._engines, self._setup.engine, version)
 
     def _report(self, sent: PushResult, reports: Sequence[UpdateReport], seconds: Mapping[str, float]) -> PushReport:
         stats = sum_sync_stats([sent.stats, *chain.from_iterable(report.stats for report in reports)])
@@ -267,7 +261,7 @@ class SyncUpdate:
         moved, saved = stats.bytes_received, stats.bytes_not_received
         if not any(report.stats for report in reports):  # the trainer ranks deliver what they have received
             moved, saved = moved + stats.bytes_delivered, saved + stats.bytes_not_delivered
-        return PushReport(stats=stats, seconds=phases, bytes_moved=moved, bytes_saved=saved, delta=self._delta)
+        return PushReport(stats=stats, seconds=phases, bytes_moved=moved, bytes_saved=saved, delta=self._update.delta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +271,7 @@ class LatestSync:
     number: int
     engines: Sequence[StartedEngine]
     """The engines that serve its weights."""
-    generation: int
+    setup: SyncSetup
     """That of the trainer ranks' connections."""
 
 
@@ -353,17 +347,11 @@ class ModelSync:
         self.num_updates += 1
         delta = self._next_delta(engines)
         update = SyncUpdate(
-            self._config.weight_sync,
-            self._trainer,
-            engines,
-            connections,
-            number=self.num_updates,
-            policy_version=policy_version,
-            delta=delta,
+            self._trainer, engines, connections, number=self.num_updates, policy_version=policy_version, delta=delta
         )
         self._latest = None  # until the push has succeeded
         try:
-            report = update.run(connections.request(engines, delta))
+            report = update.run()
         except MegarlError as error:
             connections.drop(trainer=update.breaks_trainer)
             if isinstance(error, WeightDifferenceError) and delta is not None and delta.base is not None:
@@ -372,16 +360,16 @@ class ModelSync:
             if isinstance(error, WeightSyncError) and connections.rank_legend:
                 raise type(error)(f"{error} ({connections.rank_legend})") from error
             raise
-        if delta is not None:
-            self._latest = LatestSync(delta.number, engines.engines, connections.generation)
+        if delta is not None and connections.setup is not None:
+            self._latest = LatestSync(delta.number, engines.engines, connections.setup)
         return report
 
     def _next_delta(self, engines: EngineHandles) -> DeltaUpdate | None:
-        """Return what the next update may leave out; None: the run compares no weights."""
+        """Return what the next update may leave out; None: nothing, and it is no base of others."""
         if not self._config.weight_sync.delta:
             return None
         latest = self._latest
-        if latest is None or latest.generation != self._connections.generation:
+        if latest is None or latest.setup is not self._connections.setup:
             return DeltaUpdate(number=self.num_updates)
         is_base = all(engine in latest.engines for engine in engines.engines)
         return DeltaUpdate(number=self.num_updates, base=latest.number if is_base else None)

@@ -246,7 +246,7 @@ def _copy_rounds(plan: _Plan, receiver: BoxReceiver, command: Command, reply: Re
 
 def _require_plan() -> _Plan:
     if _plan is None:
-        raise WeightSyncError("this rank has no plan of what to receive: it needs `prepare` first")
+        raise WeightSyncError("this rank does not know which boxes it receives: it needs `prepare` first")
     if isinstance(_plan.receiver, BoxReceiver) and not _plan.receiver.is_connected:
         sender = _plan.receiver.sender
         raise WeightSyncError(f"the connection with {sender} was closed when a sync failed: it needs `prepare`")
