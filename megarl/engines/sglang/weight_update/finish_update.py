@@ -29,19 +29,18 @@ from megarl.engines.sglang.weight_layout.engine_trace import (
     box_text,
     encode_traces,
     fold,
-    join_names,
+    model_tensors,
     trace_live,
 )
 from megarl.engines.sglang.weight_update.messages import Command, Reply
 from megarl.engines.sglang.weight_update.planned_boxes import (
     PlannedBoxes,
-    TargetTensor,
     find_targets,
     read_expected_tensors,
 )
 from megarl.errors import WeightSyncError
 from megarl.model_files.weight_index import stored_shape
-from megarl.reshard.layout.layout import Box, TensorSpec, full_local, slices
+from megarl.reshard.layout.layout import Box, TensorSpec, WeightNeeds, slices
 from megarl.reshard.transfer.bucket import BoxSlot, torch_dtype
 from megarl.reshard.transfer.weight_sums import sum_box
 
@@ -99,7 +98,7 @@ def sum_weights(model: nn.Module, command: Command, reply: Reply) -> None:
     """Return the sums of the layout's pieces, and the names of changed tensors that no update writes, in the reply."""
     targets, trace = find_targets(model), _trace(model, command)
     sums = [sum_box(_view(targets, piece.local, piece.local_box), piece.box) for piece in trace.layout.pieces]
-    others = _others_of(targets, trace)
+    others = _others_of(model, trace)
     reply.result = {
         "sums": torch.stack(sums).tolist() if sums else [],
         "changed": [
@@ -110,20 +109,16 @@ def sum_weights(model: nn.Module, command: Command, reply: Reply) -> None:
     }
 
 
-def _view(targets: Mapping[str, TargetTensor], local: str, local_box: Box) -> torch.Tensor:
+def _view(targets: Mapping[str, torch.Tensor], local: str, local_box: Box) -> torch.Tensor:
     """Return the box of a parameter or buffer, with as many dimensions as the box has."""
-    return fold(targets[local].tensor, len(local_box))[slices(local_box)]
+    return fold(targets[local], len(local_box))[slices(local_box)]
 
 
-def _others_of(targets: Mapping[str, TargetTensor], trace: EngineTrace) -> dict[str, torch.Tensor]:
+def _others_of(model: nn.Module, trace: EngineTrace) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers that no update writes, by name."""
     local = {piece.local for piece in trace.layout.pieces} | {pad.local for pad in trace.padding} | trace.computed
-    written = {targets[name].name.removesuffix(TRANSPOSED) for name in local}
-    return {
-        name: target.tensor
-        for name, target in targets.items()
-        if target.name.removesuffix(TRANSPOSED) not in written and not name.endswith(TRANSPOSED)
-    }
+    written = {name.removesuffix(TRANSPOSED) for name in local}
+    return {name: tensor for name, tensor in model_tensors(model).items() if name not in written}
 
 
 def _sum_first(tensor: torch.Tensor, box: Box) -> int | None:
@@ -140,35 +135,22 @@ def make_planned_boxes(model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], co
         WeightSyncError: a box does not fit the model, two overlap, one belongs to a parameter from which the engine
             computes values, which would be outdated, or a part of the model is in none.
     """
-    trace = _trace(model, command)
-    locals_ = {slot.local for slots in rounds for slot in slots}
-    full = {name: spec for name, spec in trace.layout.tensors.items() if full_local(name) in locals_}
-    device = next(model.parameters()).device
-    boxes = PlannedBoxes(
-        model,
-        rounds,
-        {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for name, spec in full.items()},
-    )
-    derived, targets = set(trace.derived), boxes.find_targets(model)
-    for piece in trace.layout.pieces:
-        if piece.tensor in derived:
-            found = boxes.written_to(targets[piece.local], piece.local_box).overlapping(piece.local_box)
-            if found:
-                raise WeightSyncError(
-                    f"the engine computes values from {piece.tensor}, which needs to come in full, got "
-                    f"box {box_text(found[0])} of {piece.local}"
-                )
-    missing = [name for name in trace.derived if name not in full]
-    if missing:
-        raise WeightSyncError(
-            f"the engine computes values from {len(missing)} tensors, which need to come in full: {join_names(missing)}"
-        )
-    needed = [(full_local(name), spec.box, name) for name, spec in full.items()]
-    needed += [(p.local, p.local_box, p.tensor) for p in trace.layout.pieces if p.tensor not in full]
-    for local, box, tensor in needed:
-        gap = boxes.written_to(targets[local], box).first_gap(box)
+    trace, device = _trace(model, command), next(model.parameters()).device
+    specs = {name: trace.layout.tensors[name] for name in trace.derived}
+    full = {n: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for n, spec in specs.items()}
+    boxes = PlannedBoxes(model, rounds, full)
+    for piece in (piece for piece in trace.layout.pieces if piece.tensor in specs):
+        found = boxes.written[piece.local, len(piece.local_box)].overlapping(piece.local_box)
+        if found:
+            raise WeightSyncError(
+                f"the engine computes values from {piece.tensor}, which needs to come in full, got "
+                f"box {box_text(found[0])} of {piece.local}"
+            )
+    (needed,) = WeightNeeds(layouts=(trace.layout,), full_tensors=trace.derived).received()
+    for piece in needed.pieces:
+        gap = boxes.written[piece.local, len(piece.local_box)].first_gap(piece.local_box)
         if gap is not None:
-            raise WeightSyncError(f"{local} is not written at {box_text(gap)} (of {tensor})")
+            raise WeightSyncError(f"{piece.local} is not written at {box_text(gap)} (of {piece.tensor})")
     return boxes
 
 
@@ -181,7 +163,7 @@ def _trace(model: nn.Module, command: Command) -> EngineTrace:
         trace = _traces[model] = trace_live(model, tensors).without(untrained)
         boxes = {
             name: (tuple((0, length) for length in tensor.shape), tensor)
-            for name, tensor in _others_of(find_targets(model), trace).items()
+            for name, tensor in _others_of(model, trace).items()
             if tensor.numel()
         }
         _others[model] = {name: (box, int(sum_box(tensor, box))) for name, (box, tensor) in boxes.items()}

@@ -89,7 +89,7 @@ def test_boxes_of_stacked_tensors_are_copied_into_transposed_parameters(model):
         (BoxSlot("a", ((0, 1), (0, 4)), "float32", 0), "has 2 dimensions, the parameter 1"),
         (BoxSlot("a", ((0, 2),), "float32", 2), r"lies at byte 2 of the bucket, .* multiple of 4"),
         (BoxSlot("a", ((2, 4),), "float32", 0), r"a \[2:4\] is also written as part of \[0:3\]"),
-        (BoxSlot("tied", ((2, 4),), "float32", 0), r"tied \[2:4\] is also written as part of \[0:3\]"),
+        (BoxSlot("tied", ((2, 4),), "float32", 0), "tied is no parameter of the engine"),
         (BoxSlot("b", ((0, 12),), "bfloat16", 0), "b is received both with 2 and with 1 dimensions"),
     ],
 )
