@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from megarl.model_files.weight_index import derived_tensor_patterns, matches_any
 from megarl.reshard.layout.layout import Ints, contains, extent, full_local, slices, volume
 from megarl.reshard.transfer.bucket import (
     BoxSlot,
-    TensorSlot,
+    WeightBucket,
     consecutive,
     copy_boxes,
     dtype_name,
@@ -73,17 +73,15 @@ def read_expected_tensors(model_path: str) -> Mapping[str, ExpectedTensor]:
     }
 
 
-def find_bucket_problems(
-    slots: Iterable[TensorSlot], num_bytes: int, expected: Mapping[str, ExpectedTensor], dtype: str
-) -> list[str]:
-    """Return one message for each invalid tensor of a bucket of `num_bytes` bytes.
+def find_bucket_problems(bucket: WeightBucket, expected: Mapping[str, ExpectedTensor], dtype: str) -> list[str]:
+    """Return one message for each invalid tensor of a bucket.
 
     Args:
         dtype: dtype of the engine; a tensor may have this dtype or that of the folder, and a vector may be float32.
             Weights in FP8 need to be sent so, because their scales are.
     """
     found, seen = [], set()
-    for slot in slots:
+    for slot in bucket.slots:
         wanted = expected.get(slot.name)
         if wanted is None:
             found.append(f"{slot.name} is no tensor of the model")
@@ -94,10 +92,10 @@ def find_bucket_problems(
             found.append(f"{slot.name} needs dtype {needs}, got {slot.dtype}")
         elif slot.name in seen:
             found.append(f"{slot.name} is contained twice")
-        elif slot.offset + slot.num_bytes > num_bytes:
+        elif slot.offset + slot.num_bytes > bucket.num_bytes:
             found.append(
                 f"{slot.name} ends at byte {slot.offset} + {slot.num_bytes} = {slot.offset + slot.num_bytes}, "
-                f"the bucket at {num_bytes}"
+                f"the bucket at {bucket.num_bytes}"
             )
         seen.add(slot.name)
     return found

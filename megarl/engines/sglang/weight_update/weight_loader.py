@@ -6,15 +6,17 @@
                                                                     write, if all ranks can
     reply file of rank r <---------------------------- READERS[op]: no vote
 
+The TP ranks of an engine vote: a rank writes weights only if all ranks can.
+
 SGLang's own answer is not reliable: it is `Success` after a caught error, and an uncaught error kills the engine. So a
 command names the file for the reply, and `load` never raises.
 
 Boxes of weights are received from the trainer in two ways: over the network from all of its ranks, or through shared
 memory from the trainer rank on the same slot.
 
-    prepare         plan what comes, or read it from the trainer rank's offer; check it; connect to that rank    once
-    connect         over the network: connect with the trainer's ranks and the other engines     after failures too
-    receive         if every rank of the engine is ready, receive the boxes or the changed elements    every update
+    prepare         plan what comes, or read what the trainer rank on the slot offers and connect with it; check it
+    connect         over the network: connect with the trainer's ranks and the other engines
+    receive         if every rank of the engine is ready, receive boxes or changed elements, in every update
 
 Modules whose weights SGLang changes after it has loaded them are refused: SGLang calls `process_weights_after_loading`
 of every module's `quant_method` at the end of a load and of each weight update. For plain weights it does nothing. Some
@@ -24,8 +26,11 @@ do not fit any more, and if an update is aborted, packing again what was never u
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import pickle
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,16 +39,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megarl.engines.sglang.weight_update import finish_update
-from megarl.engines.sglang.weight_update.finish_update import CommitVote, complete_model, make_planned_boxes
+from megarl.engines.sglang.weight_layout.engine_trace import (
+    TRANSPOSED,
+    EngineTrace,
+    box_text,
+    encode_traces,
+    fold,
+    model_tensors,
+    trace_live,
+)
 from megarl.engines.sglang.weight_update.messages import Command, Reply, checked_path, read_bucket, send_reply
-from megarl.engines.sglang.weight_update.planned_boxes import PlannedBoxes, find_bucket_problems, read_expected_tensors
+from megarl.engines.sglang.weight_update.planned_boxes import (
+    PlannedBoxes,
+    find_bucket_problems,
+    find_targets,
+    read_expected_tensors,
+)
 from megarl.errors import WeightSyncError
+from megarl.model_files.weight_index import stored_shape
+from megarl.reshard.layout.layout import Box, TensorSpec, WeightNeeds, slices
 from megarl.reshard.planning.disaggregated import TransferRank
 from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.box_channel import BoxOffer, BoxReceiver
-from megarl.reshard.transfer.bucket import MappedBuckets, Parameters, open_bucket
+from megarl.reshard.transfer.bucket import BoxSlot, MappedBuckets, Parameters, open_bucket, torch_dtype
 from megarl.reshard.transfer.process_groups import TransferGroup
+from megarl.reshard.transfer.weight_sums import sum_box
 
 PLAIN_EXPERT_RUNNERS = frozenset({"triton", "deep_gemm", "cutlass"})
 """SGLang's backends for experts in FP8 that read the weights as they are loaded, unless DeepGEMM changes the scales."""
@@ -108,6 +128,34 @@ IMPORT_PATH = "megarl.engines.sglang.weight_update.weight_loader.load"
 """Import path of `load`, for SGLang's options `custom_weight_loader` and `load_format`."""
 
 
+class CommitVote:
+    """One rank's part in one vote. Every rank must vote exactly once; otherwise the others wait for it."""
+
+    def __init__(self, group: dist.ProcessGroup | None, checked_file: Path) -> None:
+        """Args:
+        group: process group of the TP ranks for CPU tensors; None for a single rank.
+        checked_file: created when this rank starts to wait for the others, so that the host knows who is missing.
+        """
+        self._group, self._checked_file = group, checked_file
+        self.has_voted = False
+
+    def all_ready(self, ready: bool) -> bool:
+        """Vote, and return whether every rank is ready.
+
+        The timeout is that of the process group. If a rank dies, the engine ends too; a stopped rank is waited for. A
+        shorter timeout would break the group's connections, and with them an engine that may recover.
+        """
+        assert not self.has_voted, "a rank must vote only once"
+        self.has_voted = True
+        if self._group is None:
+            return ready
+        with contextlib.suppress(OSError):  # a failure must not prevent this rank from voting
+            self._checked_file.touch()
+        vote = torch.tensor([ready], dtype=torch.uint8)
+        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self._group)
+        return bool(vote.item())
+
+
 def load(model: nn.Module, named_tensors: list[tuple[Command, Tensor]]) -> None:
     """Execute commands. This is SGLang's custom weight loader; the tensors are placeholders."""
     for command, _ in named_tensors:
@@ -136,12 +184,10 @@ def _execute(model: nn.Module, command: Command, reply: Reply) -> None:
 
 def _write(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None:
     bucket = read_bucket(command["bucket"])
-    found = find_bucket_problems(
-        bucket.slots, bucket.num_bytes, read_expected_tensors(command["model_path"]), command["dtype"]
-    )
+    expected = read_expected_tensors(command["model_path"])
+    found = find_bucket_problems(bucket, expected, command["dtype"])
     if found:
-        reply.error = "; ".join(found)
-        return
+        raise WeightSyncError("; ".join(found))
     tensors = open_bucket(bucket)
     if not vote.all_ready(ready=True):
         return
@@ -159,6 +205,62 @@ def _dump(model: nn.Module, command: Command, reply: Reply) -> None:
     torch.save(parameters, Path(command["directory"]) / f"rank{reply.rank}.pt")
     buffers = {name: b.detach().cpu() for name, b in model.named_buffers(remove_duplicate=False)}
     torch.save(buffers, Path(command["directory"]) / f"rank{reply.rank}.buffers.pt")
+
+
+_traces: weakref.WeakKeyDictionary[nn.Module, EngineTrace] = weakref.WeakKeyDictionary()
+_others: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.Size, int | None]]] = weakref.WeakKeyDictionary()
+"""By model, what no update writes when it was traced: by name, the tensor's shape and the sum of its elements."""
+
+
+def _trace(model: nn.Module, command: Command) -> EngineTrace:
+    if model not in _traces:
+        expected = read_expected_tensors(command["model_path"])
+        untrained = {name for name, e in expected.items() if e.is_untrained}
+        traced = {name: e for name, e in expected.items() if e.required or e.is_untrained}
+        tensors = {name: TensorSpec(e.shape, command["dtype"]) for name, e in traced.items()}
+        trace = _traces[model] = trace_live(model, tensors).without(untrained)
+        others = {name: tensor for name, tensor in _others_of(model, trace).items() if tensor.numel()}
+        _others[model] = {name: (tensor.shape, _sum_first(tensor, tensor.shape)) for name, tensor in others.items()}
+    return _traces[model]
+
+
+def _report_trace(model: nn.Module, command: Command, reply: Reply) -> None:
+    """Return the rank's trace in the reply."""
+    reply.result = base64.b64encode(encode_traces([_trace(model, command)])).decode()
+
+
+def _sum_weights(model: nn.Module, command: Command, reply: Reply) -> None:
+    """Return the sums of the layout's pieces, and the names of changed tensors that no update writes, in the reply."""
+    targets, trace = find_targets(model), _trace(model, command)
+    sums = [sum_box(_view(targets, piece.local, piece.local_box), piece.box) for piece in trace.layout.pieces]
+    others = _others_of(model, trace)
+    reply.result = {
+        "sums": torch.stack(sums).tolist() if sums else [],
+        "changed": [
+            name
+            for name, (shape, total) in _others[model].items()
+            if name not in others or _sum_first(others[name], shape) != total
+        ],
+    }
+
+
+def _view(targets: Mapping[str, Tensor], local: str, local_box: Box) -> Tensor:
+    """Return the box of a parameter or buffer, with as many dimensions as the box has."""
+    return fold(targets[local], len(local_box))[slices(local_box)]
+
+
+def _others_of(model: nn.Module, trace: EngineTrace) -> dict[str, Tensor]:
+    """Return the parameters and buffers that no update writes, by name."""
+    local = {piece.local for piece in trace.layout.pieces} | {pad.local for pad in trace.padding} | trace.computed
+    written = {name.removesuffix(TRANSPOSED) for name in local}
+    return {name: tensor for name, tensor in model_tensors(model).items() if name not in written}
+
+
+def _sum_first(tensor: Tensor, shape: torch.Size) -> int | None:
+    """Return the sum of the first elements, None if there are fewer: SGLang appends rows to caches of RoPE's angles."""
+    box = tuple((0, length) for length in shape)
+    first = tensor[slices(box)] if tensor.dim() == len(box) else tensor
+    return int(sum_box(first, box)) if first.shape == shape else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +324,7 @@ def receive(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) 
             plan.mapped.clear()
             plan.receiver.close()  # so that the trainer does not wait for this rank
     reply.wrote = True
-    complete_model(model, plan.boxes, command)
+    _complete(model, plan.boxes, command)
 
 
 def _copy_rounds(plan: _Plan, receiver: BoxReceiver, command: Command, reply: Reply, *, is_delta: bool) -> None:
@@ -242,6 +344,43 @@ def _copy_rounds(plan: _Plan, receiver: BoxReceiver, command: Command, reply: Re
         if number == len(rounds):
             plan.mapped.end_sync()  # the sender frees its buckets on a GPU now
         receiver.acknowledge()
+
+
+def make_planned_boxes(model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], command: Command) -> PlannedBoxes:
+    """Check the boxes of all rounds, and allocate the tensors that are received in full.
+
+    Raises:
+        WeightSyncError: a box does not fit the model, two overlap, one belongs to a parameter from which the engine
+            computes values, which would be outdated, or a part of the model is in none.
+    """
+    trace, device = _trace(model, command), next(model.parameters()).device
+    specs = {name: trace.layout.tensors[name] for name in trace.derived}
+    full = {n: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for n, spec in specs.items()}
+    boxes = PlannedBoxes(model, rounds, full)
+    for piece in (piece for piece in trace.layout.pieces if piece.tensor in specs):
+        found = boxes.written[piece.local, len(piece.local_box)].overlapping(piece.local_box)
+        if found:
+            raise WeightSyncError(
+                f"the engine computes values from {piece.tensor}, which needs to come in full, got "
+                f"box {box_text(found[0])} of {piece.local}"
+            )
+    (needed,) = WeightNeeds(layouts=(trace.layout,), full_tensors=trace.derived).received()
+    for piece in needed.pieces:
+        gap = boxes.written[piece.local, len(piece.local_box)].first_gap(piece.local_box)
+        if gap is not None:
+            raise WeightSyncError(f"{piece.local} is not written at {box_text(gap)} (of {piece.tensor})")
+    return boxes
+
+
+def _complete(model: Any, boxes: PlannedBoxes, command: Command) -> None:
+    """Complete the model after all boxes were received: load full tensors, fill padding, compute derived values."""
+    if boxes.full_tensors:
+        model.load_weights([(n, t.view(stored_shape(n, tuple(t.shape)))) for n, t in boxes.full_tensors.items()])
+    targets = find_targets(model)
+    for pad in _trace(model, command).padding:
+        _view(targets, pad.local, pad.local_box).fill_(pad.value)
+    if hasattr(model, "post_load_weights"):
+        model.post_load_weights()
 
 
 def _require_plan() -> _Plan:
@@ -270,8 +409,8 @@ A rank that found no problem itself replies without an error, even if the vote f
 READERS: dict[str, Callable[[nn.Module, Command, Reply], None]] = {
     "prepare": prepare,
     "connect": connect,
-    "trace": finish_update.report_trace,
-    "sum": finish_update.sum_weights,
+    "trace": _report_trace,
+    "sum": _sum_weights,
     "repacking": _report_repacking,
     "dump": _dump,
 }
