@@ -16,24 +16,22 @@ report to a store that they have received everything; when all have, the control
 The weights are compared by sums of what each trainer rank holds of the engines' weights (`sum_weights`), with which
 the engines compare their own parameters (`verify_weights`).
 
-With `weight_sync.delta`, a push sends only the elements that have changed since the last one, unless that has failed or
-an engine has not received it. If engines then differ from the trainer (`weight_sync.verify`), all weights are sent.
-
 Engines serve one model at a time. Each model has connections of its own (`ModelSync`). A push of another model than the
 last one connects the engines with its ranks again and sends all weights.
 
 If an engine is lost during a push, it is restarted and the push is retried. An engine that is restarted between two
 pushes receives the version that the others serve, while they continue to serve.
 
-A delta sync builds on the latest sync that engines and trainer ranks have in common:
+With `weight_sync.delta`, a push sends only the elements that have changed since the latest sync that engines and
+trainer ranks have in common. If engines then differ from the trainer (`weight_sync.verify`), all weights are sent.
 
     sync 7   full    engines 0, 1     base of both: 7
     sync 8   delta   engines 0, 1     base of both: 8
     sync 9   full    engine 1         it was restarted; base of engine 1: 9, of engine 0: 8
     sync 10  full    engines 0, 1     the trainer ranks have copies of sync 9, engine 0 has not received it
 
-Trainer ranks keep copies of the latest sync only, over connections that they have not made again since. A failed sync
-leaves no base. All other engines and runs have none either: the sync is full.
+Trainer ranks keep copies of the latest sync only, over connections that they have not made again since. Without a base,
+as after a failed sync, the sync is full.
 """
 
 from __future__ import annotations
@@ -182,8 +180,10 @@ class SyncUpdate:
             with timer.phase("transfer"):
                 sent = self._send(updating)
                 self._wait_received(sent, updating)
-            self._check_bytes(sent)
-            self._verify(timer)
+            verify, version = self._config.verify, self._update.policy_version
+            if verify is not None and version % verify.every == 0:
+                with timer.phase("verify"):
+                    verify_weights(self._trainer, self._engines, self._setup.engine, version)
             reason = ""
         except MegarlError as error:
             reason = first_line(error)
@@ -228,7 +228,7 @@ class SyncUpdate:
         return True
 
     def _wait_received(self, sent: PushResult, updating: RemoteCall[list[UpdateReport]]) -> None:
-        """Wait until all engines have received the weights; raises WeightSyncError if one has not."""
+        """Wait until all engines have received the weights; raises WeightSyncError if one has not, or not all bytes."""
         if sent.undelivered:
             updating.raise_failure(CAUSE_SECONDS)
             raise WeightSyncError("; ".join(sent.undelivered))
@@ -238,26 +238,18 @@ class SyncUpdate:
             if time.monotonic() > end:
                 seconds = f"{self._config.timeout_seconds:g} s"
                 raise WeightSyncError(f"some engines have not received all weights {seconds} after they were sent")
-
-    def _check_bytes(self, sent: PushResult) -> None:
         at_engines = self._decision.transferred()
         num_sent = sent.stats.bytes_sent + at_engines.bytes_sent
         num_received = sent.stats.bytes_received + at_engines.bytes_received
         if num_sent != num_received:
             raise WeightSyncError(f"the ranks sent {num_sent} bytes and received {num_received}")
 
-    def _verify(self, timer: PhaseTimer) -> None:
-        verify, version = self._config.verify, self._update.policy_version
-        if verify is not None and version % verify.every == 0:
-            with timer.phase("verify"):
-                verify_weights(self._trainer, self._engines, self._setup.engine, version)
-
     def _report(self, sent: PushResult, reports: Sequence[UpdateReport], seconds: Mapping[str, float]) -> PushReport:
         stats = sum_sync_stats([sent.stats, *chain.from_iterable(report.stats for report in reports)])
         opening = max(report.open_seconds for report in reports)  # during `transfer`, unless it was a call of its own
-        phases = {"open": opening} | dict(seconds)
-        if "open" not in seconds:
-            phases["transfer"] = max(0.0, phases["transfer"] - opening)
+        phases = {"open": 0.0} | dict(seconds)
+        phases["open"] += opening
+        phases["transfer"] = max(0.0, phases["transfer"] - opening)
         moved, saved = stats.bytes_received, stats.bytes_not_received
         if not any(report.stats for report in reports):  # the trainer ranks deliver what they have received
             moved, saved = moved + stats.bytes_delivered, saved + stats.bytes_not_delivered

@@ -129,8 +129,7 @@ def trace_live(
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name; a tensor with several names appears once."""
-    named: dict[str, Tensor] = {name: p.data for name, p in model.named_parameters()}
-    return named | {name: b for name, b in model.named_buffers() if b is not None}
+    return {name: p.data for name, p in model.named_parameters()} | dict(model.named_buffers())
 
 
 def fold(tensor: Tensor, num_dims: int) -> Tensor:
@@ -266,10 +265,7 @@ class _InlineExecutor(concurrent.futures.Executor):
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as e:  # noqa: BLE001 -- the future raises it
-            future.set_exception(e)
+        future.set_result(fn(*args, **kwargs))  # an error ends the trace here, not where the result is read
         return future
 
 

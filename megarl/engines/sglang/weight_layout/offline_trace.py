@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -39,7 +38,6 @@ CHILD_SECONDS = 600.0
 MAX_STDERR_LINES = 15
 MAX_TOTAL_TOKENS = 4096
 """KV cache size, set so that SGLang does not query the node's memory."""
-NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
 
 def trace_layouts(
@@ -47,7 +45,7 @@ def trace_layouts(
     *,
     tp: int,
     ep: int = 1,
-    options: Mapping[str, object] = NO_OPTIONS,
+    options: Mapping[str, object] | None = None,
     device: str = "cpu",
     dtype: str = "float32",
 ) -> list[WeightLayout]:
@@ -73,7 +71,7 @@ def trace_layouts(
         device=device,
         dtype=dtype,
         max_total_tokens=MAX_TOTAL_TOKENS,
-        extra_args={**options, "ep_size": ep} if ep > 1 else dict(options),
+        extra_args={**(options or {}), **({"ep_size": ep} if ep > 1 else {})},
     )
     request = {"spec": asdict(spec), "tensors": tensors}
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
