@@ -1,15 +1,13 @@
 """Connections between trainer ranks and engines, over which weights are pushed.
 
-    ColocatedConnections       trainer ranks with each other, and each with the engine rank on its slot
-    DisaggregatedConnections   all trainer ranks and engine ranks with each other
-
-A lost engine breaks the first kind only on its own slots: the engine that replaces it connects there, and the trainer
-ranks neither plan nor connect again. In the second kind, NCCL's communicators span both sides, so all ranks connect
-again; ranks whose inputs have not changed keep their plans.
+A lost engine breaks colocated connections only on its own slots: the engine that replaces it connects there, and the
+trainer ranks neither plan nor connect again. Of disaggregated engines, NCCL's communicators span both sides, so all
+ranks connect again; ranks whose inputs have not changed keep their plans.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import override
@@ -39,7 +37,7 @@ REPORT_GRACE_SECONDS = 15.0
 """Time allowed, after `weight_sync.timeout_seconds`, for ranks to report their timeouts."""
 
 
-class SyncConnections:
+class SyncConnections(ABC):
     """The connections of one arrangement of trainer and engines."""
 
     survives_engines: bool
@@ -57,13 +55,13 @@ class SyncConnections:
         self._connected: dict[int, StartedEngine] = {}
         """By replica, the engine that is connected with the trainer ranks."""
 
+    @abstractmethod
     def connect(self, replicas: Sequence[int]) -> EngineHandles:
         """Connect the trainer ranks and these engines, as far as they are not connected; return the engines.
 
         Raises:
             WeightSyncError: a rank did not plan, or did not connect in time.
         """
-        raise NotImplementedError
 
     def request(self, engines: EngineHandles, delta: DeltaUpdate | None) -> PushRequest | None:
         """Return the request to push to these connected engines; `delta`: what it may leave out."""

@@ -50,14 +50,14 @@ from megarl.cluster.workers.group import RemoteCall, WorkerFuture
 from megarl.config import RunConfig
 from megarl.engines.engine import EngineUpdate, UpdateReport
 from megarl.errors import ConfigError, MegarlError, OutdatedEngineError, WeightDifferenceError, WeightSyncError
-from megarl.megatron.requests import PushResult, SyncSetup, sum_sync_stats
+from megarl.megatron.requests import PushResult, sum_sync_stats
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, first_line
 from megarl.reshard.transfer.heartbeat import SyncMonitor
 from megarl.reshard.transfer.weight_sums import add_parts
 from megarl.run.memory.step_ledger import Phase, StepMemory
-from megarl.run.remote.engine_group import EngineGroup, EngineHandles, StartedEngine
+from megarl.run.remote.engine_group import EngineGroup, EngineHandles
 from megarl.run.remote.trainer_group import AuxiliaryModels, TrainerGroup
 from megarl.run.run_state import RunTotals
 from megarl.run.supervision.engine_supervisor import EngineSupervisor
@@ -154,12 +154,12 @@ class SyncUpdate:
     ) -> None:
         """`number`: unique in the run; `delta`: what the push may leave out, None: nothing."""
         assert connections.setup is not None
-        self._trainer, self._engines, self._connections = trainer, engines, connections
-        self._setup, self._config = connections.setup, connections.setup.config
+        self.number, self.engines, self.setup = number, engines, connections.setup
+        self._trainer, self._connections, self._config = trainer, connections, connections.setup.config
         self._store = connections.stores[-1]
         commit = CommitSpec(self._store.host, self._store.port, f"update {number}", len(engines.engines))
         self._decision = CommitDecision(commit, self._store)
-        receives = not self._setup.senders
+        receives = not self.setup.senders
         self._update = EngineUpdate(policy_version=policy_version, commit=commit, receives=receives, delta=delta)
         self.breaks_trainer = False
         """Whether the trainer ranks have failed in their part, which breaks the connections between them."""
@@ -174,8 +174,8 @@ class SyncUpdate:
         timer, reason = PhaseTimer(), "the controller was interrupted"
         if not self._update.receives:  # the trainer ranks load full tensors into an update that is open
             with timer.phase("open"):
-                self._engines.call("begin_weights")
-        updating: RemoteCall[list[UpdateReport]] = self._engines.begin("update_weights", self._update)
+                self.engines.call("begin_weights")
+        updating: RemoteCall[list[UpdateReport]] = self.engines.begin("update_weights", self._update)
         try:
             with timer.phase("transfer"):
                 sent = self._send(updating)
@@ -183,7 +183,7 @@ class SyncUpdate:
             verify, version = self._config.verify, self._update.policy_version
             if verify is not None and version % verify.every == 0:
                 with timer.phase("verify"):
-                    verify_weights(self._trainer, self._engines, self._setup.engine, version)
+                    verify_weights(self._trainer, self.engines, self.setup.engine, version)
             reason = ""
         except MegarlError as error:
             reason = first_line(error)
@@ -201,10 +201,10 @@ class SyncUpdate:
 
         If an engine fails meanwhile, trainer ranks whose connections do not depend on it are waited for as well.
         """
-        heartbeat = self._setup.heartbeat
+        heartbeat = self.setup.heartbeat
         with nullcontext() if heartbeat is None else SyncMonitor(heartbeat, self._store):
             self.breaks_trainer = True
-            pushing = self._trainer.begin_push(self._connections.request(self._engines, self._update.delta))
+            pushing = self._trainer.begin_push(self._connections.request(self.engines, self._update.delta))
             assert isinstance(pushing, RemoteCall), "engines need trainer ranks in worker processes"
             try:
                 sent: PushResult = pushing.result_with(updating, self._config.timeout_seconds + REPORT_GRACE_SECONDS)
@@ -256,17 +256,6 @@ class SyncUpdate:
         return PushReport(stats=stats, seconds=phases, bytes_moved=moved, bytes_saved=saved, delta=self._update.delta)
 
 
-@dataclass(frozen=True, slots=True)
-class LatestSync:
-    """The latest sync, which has succeeded."""
-
-    number: int
-    engines: Sequence[StartedEngine]
-    """The engines that serve its weights."""
-    setup: SyncSetup
-    """That of the trainer ranks' connections."""
-
-
 T = TypeVar("T")
 
 
@@ -280,8 +269,8 @@ class ModelSync:
         self._connections = arrangement(config, trainer, engines, pool)
         self.num_updates = 0
         """Number of pushes that have begun, those to restarted engines included."""
-        self._latest: LatestSync | None = None
-        """What a delta builds on; None: nothing has been pushed, or the latest sync has failed."""
+        self._latest: SyncUpdate | None = None
+        """What a delta builds on; None: nothing has been pushed, or the latest push has failed."""
         self.is_outdated = False
         """Whether the trainer has newer weights than the engines, which a restarted engine then waits for."""
         self._retry_on_engine_loss(self._connections.connect)
@@ -352,8 +341,7 @@ class ModelSync:
             if isinstance(error, WeightSyncError) and connections.rank_legend:
                 raise type(error)(f"{error} ({connections.rank_legend})") from error
             raise
-        if delta is not None and connections.setup is not None:
-            self._latest = LatestSync(delta.number, engines.engines, connections.setup)
+        self._latest = update
         return report
 
     def _next_delta(self, engines: EngineHandles) -> DeltaUpdate | None:
@@ -363,7 +351,7 @@ class ModelSync:
         latest = self._latest
         if latest is None or latest.setup is not self._connections.setup:
             return DeltaUpdate(number=self.num_updates)
-        is_base = all(engine in latest.engines for engine in engines.engines)
+        is_base = all(engine in latest.engines.engines for engine in engines.engines)
         return DeltaUpdate(number=self.num_updates, base=latest.number if is_base else None)
 
 

@@ -323,12 +323,8 @@ def decode_traces(encoded: bytes) -> list[EngineTrace]:
     return [replace(trace, layout=layout) for trace, layout in zip(traces, layouts, strict=True)]
 
 
-def find_identical_layers(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> dict[int, list[int]]:
-    """Return the layers of `model` that are identical, including the `tensors` that they load.
-
-    Returns:
-        First of several identical layers -> all of them, the first included.
-    """
+def find_identical_layers(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> dict[int, int]:
+    """Return, by layer of `model`, the first of the layers identical to it, including the `tensors` that they load."""
     traits: dict[int, set[object]] = defaultdict(set)
     modules = ((name, type(module)) for name, module in model.named_modules())
     held = ((name, (tuple(tensor.shape), tensor.dtype)) for name, tensor in model_tensors(model).items())
@@ -336,10 +332,8 @@ def find_identical_layers(model: nn.Module, tensors: Mapping[str, TensorSpec]) -
         head, layer, tail = _split_layer(name)
         if layer is not None:
             traits[layer].add((head, tail, trait))
-    layers_of: dict[frozenset[object], list[int]] = defaultdict(list)
-    for layer in sorted(traits):
-        layers_of[frozenset(traits[layer])].append(layer)
-    return {layers[0]: layers for layers in layers_of.values()}
+    first: dict[frozenset[object], int] = {}
+    return {layer: first.setdefault(frozenset(traits[layer]), layer) for layer in sorted(traits)}
 
 
 def trace_deduplicated(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> EngineTrace | None:
@@ -349,7 +343,7 @@ def trace_deduplicated(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> E
         None if the first layers cannot be traced alone: their tensors do not fill all of their parameters, or are
         loaded into another layer.
     """
-    first_of = {layer: first for first, layers in find_identical_layers(model, tensors).items() for layer in layers}
+    first_of = find_identical_layers(model, tensors)
 
     def representative(name: str) -> str:
         """Return the name in the first of the layers like the name's own."""

@@ -94,8 +94,7 @@ class ControlCalls:
         was begun for. An update that only reads is begun for the draft model, which engines do not have: its begin and
         end change nothing.
         """
-        if self.pending is not None or self._begun:
-            await self.end()
+        await self.end()
         await self._call("begin_weight_update", lambda: self._begin("draft" if reads_only else "target"))
 
     async def end(self) -> None:

@@ -146,11 +146,7 @@ class WeightSession:
         self._number = None
         self._arrived.clear()
         self._received = False
-        try:
-            await self._find_repacked()
-        except WeightSyncError as e:
-            await self.close(str(e))
-            raise
+        await self._find_repacked()
 
     async def load(self, bucket: WeightBucket) -> None:
         """Write one bucket.
@@ -335,16 +331,16 @@ class WeightSession:
             raise
 
     async def _execute_or_close(
-        self, method: str, command: Command, what: str, extra_seconds: float = 0.0
+        self, method: str, commands: Command | Sequence[Command], what: str, extra_seconds: float = 0.0
     ) -> list[Reply]:
-        """Have the TP ranks execute a command of the open update; close the update if they do not.
+        """Have the TP ranks execute commands in the open update; close the update if they do not.
 
         `method`: the name of the caller in errors; other arguments and errors are those of `ControlCalls.execute`.
         """
         try:
             async with self.calls.one_at_a_time:
                 self._require_open(method)
-                return await self.calls.execute(command, what, extra_seconds)
+                return await self.calls.execute(commands, what, extra_seconds)
         except WeightSyncError as e:
             await self.close(str(e))
             raise
@@ -355,10 +351,10 @@ class WeightSession:
         Arguments and errors are those of `ControlCalls.execute`.
         """
         op = (commands if isinstance(commands, Mapping) else commands[0])["op"]
-        what, is_open = f"the command `{op}`", self._is_open
+        what = f"the command `{op}`"
+        if self._is_open:
+            return await self._execute_or_close(what, commands, what, extra_seconds)
         async with self.calls.one_at_a_time:
-            if is_open:
-                return await self.calls.execute(commands, what, extra_seconds)
             await self.calls.begin(reads_only=True)
             try:
                 return await self.calls.execute(commands, what, extra_seconds)
