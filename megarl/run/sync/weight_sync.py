@@ -42,8 +42,6 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
-from typing import TypeVar
 
 from megarl.cluster.placement.pool import SlotPool
 from megarl.cluster.workers.group import RemoteCall, WorkerFuture
@@ -245,7 +243,7 @@ class SyncUpdate:
             raise WeightSyncError(f"the ranks sent {num_sent} bytes and received {num_received}")
 
     def _report(self, sent: PushResult, reports: Sequence[UpdateReport], seconds: Mapping[str, float]) -> PushReport:
-        stats = sum_sync_stats([sent.stats, *chain.from_iterable(report.stats for report in reports)])
+        stats = sum_sync_stats([sent.stats, *(each for report in reports for each in report.stats)])
         opening = max(report.open_seconds for report in reports)  # during `transfer`, unless it was a call of its own
         phases = {"open": 0.0} | dict(seconds)
         phases["open"] += opening
@@ -254,9 +252,6 @@ class SyncUpdate:
         if not any(report.stats for report in reports):  # the trainer ranks deliver what they have received
             moved, saved = moved + stats.bytes_delivered, saved + stats.bytes_not_delivered
         return PushReport(stats=stats, seconds=phases, bytes_moved=moved, bytes_saved=saved, delta=self._update.delta)
-
-
-T = TypeVar("T")
 
 
 class ModelSync:
@@ -312,7 +307,7 @@ class ModelSync:
         self._connections.drop(trainer=False)
         self._latest = None
 
-    def _retry_on_engine_loss(self, work: Callable[[Sequence[int]], T]) -> T:
+    def _retry_on_engine_loss[T](self, work: Callable[[Sequence[int]], T]) -> T:
         """Return `work(ready replicas)`; retry it if it fails because an engine was lost."""
         supervisor = self._engines.supervisor
         while True:
@@ -412,9 +407,8 @@ class WeightSync:
         """Connect the ranks of the policy, on the slots of `pool`, with engines, which may serve `models` as well."""
 
         def connect(model: str | None) -> ModelSync:
-            if model is None:
-                return ModelSync(config, trainer, engines, pool)
-            return ModelSync(config, servable_model(config, models, model), engines, pool)
+            ranks = trainer if model is None else servable_model(config, models, model)
+            return ModelSync(config, ranks, engines, pool)
 
         return cls(connect, engines.supervisor)
 
@@ -468,8 +462,7 @@ class WeightSync:
         """Choose whose weights pushes send; return whether the engines hold those of another model."""
         if model == self._served or self._connect is None:
             return False
-        before = self._models[self._served]
-        before.release_engines()
+        self._models[self._served].release_engines()
         self._models[model] = self._models.get(model) or self._connect(model)
         self._served = model
         return True

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +56,6 @@ from megarl.reshard.layout.layout import (
 )
 from megarl.reshard.layout.model_tensors import ModelTensors, Names
 from megarl.reshard.transfer.bucket import dtype_name, torch_dtype
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 MAX_NAMES_SHOWN = 8
 
@@ -124,7 +121,40 @@ def trace_live(
     parameters = {name for name, _ in model.named_parameters()}
     filled = parameters if must_cover is None else parameters.intersection(must_cover)
     seen = {name: replace(spec, shape=paired_shape(name, spec.shape, tensors)) for name, spec in tensors.items()}
-    return _read(model, seen, targets, recorder, filled)
+    pieces: list[ShardPiece] = []
+    padding: list[Padding] = []
+    derived, computed = set(recorder.derived), set[str]()
+    dtypes: dict[str, str] = {}
+    uncovered: list[str] = []
+    for local, contents in recorder.targets.items():
+        for box, source in sorted(contents.sources.items()):
+            piece = _piece(local, contents, box, source, seen) if source.tensor else None
+            if piece is not None:
+                pieces.append(piece)
+                dtypes.setdefault(piece.tensor, dtype_name(targets[local].dtype))
+            elif source.value is not None:
+                padding.append(Padding(local, box, source.value))
+            else:
+                derived.add(source.cause or source.tensor or AFTER_LAST_TENSOR)
+                computed.add(local)
+        hole = contents.covered.first_gap(tuple((0, n) for n in contents.shape)) if prod(contents.shape) else None
+        if hole is not None and local in filled and not (hole == () and local.endswith(CONSTANT_PARAMETERS)):
+            uncovered.append(f"{local} {list(contents.shape)} at {box_text(hole)}")
+    if uncovered:
+        raise WeightSyncError(
+            f"load_weights leaves parts of {len(uncovered)} of {len(filled)} parameters unwritten: "
+            f"{join_names(uncovered)}"
+        )
+    if AFTER_LAST_TENSOR in derived and not hasattr(model, "post_load_weights"):
+        raise WeightSyncError(
+            f"load_weights of {type(model).__name__} computes values after its last tensor, and the model has no "
+            f"post_load_weights to recompute them"
+        )
+    specs = {name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in seen.items()}
+    in_order = {name: i for i, name in enumerate(tensors)}
+    pieces.sort(key=lambda piece: (in_order[piece.tensor], piece.box, piece.local))
+    named = tuple(sorted(derived - {AFTER_LAST_TENSOR}, key=in_order.__getitem__))
+    return EngineTrace(WeightLayout(specs, tuple(pieces)), tuple(padding), named, frozenset(computed))
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -139,49 +169,6 @@ def fold(tensor: Tensor, num_dims: int) -> Tensor:
     if tensor.dim() == num_dims:
         return tensor
     return tensor.view(-1, *tensor.shape[tensor.dim() - num_dims + 1 :]) if num_dims else tensor.view(())
-
-
-def _read(
-    model: nn.Module,
-    tensors: Mapping[str, TensorSpec],
-    targets: Mapping[str, Tensor],
-    recorder: Recorder,
-    parameters: Collection[str],
-) -> EngineTrace:
-    pieces: list[ShardPiece] = []
-    padding: list[Padding] = []
-    derived, computed = set(recorder.derived), set[str]()
-    dtypes: dict[str, str] = {}
-    uncovered: list[str] = []
-    for local, contents in recorder.targets.items():
-        for box, source in sorted(contents.sources.items()):
-            piece = _piece(local, contents, box, source, tensors) if source.tensor else None
-            if piece is not None:
-                pieces.append(piece)
-                dtypes.setdefault(piece.tensor, dtype_name(targets[local].dtype))
-            elif source.value is not None:
-                padding.append(Padding(local, box, source.value))
-            else:
-                derived.add(source.cause or source.tensor or AFTER_LAST_TENSOR)
-                computed.add(local)
-        hole = contents.covered.first_gap(tuple((0, n) for n in contents.shape)) if prod(contents.shape) else None
-        if hole is not None and local in parameters and not (hole == () and local.endswith(CONSTANT_PARAMETERS)):
-            uncovered.append(f"{local} {list(contents.shape)} at {box_text(hole)}")
-    if uncovered:
-        raise WeightSyncError(
-            f"load_weights leaves parts of {len(uncovered)} of {len(parameters)} parameters unwritten: "
-            f"{join_names(uncovered)}"
-        )
-    if AFTER_LAST_TENSOR in derived and not hasattr(model, "post_load_weights"):
-        raise WeightSyncError(
-            f"load_weights of {type(model).__name__} computes values after its last tensor, and the model has no "
-            f"post_load_weights to recompute them"
-        )
-    specs = {name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in tensors.items()}
-    in_order = {name: i for i, name in enumerate(tensors)}
-    pieces.sort(key=lambda piece: (in_order[piece.tensor], piece.box, piece.local))
-    named = tuple(sorted(derived - {AFTER_LAST_TENSOR}, key=in_order.__getitem__))
-    return EngineTrace(WeightLayout(specs, tuple(pieces)), tuple(padding), named, frozenset(computed))
 
 
 def _piece(
@@ -263,7 +250,7 @@ class _InlineExecutor(concurrent.futures.Executor):
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
+    def submit[**P, T](self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         future.set_result(fn(*args, **kwargs))  # an error ends the trace here, not where the result is read
         return future

@@ -190,8 +190,8 @@ class PlannedBoxes:
                     f"{name} was {dtype_name(before.dtype)} {list(before.shape)} when the sync was planned, and is "
                     f"{dtype_name(tensor.dtype)} {list(tensor.shape)} now"
                 )
-        if any(_layout(tensor) != _layout(self.tensors[name]) for name, tensor in found.items()):
-            self._views = None
+            if (tensor.data_ptr(), tensor.stride()) != (before.data_ptr(), before.stride()):
+                self._views = None
         self.tensors = found
 
     def all_rounds(self) -> dict[int, None]:
@@ -257,7 +257,3 @@ def find_targets(model: nn.Module) -> dict[str, Tensor]:
     """Return `model_tensors`, and transposed views of them. Not cached: SGLang may reallocate parameters."""
     found = model_tensors(model)
     return found | {name + TRANSPOSED: tensor.mT for name, tensor in found.items() if tensor.dim() > 2}
-
-
-def _layout(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    return tensor.data_ptr(), tensor.stride()

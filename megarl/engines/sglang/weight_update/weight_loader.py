@@ -393,10 +393,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-WRITERS: dict[str, Callable[[nn.Module, Command, Reply, CommitVote], None]] = {
-    "write": _write,
-    "receive": receive,
-}
+WRITERS: dict[str, Callable[[nn.Module, Command, Reply, CommitVote], None]] = {"write": _write, "receive": receive}
 """Operations that may write parameters. Each checks first and writes only if all ranks are ready.
 
 A rank that found no problem itself replies without an error, even if the vote fails.
