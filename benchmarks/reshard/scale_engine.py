@@ -138,7 +138,7 @@ def engine_rank_cost(sender: BoxSender, parameters: Mapping[str, Tensor], bucket
         boxes.refresh(model)
         for index, slots in enumerate(rounds):
             if slots:
-                boxes.copy_round(index, bucket)
+                boxes.write_round(index, bucket)
         seconds.append(time.process_time() - began)
     return EngineRankCost(connect_cpu_seconds=connect_seconds, sync_cpu_seconds=min(seconds))
 

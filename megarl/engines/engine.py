@@ -155,10 +155,9 @@ class EngineUpdate:
     policy_version: int
     commit: CommitSpec
     """Where engines report that they have all weights, and learn whether to serve them."""
-    begins: bool = True
-    """Stop decoding first; False: `begin_weights` has done so."""
     receives: bool = True
-    """The TP ranks receive boxes; False: all tensors come through `load_weights`."""
+    """Stop decoding, and let the TP ranks receive boxes; False: `begin_weights` has stopped it, and all tensors come
+    through `load_weights`."""
     delta: DeltaUpdate | None = None
     """What the trainer ranks leave out, because the engine holds it; None: nothing."""
 

@@ -79,7 +79,7 @@ class UpdateRunner:
         """
         async with self._one_at_a_time:
             start = time.monotonic()
-            if update.begins:
+            if update.receives:
                 await self._session.begin()
             opened = time.monotonic()
             try:

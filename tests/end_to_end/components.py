@@ -179,7 +179,7 @@ def load_into_engines(engines: EngineGroup, weights: Mapping[str, Tensor], polic
     store = open_store("127.0.0.1")
     spec = CommitSpec("127.0.0.1", store.port, "other weights", len(engines.engine_slots))
     CommitDecision(spec, store).decide()
-    update = EngineUpdate(policy_version=policy_version, commit=spec, begins=False, receives=False)
+    update = EngineUpdate(policy_version=policy_version, commit=spec, receives=False)
     engines.call("update_weights", update)
 
 

@@ -37,7 +37,7 @@ class TestableEngine(SglangEngine):
         self._weights.calls.pause_mode = pause_mode
 
     async def set_round_seconds(self, seconds):
-        """Choose how long the TP ranks wait for the next round of boxes, until they are prepared again."""
+        """Choose how long the TP ranks wait for the next round of boxes."""
         self._weights.sync_seconds = seconds
 
     async def pass_time_limit(self, what):

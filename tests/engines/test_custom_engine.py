@@ -85,7 +85,7 @@ async def update(host: CustomEngineHost, weight: float, version: int, *, abort: 
         slot_view(buffer.bytes, slots[0]).copy_(torch.tensor([weight]))
         await host.load_weights(WeightBucket(buffer.path, buffer.num_bytes, tuple(slots)))
     running = asyncio.ensure_future(
-        host.update_weights(EngineUpdate(policy_version=version, commit=commit, begins=False, receives=False))
+        host.update_weights(EngineUpdate(policy_version=version, commit=commit, receives=False))
     )
     await asyncio.sleep(0.05)
     decision.decide(abort)

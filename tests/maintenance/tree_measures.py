@@ -19,7 +19,7 @@ LIMITS = {
     "packages with too many files": 0,
     "base names that occur more than once": 4,
     "docstrings of at most three words": 1,
-    "broad excepts": 24,
+    "broad excepts": 23,
     "words to avoid": 0,
     "functions of more than 80 lines": 0,
     "unexpected names": 0,
@@ -27,7 +27,7 @@ LIMITS = {
 }
 """Places found at most, by measure."""
 
-SIZE_LIMITS = {"Python files of megarl": 384, "lines of the weight sync": 12_934}
+SIZE_LIMITS = {"Python files of megarl": 383, "lines of the weight sync": 12_623}
 """Figures of the tree without places."""
 
 WEIGHT_SYNC = (

@@ -1,17 +1,16 @@
 """Connections between trainer ranks and engines, over which weights are pushed.
 
-    ColocatedConnections       trainer ranks with each other, and each with the engine rank on its slot
-    DisaggregatedConnections   all trainer ranks and engine ranks with each other
-
-A lost engine breaks the first kind only on its own slots: the engine that replaces it connects there, and the trainer
-ranks neither plan nor connect again. In the second kind, NCCL's communicators span both sides, so all ranks connect
-again; ranks whose inputs have not changed keep their plans.
+A lost engine breaks colocated connections only on its own slots: the engine that replaces it connects there, and the
+trainer ranks neither plan nor connect again. Of disaggregated engines, NCCL's communicators span both sides, so all
+ranks connect again; ranks whose inputs have not changed keep their plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import override
 
 import ray
 from torch._C._distributed_c10d import TCPStore
@@ -20,11 +19,12 @@ from megarl.cluster.placement.pool import SlotPool
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.config import RunConfig
 from megarl.errors import MegarlError, WeightSyncError
-from megarl.megatron.requests import PreparedSync, PushRequest, SyncSetup
+from megarl.megatron.requests import PushRequest, SyncSetup
 from megarl.reshard.layout.engine_ranks import micro_dp_groups, resolve_strategy
-from megarl.reshard.layout.layout import WeightLayout, WeightNeeds
+from megarl.reshard.layout.layout import WeightNeeds
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.planning.strategy import DeltaUpdate
+from megarl.reshard.transfer.box_channel import BoxOffer
 from megarl.reshard.transfer.commit_decision import open_store
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec
 from megarl.reshard.transfer.process_groups import TransferGroup, abort_connect
@@ -37,125 +37,117 @@ REPORT_GRACE_SECONDS = 15.0
 """Time allowed, after `weight_sync.timeout_seconds`, for ranks to report their timeouts."""
 
 
-class ColocatedConnections:
-    """Connections between the trainer ranks, and of each with the engine rank on its slot."""
+class SyncConnections(ABC):
+    """The connections of one arrangement of trainer and engines."""
 
-    survives_engines = True
+    survives_engines: bool
     """Whether trainer ranks complete a push, and stay connected, if an engine is lost meanwhile."""
-    rank_legend = ""
-    """What the rank numbers in errors mean; empty if they are trainer ranks."""
 
     def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
         self._config, self._trainer, self._engines, self._pool = config, trainer, engines, pool
         self.stores: list[TCPStore] = []
         """Stores for rendezvous, heartbeats and commits: the latest, after earlier ones until all ranks leave them."""
-        self.heartbeat: HeartbeatSpec | None = None
-        """Where the connected ranks leave their heartbeats; None: they give none."""
-        self.generation = 0
-        """How often the trainer ranks have connected with each other or with engines over the network."""
-        self.begins_first = False
-        """Whether engines must have begun an update before the trainer ranks push: they load buckets of `gather_hf`."""
-        self.receives = False
-        """Whether engine ranks receive boxes."""
-        self.engine_layouts: tuple[WeightLayout, ...] = ()
-        """Layouts of each connected engine by TP rank; empty if they are not to be compared."""
-        self._setup: SyncSetup | None = None
-        """What the connected trainer ranks have planned from; None: they are not connected."""
-        self._prepared = PreparedSync()
+        self.setup: SyncSetup | None = None
+        """What the connected ranks have planned from, another object after each connect; None: they are not connected.
+        Its `heartbeat` is that of all connected ranks."""
+        self.rank_legend = ""
+        """What the rank numbers in errors mean; empty if they are trainer ranks."""
         self._connected: dict[int, StartedEngine] = {}
         """By replica, the engine that is connected with the trainer ranks."""
 
+    @abstractmethod
     def connect(self, replicas: Sequence[int]) -> EngineHandles:
-        """Connect trainer ranks that are not connected, then these engines if they are not; return the engines.
+        """Connect the trainer ranks and these engines, as far as they are not connected; return the engines.
 
         Raises:
             WeightSyncError: a rank did not plan, or did not connect in time.
         """
-        engines = self._engines.select(replicas)
-        if self._setup is None:
-            self._connect_trainer(engines)
-        found = dict(zip(replicas, engines.engines, strict=True))
-        new = [replica for replica, engine in found.items() if self._connected.get(replica) != engine]
-        if new and self.receives:
-            handles = self._engines.select(new)
-            offers = [([self._prepared.offers[rank] for rank in ranks],) for ranks in handles.engine_slots]
-            handles.begin_each("prepare_boxes", offers).result(self._config.weight_sync.timeout_seconds)
-        self._connected.update(found)
-        return engines
 
     def request(self, engines: EngineHandles, delta: DeltaUpdate | None) -> PushRequest | None:
         """Return the request to push to these connected engines; `delta`: what it may leave out."""
-        assert self._setup is not None
-        slots = [rank for ranks in engines.engine_slots for rank in ranks]
+        assert self.setup is not None
         sinks = {}
-        if self._setup.senders:
+        if self.setup.senders:
             pairs = zip(engines.engine_slots, engines.sinks(), strict=True)
             sinks = {ranks[0]: (sink,) for ranks, sink in pairs}
-        skipped = frozenset(self._setup.receivers) - frozenset(slots)
+        skipped = frozenset(self.setup.receivers).difference(*engines.engine_slots)
         return PushRequest(sinks=sinks, skipped=skipped, delta=delta) if sinks or skipped or delta else None
 
     def drop(self, *, trainer: bool) -> None:
         """Note that a push has failed: the engines have to connect again and, if `trainer`, so have all ranks."""
         self._connected.clear()
         if trainer:
-            self._setup = None
+            self.setup = None
 
-    def _connect_trainer(self, engines: EngineHandles) -> None:
-        config, grid = self._config, self._trainer.grid
-        setup = make_sync_setup(config, grid, self._engines.engine_slots, self._pool, engines.weight_needs)
-        store, heartbeat = open_store(ray.util.get_node_ip_address()), None
-        self.stores.append(store)
-        if setup.config.strategy != "gather_hf":
-            heartbeat = HeartbeatSpec(store.host, store.port, _GROUP_NAME, grid.size, setup.config.abort_seconds)
+    def _open_store(self) -> TCPStore:
+        self.stores.append(open_store(ray.util.get_node_ip_address()))
+        return self.stores[-1]
+
+
+class ColocatedConnections(SyncConnections):
+    """Connections between the trainer ranks, and of each with the engine rank on its slot."""
+
+    survives_engines = True
+    _offers: Mapping[int, BoxOffer]
+    """By connected trainer rank, what the engine rank on its slot needs to receive its boxes."""
+
+    @override
+    def connect(self, replicas: Sequence[int]) -> EngineHandles:
+        engines = self._engines.select(replicas)
+        if self.setup is None:
+            self.setup = self._connect_trainer(engines)
+        found = dict(zip(replicas, engines.engines, strict=True))
+        new = [replica for replica, engine in found.items() if self._connected.get(replica) != engine]
+        if new and self.setup.receivers:
+            handles = self._engines.select(new)
+            offers = [([self._offers[rank] for rank in ranks],) for ranks in handles.engine_slots]
+            handles.begin_each("prepare_boxes", offers).result(self._config.weight_sync.timeout_seconds)
+        self._connected.update(found)
+        return engines
+
+    def _connect_trainer(self, engines: EngineHandles) -> SyncSetup:
+        grid = self._trainer.grid
+        setup = make_sync_setup(self._config, grid, self._engines.engine_slots, self._pool, engines.weight_needs)
+        store = self._open_store()
+        if setup.receivers:
+            seconds = setup.config.abort_seconds
+            setup = replace(setup, heartbeat=HeartbeatSpec(store.host, store.port, _GROUP_NAME, grid.size, seconds))
         self._connected.clear()
-        self._prepared = self._trainer.prepare_sync(replace(setup, heartbeat=heartbeat))
+        self._offers = self._trainer.prepare_sync(setup).offers
         del self.stores[:-1]
-        self._setup, self.heartbeat = setup, heartbeat
-        self.begins_first, self.receives = bool(setup.senders), bool(setup.receivers)
-        self.engine_layouts = setup.engine
-        self.generation += 1
+        return setup
 
 
-class DisaggregatedConnections:
+class DisaggregatedConnections(SyncConnections):
     """Connections of all trainer ranks and engine ranks with each other."""
 
-    begins_first, receives, survives_engines = False, True, False
+    survives_engines = False
 
-    def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
-        self._config, self._trainer, self._engines, self._pool = config, trainer, engines, pool
-        self.stores: list[TCPStore] = []
-        self.heartbeat: HeartbeatSpec | None = None
-        self.generation = 0
-        self._transfer_spec: TransferSpec | None = None
-        self.engine_layouts: tuple[WeightLayout, ...] = ()
-        """Layouts of each connected engine by TP rank; empty if they are not to be compared."""
-        self._connected: list[StartedEngine] | None = None
-        """Engines that are connected with the trainer ranks; None: no ranks are connected."""
-
+    @override
     def connect(self, replicas: Sequence[int]) -> EngineHandles:
-        """Plan on all ranks and connect them, unless exactly these engines are connected; return the engines."""
         engines = self._engines.select(replicas)
-        if self._connected == engines.engines:
+        found = dict(zip(replicas, engines.engines, strict=True))
+        if self._connected == found:
             return engines
-        self._connected, self.heartbeat = None, None
-        config, store = self._config, open_store(ray.util.get_node_ip_address())
-        self.stores.append(store)
+        self.drop(trainer=True)
+        config, store = self._config, self._open_store()
         needs = engines.weight_needs()
         spec = make_transfer_spec(config, engines.engine_slots, engines.pool, self._pool, needs)
-        self.engine_layouts = () if config.weight_sync.verify is None else needs.layouts
-        setup = SyncSetup(config=config.weight_sync, engine=self.engine_layouts, transfer_spec=spec)
-        self._transfer_spec = self._trainer.prepare_sync(setup).transfer_spec
-        assert self._transfer_spec is not None, "trainer ranks return a transfer spec if they are given one"
+        compared = () if config.weight_sync.verify is None else needs.layouts
+        setup = SyncSetup(config=config.weight_sync, engine=compared, transfer_spec=spec)
+        complete_spec = self._trainer.prepare_sync(setup).transfer_spec
+        assert complete_spec is not None, "trainer ranks return a transfer spec if they are given one"
+        self.rank_legend = complete_spec.rank_legend
         transfer_group = TransferGroup(
             host=store.host,
             port=store.port,
             name=_GROUP_NAME,
-            size=self._transfer_spec.size,
+            size=complete_spec.size,
             timeout_seconds=config.weight_sync.timeout_seconds,
             backend="nccl" if self._pool.device == "cuda" else "gloo",
             abort_seconds=config.weight_sync.abort_seconds,
         )
-        joining = engines.begin_join(self._transfer_spec, transfer_group)
+        joining = engines.begin_join(complete_spec, transfer_group)
         both = joining.joined_with(self._trainer.begin_connect(transfer_group))
         try:
             both.result(transfer_group.timeout_seconds + REPORT_GRACE_SECONDS)
@@ -165,27 +157,8 @@ class DisaggregatedConnections:
                 raise type(e)(f"{e} ({self.rank_legend})") from e
             raise
         del self.stores[:-1]
-        self._connected, self.heartbeat = engines.engines, transfer_group.heartbeat
-        self.generation += 1
+        self._connected, self.setup = found, replace(setup, heartbeat=transfer_group.heartbeat)
         return engines
-
-    def request(self, _: EngineHandles, delta: DeltaUpdate | None) -> PushRequest | None:
-        """Return the request to push to all connected engines; `delta`: what it may leave out."""
-        return None if delta is None else PushRequest(delta=delta)
-
-    def drop(self, *, trainer: bool) -> None:
-        """Note that a push has failed, which breaks all connections."""
-        del trainer
-        self._connected = None
-
-    @property
-    def rank_legend(self) -> str:
-        """Which rank numbers are the trainer's and which the engines'."""
-        return "" if self._transfer_spec is None else self._transfer_spec.rank_legend
-
-
-type SyncConnections = ColocatedConnections | DisaggregatedConnections
-"""The connections of one arrangement of trainer and engines."""
 
 
 def make_sync_setup(

@@ -16,24 +16,22 @@ report to a store that they have received everything; when all have, the control
 The weights are compared by sums of what each trainer rank holds of the engines' weights (`sum_weights`), with which
 the engines compare their own parameters (`verify_weights`).
 
-With `weight_sync.delta`, a push sends only the elements that have changed since the last one, unless that has failed or
-an engine has not received it. If engines then differ from the trainer (`weight_sync.verify`), all weights are sent.
-
 Engines serve one model at a time. Each model has connections of its own (`ModelSync`). A push of another model than the
 last one connects the engines with its ranks again and sends all weights.
 
 If an engine is lost during a push, it is restarted and the push is retried. An engine that is restarted between two
 pushes receives the version that the others serve, while they continue to serve.
 
-A delta sync builds on the latest sync that engines and trainer ranks have in common:
+With `weight_sync.delta`, a push sends only the elements that have changed since the latest sync that engines and
+trainer ranks have in common. If engines then differ from the trainer (`weight_sync.verify`), all weights are sent.
 
     sync 7   full    engines 0, 1     base of both: 7
     sync 8   delta   engines 0, 1     base of both: 8
     sync 9   full    engine 1         it was restarted; base of engine 1: 9, of engine 0: 8
     sync 10  full    engines 0, 1     the trainer ranks have copies of sync 9, engine 0 has not received it
 
-Trainer ranks keep copies of the latest sync only, over connections that they have not made again since. A failed sync
-leaves no base. All other engines and runs have none either: the sync is full.
+Trainer ranks keep copies of the latest sync only, over connections that they have not made again since. Without a base,
+as after a failed sync, the sync is full.
 """
 
 from __future__ import annotations
@@ -44,23 +42,20 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
-from typing import TypeVar
 
 from megarl.cluster.placement.pool import SlotPool
 from megarl.cluster.workers.group import RemoteCall, WorkerFuture
 from megarl.config import RunConfig
-from megarl.config.rollout import WeightSyncConfig
 from megarl.engines.engine import EngineUpdate, UpdateReport
 from megarl.errors import ConfigError, MegarlError, OutdatedEngineError, WeightDifferenceError, WeightSyncError
-from megarl.megatron.requests import PushRequest, PushResult, sum_sync_stats
+from megarl.megatron.requests import PushResult, sum_sync_stats
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, first_line
 from megarl.reshard.transfer.heartbeat import SyncMonitor
 from megarl.reshard.transfer.weight_sums import add_parts
 from megarl.run.memory.step_ledger import Phase, StepMemory
-from megarl.run.remote.engine_group import EngineGroup, EngineHandles, StartedEngine
+from megarl.run.remote.engine_group import EngineGroup, EngineHandles
 from megarl.run.remote.trainer_group import AuxiliaryModels, TrainerGroup
 from megarl.run.run_state import RunTotals
 from megarl.run.supervision.engine_supervisor import EngineSupervisor
@@ -147,25 +142,27 @@ class SyncUpdate:
 
     def __init__(
         self,
-        config: WeightSyncConfig,
         trainer: TrainerGroup,
         engines: EngineHandles,
         connections: SyncConnections,
         *,
         number: int,
         policy_version: int,
-        delta: DeltaUpdate | None = None,
+        delta: DeltaUpdate | None,
     ) -> None:
-        """`number`: unique in the run; `delta`: that of the request, or None."""
-        self._config, self._trainer, self._engines, self._connections = config, trainer, engines, connections
-        self._policy_version, self._delta = policy_version, delta
+        """`number`: unique in the run; `delta`: what the push may leave out, None: nothing."""
+        assert connections.setup is not None
+        self.number, self.engines, self.setup = number, engines, connections.setup
+        self._trainer, self._connections, self._config = trainer, connections, connections.setup.config
         self._store = connections.stores[-1]
-        self._spec = CommitSpec(self._store.host, self._store.port, f"update {number}", len(engines.engines))
-        self._decision = CommitDecision(self._spec, self._store)
+        commit = CommitSpec(self._store.host, self._store.port, f"update {number}", len(engines.engines))
+        self._decision = CommitDecision(commit, self._store)
+        receives = not self.setup.senders
+        self._update = EngineUpdate(policy_version=policy_version, commit=commit, receives=receives, delta=delta)
         self.breaks_trainer = False
         """Whether the trainer ranks have failed in their part, which breaks the connections between them."""
 
-    def run(self, request: PushRequest | None) -> PushReport:
+    def run(self) -> PushReport:
         """Push; if anything fails, the engines abort the update.
 
         Raises:
@@ -173,23 +170,18 @@ class SyncUpdate:
             WorkerError: a trainer rank or an engine was lost.
         """
         timer, reason = PhaseTimer(), "the controller was interrupted"
-        if self._connections.begins_first:
+        if not self._update.receives:  # the trainer ranks load full tensors into an update that is open
             with timer.phase("open"):
-                self._engines.call("begin_weights")
-        update = EngineUpdate(
-            policy_version=self._policy_version,
-            commit=self._spec,
-            begins=not self._connections.begins_first,
-            receives=self._connections.receives,
-            delta=self._delta,
-        )
-        updating: RemoteCall[list[UpdateReport]] = self._engines.begin("update_weights", update)
+                self.engines.call("begin_weights")
+        updating: RemoteCall[list[UpdateReport]] = self.engines.begin("update_weights", self._update)
         try:
             with timer.phase("transfer"):
-                sent = self._send(request, updating)
+                sent = self._send(updating)
                 self._wait_received(sent, updating)
-            self._check_bytes(sent)
-            self._verify(timer)
+            verify, version = self._config.verify, self._update.policy_version
+            if verify is not None and version % verify.every == 0:
+                with timer.phase("verify"):
+                    verify_weights(self._trainer, self.engines, self.setup.engine, version)
             reason = ""
         except MegarlError as error:
             reason = first_line(error)
@@ -202,28 +194,28 @@ class SyncUpdate:
             reports = updating.result(self._config.timeout_seconds)
         return self._report(sent, reports, timer.totals)
 
-    def _send(self, request: PushRequest | None, updating: RemoteCall[list[UpdateReport]]) -> PushResult:
+    def _send(self, updating: RemoteCall[list[UpdateReport]]) -> PushResult:
         """Wait until all trainer ranks have sent the weights.
 
         If an engine fails meanwhile, trainer ranks whose connections do not depend on it are waited for as well.
         """
-        heartbeat, failure = self._connections.heartbeat, None
+        heartbeat = self.setup.heartbeat
         with nullcontext() if heartbeat is None else SyncMonitor(heartbeat, self._store):
             self.breaks_trainer = True
-            pushing = self._trainer.begin_push(request)
+            pushing = self._trainer.begin_push(self._connections.request(self.engines, self._update.delta))
             assert isinstance(pushing, RemoteCall), "engines need trainer ranks in worker processes"
             try:
                 sent: PushResult = pushing.result_with(updating, self._config.timeout_seconds + REPORT_GRACE_SECONDS)
-                self.breaks_trainer = False
             except MegarlError as error:
                 self._decision.decide(first_line(error))
                 self.breaks_trainer = not (self._connections.survives_engines and self._is_completed(pushing))
                 if self.breaks_trainer:
                     raise
                 failure = error  # raised outside of the monitor, which would abort the sync on the trainer ranks
-        if failure is not None:
-            raise failure
-        return sent
+            else:
+                self.breaks_trainer = False
+                return sent
+        raise failure
 
     def _is_completed(self, pushing: WorkerFuture[PushResult]) -> bool:
         """Return whether the trainer ranks complete their part without the engine that has failed."""
@@ -234,7 +226,7 @@ class SyncUpdate:
         return True
 
     def _wait_received(self, sent: PushResult, updating: RemoteCall[list[UpdateReport]]) -> None:
-        """Wait until all engines have received the weights; raises WeightSyncError if one has not."""
+        """Wait until all engines have received the weights; raises WeightSyncError if one has not, or not all bytes."""
         if sent.undelivered:
             updating.raise_failure(CAUSE_SECONDS)
             raise WeightSyncError("; ".join(sent.undelivered))
@@ -244,44 +236,22 @@ class SyncUpdate:
             if time.monotonic() > end:
                 seconds = f"{self._config.timeout_seconds:g} s"
                 raise WeightSyncError(f"some engines have not received all weights {seconds} after they were sent")
-
-    def _check_bytes(self, sent: PushResult) -> None:
         at_engines = self._decision.transferred()
         num_sent = sent.stats.bytes_sent + at_engines.bytes_sent
         num_received = sent.stats.bytes_received + at_engines.bytes_received
         if num_sent != num_received:
             raise WeightSyncError(f"the ranks sent {num_sent} bytes and received {num_received}")
 
-    def _verify(self, timer: PhaseTimer) -> None:
-        verify = self._config.verify
-        if verify is not None and self._policy_version % verify.every == 0:
-            with timer.phase("verify"):
-                verify_weights(self._trainer, self._engines, self._connections.engine_layouts, self._policy_version)
-
     def _report(self, sent: PushResult, reports: Sequence[UpdateReport], seconds: Mapping[str, float]) -> PushReport:
-        stats = sum_sync_stats([sent.stats, *chain.from_iterable(report.stats for report in reports)])
+        stats = sum_sync_stats([sent.stats, *(each for report in reports for each in report.stats)])
         opening = max(report.open_seconds for report in reports)  # during `transfer`, unless it was a call of its own
-        phases = {"open": opening} | dict(seconds)
-        if "open" not in seconds:
-            phases["transfer"] = max(0.0, phases["transfer"] - opening)
+        phases = {"open": 0.0} | dict(seconds)
+        phases["open"] += opening
+        phases["transfer"] = max(0.0, phases["transfer"] - opening)
         moved, saved = stats.bytes_received, stats.bytes_not_received
         if not any(report.stats for report in reports):  # the trainer ranks deliver what they have received
             moved, saved = moved + stats.bytes_delivered, saved + stats.bytes_not_delivered
-        return PushReport(stats=stats, seconds=phases, bytes_moved=moved, bytes_saved=saved, delta=self._delta)
-
-
-@dataclass(frozen=True, slots=True)
-class LatestSync:
-    """The latest sync, which has succeeded."""
-
-    number: int
-    engines: Sequence[StartedEngine]
-    """The engines that serve its weights."""
-    generation: int
-    """That of the trainer ranks' connections."""
-
-
-T = TypeVar("T")
+        return PushReport(stats=stats, seconds=phases, bytes_moved=moved, bytes_saved=saved, delta=self._update.delta)
 
 
 class ModelSync:
@@ -294,8 +264,8 @@ class ModelSync:
         self._connections = arrangement(config, trainer, engines, pool)
         self.num_updates = 0
         """Number of pushes that have begun, those to restarted engines included."""
-        self._latest: LatestSync | None = None
-        """What a delta builds on; None: nothing has been pushed, or the latest sync has failed."""
+        self._latest: SyncUpdate | None = None
+        """What a delta builds on; None: nothing has been pushed, or the latest push has failed."""
         self.is_outdated = False
         """Whether the trainer has newer weights than the engines, which a restarted engine then waits for."""
         self._retry_on_engine_loss(self._connections.connect)
@@ -337,7 +307,7 @@ class ModelSync:
         self._connections.drop(trainer=False)
         self._latest = None
 
-    def _retry_on_engine_loss(self, work: Callable[[Sequence[int]], T]) -> T:
+    def _retry_on_engine_loss[T](self, work: Callable[[Sequence[int]], T]) -> T:
         """Return `work(ready replicas)`; retry it if it fails because an engine was lost."""
         supervisor = self._engines.supervisor
         while True:
@@ -353,17 +323,11 @@ class ModelSync:
         self.num_updates += 1
         delta = self._next_delta(engines)
         update = SyncUpdate(
-            self._config.weight_sync,
-            self._trainer,
-            engines,
-            connections,
-            number=self.num_updates,
-            policy_version=policy_version,
-            delta=delta,
+            self._trainer, engines, connections, number=self.num_updates, policy_version=policy_version, delta=delta
         )
         self._latest = None  # until the push has succeeded
         try:
-            report = update.run(connections.request(engines, delta))
+            report = update.run()
         except MegarlError as error:
             connections.drop(trainer=update.breaks_trainer)
             if isinstance(error, WeightDifferenceError) and delta is not None and delta.base is not None:
@@ -372,18 +336,17 @@ class ModelSync:
             if isinstance(error, WeightSyncError) and connections.rank_legend:
                 raise type(error)(f"{error} ({connections.rank_legend})") from error
             raise
-        if delta is not None:
-            self._latest = LatestSync(delta.number, engines.engines, connections.generation)
+        self._latest = update
         return report
 
     def _next_delta(self, engines: EngineHandles) -> DeltaUpdate | None:
-        """Return what the next update may leave out; None: the run compares no weights."""
+        """Return what the next update may leave out; None: nothing, and it is no base of others."""
         if not self._config.weight_sync.delta:
             return None
         latest = self._latest
-        if latest is None or latest.generation != self._connections.generation:
+        if latest is None or latest.setup is not self._connections.setup:
             return DeltaUpdate(number=self.num_updates)
-        is_base = all(engine in latest.engines for engine in engines.engines)
+        is_base = all(engine in latest.engines.engines for engine in engines.engines)
         return DeltaUpdate(number=self.num_updates, base=latest.number if is_base else None)
 
 
@@ -444,9 +407,8 @@ class WeightSync:
         """Connect the ranks of the policy, on the slots of `pool`, with engines, which may serve `models` as well."""
 
         def connect(model: str | None) -> ModelSync:
-            if model is None:
-                return ModelSync(config, trainer, engines, pool)
-            return ModelSync(config, servable_model(config, models, model), engines, pool)
+            ranks = trainer if model is None else servable_model(config, models, model)
+            return ModelSync(config, ranks, engines, pool)
 
         return cls(connect, engines.supervisor)
 
@@ -500,8 +462,7 @@ class WeightSync:
         """Choose whose weights pushes send; return whether the engines hold those of another model."""
         if model == self._served or self._connect is None:
             return False
-        before = self._models[self._served]
-        before.release_engines()
+        self._models[self._served].release_engines()
         self._models[model] = self._models.get(model) or self._connect(model)
         self._served = model
         return True

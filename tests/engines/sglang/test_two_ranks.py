@@ -23,7 +23,7 @@ from tests.engines.remote import (
 from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_completes, assert_serves
 from tests.engines.sglang.test_in_flight import Versions, check_spans, generate_during_pushes, prompts
 from tests.errors import expect_error
-from tests.time_limits import HANG_SECONDS
+from tests.time_limits import HANG_SECONDS, UNREACHED_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,7 @@ def test_rank_whose_boxes_are_missing_is_named(engine, layouts, uneven_dir, serv
         message = r"^TP rank 1: .*round 0 of the weights did not come from trainer rank 1 in 1 s$"
         with pytest.raises(WeightSyncError, match=message):
             receiving.result(HANG_SECONDS)
+        engine.call("set_round_seconds", UNREACHED_SECONDS)
     assert_blocked(engine, 5)
     sync_boxes(engine, layouts, served, 5)
     assert_serves(engine, uneven_dir, served, 5, tmp_path, tp=2)

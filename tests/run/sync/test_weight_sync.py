@@ -112,7 +112,6 @@ class Cluster:
         return ref
 
     def _update(self, ref, replica, update):
-        assert update.begins
         assert update.receives
         self.engine_deltas[replica] = update.delta
         if replica in self.engine_errors:

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +56,6 @@ from megarl.reshard.layout.layout import (
 )
 from megarl.reshard.layout.model_tensors import ModelTensors, Names
 from megarl.reshard.transfer.bucket import dtype_name, torch_dtype
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 MAX_NAMES_SHOWN = 8
 
@@ -124,31 +121,6 @@ def trace_live(
     parameters = {name for name, _ in model.named_parameters()}
     filled = parameters if must_cover is None else parameters.intersection(must_cover)
     seen = {name: replace(spec, shape=paired_shape(name, spec.shape, tensors)) for name, spec in tensors.items()}
-    return _read(model, seen, targets, recorder, filled)
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name; a tensor with several names appears once."""
-    named: dict[str, Tensor] = {name: p.data for name, p in model.named_parameters()}
-    return named | {name: b for name, b in model.named_buffers() if b is not None}
-
-
-def fold(tensor: Tensor, num_dims: int) -> Tensor:
-    """Return a view with `num_dims` dimensions: leading dimensions are merged, or the last one is split into pairs."""
-    if tensor.dim() < num_dims:
-        return tensor.view(*tensor.shape[:-1], -1, 2)
-    if tensor.dim() == num_dims:
-        return tensor
-    return tensor.view(-1, *tensor.shape[tensor.dim() - num_dims + 1 :]) if num_dims else tensor.view(())
-
-
-def _read(
-    model: nn.Module,
-    tensors: Mapping[str, TensorSpec],
-    targets: Mapping[str, Tensor],
-    recorder: Recorder,
-    parameters: Collection[str],
-) -> EngineTrace:
     pieces: list[ShardPiece] = []
     padding: list[Padding] = []
     derived, computed = set(recorder.derived), set[str]()
@@ -156,7 +128,7 @@ def _read(
     uncovered: list[str] = []
     for local, contents in recorder.targets.items():
         for box, source in sorted(contents.sources.items()):
-            piece = _piece(local, contents, box, source, tensors) if source.tensor else None
+            piece = _piece(local, contents, box, source, seen) if source.tensor else None
             if piece is not None:
                 pieces.append(piece)
                 dtypes.setdefault(piece.tensor, dtype_name(targets[local].dtype))
@@ -166,11 +138,11 @@ def _read(
                 derived.add(source.cause or source.tensor or AFTER_LAST_TENSOR)
                 computed.add(local)
         hole = contents.covered.first_gap(tuple((0, n) for n in contents.shape)) if prod(contents.shape) else None
-        if hole is not None and local in parameters and not (hole == () and local.endswith(CONSTANT_PARAMETERS)):
+        if hole is not None and local in filled and not (hole == () and local.endswith(CONSTANT_PARAMETERS)):
             uncovered.append(f"{local} {list(contents.shape)} at {box_text(hole)}")
     if uncovered:
         raise WeightSyncError(
-            f"load_weights leaves parts of {len(uncovered)} of {len(parameters)} parameters unwritten: "
+            f"load_weights leaves parts of {len(uncovered)} of {len(filled)} parameters unwritten: "
             f"{join_names(uncovered)}"
         )
     if AFTER_LAST_TENSOR in derived and not hasattr(model, "post_load_weights"):
@@ -178,11 +150,25 @@ def _read(
             f"load_weights of {type(model).__name__} computes values after its last tensor, and the model has no "
             f"post_load_weights to recompute them"
         )
-    specs = {name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in tensors.items()}
+    specs = {name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in seen.items()}
     in_order = {name: i for i, name in enumerate(tensors)}
     pieces.sort(key=lambda piece: (in_order[piece.tensor], piece.box, piece.local))
     named = tuple(sorted(derived - {AFTER_LAST_TENSOR}, key=in_order.__getitem__))
     return EngineTrace(WeightLayout(specs, tuple(pieces)), tuple(padding), named, frozenset(computed))
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name; a tensor with several names appears once."""
+    return {name: p.data for name, p in model.named_parameters()} | dict(model.named_buffers())
+
+
+def fold(tensor: Tensor, num_dims: int) -> Tensor:
+    """Return a view with `num_dims` dimensions: leading dimensions are merged, or the last one is split into pairs."""
+    if tensor.dim() < num_dims:
+        return tensor.view(*tensor.shape[:-1], -1, 2)
+    if tensor.dim() == num_dims:
+        return tensor
+    return tensor.view(-1, *tensor.shape[tensor.dim() - num_dims + 1 :]) if num_dims else tensor.view(())
 
 
 def _piece(
@@ -264,12 +250,9 @@ class _InlineExecutor(concurrent.futures.Executor):
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
+    def submit[**P, T](self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as e:  # noqa: BLE001 -- the future raises it
-            future.set_exception(e)
+        future.set_result(fn(*args, **kwargs))  # an error ends the trace here, not where the result is read
         return future
 
 
@@ -327,12 +310,8 @@ def decode_traces(encoded: bytes) -> list[EngineTrace]:
     return [replace(trace, layout=layout) for trace, layout in zip(traces, layouts, strict=True)]
 
 
-def find_identical_layers(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> dict[int, list[int]]:
-    """Return the layers of `model` that are identical, including the `tensors` that they load.
-
-    Returns:
-        First of several identical layers -> all of them, the first included.
-    """
+def find_identical_layers(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> dict[int, int]:
+    """Return, by layer of `model`, the first of the layers identical to it, including the `tensors` that they load."""
     traits: dict[int, set[object]] = defaultdict(set)
     modules = ((name, type(module)) for name, module in model.named_modules())
     held = ((name, (tuple(tensor.shape), tensor.dtype)) for name, tensor in model_tensors(model).items())
@@ -340,10 +319,8 @@ def find_identical_layers(model: nn.Module, tensors: Mapping[str, TensorSpec]) -
         head, layer, tail = _split_layer(name)
         if layer is not None:
             traits[layer].add((head, tail, trait))
-    layers_of: dict[frozenset[object], list[int]] = defaultdict(list)
-    for layer in sorted(traits):
-        layers_of[frozenset(traits[layer])].append(layer)
-    return {layers[0]: layers for layers in layers_of.values()}
+    first: dict[frozenset[object], int] = {}
+    return {layer: first.setdefault(frozenset(traits[layer]), layer) for layer in sorted(traits)}
 
 
 def trace_deduplicated(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> EngineTrace | None:
@@ -353,7 +330,7 @@ def trace_deduplicated(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> E
         None if the first layers cannot be traced alone: their tensors do not fill all of their parameters, or are
         loaded into another layer.
     """
-    first_of = {layer: first for first, layers in find_identical_layers(model, tensors).items() for layer in layers}
+    first_of = find_identical_layers(model, tensors)
 
     def representative(name: str) -> str:
         """Return the name in the first of the layers like the name's own."""

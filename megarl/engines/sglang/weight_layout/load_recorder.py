@@ -180,9 +180,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.derived: set[str] = set()
         """Causes of values that are computed from a target's contents."""
-        self.targets: dict[str, StorageContents] = {
-            name: StorageContents(tuple(t.shape)) for name, t in targets.items()
-        }
+        self.targets: dict[str, StorageContents] = {}
         """Recorded contents of each target."""
         self._sources = {_storage(t): (name, tuple(t.shape)) for name, t in sources.items()}
         self._keep: list[Tensor] = [*sources.values(), *targets.values()]
@@ -193,8 +191,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._targets: dict[int, list[tuple[int, int, StorageContents]]] = {}
         """Storage -> (first offset, end offset, contents) of each target in it."""
         for name, t in targets.items():
-            within = (_offset(t), _offset(t) + t.numel(), self.targets[name])
-            self._targets.setdefault(_storage(t), []).append(within)
+            contents = self.targets[name] = StorageContents(tuple(t.shape))
+            self._targets.setdefault(_storage(t), []).append((_offset(t), _offset(t) + t.numel(), contents))
 
     def feed(self, sources: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors for `load_weights`; computed values are attributed to the tensor yielded last."""
@@ -260,11 +258,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _storage(source) in self._targets or _storage(source) in self._from_target:
             self._compute(target, [source])
             return
-        contents, base = self._find_contents(target)
-        if contents is None or target.numel() == 0:
-            return
-        there = find_box(_offset(target) - base, tuple(target.shape), target.stride(), contents.shape)
-        if there is None:
+        contents, there = self._locate(target)
+        if contents is None or there is None:
             self._compute(target, [source])
             return
         source = source.expand(target.shape)
@@ -310,27 +305,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._write_all(target, ValueSource(cause=self._cause))
 
     def _write_all(self, target: Tensor, source: ValueSource) -> None:
-        contents, base = self._find_contents(target)
-        if contents is None or target.numel() == 0:
+        contents, there = self._locate(target)
+        if contents is None:
             return
-        there = find_box(_offset(target) - base, tuple(target.shape), target.stride(), contents.shape)
-        everything = tuple((0, n) for n in contents.shape)
-        if there is None:  # not a box: the constant's position cannot be recorded
-            source = ValueSource(cause=self._cause)
-        contents.write(there.box if there else everything, source)
+        if there is not None:
+            contents.write(there.box, source)
+        else:  # the position of a constant cannot be recorded
+            contents.write(tuple((0, n) for n in contents.shape), ValueSource(cause=self._cause))
 
-    def _find_contents(self, tensor: Tensor) -> tuple[StorageContents | None, int]:
-        """Return the contents that a write to `tensor` changes, and the offset at which they begin."""
+    def _locate(self, tensor: Tensor) -> tuple[StorageContents | None, BoxView | None]:
+        """Return the contents that a write to `tensor` changes, None if it changes none, and which box of them."""
         storage = _storage(tensor)
         if storage in self._sources:  # a loader may write into what it was given (gpt-oss's biases)
             name, shape = self._sources.pop(storage)
             self._temporary[storage] = StorageContents(shape)
             everything = tuple((0, n) for n in shape)
             self._temporary[storage].write(everything, ValueSource(name, 0, contiguous_strides(shape)))
+        base, found = 0, self._temporary.get(storage)
         for first, last, contents in self._targets.get(storage, ()):
             if first <= _offset(tensor) < last:
-                return contents, first
-        return self._temporary.get(storage), 0
+                base, found = first, contents
+        if found is None or tensor.numel() == 0:
+            return None, None
+        return found, find_box(_offset(tensor) - base, tuple(tensor.shape), tensor.stride(), found.shape)
 
 
 def _storage(tensor: Tensor) -> int:

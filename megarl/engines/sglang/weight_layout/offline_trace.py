@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -39,7 +38,6 @@ CHILD_SECONDS = 600.0
 MAX_STDERR_LINES = 15
 MAX_TOTAL_TOKENS = 4096
 """KV cache size, set so that SGLang does not query the node's memory."""
-NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
 
 def trace_layouts(
@@ -47,7 +45,7 @@ def trace_layouts(
     *,
     tp: int,
     ep: int = 1,
-    options: Mapping[str, object] = NO_OPTIONS,
+    options: Mapping[str, object] | None = None,
     device: str = "cpu",
     dtype: str = "float32",
 ) -> list[WeightLayout]:
@@ -63,8 +61,9 @@ def trace_layouts(
         DataError: config.json or a key that SGLang needs is missing, or SGLang cannot build its model.
         WeightSyncError: part of a parameter would not be written.
     """
-    config, tensors = _read_model(model_path)
-    problems = find_build_problems(json.loads(config), _traced_device(device), origin=str(config_file(model_path)))
+    path, config = Path(model_path), read_model_config(model_path)
+    machine = device if torch.cuda.is_available() else "cpu"  # layouts for CUDA are traced on CPU if there is no GPU
+    problems = find_build_problems(config, machine, origin=str(config_file(path)))
     if problems:
         raise DataError("\n".join(problems))
     spec = EngineSpec(
@@ -73,34 +72,25 @@ def trace_layouts(
         device=device,
         dtype=dtype,
         max_total_tokens=MAX_TOTAL_TOKENS,
-        extra_args={**options, "ep_size": ep} if ep > 1 else dict(options),
+        extra_args={**(options or {}), **({"ep_size": ep} if ep > 1 else {})},
     )
-    request = {"spec": asdict(spec), "tensors": tensors}
+    has_weights = path.is_dir() and any(path.glob("*.safetensors"))
+    expected = read_expected_tensors(model_path) if has_weights else {}
+    tensors = [[name, list(e.shape), e.dtype] for name, e in expected.items() if e.required or e.is_untrained]
+    request = {"config": config, "spec": asdict(spec), "tensors": tensors, "machine": machine}
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cached = caches / "megarl" / "layouts" / f"{_key(config, request)}.traces"
-    traces = read_traces(cached) or trace_in_child(config, request, cached)
-    return [trace.layout for trace in traces]
+    cached = caches / "megarl" / "layouts" / f"{_key(request)}.traces"
+    return [trace.layout for trace in read_traces(cached) or trace_in_child(request, cached)]
 
 
-def _read_model(model_path: str) -> tuple[str, list[list[object]]]:
-    """Return the text of config.json, and [name, shape, dtype] of the folder's tensors, if it has any."""
-    path = Path(model_path)
-    config = json.dumps(read_model_config(path))
-    if not path.is_dir() or not any(path.glob("*.safetensors")):
-        return config, []
-    expected = read_expected_tensors(model_path)
-    traced = {name: e for name, e in expected.items() if e.required or e.is_untrained}
-    return config, [[name, list(e.shape), e.dtype] for name, e in traced.items()]
-
-
-def trace_in_child(config: str, request: JsonObject, cached: Path) -> list[EngineTrace]:
+def trace_in_child(request: JsonObject, cached: Path) -> list[EngineTrace]:
     """Trace the loading of the weights in a child process, and write the result to `cached`."""
     with tempfile.TemporaryDirectory(prefix="megarl-trace-") as folder:
-        (Path(folder) / "config.json").write_text(config)
+        (Path(folder) / "config.json").write_text(json.dumps(request["config"]))
         spec = request["spec"] | {"model_path": folder}
         request_file, traces_file, error_file = (Path(folder) / name for name in ("request", "traces", "error"))
         request_file.write_text(json.dumps(request | {"spec": spec}))
-        environment = os.environ | make_engine_environment(_traced_device(spec["device"]), spec["tp"])
+        environment = os.environ | make_engine_environment(request["machine"], spec["tp"])
         command = [sys.executable, "-m", trace_child.__name__, str(request_file), str(traces_file), str(error_file)]
         try:
             child = subprocess.run(  # noqa: S603 -- this interpreter, a module of ours
@@ -122,18 +112,11 @@ def trace_in_child(config: str, request: JsonObject, cached: Path) -> list[Engin
     return traces
 
 
-def _key(config: str, request: JsonObject) -> str:
+def _key(request: JsonObject) -> str:
     content = {
-        "config": json.loads(config),
         "request": request,
         "packages": {name: importlib.metadata.version(name) for name in ("sglang", "transformers", "torch")},
-        "machine": _traced_device(request["spec"]["device"]),
         # of this package, which determines the content and the file format of traces
         "code": [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _traced_device(device: str) -> str:
-    """Return the device that the child runs on; layouts for CUDA are traced on CPU if there is no GPU."""
-    return device if torch.cuda.is_available() else "cpu"

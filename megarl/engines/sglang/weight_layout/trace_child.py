@@ -119,15 +119,9 @@ _CPU_OPERATORS = (
 
 def _define_operators() -> None:
     """Define those of `_CPU_OPERATORS` that are missing, without an implementation: a trace calls none."""
-    library = torch.library.Library("sgl_kernel", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in _CPU_OPERATORS:
         if not hasattr(torch.ops.sgl_kernel, name):
-            library.define(f"{name}(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
-            _libraries.append(library)
-
-
-_libraries: list[torch.library.Library] = []
-"""Definitions end with their library."""
+            torch.library.define(f"sgl_kernel::{name}", "(Tensor x) -> Tensor")
 
 
 def _name_heads_for_cpu(config: object) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.engines.sglang.weight_update.messages import Command, Reply, find_unresponsive, reply_prefix
 from megarl.engines.sglang.weight_update.weight_loader import IMPORT_PATH, WRITERS
@@ -22,9 +22,6 @@ from megarl.errors import WeightSyncError
 if TYPE_CHECKING:
     from megarl.engines.sglang.engine_host import EngineHost
     from megarl.engines.sglang.request_runner import RequestRunner
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +151,7 @@ class ControlCalls:
             raise WeightSyncError("; ".join(errors))
         return replies
 
-    async def _call(
+    async def _call[T](
         self,
         what: str,
         work: Callable[[], Coroutine[Any, Any, T]],

@@ -24,15 +24,14 @@ Command = Mapping[str, Any]
 
     op               arguments
     write            `bucket`: fields of a `WeightBucket`, whose tensors are checked against model folder and dtype
-    prepare          `transfer_spec`: by TP rank, path of a pickled `TransferSpec`; `engine`: the engine's index in it
+    prepare          `offer`: fields of the `BoxOffer` of the trainer rank on the same slot; or
+                     `transfer_spec`: by TP rank, path of a pickled `TransferSpec`; `engine`: the engine's index in it
     connect          `transfer_group`: fields of a `TransferGroup`
-    receive          `session`: number of the update; `delta`: fields of a `DeltaUpdate`, or None
-    prepare_boxes    `offer`: fields of the `BoxOffer` of the trainer rank on the same slot
-    receive_boxes    `session`; `abort_file`: ends the waits once it exists, by the reason that it contains; `seconds`:
-                     longest wait for a round; `coded`: whether codes of changed elements come instead of all boxes
-    finish           `session`
+    receive          `delta`: fields of a `DeltaUpdate`, or None; and for boxes of a trainer rank on the same slot
+                     `abort_file`: ends the waits once it exists, by the reason that it contains; `seconds`: longest
+                     wait for a round
     dump             `directory`, for rank<r>.pt (parameters) and rank<r>.buffers.pt
-    trace, sum, repacking, release
+    trace, sum, repacking
 
 `ControlCalls` adds `reply` (a path prefix; the rank is appended), and the engine's `model_path` and `dtype`.
 

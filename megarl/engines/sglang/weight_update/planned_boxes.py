@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 from torch import Tensor, nn
 
-from megarl.engines.sglang.weight_layout.engine_trace import TRANSPOSED, box_text, fold, join_names
+from megarl.engines.sglang.weight_layout.engine_trace import (
+    TRANSPOSED,
+    box_text,
+    fold,
+    join_names,
+    model_tensors,
+)
 from megarl.engines.sglang.weight_layout.load_recorder import Coverage
 from megarl.errors import WeightSyncError
 from megarl.model_files.model_config import language_config, read_model_config, untrained_patterns
 from megarl.model_files.quantization import VALUES_DTYPE
 from megarl.model_files.weight_index import derived_tensor_patterns, matches_any, read_headers
-from megarl.reshard.layout.layout import Box, Ints, contains, extent, full_local, slices, volume
+from megarl.reshard.layout.layout import Ints, contains, extent, full_local, slices, volume
 from megarl.reshard.transfer.bucket import (
     BoxSlot,
-    TensorSlot,
+    WeightBucket,
     consecutive,
     copy_boxes,
     dtype_name,
@@ -68,17 +73,15 @@ def read_expected_tensors(model_path: str) -> Mapping[str, ExpectedTensor]:
     }
 
 
-def find_bucket_problems(
-    slots: Iterable[TensorSlot], num_bytes: int, expected: Mapping[str, ExpectedTensor], dtype: str
-) -> list[str]:
-    """Return one message for each invalid tensor of a bucket of `num_bytes` bytes.
+def find_bucket_problems(bucket: WeightBucket, expected: Mapping[str, ExpectedTensor], dtype: str) -> list[str]:
+    """Return one message for each invalid tensor of a bucket.
 
     Args:
         dtype: dtype of the engine; a tensor may have this dtype or that of the folder, and a vector may be float32.
             Weights in FP8 need to be sent so, because their scales are.
     """
     found, seen = [], set()
-    for slot in slots:
+    for slot in bucket.slots:
         wanted = expected.get(slot.name)
         if wanted is None:
             found.append(f"{slot.name} is no tensor of the model")
@@ -89,10 +92,10 @@ def find_bucket_problems(
             found.append(f"{slot.name} needs dtype {needs}, got {slot.dtype}")
         elif slot.name in seen:
             found.append(f"{slot.name} is contained twice")
-        elif slot.offset + slot.num_bytes > num_bytes:
+        elif slot.offset + slot.num_bytes > bucket.num_bytes:
             found.append(
                 f"{slot.name} ends at byte {slot.offset} + {slot.num_bytes} = {slot.offset + slot.num_bytes}, "
-                f"the bucket at {num_bytes}"
+                f"the bucket at {bucket.num_bytes}"
             )
         seen.add(slot.name)
     return found
@@ -104,42 +107,30 @@ def _allowed_dtypes(of_engine: str, wanted: ExpectedTensor) -> tuple[str, ...]:
     return (of_engine, wanted.dtype, *(("float32",) if len(wanted.shape) == 1 else ()))
 
 
-@dataclass(frozen=True, slots=True)
-class TargetTensor:
-    """A parameter or buffer of the model."""
-
-    name: str
-    """First name of the tensor; tied parameters have several."""
-    tensor: Tensor
-
-
-EMPTY: Mapping[str, Tensor] = MappingProxyType({})
-
-
 class PlannedBoxes:
     """A TP rank's boxes of all rounds, with views of the parameters that they are copied to."""
 
     def __init__(
-        self, model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], full_tensors: Mapping[str, Tensor] = EMPTY
+        self, model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], full_tensors: Mapping[str, Tensor] | None = None
     ) -> None:
         """Check the boxes.
 
         Args:
             full_tensors: by Hugging Face name, the tensors that are received in full, which the engine then loads. They
-                keep their values until the next sync, which may send changed elements only.
+                keep their values until the next sync, which may send changed elements only. None: there are none.
 
         Raises:
             WeightSyncError: a box does not fit the model, or two overlap.
         """
-        self._rounds, self.full_tensors = rounds, full_tensors
-        self._written: dict[tuple[str, int], Coverage] = defaultdict(Coverage)
+        self._rounds, self.full_tensors = rounds, full_tensors or {}
+        self.written: dict[tuple[str, int], Coverage] = defaultdict(Coverage)
         """The boxes, by tensor name and number of dimensions."""
         self._dims: dict[str, int] = {}
-        targets, problems = self.find_targets(model), []
+        targets, problems = self._find_targets(model), []
         for slot in (slot for slots in rounds for slot in slots):
             problem = self._find_problem(slot, targets)
             if problem is None:
-                self.written_to(targets[slot.local], slot.local_box).add(slot.local_box)
+                self.written[slot.local, len(slot.local_box)].add(slot.local_box)
             else:
                 problems.append(problem)
         if problems:
@@ -154,25 +145,20 @@ class PlannedBoxes:
         ]
         """By round, its boxes that lie one after another in the bucket."""
 
-    def written_to(self, target: TargetTensor, box: Box) -> Coverage:
-        """Return the boxes of the tensor, folded to the number of dimensions of `box`."""
-        return self._written[target.name, len(box)]
-
-    def find_targets(self, model: nn.Module) -> dict[str, TargetTensor]:
+    def _find_targets(self, model: nn.Module) -> dict[str, Tensor]:
         """Return what boxes are written to: `find_targets`, and the tensors that are received in full."""
-        full = {full_local(name): tensor for name, tensor in self.full_tensors.items()}
-        return find_targets(model) | {local: TargetTensor(local, tensor) for local, tensor in full.items()}
+        return find_targets(model) | {full_local(name): tensor for name, tensor in self.full_tensors.items()}
 
-    def _find_problem(self, slot: BoxSlot, targets: dict[str, TargetTensor]) -> str | None:
+    def _find_problem(self, slot: BoxSlot, targets: dict[str, Tensor]) -> str | None:
         """Return why the box must not be written; None if it is valid."""
         if slot.local not in targets:
             return f"{slot.local} is no parameter of the engine"
         target = targets[slot.local]
         what = f"{slot.local} {box_text(slot.local_box)}"
-        is_paired = slot.local_box[-1:] == ((0, 2),) and target.tensor.shape[-1:].numel() % 2 == 0
-        if len(slot.local_box) > target.tensor.dim() + is_paired:
-            return f"{what} has {len(slot.local_box)} dimensions, the parameter {target.tensor.dim()}"
-        folded = fold(target.tensor, len(slot.local_box))
+        is_paired = slot.local_box[-1:] == ((0, 2),) and target.shape[-1:].numel() % 2 == 0
+        if len(slot.local_box) > target.dim() + is_paired:
+            return f"{what} has {len(slot.local_box)} dimensions, the parameter {target.dim()}"
+        folded = fold(target, len(slot.local_box))
         full_box = tuple((0, n) for n in folded.shape)
         if min(extent(slot.local_box), default=1) < 1 or not contains(full_box, slot.local_box):
             return f"{what} does not lie in the parameter, which has shape {list(folded.shape)}"
@@ -184,7 +170,7 @@ class PlannedBoxes:
         num_dims = self._dims.setdefault(slot.local, len(slot.local_box))
         if num_dims != len(slot.local_box):
             return f"{slot.local} is received both with {num_dims} and with {len(slot.local_box)} dimensions"
-        others = self.written_to(target, slot.local_box).overlapping(slot.local_box)
+        others = self.written[slot.local, num_dims].overlapping(slot.local_box)
         return f"{what} is also written as part of {box_text(others[0])}" if others else None
 
     def refresh(self, model: nn.Module) -> None:
@@ -194,7 +180,7 @@ class PlannedBoxes:
             WeightSyncError: a parameter is gone, or has another shape or dtype.
         """
         try:
-            found = self._find_tensors(self.find_targets(model))
+            found = self._find_tensors(self._find_targets(model))
         except KeyError as e:
             raise WeightSyncError(f"{e.args[0]} is no longer a parameter of the engine") from e
         for name, tensor in found.items():
@@ -204,17 +190,27 @@ class PlannedBoxes:
                     f"{name} was {dtype_name(before.dtype)} {list(before.shape)} when the sync was planned, and is "
                     f"{dtype_name(tensor.dtype)} {list(tensor.shape)} now"
                 )
-        if any(_layout(tensor) != _layout(self.tensors[name]) for name, tensor in found.items()):
-            self._views = None
+            if (tensor.data_ptr(), tensor.stride()) != (before.data_ptr(), before.stride()):
+                self._views = None
         self.tensors = found
 
-    def copy_round(self, index: int, bucket: Tensor) -> None:
-        """Copy the boxes of round `index` from the bucket, uint8 [num_bytes], into the parameters.
+    def all_rounds(self) -> dict[int, None]:
+        """Return the rounds that have boxes, for a sync of all of them; see `check_codes`."""
+        return {index: None for index, slots in enumerate(self._rounds) if slots}
+
+    def write_round(self, index: int, bucket: Tensor, lines: Ints | None = None) -> None:
+        """Write what has come in round `index` from the bucket, uint8 [num_bytes], into the parameters.
+
+        Args:
+            lines: of `check_codes`, if codes of changed elements have come; None: all boxes.
 
         Raises:
-            WeightSyncError: a box lies outside of the bucket.
+            WeightSyncError: a box or code lies outside of the bucket.
         """
         views, slots = self._round_views(index), self._rounds[index]
+        if lines is not None:
+            decode_boxes(bucket, lines, [views[slot] for slot in lines[:, 0].tolist()])
+            return
         if self._ends[index] > bucket.numel():
             raise WeightSyncError(f"round {index} ends at byte {self._ends[index]}, the bucket at {bucket.numel()}")
         sources: list[Tensor] = []
@@ -245,11 +241,6 @@ class PlannedBoxes:
         ends = np.flatnonzero(np.diff(number)) + 1
         return {int(lines[0, 0]): lines[:, 1:] for lines in np.split(lines, ends) if len(lines)}
 
-    def decode_round(self, index: int, bucket: Tensor, lines: Ints) -> None:
-        """Write the changed elements of round `index`, given by lines of `check_codes`, as `copy_round`."""
-        views = self._round_views(index)
-        decode_boxes(bucket, lines, [views[slot] for slot in lines[:, 0].tolist()])
-
     def _round_views(self, index: int) -> list[Tensor]:
         """Return the parts of the parameters that the boxes of a round are copied to."""
         if self._views is None:
@@ -258,22 +249,11 @@ class PlannedBoxes:
             ]
         return self._views[index]
 
-    def _find_tensors(self, targets: dict[str, TargetTensor]) -> dict[str, Tensor]:
-        return {local: fold(targets[local].tensor, num_dims) for local, num_dims in self._dims.items()}
+    def _find_tensors(self, targets: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {local: fold(targets[local], num_dims) for local, num_dims in self._dims.items()}
 
 
-def find_targets(model: nn.Module) -> dict[str, TargetTensor]:
-    """Return parameters and buffers by each of their names. Not cached: SGLang may reallocate parameters."""
-    first: dict[int, str] = {}
-    found = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        found[name] = TargetTensor(first.setdefault(id(p), name), p.data)
-        if p.dim() > 2:
-            found[name + TRANSPOSED] = TargetTensor(name + TRANSPOSED, p.data.mT)
-    for name, buffer in model.named_buffers():
-        found[name] = TargetTensor(name, buffer)
-    return found
-
-
-def _layout(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    return tensor.data_ptr(), tensor.stride()
+def find_targets(model: nn.Module) -> dict[str, Tensor]:
+    """Return `model_tensors`, and transposed views of them. Not cached: SGLang may reallocate parameters."""
+    found = model_tensors(model)
+    return found | {name + TRANSPOSED: tensor.mT for name, tensor in found.items() if tensor.dim() > 2}

@@ -60,8 +60,6 @@ class WeightSession:
         """Hugging Face tensors that were loaded in this update."""
         self._received = False
         """Whether the TP ranks have been commanded to receive boxes in this update."""
-        self._over_network = False
-        """Whether boxes come over the network instead of from the trainer rank on the same slot."""
         self.sync_seconds = host.spec.round_timeout_seconds
         """Timeout of waits for other processes than the engine's, in seconds."""
         self._is_open = False
@@ -72,10 +70,9 @@ class WeightSession:
         self._is_lost = False
         """Whether the memory of the weights was released, and no update has succeeded since."""
         self._num_updates = 0
-        self._held_number: int | None = None
-        """`DeltaUpdate.number` of the sync whose weights the engine holds, all of them; None: unknown."""
         self._base: int | None = None
-        """That of the sync before the open update."""
+        """`DeltaUpdate.number` of the sync whose weights the engine held, all of them, before the open update; None:
+        unknown."""
         self._number: int | None = None
         """That of the open update."""
         self._traces: list[EngineTrace] | None = None
@@ -110,7 +107,7 @@ class WeightSession:
 
     def mark_lost(self) -> None:
         """Record that the engine holds no weights; it generates again after the next update that succeeds."""
-        self._is_lost, self._held_number = True, None
+        self._is_lost, self._base = True, None
 
     @property
     def holds_requests(self) -> bool:
@@ -146,14 +143,10 @@ class WeightSession:
             await self.calls.begin()
         self._is_open, self._blocked_reason = True, ""
         self._num_updates += 1
-        self._base, self._number, self._held_number = self._held_number, None, None
+        self._number = None
         self._arrived.clear()
         self._received = False
-        try:
-            await self._find_repacked()
-        except WeightSyncError as e:
-            await self.close(str(e))
-            raise
+        await self._find_repacked()
 
     async def load(self, bucket: WeightBucket) -> None:
         """Write one bucket.
@@ -161,45 +154,29 @@ class WeightSession:
         Raises:
             WeightSyncError: a rank refused or failed; the update is closed.
         """
-        self._require_open("load_weights")
-        what = f"the command to load {join_names([slot.name for slot in bucket.slots])}"
-        await self._execute_or_close({"op": "write", "bucket": asdict(bucket)}, what=what)
-        self._arrived.update(slot.name for slot in bucket.slots)
+        names = [slot.name for slot in bucket.slots]
+        command = {"op": "write", "bucket": asdict(bucket)}
+        await self._execute_or_close("load_weights", command, f"the command to load {join_names(names)}")
+        self._arrived.update(names)
 
     async def prepare_boxes(self, offers: Sequence[BoxOffer]) -> None:
-        """Have each TP rank connect with the trainer rank on its slot; later updates receive boxes from there.
-
-        Raises:
-            WeightSyncError: boxes that a trainer rank offers do not fit the model.
-        """
+        """Have each TP rank connect with the trainer rank on its slot, as `RolloutEngine.prepare_boxes`."""
         if len(offers) != self._spec.tp:
             raise WeightSyncError(f"the engine has {self._spec.tp} TP ranks, got boxes for {len(offers)}")
-        await self._query([{"op": "prepare_boxes", "offer": asdict(offer)} for offer in offers])
-        self._over_network, self.sync_seconds = False, self._spec.round_timeout_seconds
+        await self._query([{"op": "prepare", "offer": asdict(offer)} for offer in offers])
 
     async def join_trainer(self, transfer_spec: TransferSpec, engine: int, transfer_group: TransferGroup) -> None:
-        """Have the TP ranks plan what they receive over the network, and connect with the trainer's ranks.
-
-        Args:
-            engine: the engine's index in `transfer_spec`.
-            transfer_group: where all ranks have to connect at the same time.
-
-        Raises:
-            WeightSyncError: no trainer rank holds an element that they need, or another rank did not connect in time.
-        """
+        """Have the TP ranks plan what they receive and connect with the trainer's, as `RolloutEngine.join_trainer`."""
         try:
             paths = await self._host.share_file("transfer_spec", pickle.dumps(transfer_spec))
             await self._query({"op": "prepare", "transfer_spec": list(paths), "engine": engine})
         finally:
             await self._host.remove_file("transfer_spec")
-        self._over_network, self.sync_seconds = True, transfer_group.timeout_seconds
         command = {"op": "connect", "transfer_group": asdict(transfer_group)}
         await self._query(command, extra_seconds=self.sync_seconds)
 
     async def receive(self, delta: DeltaUpdate | None = None) -> list[SyncStats]:
-        """Have the TP ranks receive their boxes.
-
-        The ranks then fill padding and compute derived values.
+        """Have the TP ranks receive their boxes, then fill padding and compute derived values.
 
         Args:
             delta: what the trainer ranks leave out; None: nothing.
@@ -212,7 +189,6 @@ class WeightSession:
                 the update is closed. Or the engine does not hold the weights that the update builds on.
         """
         self._require_open("receive_weights")
-        is_delta = delta is not None and delta.base is not None
         if delta is not None:
             if delta.base not in (None, self._base):
                 raise WeightSyncError(
@@ -220,47 +196,25 @@ class WeightSession:
                 )
             self._number = delta.number
         self._received = True
-        session = {"session": self._num_updates}
-        command: Command = {"op": "receive", **session, "delta": None if delta is None else asdict(delta)}
-        if not self._over_network:
-            waits = {"abort_file": str(self._abort_file), "seconds": self.sync_seconds, "coded": is_delta}
-            command = {"op": "receive_boxes", **session, **waits}
+        waits = {"abort_file": str(self._abort_file), "seconds": self.sync_seconds}
+        command: Command = {"op": "receive", "delta": None if delta is None else asdict(delta), **waits}
         what = "the command to receive weights"
-        replies = await self._execute_or_close(command, what=what, extra_seconds=self.sync_seconds)
-        await self._execute_or_close({"op": "finish", **session}, what="the command to finish the update")
-        return [SyncStats(**reply.result) for reply in replies] if self._over_network else []
+        replies = await self._execute_or_close("receive_weights", command, what, self.sync_seconds)
+        return [SyncStats(**reply.result) for reply in replies if reply.result is not None]
 
     async def verify(self, expected: Sequence[Ints]) -> str | None:
-        """Compare the weights in the open update with the trainer's; close the update if some differ.
-
-        Args:
-            expected: by TP rank, the sums of the pieces of its layout.
-
-        Returns:
-            What differs, on which TP rank; None if all is equal.
+        """Compare the weights in the open update with the trainer's, as `RolloutEngine.verify_weights`.
 
         Raises:
             WeightSyncError: a tensor did not arrive, or a rank did not answer; the update is closed.
         """
         self._require_open("verify_weights")
         await self._check_arrived()
-        replies = await self._execute_or_close({"op": "sum"}, what="the command to sum the weights")
-        traces = await self.traces()
-        for rank, (trace, sums, reply) in enumerate(zip(traces, expected, replies, strict=True)):
-            different = np.flatnonzero(np.array(reply.result["sums"], np.int64) != sums)
-            problem = None
-            if len(different):
-                piece = trace.layout.pieces[int(different[0])]
-                others = f", nor {len(different) - 1} other boxes" if len(different) > 1 else ""
-                problem = (
-                    f"TP rank {rank} does not hold the values of {piece.tensor} {box_text(piece.box)} that the trainer "
-                    f"has sent{others}"
-                )
-            elif reply.result["changed"]:
-                names = join_names(reply.result["changed"])
-                problem = f"TP rank {rank} has other values than at its start of what no update writes: {names}"
-            if problem is not None:
-                self.calls.is_mixed = True
+        replies = await self._execute_or_close("verify_weights", {"op": "sum"}, "the command to sum the weights")
+        for rank, (trace, sums, reply) in enumerate(zip(await self.traces(), expected, replies, strict=True)):
+            difference = _find_difference(trace, sums, **reply.result)
+            if difference:
+                self.calls.is_mixed, problem = True, f"TP rank {rank} {difference}"
                 await self.close(problem)
                 return problem
         return None
@@ -275,6 +229,7 @@ class WeightSession:
         await self._check_arrived()
         async with self.calls.one_at_a_time:
             self._require_open("end_weights")
+            self._base = None
             async with self._block_on_failure():
                 try:
                     await self.calls.end()
@@ -282,7 +237,7 @@ class WeightSession:
                     await self.calls.set_version(policy_version)
                     self.policy_version = policy_version
                     self.calls.is_mixed, self._is_lost, self._closed_reason = False, False, ""
-                    self._held_number = self._number
+                    self._base = self._number
                 finally:
                     self._is_open = False
                 await self.calls.resume()
@@ -294,13 +249,10 @@ class WeightSession:
         self._require_open("the update")
 
     async def abort_update(self, reason: str) -> None:
-        """Close the update, if it is open; the TP ranks stop waiting for boxes."""
-        if self._received:
-            # in one step: the TP ranks read the file as soon as it exists
-            with atomic_write(self._abort_file, make_folder=False) as draft:
-                draft.write_text(f"the update was aborted: {reason}")
-        else:
-            await self.close(reason)
+        """End `receive`: the TP ranks stop waiting for boxes."""
+        # in one step: the TP ranks read the file as soon as it exists
+        with atomic_write(self._abort_file, make_folder=False) as draft:
+            draft.write_text(f"the update was aborted: {reason}")
 
     async def dump(self, directory: str) -> None:
         """Have every TP rank save its parameters in `directory`."""
@@ -357,7 +309,7 @@ class WeightSession:
         """Abort the update, if it is open: resume generation, unless the engine may hold parts of two versions."""
         if not self._is_open:
             return  # another failure has closed it already
-        self._is_open, self._closed_reason = False, reason
+        self._is_open, self._closed_reason, self._base = False, reason, None
         # repacked weights were unpacked for the update, and what is packed now may be something else
         self.calls.is_mixed |= self._repacked is None or bool(self._repacked)
         async with self.calls.one_at_a_time:
@@ -365,7 +317,6 @@ class WeightSession:
                 self._blocked_reason = reason  # the next update waits for the pending call
                 return
             async with self._block_on_failure():
-                await self.calls.execute({"op": "release"}, "the command to abort the update")
                 await self.calls.end()
                 if not self.calls.is_mixed:
                     await self.calls.resume()
@@ -379,11 +330,17 @@ class WeightSession:
             self._closed_reason = self._blocked_reason = str(e) or "the caller was cancelled"
             raise
 
-    async def _execute_or_close(self, command: Command, *, what: str, extra_seconds: float = 0.0) -> list[Reply]:
+    async def _execute_or_close(
+        self, method: str, commands: Command | Sequence[Command], what: str, extra_seconds: float = 0.0
+    ) -> list[Reply]:
+        """Have the TP ranks execute commands in the open update; close the update if they do not.
+
+        `method`: the name of the caller in errors; other arguments and errors are those of `ControlCalls.execute`.
+        """
         try:
             async with self.calls.one_at_a_time:
-                self._require_open("writing")
-                return await self.calls.execute(command, what, extra_seconds)
+                self._require_open(method)
+                return await self.calls.execute(commands, what, extra_seconds)
         except WeightSyncError as e:
             await self.close(str(e))
             raise
@@ -394,10 +351,10 @@ class WeightSession:
         Arguments and errors are those of `ControlCalls.execute`.
         """
         op = (commands if isinstance(commands, Mapping) else commands[0])["op"]
-        what, is_open = f"the command `{op}`", self._is_open
+        what = f"the command `{op}`"
+        if self._is_open:
+            return await self._execute_or_close(what, commands, what, extra_seconds)
         async with self.calls.one_at_a_time:
-            if is_open:
-                return await self.calls.execute(commands, what, extra_seconds)
             await self.calls.begin(reads_only=True)
             try:
                 return await self.calls.execute(commands, what, extra_seconds)
@@ -410,3 +367,15 @@ def full_tensors(traces: Sequence[EngineTrace]) -> tuple[str, ...]:
     """Return the tensors that have to come in full because some TP rank computes values from them, in model order."""
     derived = {name for trace in traces for name in trace.derived}
     return tuple(name for name in traces[0].layout.tensors if name in derived)
+
+
+def _find_difference(trace: EngineTrace, expected: Ints, *, sums: Sequence[int], changed: list[str]) -> str:
+    """Return what differs on a TP rank that has replied `sums` and `changed` (`sum_weights`); empty if all is equal."""
+    different = np.flatnonzero(np.array(sums, np.int64) != expected)
+    if len(different):
+        piece = trace.layout.pieces[int(different[0])]
+        others = f", nor {len(different) - 1} other boxes" if len(different) > 1 else ""
+        return f"does not hold the values of {piece.tensor} {box_text(piece.box)} that the trainer has sent{others}"
+    if changed:
+        return f"has other values than at its start of what no update writes: {join_names(changed)}"
+    return ""

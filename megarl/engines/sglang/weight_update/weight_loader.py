@@ -6,20 +6,13 @@
                                                                     write, if all ranks can
     reply file of rank r <---------------------------- READERS[op]: no vote
 
+The TP ranks of an engine vote: a rank writes weights only if all ranks can.
+
 SGLang's own answer is not reliable: it is `Success` after a caught error, and an uncaught error kills the engine. So a
 command names the file for the reply, and `load` never raises.
 
-Boxes of weights are received from the trainer in two ways.
-
-    over the network, from the trainer's ranks
-    prepare         plan what this rank receives, and check that it fits the model                once
-    connect         connect with the trainer's ranks and the other engines                        after failures too
-    receive         if every rank of the engine is ready, receive the boxes                       every update
-
-    through shared memory, from the trainer rank on the same slot
-    prepare_boxes   read which boxes come in which round, check them against the model, connect   once
-    receive_boxes   if every rank of the engine is ready, copy the boxes of all rounds, or        every update
-                    decode the changed elements that the trainer rank lists
+Boxes of weights come over the network from all of the trainer's ranks, or through shared memory from the rank on the
+same slot.
 
 Modules whose weights SGLang changes after it has loaded them are refused: SGLang calls `process_weights_after_loading`
 of every module's `quant_method` at the end of a load and of each weight update. For plain weights it does nothing. Some
@@ -29,8 +22,11 @@ do not fit any more, and if an update is aborted, packing again what was never u
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import pickle
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,17 +35,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megarl.engines.sglang.weight_update import finish_update
-from megarl.engines.sglang.weight_update.finish_update import CommitVote, get_session, make_planned_boxes, reset_session
+from megarl.engines.sglang.weight_layout.engine_trace import (
+    TRANSPOSED,
+    EngineTrace,
+    box_text,
+    encode_traces,
+    fold,
+    model_tensors,
+    trace_live,
+)
 from megarl.engines.sglang.weight_update.messages import Command, Reply, checked_path, read_bucket, send_reply
-from megarl.engines.sglang.weight_update.planned_boxes import PlannedBoxes, find_bucket_problems, read_expected_tensors
+from megarl.engines.sglang.weight_update.planned_boxes import (
+    PlannedBoxes,
+    find_bucket_problems,
+    find_targets,
+    read_expected_tensors,
+)
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import Ints
+from megarl.model_files.weight_index import stored_shape
+from megarl.reshard.layout.layout import Box, TensorSpec, WeightNeeds, slices
 from megarl.reshard.planning.disaggregated import TransferRank
 from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.box_channel import BoxOffer, BoxReceiver
-from megarl.reshard.transfer.bucket import MappedBuckets, Parameters, open_bucket
+from megarl.reshard.transfer.bucket import BoxSlot, MappedBuckets, Parameters, open_bucket, torch_dtype
 from megarl.reshard.transfer.process_groups import TransferGroup
+from megarl.reshard.transfer.weight_sums import sum_box
 
 PLAIN_EXPERT_RUNNERS = frozenset({"triton", "deep_gemm", "cutlass"})
 """SGLang's backends for experts in FP8 that read the weights as they are loaded, unless DeepGEMM changes the scales."""
@@ -114,6 +124,34 @@ IMPORT_PATH = "megarl.engines.sglang.weight_update.weight_loader.load"
 """Import path of `load`, for SGLang's options `custom_weight_loader` and `load_format`."""
 
 
+class CommitVote:
+    """One rank's part in one vote. Every rank must vote exactly once; otherwise the others wait for it."""
+
+    def __init__(self, group: dist.ProcessGroup | None, checked_file: Path) -> None:
+        """Args:
+        group: process group of the TP ranks for CPU tensors; None for a single rank.
+        checked_file: created when this rank starts to wait for the others, so that the host knows who is missing.
+        """
+        self._group, self._checked_file = group, checked_file
+        self.has_voted = False
+
+    def all_ready(self, ready: bool) -> bool:
+        """Vote, and return whether every rank is ready.
+
+        The timeout is that of the process group. If a rank dies, the engine ends too; a stopped rank is waited for. A
+        shorter timeout would break the group's connections, and with them an engine that may recover.
+        """
+        assert not self.has_voted, "a rank must vote only once"
+        self.has_voted = True
+        if self._group is None:
+            return ready
+        with contextlib.suppress(OSError):  # a failure must not prevent this rank from voting
+            self._checked_file.touch()
+        vote = torch.tensor([ready], dtype=torch.uint8)
+        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self._group)
+        return bool(vote.item())
+
+
 def load(model: nn.Module, named_tensors: list[tuple[Command, Tensor]]) -> None:
     """Execute commands. This is SGLang's custom weight loader; the tensors are placeholders."""
     for command, _ in named_tensors:
@@ -142,19 +180,16 @@ def _execute(model: nn.Module, command: Command, reply: Reply) -> None:
 
 def _write(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None:
     bucket = read_bucket(command["bucket"])
-    found = find_bucket_problems(
-        bucket.slots, bucket.num_bytes, read_expected_tensors(command["model_path"]), command["dtype"]
-    )
+    expected = read_expected_tensors(command["model_path"])
+    found = find_bucket_problems(bucket, expected, command["dtype"])
     if found:
-        reply.error = "; ".join(found)
-        return
+        raise WeightSyncError("; ".join(found))
     tensors = open_bucket(bucket)
     if not vote.all_ready(ready=True):
         return
     reply.wrote = True
     model.load_weights(list(tensors.items()))
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # the sender reuses the bucket once it has the reply
+    _synchronize()  # the sender reuses the bucket once it has the reply
 
 
 def _report_repacking(model: nn.Module, _: Command, reply: Reply) -> None:
@@ -168,147 +203,197 @@ def _dump(model: nn.Module, command: Command, reply: Reply) -> None:
     torch.save(buffers, Path(command["directory"]) / f"rank{reply.rank}.buffers.pt")
 
 
+_traces: weakref.WeakKeyDictionary[nn.Module, EngineTrace] = weakref.WeakKeyDictionary()
+_others: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.Size, int | None]]] = weakref.WeakKeyDictionary()
+"""By model, what no update writes when it was traced: by name, the tensor's shape and the sum of its elements."""
+
+
+def _trace(model: nn.Module, command: Command) -> EngineTrace:
+    if model not in _traces:
+        expected = read_expected_tensors(command["model_path"])
+        untrained = {name for name, e in expected.items() if e.is_untrained}
+        traced = {name: e for name, e in expected.items() if e.required or e.is_untrained}
+        tensors = {name: TensorSpec(e.shape, command["dtype"]) for name, e in traced.items()}
+        trace = _traces[model] = trace_live(model, tensors).without(untrained)
+        others = {name: tensor for name, tensor in _others_of(model, trace).items() if tensor.numel()}
+        _others[model] = {name: (tensor.shape, _sum_first(tensor, tensor.shape)) for name, tensor in others.items()}
+    return _traces[model]
+
+
+def _report_trace(model: nn.Module, command: Command, reply: Reply) -> None:
+    """Return the rank's trace in the reply."""
+    reply.result = base64.b64encode(encode_traces([_trace(model, command)])).decode()
+
+
+def _sum_weights(model: nn.Module, command: Command, reply: Reply) -> None:
+    """Return the sums of the layout's pieces, and the names of changed tensors that no update writes, in the reply."""
+    targets, trace = find_targets(model), _trace(model, command)
+    sums = [sum_box(_view(targets, piece.local, piece.local_box), piece.box) for piece in trace.layout.pieces]
+    others = _others_of(model, trace)
+    reply.result = {
+        "sums": torch.stack(sums).tolist() if sums else [],
+        "changed": [
+            name
+            for name, (shape, total) in _others[model].items()
+            if name not in others or _sum_first(others[name], shape) != total
+        ],
+    }
+
+
+def _view(targets: Mapping[str, Tensor], local: str, local_box: Box) -> Tensor:
+    """Return the box of a parameter or buffer, with as many dimensions as the box has."""
+    return fold(targets[local], len(local_box))[slices(local_box)]
+
+
+def _others_of(model: nn.Module, trace: EngineTrace) -> dict[str, Tensor]:
+    """Return the parameters and buffers that no update writes, by name."""
+    local = {piece.local for piece in trace.layout.pieces} | {pad.local for pad in trace.padding} | trace.computed
+    written = {name.removesuffix(TRANSPOSED) for name in local}
+    return {name: tensor for name, tensor in model_tensors(model).items() if name not in written}
+
+
+def _sum_first(tensor: Tensor, shape: torch.Size) -> int | None:
+    """Return the sum of the first elements, None if there are fewer: SGLang appends rows to caches of RoPE's angles."""
+    box = tuple((0, length) for length in shape)
+    first = tensor[slices(box)] if tensor.dim() == len(box) else tensor
+    return int(sum_box(first, box)) if first.shape == shape else None
+
+
 @dataclass(frozen=True, slots=True)
-class _NetworkPlan:
-    """What this process receives over the network, and its connections."""
-
-    receiver: TransferRank
-    boxes: PlannedBoxes
-
-
-_network: _NetworkPlan | None = None
-
-
-def prepare(model: nn.Module, command: Command, reply: Reply) -> None:
-    """Plan what to receive, and check it against the model; existing connections are closed."""
-    global _network
-    transfer_spec = pickle.loads(Path(command["transfer_spec"][reply.rank]).read_bytes())  # noqa: S301 -- written by this host
-    if _network is not None:
-        _network.receiver.close()
-        _network = None
-    receiver = TransferRank(transfer_spec, transfer_spec.engine_rank(command["engine"], reply.rank))
-    boxes = make_planned_boxes(model, [each.slots for each in receiver.plan.rounds], command)
-    _network = _NetworkPlan(receiver, boxes)
-
-
-def connect(_: nn.Module, command: Command, __: Reply) -> None:
-    """Connect with the other ranks, which all have to connect at the same time."""
-    _require_network().receiver.connect(TransferGroup(**command["transfer_group"]))
-
-
-def receive(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
-    """Receive the planned boxes; write nothing if any rank of the engine cannot."""
-    session, prepared = get_session(command["session"]), _require_network()
-    is_complete = False
-    try:
-        prepared.boxes.refresh(model)
-        session.boxes = prepared.boxes
-        if not vote.all_ready(ready=True):
-            return
-        reply.wrote = True
-        target = Parameters(prepared.boxes.tensors, next(model.parameters()).device)
-        delta = None if command["delta"] is None else DeltaUpdate(**command["delta"])
-        reply.result = asdict(prepared.receiver.run({}, target, delta))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        is_complete = True
-    finally:
-        if not is_complete:
-            reset_session()
-            prepared.receiver.close()  # so that the trainer does not wait for this rank
-
-
-def _require_network() -> _NetworkPlan:
-    if _network is None:
-        raise WeightSyncError("this rank has no plan of what to receive: it needs `prepare` first")
-    return _network
-
-
-@dataclass(frozen=True, slots=True)
-class _SharedPlan:
-    """What this process receives from the trainer rank on its slot, and the connection with it."""
+class _Plan:
+    """What this process receives in every update, and the connection over which it comes."""
 
     boxes: PlannedBoxes
-    rounds: tuple[int, ...]
-    """Indices of the rounds that have boxes."""
-    receiver: BoxReceiver
+    receiver: TransferRank | BoxReceiver
     mapped: MappedBuckets = field(default_factory=MappedBuckets)
     """The buckets of the latest sync that lie in host memory, which the trainer rank keeps for the next one."""
 
 
-_shared: _SharedPlan | None = None
+_plan: _Plan | None = None
 
 
-def prepare_boxes(model: nn.Module, command: Command, _: Reply) -> None:
-    """Check the boxes that the command's trainer rank offers, and connect with it; an older connection is closed."""
-    global _shared
-    if _shared is not None:
-        _shared.receiver.close()
-        _shared = None
-    offer = BoxOffer(**command["offer"])
-    rounds = offer.read_slots()
-    boxes = make_planned_boxes(model, rounds, command)
-    _shared = _SharedPlan(boxes, tuple(i for i, slots in enumerate(rounds) if slots), BoxReceiver(offer))
+def prepare(model: nn.Module, command: Command, reply: Reply) -> None:
+    """Plan what to receive, and check it against the model; existing connections are closed."""
+    global _plan
+    if _plan is not None:
+        _plan.receiver.close()
+        _plan = None
+    if "offer" in command:
+        offer = BoxOffer(**command["offer"])
+        boxes = make_planned_boxes(model, offer.read_slots(), command)
+        _plan = _Plan(boxes, BoxReceiver(offer))
+        return
+    transfer_spec = pickle.loads(Path(command["transfer_spec"][reply.rank]).read_bytes())  # noqa: S301 -- written by this host
+    receiver = TransferRank(transfer_spec, transfer_spec.engine_rank(command["engine"], reply.rank))
+    _plan = _Plan(make_planned_boxes(model, [each.slots for each in receiver.plan.rounds], command), receiver)
 
 
-def receive_boxes(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
-    """Copy the boxes of all rounds as they come; copy nothing if any rank of the engine cannot."""
-    session, prepared, is_complete = get_session(command["session"]), _require_shared(), False
-    abort_file, mapped = Path(command["abort_file"]), prepared.mapped
+def connect(_: nn.Module, command: Command, __: Reply) -> None:
+    """Connect with the other ranks, which all have to connect at the same time."""
+    receiver = _require_plan().receiver
+    assert isinstance(receiver, TransferRank), "boxes of a trainer rank on the same slot come over its own socket"
+    receiver.connect(TransferGroup(**command["transfer_group"]))
+
+
+def receive(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
+    """Receive the planned boxes and complete the model; write nothing if any rank of the engine cannot."""
+    plan, is_complete = _require_plan(), False
+    delta = None if command["delta"] is None else DeltaUpdate(**command["delta"])
+    try:
+        plan.boxes.refresh(model)
+        if not vote.all_ready(ready=True):
+            return
+        if isinstance(plan.receiver, BoxReceiver):
+            _copy_rounds(plan, plan.receiver, command, reply, is_delta=delta is not None and delta.base is not None)
+        else:
+            reply.wrote = True
+            target = Parameters(plan.boxes.tensors, next(model.parameters()).device)
+            reply.result = asdict(plan.receiver.run({}, target, delta))
+            _synchronize()
+        is_complete = True
+    except (WeightSyncError, OSError) as e:
+        if isinstance(plan.receiver, BoxReceiver):
+            plan.receiver.fail(str(e))
+        raise
+    finally:
+        if not is_complete:
+            plan.mapped.clear()
+            plan.receiver.close()  # so that the trainer does not wait for this rank
+    reply.wrote = True
+    _complete(model, plan.boxes, command)
+
+
+def _copy_rounds(plan: _Plan, receiver: BoxReceiver, command: Command, reply: Reply, *, is_delta: bool) -> None:
+    """Copy the boxes of all rounds as they come; in a delta sync, decode the elements that the trainer rank lists."""
+    boxes, seconds, abort_file = plan.boxes, command["seconds"], Path(command["abort_file"])
 
     def check() -> None:
         if abort_file.exists():
             raise WeightSyncError(abort_file.read_text())
 
-    try:
-        prepared.boxes.refresh(model)
-        session.boxes = prepared.boxes
-        if not vote.all_ready(ready=True):
-            return
-        prepared.receiver.report_ready()
-        codes: dict[int, Ints] | None = None
-        if command["coded"]:
-            lines = prepared.receiver.receive_codes(command["seconds"], check)
-            codes = prepared.boxes.check_codes(lines)
-        rounds = prepared.rounds if codes is None else tuple(codes)
-        reply.wrote = bool(rounds)
-        for index in rounds:
-            bucket = prepared.receiver.receive(index, command["seconds"], check)
-            if codes is None:
-                prepared.boxes.copy_round(index, mapped.map(bucket))
-            else:
-                prepared.boxes.decode_round(index, mapped.map(bucket), codes[index])
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # the sender reuses the bucket once it has the answer
-            if index == rounds[-1]:
-                mapped.end_sync()  # the sender frees its buckets on a GPU now
-            prepared.receiver.acknowledge()
-        is_complete = True
-    except (WeightSyncError, OSError) as e:
-        prepared.receiver.fail(str(e))
-        raise
-    finally:
-        if not is_complete:
-            reset_session()
-            mapped.clear()
-            prepared.receiver.close()  # so that the trainer does not wait for this rank
+    receiver.report_ready()
+    rounds = boxes.check_codes(receiver.receive_codes(seconds, check)) if is_delta else boxes.all_rounds()
+    reply.wrote = bool(rounds)
+    for number, (index, lines) in enumerate(rounds.items(), 1):
+        boxes.write_round(index, plan.mapped.map(receiver.receive(index, seconds, check)), lines)
+        _synchronize()  # the sender reuses the bucket once it has the answer
+        if number == len(rounds):
+            plan.mapped.end_sync()  # the sender frees its buckets on a GPU now
+        receiver.acknowledge()
 
 
-def _require_shared() -> _SharedPlan:
-    if _shared is None:
-        raise WeightSyncError("this rank does not know which boxes it receives: it needs `prepare_boxes` first")
-    if not _shared.receiver.is_connected:
-        sender = _shared.receiver.sender
-        raise WeightSyncError(f"the connection with {sender} was closed when a sync failed: it needs `prepare_boxes`")
-    return _shared
+def make_planned_boxes(model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], command: Command) -> PlannedBoxes:
+    """Check the boxes of all rounds, and allocate the tensors that are received in full.
+
+    Raises:
+        WeightSyncError: a box does not fit the model, two overlap, one belongs to a parameter from which the engine
+            computes values, which would be outdated, or a part of the model is in none.
+    """
+    trace, device = _trace(model, command), next(model.parameters()).device
+    specs = {name: trace.layout.tensors[name] for name in trace.derived}
+    full = {n: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for n, spec in specs.items()}
+    boxes = PlannedBoxes(model, rounds, full)
+    for piece in (piece for piece in trace.layout.pieces if piece.tensor in specs):
+        found = boxes.written[piece.local, len(piece.local_box)].overlapping(piece.local_box)
+        if found:
+            raise WeightSyncError(
+                f"the engine computes values from {piece.tensor}, which needs to come in full, got "
+                f"box {box_text(found[0])} of {piece.local}"
+            )
+    (needed,) = WeightNeeds(layouts=(trace.layout,), full_tensors=trace.derived).received()
+    for piece in needed.pieces:
+        gap = boxes.written[piece.local, len(piece.local_box)].first_gap(piece.local_box)
+        if gap is not None:
+            raise WeightSyncError(f"{piece.local} is not written at {box_text(gap)} (of {piece.tensor})")
+    return boxes
 
 
-WRITERS: dict[str, Callable[[nn.Module, Command, Reply, CommitVote], None]] = {
-    "write": _write,
-    "receive": receive,
-    "receive_boxes": receive_boxes,
-    "finish": finish_update.finish,
-}
+def _complete(model: Any, boxes: PlannedBoxes, command: Command) -> None:
+    """Complete the model after all boxes were received: load full tensors, fill padding, compute derived values."""
+    if boxes.full_tensors:
+        model.load_weights([(n, t.view(stored_shape(n, tuple(t.shape)))) for n, t in boxes.full_tensors.items()])
+    targets = find_targets(model)
+    for pad in _trace(model, command).padding:
+        _view(targets, pad.local, pad.local_box).fill_(pad.value)
+    if hasattr(model, "post_load_weights"):
+        model.post_load_weights()
+
+
+def _require_plan() -> _Plan:
+    if _plan is None:
+        raise WeightSyncError("this rank does not know which boxes it receives: it needs `prepare` first")
+    if isinstance(_plan.receiver, BoxReceiver) and not _plan.receiver.is_connected:
+        sender = _plan.receiver.sender
+        raise WeightSyncError(f"the connection with {sender} was closed when a sync failed: it needs `prepare`")
+    return _plan
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+WRITERS: dict[str, Callable[[nn.Module, Command, Reply, CommitVote], None]] = {"write": _write, "receive": receive}
 """Operations that may write parameters. Each checks first and writes only if all ranks are ready.
 
 A rank that found no problem itself replies without an error, even if the vote fails.
@@ -317,11 +402,9 @@ A rank that found no problem itself replies without an error, even if the vote f
 READERS: dict[str, Callable[[nn.Module, Command, Reply], None]] = {
     "prepare": prepare,
     "connect": connect,
-    "prepare_boxes": prepare_boxes,
-    "trace": finish_update.report_trace,
-    "sum": finish_update.sum_weights,
+    "trace": _report_trace,
+    "sum": _sum_weights,
     "repacking": _report_repacking,
-    "release": finish_update.release,
     "dump": _dump,
 }
 """Operations that do not write weights."""

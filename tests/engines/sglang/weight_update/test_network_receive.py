@@ -213,7 +213,7 @@ def test_stalled_receiver_is_reported_and_the_next_sync_repairs_it(world):
     world.trainers[1].signal(signal.SIGCONT)
     assert all(re.match(r"rank \d: round \d+ of the weights: ", t.result().error) for t in world.trainers)
     world.engine.call("pass_time_limit", "the command to receive weights")
-    with expect_error(WeightSyncError, "TP", "1", "1210", "answer", "within"):
+    with expect_error(WeightSyncError, "TP", "1", "2400", "answer", "within"):
         receiving.result(HANG_SECONDS)
     assert_blocked(world.engine, world.version)
     stalled.send_signal(signal.SIGCONT)

@@ -57,7 +57,7 @@ def test_rounds_are_copied_bitwise_into_their_boxes(model):
     for index, boxes in enumerate(BOXES):
         buffer, _ = box_bucket(boxes)
         with torch.no_grad():
-            planned.copy_round(index, buffer.bytes)
+            planned.write_round(index, buffer.bytes)
         buffer.close()
     for boxes in BOXES:
         for local, box, elements in boxes:
@@ -73,7 +73,7 @@ def test_boxes_of_stacked_tensors_are_copied_into_transposed_parameters(model):
     boxes = [("w.mT", ((0, 2), (0, 5), (0, 3), (0, 2)), weights), ("w_bias", ((0, 2), (0, 3), (0, 2)), biases)]
     buffer, _ = box_bucket(boxes)
     with torch.no_grad():
-        PlannedBoxes(model, [slots_of(boxes)]).copy_round(0, buffer.bytes)
+        PlannedBoxes(model, [slots_of(boxes)]).write_round(0, buffer.bytes)
     buffer.close()
     assert torch.equal(model.w, weights.flatten(2).mT)
     assert torch.equal(model.w_bias, biases.flatten(1))
@@ -89,7 +89,7 @@ def test_boxes_of_stacked_tensors_are_copied_into_transposed_parameters(model):
         (BoxSlot("a", ((0, 1), (0, 4)), "float32", 0), "has 2 dimensions, the parameter 1"),
         (BoxSlot("a", ((0, 2),), "float32", 2), r"lies at byte 2 of the bucket, .* multiple of 4"),
         (BoxSlot("a", ((2, 4),), "float32", 0), r"a \[2:4\] is also written as part of \[0:3\]"),
-        (BoxSlot("tied", ((2, 4),), "float32", 0), r"tied \[2:4\] is also written as part of \[0:3\]"),
+        (BoxSlot("tied", ((2, 4),), "float32", 0), "tied is no parameter of the engine"),
         (BoxSlot("b", ((0, 12),), "bfloat16", 0), "b is received both with 2 and with 1 dimensions"),
     ],
 )
@@ -101,17 +101,17 @@ def test_boxes_that_do_not_fit_are_rejected(model, slot, message):
 def test_bucket_that_ends_too_early_is_rejected(model):
     planned = PlannedBoxes(model, [slots_of(BOXES[0])])
     with expect_error(WeightSyncError, "0", "76", "64", "bucket", "round"):
-        planned.copy_round(0, torch.zeros(64, dtype=torch.uint8))
+        planned.write_round(0, torch.zeros(64, dtype=torch.uint8))
 
 
 def test_reallocated_parameters_are_found_again(model):
     planned = PlannedBoxes(model, [slots_of(BOXES[0])])
     buffer, _ = box_bucket(BOXES[0])
     with torch.no_grad():
-        planned.copy_round(0, buffer.bytes)
+        planned.write_round(0, buffer.bytes)
         old, model.a.data = model.a.data, torch.zeros(4)
         planned.refresh(model)
-        planned.copy_round(0, buffer.bytes)
+        planned.write_round(0, buffer.bytes)
     assert model.a.tolist() == old.tolist() == [0.0, 1.0, 2.0, 0.0]
     buffer.close()
     model.a.data = torch.zeros(5)
@@ -140,8 +140,8 @@ def test_failed_receive_is_reported_to_both_sides(model, tmp_path, fault):
     (buffer, bucket), abort_file = box_bucket(BOXES[0]), tmp_path / "abort"
     sender = BoxSender("trainer rank 0", "engine 0 rank 0", [bucket.slots], UNREACHED_SECONDS)
     waits = {"abort_file": abort_file, "seconds": UNREACHED_SECONDS}
-    receive = {"op": "receive_boxes", "session": 1, "coded": False} | waits
-    prepare = {"op": "prepare_boxes", "offer": asdict(sender.offer), "model_path": "unused", "dtype": "float32"}
+    receive = {"op": "receive", "delta": None} | waits
+    prepare = {"op": "prepare", "offer": asdict(sender.offer), "model_path": "unused", "dtype": "float32"}
     assert execute(model, prepare, tmp_path).error is None
     sender.begin()
     if fault == "aborted":
@@ -186,13 +186,13 @@ def test_codes_of_planned_boxes_are_written():
     codes = planned.check_codes(np.array([[1, 0, 2, 5], [1, 1, 1, 5 + len(codes[0])]]))
     assert list(codes) == [1]
     with torch.no_grad():
-        planned.decode_round(1, bucket, codes[1])
+        planned.write_round(1, bucket, codes[1])
     assert torch.equal(linear.weight[2:], weight)
     assert not linear.weight[:2].any()
     assert linear.bias.tolist() == [0.0, 0.0, 3.0, 0.0, 0.0, 0.0]
     assert planned.check_codes(np.zeros((0, 4), np.int64)) == {}
     with expect_error(WeightSyncError, "1", str(len(bucket)), str(len(bucket) - 1), "bucket", "box"):
-        planned.decode_round(1, bucket[:-1], codes[1])
+        planned.write_round(1, bucket[:-1], codes[1])
 
 
 @pytest.mark.parametrize("line", [[0, 0, 1, 0], [2, 0, 1, 0], [1, 2, 1, 0], [1, 0, 13, 0], [1, 1, 0, 0], [1, 0, 1, -1]])

@@ -244,7 +244,7 @@ def test_update_ends_with_its_controller(engine, layout, model_dir, served):
 def test_full_tensors_in_one_call(engine, model_dir, served, tmp_path):
     weights, controller = reference.changed(model_dir, seed=6), Controller()
     engine.call("begin_weights")
-    update = engine.submit("update_weights", controller.update(6, begins=False, receives=False))
+    update = engine.submit("update_weights", controller.update(6, receives=False))
     send_bucket(engine, weights)
     controller.commit(update)
     assert_serves(engine, model_dir, weights, 6, tmp_path)

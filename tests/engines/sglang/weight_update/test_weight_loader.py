@@ -16,8 +16,8 @@ from torch import nn
 from megarl.engines.engine_spec import EngineSpec
 from megarl.engines.sglang.weight_update import messages, weight_loader
 from megarl.engines.sglang.weight_update.control_calls import ControlCalls
-from megarl.engines.sglang.weight_update.finish_update import CommitVote
 from megarl.engines.sglang.weight_update.planned_boxes import find_bucket_problems, read_expected_tensors
+from megarl.engines.sglang.weight_update.weight_loader import CommitVote
 from megarl.errors import DataError, WeightSyncError
 from megarl.reshard.transfer.bucket import SharedBuffer, WeightBucket, lay_out, slot_view
 from tests.errors import expect_error
@@ -41,7 +41,7 @@ def expected(tmp_path):
 
 def bucket_problems(expected, tensors, dtype="float32", missing_bytes=0):
     slots, num_bytes = lay_out((name, t.dtype, tuple(t.shape)) for name, t in tensors)
-    return find_bucket_problems(slots, num_bytes - missing_bytes, expected, dtype)
+    return find_bucket_problems(WeightBucket("", num_bytes - missing_bytes, slots), expected, dtype)
 
 
 def test_all_files_are_read(expected):
