@@ -295,7 +295,7 @@ class SyncIndex:
         whole: Ints = np.minimum(np.maximum(most // num_rounds, 1), per_round) * num_rounds
         # a stage that is hardly a slice of each round: what matters is that its holders have equally many
         each = np.minimum(self.stages.num_holders, most)
-        return np.where(most < 2 * num_rounds, most - most % each, whole)
+        return np.where(most < num_rounds, most - most % each, whole)
 
     def _intersect(self, tables: Sequence[Boxes], receivers: Sequence[Ints]) -> Overlaps:
         """Return what ranks hold of the needed boxes; `receivers` as of `_find_receivers`."""
