@@ -35,16 +35,19 @@ from megarl.reshard.layout.layout import (
 )
 from megarl.reshard.layout.model_tensors import Names
 from megarl.reshard.layout.overlap import find_rank_sets, find_receiver_sets, group_ranks
-from megarl.reshard.layout.relay_tree import UNLIMITED, Ranks, RemoteSources
+from megarl.reshard.layout.relay_tree import Ranks, RemoteSources
 from megarl.reshard.layout.remote_traffic import RemoteTraffic, RingEntries
 from megarl.reshard.layout.slices import Loads, Slices, Stages, are_contiguous, cut_rounds, share_buffers
 from megarl.reshard.layout.topology import SourceSelector, Topology
 
-SLICES_PER_ROUND = 64
+SLICES_PER_ROUND = 96
 """A rank receives about as many slices of stages in a round, at most."""
 
 MAX_LANES = 32
 """The most rounds that the slice of a stage of few slices is spread over, by receivers."""
+
+MAX_HOLDER_SHARE = 1.05
+"""The most slices of a stage that a holder sends, over the mean."""
 
 MAX_MESSAGES = 8192
 """About the most slices of stages that a rank receives in a sync, and the most boxes that are messages of their own."""
@@ -81,8 +84,8 @@ class Overlaps:
     """By class and box, index in `SyncIndex.receiver_sets`."""
     found: Sequence[Overlap]
     """By class, the parts of its boxes that are held."""
-    traffic: RemoteTraffic | None
-    """Which ranks need boxes of which; None if there is a single node."""
+    traffic: RemoteTraffic
+    """Which ranks need boxes of which."""
 
 
 class SyncIndex:
@@ -135,13 +138,9 @@ class SyncIndex:
         self.large_bytes = max(large_bytes, needed // MAX_MESSAGES)
         """A box of at least this size is a message of its own."""
         overlaps = self._intersect(tables, receivers)
-        self.remote: RemoteSources = UNLIMITED
-        self._entries: RingEntries | None = None
-        self.num_hops = 1
-        if overlaps.traffic is not None:
-            self.remote = overlaps.traffic.limit()
-            self.num_hops = overlaps.traffic.num_hops(self.remote)
-            self._entries = RingEntries.choose(overlaps.traffic, self.remote)
+        self.remote: RemoteSources = overlaps.traffic.limit()
+        self.num_hops: int = overlaps.traffic.num_hops(self.remote)
+        self._entries = RingEntries.choose(overlaps.traffic, self.remote)
         self._cut_to_fit(tables, overlaps, bytes_of, needed, bucket_bytes)
         self.classes: tuple[NeedClass, ...] = tuple(
             NeedClass(ranks, table, layout.pieces.locals.strings, to)
@@ -262,8 +261,8 @@ class SyncIndex:
         self.round_bytes, _ = share_buffers(bucket_bytes, self.num_hops, needed, 0)
         """The most that a rank receives in one round."""
         num_rounds, count = max(-(-needed // self.round_bytes), 1), np.array([-1])
-        per_round = overlaps.traffic.num_turns(self.remote) if overlaps.traffic is not None else 1
-        num_lanes = 1 if self.groups or overlaps.traffic is None else min(len(self.receiver_sets), MAX_LANES)
+        per_round = overlaps.traffic.num_turns(self.remote)
+        num_lanes = 1 if self.groups else min(len(self.receiver_sets), MAX_LANES)
         while True:
             before, count = count, self._count_slices(bytes_of, needed, num_rounds, per_round)
             self.slices = Slices(self.stages, count, bytes_of.sum(axis=0), num_rounds, num_lanes)
@@ -294,9 +293,11 @@ class SyncIndex:
         least = max(self.round_bytes // SLICES_PER_ROUND, needed // MAX_MESSAGES, 1)
         most = np.maximum(bytes_of.max(axis=0, initial=0) // least, 1).astype(np.int64)
         whole: Ints = np.minimum(np.maximum(most // num_rounds, 1), per_round) * num_rounds
-        # a stage that is hardly a slice of each round: what matters is that its holders have equally many
-        each = np.minimum(self.stages.num_holders, most)
-        return np.where(most < 2 * num_rounds, most - most % each, whole)
+        # with few slices, what matters is that the stage's holders have equally many
+        count = np.where(most < num_rounds, most, whole)
+        each = np.minimum(self.stages.num_holders, count)
+        even: Ints = count - count % each
+        return np.where((most < num_rounds) | (-(-count // each) * each > MAX_HOLDER_SHARE * count), even, count)
 
     def _intersect(self, tables: Sequence[Boxes], receivers: Sequence[Ints]) -> Overlaps:
         """Return what ranks hold of the needed boxes; `receivers` as of `_find_receivers`."""
@@ -307,8 +308,7 @@ class SyncIndex:
             size = volumes(low, high) * self.itemsize[table.tensor[at]]
             np.add.at(pairs, (self.held_by[of], to[at]), size)
             found.append(Overlap(at, of, low, high))
-        traffic = RemoteTraffic(self.topology, self.holders, self.receiver_sets, pairs)
-        return Overlaps(receivers, found, traffic if len(self.topology.ranks_of) > 1 else None)
+        return Overlaps(receivers, found, RemoteTraffic(self.topology, self.holders, self.receiver_sets, pairs))
 
     def _loads(self, tables: Sequence[Boxes], overlaps: Overlaps) -> tuple[Loads, Loads]:
         """Return what ranks receive, and what they pack, whichever of equally good sources are chosen."""
@@ -370,6 +370,6 @@ class SyncIndex:
                 self.topology,
                 self.group_of,
                 remote=self.remote,
-                entry=self._entries.of(holders, receivers) if self._entries is not None else None,
+                entry=self._entries.of(holders, receivers),
             )
         return self._source_selectors[key]

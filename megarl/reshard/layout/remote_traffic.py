@@ -28,6 +28,7 @@ from functools import cached_property
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megarl.reshard.layout.layout import Ints
 from megarl.reshard.layout.relay_tree import (
@@ -150,8 +151,20 @@ class RemoteTraffic:
         return float((sent + relayed @ needs).max(initial=0) / max(received.max(initial=0), 1))
 
     def num_turns(self, limits: RemoteSources) -> int:
-        """Return the number of slices of a stage in one round, `_even_turns` if that is not too many."""
-        return min(self._even_turns(limits), MAX_TURNS)
+        """Return the number of slices of a stage in one round: after as many, all have sent equally much, or fewer."""
+        return min(math.lcm(self._even_turns(limits), self._turns_on_machines()), MAX_TURNS)
+
+    def _turns_on_machines(self) -> int:
+        """Return a number of turns after which holders have sent equally much to receivers on their own machine."""
+        held, needed = (_by_rank(sets, len(self.topology.nodes)) for sets in (self.holders, self.receivers))
+        turns = {1}
+        for ranks in self.topology.ranks_of.values():
+            of, to = held[:, ranks], needed[:, ranks]
+            lacking = (to.sum(axis=1) - of @ to.T).astype(np.int64)
+            sources = np.broadcast_to(of.sum(axis=1).astype(np.int64)[:, None], lacking.shape)
+            some = (self.pairs > 0) & (sources > 0) & (lacking > 0)
+            turns.update((sources[some] // np.gcd(sources[some], lacking[some])).tolist())
+        return math.lcm(*turns)
 
     def _even_turns(self, limits: RemoteSources) -> int:
         """Return a number of turns after which holders, and the ranks of a machine, have had equally many."""
@@ -216,6 +229,13 @@ class RemoteTraffic:
         counts = np.zeros((len(sets), int(self.machine_of.max()) + 1), np.int64)
         np.add.at(counts, (np.repeat(np.arange(len(sets)), _lengths(sets)), self.machine_of[_flat(sets)]), 1)
         return counts
+
+
+def _by_rank(sets: Sequence[Ranks], num_ranks: int) -> NDArray[np.float32]:
+    """Return [sets, ranks], 1 for the ranks of each set."""
+    found = np.zeros((len(sets), num_ranks), np.float32)
+    found[np.repeat(np.arange(len(sets)), _lengths(sets)), _flat(sets)] = 1
+    return found
 
 
 def _lengths(sets: Sequence[Ranks]) -> Ints:

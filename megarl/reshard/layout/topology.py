@@ -98,7 +98,8 @@ class SourceSelector:
         """By receiver that a holder serves: candidate sources, its position among receivers with the same."""
         on_node, in_group = _group_ranks(holders, topology.nodes), _group_ranks(holders, group_of)
         held = set(holders)
-        positions: dict[tuple[int, ...], int] = {}
+        self._num_served: dict[tuple[int, ...], int] = {}
+        """By candidate sources, the number of receivers that they serve in one turn; the next turn goes on from there."""
         fetching: dict[int, list[int]] = {}
         for rank in receivers:
             if rank in held:
@@ -109,10 +110,8 @@ class SourceSelector:
                 fetching.setdefault(topology.nodes[rank], []).append(rank)
                 continue
             choice = tuple(candidates)
-            self._choices[rank] = (choice, positions.get(choice, 0))
-            positions[choice] = positions.get(choice, 0) + 1
-        # no turns if a fixed assignment loads all holders equally: messages are then not split over sources
-        self._fixed_choices = {choice for choice, count in positions.items() if count % len(choice) == 0}
+            self._choices[rank] = (choice, self._num_served.get(choice, 0))
+            self._num_served[choice] = self._num_served.get(choice, 0) + 1
         self._holders, self._position = np.array(holders, np.int64), {rank: i for i, rank in enumerate(holders)}
         ranks_of = _group_ranks(receivers, topology.nodes) if fetching else {}
         if remote.even_origins and len(ranks_of) > len(fetching) + 1:
@@ -151,8 +150,8 @@ class SourceSelector:
         """
         if rank in self._choices:
             choice, position = self._choices[rank]
-            turn = np.zeros_like(turn) if choice in self._fixed_choices else turn
-            return np.array(choice, np.int64)[(position + turn) % len(choice)], np.zeros(len(turn), np.int64)
+            place = (position + turn * self._num_served.get(choice, 0)) % len(choice)  # 0: the rank itself
+            return np.array(choice, np.int64)[place], np.zeros(len(turn), np.int64)
         machine, (turn, rotation) = self._machine_of[rank], self._limit(turn)
         fetcher, path = self._fetcher(machine, turn), self._tree.path(machine, rotation)
         if self._tree.arc == 1:
