@@ -36,7 +36,7 @@ from megarl.reshard.layout.layout import (
 from megarl.reshard.layout.model_tensors import Names
 from megarl.reshard.layout.overlap import find_rank_sets, find_receiver_sets, group_ranks
 from megarl.reshard.layout.relay_tree import Ranks, RemoteSources
-from megarl.reshard.layout.remote_traffic import RemoteTraffic, RingEntries
+from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS, RemoteTraffic, RingEntries
 from megarl.reshard.layout.slices import Loads, Slices, Stages, are_contiguous, cut_rounds, share_buffers
 from megarl.reshard.layout.topology import SourceSelector, Topology
 
@@ -49,8 +49,9 @@ MAX_LANES = 32
 MAX_HOLDER_SHARE = 1.05
 """The most slices of a stage that a holder sends, over the mean."""
 
-MAX_MESSAGES = 8192
-"""About the most slices of stages that a rank receives in a sync, and the most boxes that are messages of their own."""
+MAX_MESSAGES, MAX_MESSAGES_OF_FEW = 8192, 16384
+"""About the most slices of stages that a rank receives in a sync, and the most boxes that are messages of their own;
+the same for up to `MAX_REMOTE_PEERS` ranks, of which each needs a larger part of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,10 @@ class SyncIndex:
         self.stages = self._find_stages(tables, receivers)
         bytes_of = self._stage_bytes(tables)
         needed = int(bytes_of.sum(axis=1).max(initial=0))
-        self.large_bytes = max(large_bytes, needed // MAX_MESSAGES)
+        are_few = len(topology.nodes) <= MAX_REMOTE_PEERS
+        self._min_bytes = needed // (MAX_MESSAGES_OF_FEW if are_few else MAX_MESSAGES)
+        """Bytes of the smallest slices, if they were equally large."""
+        self.large_bytes = max(large_bytes, self._min_bytes)
         """A box of at least this size is a message of its own."""
         overlaps = self._intersect(tables, receivers)
         self.remote: RemoteSources = overlaps.traffic.limit()
@@ -264,7 +268,7 @@ class SyncIndex:
         per_round = overlaps.traffic.num_turns(self.remote)
         num_lanes = 1 if self.groups else min(len(self.receiver_sets), MAX_LANES)
         while True:
-            before, count = count, self._count_slices(bytes_of, needed, num_rounds, per_round)
+            before, count = count, self._count_slices(bytes_of, num_rounds, per_round)
             self.slices = Slices(self.stages, count, bytes_of.sum(axis=0), num_rounds, num_lanes)
             is_same = np.array_equal(count, before)
             if not is_same:
@@ -288,9 +292,9 @@ class SyncIndex:
             row += np.bincount(self.stages.stage[t.tensor], volumes(t.start, t.stop) * self.itemsize[t.tensor], count)
         return found
 
-    def _count_slices(self, bytes_of: Ints, needed: int, num_rounds: int, per_round: int) -> Ints:
+    def _count_slices(self, bytes_of: Ints, num_rounds: int, per_round: int) -> Ints:
         """Return, by stage, the number of its slices, at most `per_round` in a round; others as of `_cut_to_fit`."""
-        least = max(self.round_bytes // SLICES_PER_ROUND, needed // MAX_MESSAGES, 1)
+        least = max(self.round_bytes // SLICES_PER_ROUND, self._min_bytes, 1)
         most = np.maximum(bytes_of.max(axis=0, initial=0) // least, 1).astype(np.int64)
         whole: Ints = np.minimum(np.maximum(most // num_rounds, 1), per_round) * num_rounds
         # with few slices, what matters is that the stage's holders have equally many

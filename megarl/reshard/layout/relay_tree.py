@@ -211,7 +211,7 @@ def ring_stride(machines: int, arc: int, num_origins: int, num_turns: int) -> in
     spacing, least = -(-machines // max(num_origins, 1)), max(machines // num_turns, 1)
 
     def num_places(stride: int) -> tuple[int, ...]:
-        places = [turn * stride % machines for turn in range(num_turns)]
+        places = [turn * stride % machines for turn in range(min(num_turns, machines))]
         return len(set(places)), len({place % arc for place in places}), len({place % spacing for place in places})
 
     return max(range(least, least + machines), key=num_places)

@@ -102,12 +102,11 @@ class RemoteTraffic:
     def _with_turns(self, limits: RemoteSources, most: float) -> RemoteSources:
         """Return the limits with at most so many turns, after which all have had equally many if that is possible.
 
-        Few ranks have few peers whatever the turns are: as many as each holder needs to have one.
+        Few ranks have few peers whatever the turns are.
         """
         even, turns = self._even_turns(limits), max(int(most), 1)
         if len(self.topology.nodes) <= MAX_REMOTE_PEERS:
-            num_holders, (_, num_roots) = _lengths(self.holders)[self.remote_pairs[0]], self.trees(limits)
-            turns = max(turns, int((-(-num_holders // num_roots)).max(initial=1)))
+            turns = max(turns, even)
         if turns >= even:
             return replace(limits, num_turns=turns - turns % even)
         divisor = max(number for number in range(1, turns + 1) if even % number == 0)
