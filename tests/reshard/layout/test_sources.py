@@ -201,6 +201,19 @@ def test_few_turns_use_all_holders_and_fetchers_equally(num_turns, num_engines):
     assert by_rank.max() - by_rank.min() <= 1
 
 
+@pytest.mark.parametrize(("num_holders", "num_receivers"), [(1, 7), (4, 4), (4, 2), (2, 5), (5, 2), (6, 4), (3, 6)])
+def test_holders_send_equally_much_on_their_machine_within_the_slices_of_a_round(num_holders, num_receivers):
+    holders = tuple(range(num_holders))
+    receivers = tuple(range(num_holders - 1, num_holders + num_receivers))  # the first one holds the boxes itself
+    topology = Topology.single(num_holders + num_receivers)
+    traffic = RemoteTraffic(topology, [holders], [receivers], np.full((1, 1), 1000))
+    turns = np.arange(traffic.num_turns(traffic.limit()))
+    selector = SourceSelector(holders, receivers, topology, {})
+    sent = Counter(source for rank in receivers[1:] for source in selector.sources(rank, turns)[0].tolist())
+    assert [sent[rank] for rank in holders] == [len(turns) * num_receivers / num_holders] * num_holders
+    assert len(turns) == min(n for n in range(1, 8) if n * num_receivers % num_holders == 0)  # no more than it takes
+
+
 @pytest.mark.parametrize("num_holders", [1, 2, 4, 8])
 @pytest.mark.parametrize("machines", [2, 3, 4, 6, 8, 12])
 def test_no_machine_sends_more_than_others_receive(num_holders, machines):
