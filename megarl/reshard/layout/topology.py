@@ -99,7 +99,7 @@ class SourceSelector:
         on_node, in_group = _group_ranks(holders, topology.nodes), _group_ranks(holders, group_of)
         held = set(holders)
         self._num_served: dict[tuple[int, ...], int] = {}
-        """By candidate sources, the number of receivers that they serve in one turn; the next turn goes on from there."""
+        """By candidate sources, the number of receivers that they serve. A turn begins where the one before ended."""
         fetching: dict[int, list[int]] = {}
         for rank in receivers:
             if rank in held:
@@ -150,7 +150,7 @@ class SourceSelector:
         """
         if rank in self._choices:
             choice, position = self._choices[rank]
-            place = (position + turn * self._num_served.get(choice, 0)) % len(choice)  # 0: the rank itself
+            place = (position + turn * self._num_served.get(choice, 0)) % len(choice)
             return np.array(choice, np.int64)[place], np.zeros(len(turn), np.int64)
         machine, (turn, rotation) = self._machine_of[rank], self._limit(turn)
         fetcher, path = self._fetcher(machine, turn), self._tree.path(machine, rotation)
