@@ -512,6 +512,10 @@ def stack_boxes(boxes: Sequence[Box]) -> Box | None:
     return ((boxes[0][0][0], boxes[-1][0][1]), *boxes[0][1:])
 
 
+def no_wait() -> None:
+    """Return at once: what a sink returns if the bucket may be overwritten."""
+
+
 class WeightSink(Protocol):
     """A rollout engine that loads full tensors. Every call raises WeightSyncError on failure."""
 
@@ -561,7 +565,7 @@ class DiscardSink:
     def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
         """Drop the boxes; the returned function does not wait."""
         del index, bucket
-        return lambda: None
+        return no_wait
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ from torch._C._distributed_c10d import PrefixStore
 from benchmarks.reshard.nccl_order import NcclOrderTransport
 from megarl.errors import LostRankError, WeightSyncError
 from megarl.reshard.transfer import commit_decision, heartbeat, process_groups
+from megarl.reshard.transfer import transport as transport_module
 from megarl.reshard.transfer.commit_decision import open_store
-from megarl.reshard.transfer.heartbeat import HeartbeatSpec, HeartbeatTracker, RankHeartbeat
+from megarl.reshard.transfer.heartbeat import HeartbeatSpec, HeartbeatTracker, RankHeartbeat, SyncActivity
 from megarl.reshard.transfer.process_groups import TransferGroup, connect_group
-from megarl.reshard.transfer.transport import Deadline, SyncActivity, Transport, wait_for
+from megarl.reshard.transfer.transport import Deadline, Transport, wait_for
 from tests.errors import expect_error
 from tests.megatron.ranks import run_ranks
 from tests.reshard.rank_process import RankProcess
@@ -155,7 +156,8 @@ def test_rank_notices_that_the_store_does_not_answer(monkeypatch):
     spec, clock = HeartbeatSpec("127.0.0.1", owner.result().value, "lonely", 1, 0.4), SimpleNamespace(now=0.0)
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now))
     beats, transport = [], Transport(None)
-    transport.start_heartbeat(lambda *arguments: beats.append(RankHeartbeat(spec, 0, *arguments)) or beats[0])
+    monkeypatch.setattr(transport_module, "RankHeartbeat", lambda *args: beats.append(RankHeartbeat(*args)) or beats[0])
+    transport.start_heartbeat(spec, 0)
     for _ in range(4):  # twice the limit in all
         clock.now += 0.2
         transport.raise_if_aborted()

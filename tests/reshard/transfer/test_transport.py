@@ -199,7 +199,7 @@ def test_all_gathers_are_one_call(events):
     (started,) = counter.start_all_gathers([(out, out[: len(out) // 3]) for out in outs], GROUP)
     assert events == ["begin", "all_gather_into_tensor", "all_gather_into_tensor", "end"]
     assert (started.work, started.peers) == ("work", (3, 6))
-    assert (counter.bytes_sent, counter.bytes_received, counter.collectives) == (28, 28, 2)
+    assert (counter.stats.bytes_sent, counter.stats.bytes_received, counter.stats.collectives) == (28, 28, 2)
 
 
 def test_broadcasts_are_one_call(events):
@@ -207,5 +207,5 @@ def test_broadcasts_are_one_call(events):
     (started,) = counter.start_broadcasts(list(zip(tensors, [5, 3, 6], strict=True)), GROUP)
     assert events == ["begin", "broadcast", "broadcast", "broadcast", "end"]
     assert (started.work, started.peers) == ("work", (3, 6))
-    assert (counter.bytes_sent, counter.bytes_received, counter.collectives) == (2 * 4, 110, 3)
+    assert (counter.stats.bytes_sent, counter.stats.bytes_received, counter.stats.collectives) == (2 * 4, 110, 3)
     assert counter.start_broadcasts([], GROUP) == []

@@ -21,9 +21,8 @@ from megarl.megatron.requests import PreparedSync, PushResult
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, WeightNeeds, slices
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.commit_decision import CommitDecision, TransferredBytes
-from megarl.reshard.transfer.heartbeat import RankHeartbeat
+from megarl.reshard.transfer.heartbeat import RankHeartbeat, SyncActivity
 from megarl.reshard.transfer.process_groups import connect_group
-from megarl.reshard.transfer.transport import SyncActivity
 from megarl.reshard.transfer.weight_sums import PartTable, sum_box
 from megarl.run.remote.engine_group import EngineHandles, StartedEngine
 from megarl.run.sync import weight_sync as weight_sync_module
