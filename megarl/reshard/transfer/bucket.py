@@ -575,12 +575,3 @@ class Parameters:
     tensors: Mapping[str, Tensor]
     """Name in the rank's layout -> tensor, viewed with as many dimensions as its boxes have. Tensors that are received
     in full only are not among them."""
-    model_device: torch.device | None = None
-    """Device of the model; None: that of `tensors`."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters; the CPU if there are none."""
-        if self.model_device is not None:
-            return self.model_device
-        return next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))

@@ -91,7 +91,11 @@ class RankSync:
                 coded = self._code_rounds(counts, counter, deadline, device)
                 rounds = tuple(each.round for each in coded)
                 sizes = BufferSizes.for_rounds(rounds)
-                sink = self._expect_codes(sink, [each.lines for each in coded])
+                if isinstance(sink, Parameters):
+                    sink = CodeReader(sink.tensors)
+                if sink is not None:
+                    assert isinstance(sink, CodeSink), "a delta sync needs a sink that takes codes"
+                    sink.expect_codes([each.lines for each in coded])
         executor = BoxExecutor(self._rank, rounds, sizes, self._gather_group, counter, device, self._memory)
         executor.run(sent, sink, deadline)
         self._base = None if update is None else update.number
@@ -191,15 +195,6 @@ class RankSync:
         wait_for(counter.start_all_gathers([(out.view(-1), mine)], self._gather_group), deadline)
         for indices, of_member in zip(of_members, out.cpu().numpy(), strict=True):
             counts[indices] = of_member[: len(indices)]
-
-    def _expect_codes(self, sink: ShardSink | Parameters | None, lines: Sequence[Ints]) -> ShardSink | None:
-        """Return a sink for the codes of each round, given by `CodedRound.lines`."""
-        if isinstance(sink, Parameters):
-            sink = CodeReader(sink.tensors)
-        if sink is not None:
-            assert isinstance(sink, CodeSink), "a delta sync needs a sink that takes codes"
-            sink.expect_codes(lines)
-        return sink
 
 
 class CodedTensors(ChainMap[str, Any]):

@@ -189,27 +189,24 @@ class BoxExecutor:
         num_buckets = self._buffer_sizes.num_buckets
         num_hops = num_buckets - 1
         pending: list[Callable[[], None]] = [no_wait] * num_buckets
-        in_flight: list[_RoundInFlight | None] = [None] * num_buckets
+        flights: dict[int, _RoundInFlight] = {}
         for step in range(len(self._rounds) + num_hops):
             if step < len(self._rounds):
                 which = step % num_buckets
                 pending[which]()  # the engine has read the bucket
-                if (last := in_flight[which]) is not None:
+                if (last := flights.pop(step - num_buckets, None)) is not None:
                     self._wait(last.sending, last.index)
                 buffer, data = (
                     (buckets[which], buckets[which].bytes) if buckets else (None, torch.empty(0, dtype=torch.uint8))
                 )
-                in_flight[which] = flight = _RoundInFlight(step, self._rounds[step], buffer, data)
-                self._start(flight)
-            started = [(in_flight[number % num_buckets], hop) for number, hop in hops_of_step(self._rounds, step)]
-            self._exchange([(each, hop) for each, hop in started if each is not None])
+                flights[step] = _RoundInFlight(step, self._rounds[step], buffer, data)
+                self._start(flights[step])
+            self._exchange([(flights[number], hop) for number, hop in hops_of_step(self._rounds, step)])
             if (number := step - num_hops) >= 0:
-                finished = in_flight[number % num_buckets]
-                assert finished is not None
-                pending[number % num_buckets] = self._finish(finished, loader)
+                pending[number % num_buckets] = self._finish(flights[number], loader)
         for wait in pending:
             wait()
-        for last in filter(None, in_flight):
+        for last in flights.values():
             self._wait(last.sending, last.index)
 
     def _start(self, flight: _RoundInFlight) -> None:
@@ -362,15 +359,10 @@ class BoxExecutor:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         messages = []
-        regions = flight.regions
         for send in hop.sends:
             offset = send.staging_offset
             if offset is None:
-                part, num_bytes = send.parts[0], send.num_bytes
-                region = regions.get(part.offset) if part.local is None else None
-                if region is None or region.nbytes != num_bytes:
-                    region = self._in_place_bytes(part, num_bytes, flight)
-                messages.append((region, send.to))
+                messages.append((self._in_place_bytes(send.parts[0], send.num_bytes, flight), send.to))
                 continue
             if offset not in packed:
                 assert space is not None

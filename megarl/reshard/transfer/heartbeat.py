@@ -40,10 +40,10 @@ class HeartbeatSpec:
     host: str
     port: int
     name: str
-    """Unique per set of connections: an abort is final."""
+    """Unique per set of connections: an abort is final, and what a failed one has left in the store is not read."""
     size: int
     """Number of ranks."""
-    abort_seconds: float
+    abort_seconds: float = 10.0
     """A sync is aborted if a rank gives no sign of life, or all ranks wait for each other, for this long."""
 
     @property
@@ -192,14 +192,9 @@ def _describe(activities: Sequence[SyncActivity]) -> str:
 class SyncMonitor:
     """Watches the heartbeats of all ranks while it is entered, and aborts the sync if a rank is missing."""
 
-    def __init__(self, spec: HeartbeatSpec, store: Store | None = None) -> None:
-        """Watch the ranks of `spec`, which have all connected.
-
-        Args:
-            store: the store of `spec`, in the process that owns it; None: connect to it.
-        """
-        self._spec, self._stopped = spec, threading.Event()
-        self._store = spec.open() if store is None else spec.within(store)
+    def __init__(self, spec: HeartbeatSpec, store: Store) -> None:
+        """Watch the ranks of `spec`, which have all connected; `store`: that of `spec`, in the process that owns it."""
+        self._spec, self._store, self._stopped = spec, spec.within(store), threading.Event()
         self._thread = threading.Thread(target=self._run, name="weight-sync-monitor", daemon=True)
 
     def __enter__(self) -> SyncMonitor:

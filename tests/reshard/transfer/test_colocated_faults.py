@@ -47,9 +47,7 @@ class ColocatedMember:
         destroy_group(self._sync_group)
         self._sync_group, self._gather = make_sync_group(UNREACHED_SECONDS), make_group(self._rank, self._groups)
         make_transport = transfer_group.backend if callable(transfer_group.backend) else None
-        self._transport = make_sync_transport(
-            self._sync_group, UNREACHED_SECONDS, make_transport, transfer_group.heartbeat
-        )
+        self._transport = make_sync_transport(self._sync_group, UNREACHED_SECONDS, make_transport, transfer_group)
 
     def sync(self, number, fault=None, _=None):
         """Run one sync; return the number of wrong elements."""

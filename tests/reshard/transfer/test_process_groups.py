@@ -32,7 +32,9 @@ def exchange(port, backend):
     """Exchange two tensors with the other rank; return those received."""
     rank = int(os.environ["RANK"])
     device = "cuda" if backend == "nccl" else "cpu"
-    transport = connect_group(TransferGroup("127.0.0.1", port, "exchange", 2, HANG_SECONDS, backend), rank, "plan")
+    transport = connect_group(
+        TransferGroup("127.0.0.1", port, "exchange", 2, timeout_seconds=HANG_SECONDS, backend=backend), rank, "plan"
+    )
     mine = [torch.full((3,), 10.0 * rank + n, device=device) for n in range(2)]
     theirs = [torch.zeros(3, device=device) for _ in range(2)]
     other = 1 - rank
@@ -53,7 +55,7 @@ def test_unrelated_processes_exchange_tensors(backend, tmp_path):
 @pytest.mark.parametrize("backend", ["gloo", NcclOrderTransport])
 def test_no_rank_is_connected_before_all_are(backend):
     store = open_store("127.0.0.1")
-    group = TransferGroup("127.0.0.1", store.port, "threads", 3, HANG_SECONDS, backend)
+    group = TransferGroup("127.0.0.1", store.port, "threads", 3, timeout_seconds=HANG_SECONDS, backend=backend)
     with ThreadPoolExecutor(3) as pool:
         connecting = [pool.submit(connect_group, group, rank, "plan") for rank in (0, 2)]
         assert wait_until(partial(PrefixStore(group.name, store).check, ["rank 0", "rank 2"]))
@@ -70,7 +72,9 @@ def test_error_names_the_ranks_that_did_not_connect(backend, monkeypatch):
     monkeypatch.setattr(process_groups, "TCPStore", lambda host, port, timeout: dist.TCPStore(host, port))
     for rank, missing in enumerate(["1, 2, 3", "2, 3"]):
         with pytest.raises(WeightSyncError) as error:
-            connect_group(TransferGroup("127.0.0.1", store.port, "alone", 4, 0.2, backend), rank, "plan")
+            connect_group(
+                TransferGroup("127.0.0.1", store.port, "alone", 4, timeout_seconds=0.2, backend=backend), rank, "plan"
+            )
         said = str(error.value)
         assert said.startswith(f"rank {rank} of 4 could not connect to the other ranks at 127.0.0.1:")
         assert said.endswith(f"within 0.2 s: nothing from ranks {missing}")

@@ -134,7 +134,7 @@ class Cluster:
         return PreparedSync(offers=offers)
 
     def begin_connect(self, transfer_group):
-        self._start_heartbeats(transfer_group.heartbeat, 4)
+        self._start_heartbeats(transfer_group, 4)
         return self._trainer_call(None)
 
     def _start_heartbeats(self, spec, num_ranks):
@@ -311,7 +311,7 @@ def test_disaggregated_engines_receive_while_the_trainer_sends(make):
     message = r"nothing from rank 2 within 9 s \(ranks up to 1 .*, those of engine i begin at 2 \+ 1 \* i\)"
     with pytest.raises(WeightSyncError, match=message):
         sync.push(1)
-    reason = group.heartbeat.open().get("abort").decode()  # what the ranks of both sides see
+    reason = group.open().get("abort").decode()  # what the ranks of both sides see
     assert reason.startswith("rank 0: round 3 of the weights: nothing from rank 2 within 9 s")
     cluster.trainer_error = None
     take(cluster)
