@@ -15,7 +15,7 @@ single ranks send of tensors that several hold. During a sync, codes take at mos
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, cast
 

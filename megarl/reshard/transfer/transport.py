@@ -116,13 +116,13 @@ class InFlight:
     peers: tuple[int, ...]
     """Ranks at the other end, numbered as in the plan."""
     is_receive: bool
+    transport: Transport
+    """The transport that started the message."""
     arrived: bool = False
     """Set once waited for: a second wait on a gloo work would wait for another message."""
     is_polled: bool = False
     """Ask the work whether it has completed, instead of waiting for it: a wait with a timeout, which torch counts from
     the start of NCCL's work, marks the work as failed, for which torch's watchdog may end the process."""
-    transport: Transport | None = None
-    """The transport that started the message; None in tests of single messages."""
 
 
 class Transport:
@@ -212,7 +212,8 @@ class Transport:
         device = torch.device("cuda", torch.cuda.current_device()) if self._is_coalescing() else torch.device("cpu")
         try:
             work = group.allreduce([torch.zeros(1, dtype=torch.uint8, device=device)])
-            wait_for([InFlight(work, others, True, is_polled=self._is_coalescing())], Deadline(self.timeout_seconds))
+            message = InFlight(work, others, True, self, is_polled=self._is_coalescing())
+            wait_for([message], Deadline(self.timeout_seconds))
         except (RuntimeError, WeightSyncError) as e:
             self.close()
             raise WeightSyncError(f"rank {group.rank()} could not connect to the other ranks: {e}") from e
@@ -254,7 +255,7 @@ class Transport:
         self, call: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, rank: int, *, is_receive: bool
     ) -> InFlight:
         try:
-            return InFlight(call([tensor], rank, 0), (rank,), is_receive, transport=self)
+            return InFlight(call([tensor], rank, 0), (rank,), is_receive, self)
         except RuntimeError as e:
             self.raise_if_aborted()
             raise _lost((rank,), e) from e
@@ -279,7 +280,7 @@ class Transport:
         except RuntimeError as e:
             self.raise_if_aborted()
             raise _lost(peers, e) from e
-        combined = InFlight(work, peers, bool(receives), is_polled=True, transport=self)
+        combined = InFlight(work, peers, bool(receives), self, is_polled=True)
         return [combined], [combined]
 
     def start_all_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
@@ -297,7 +298,7 @@ class Transport:
             with coalesced(group) as started:
                 for out, mine in gathers:
                     dist.all_gather_into_tensor(out, mine, group=group, async_op=True)
-            return [InFlight(work, peers, True, is_polled=True, transport=self) for work in started.works]
+            return [InFlight(work, peers, True, self, is_polled=True) for work in started.works]
         sends, receives = [], []
         for out, mine in gathers:
             parts = out.view(group.size(), -1)
@@ -355,13 +356,12 @@ def wait_for(messages: Iterable[InFlight], deadline: Deadline) -> None:
     for message in messages:
         if message.arrived:
             continue
-        activity = SyncActivity() if message.transport is None else message.transport.activity
+        activity = message.transport.activity
         activity.waits_for = message.peers[:MAX_NAMED]
         try:
             message.arrived = _wait(message, deadline)
         except RuntimeError as e:
-            if message.transport is not None:
-                message.transport.raise_if_aborted()
+            message.transport.raise_if_aborted()
             if not deadline.is_expired:
                 raise _lost(message.peers, e) from e
         if message.arrived:
@@ -379,13 +379,12 @@ def _wait(message: InFlight, deadline: Deadline) -> bool:
     """Return whether the message completed before the deadline; raises RuntimeError if it failed."""
     transport, left = message.transport, deadline.remaining
     if not message.is_polled:
-        if transport is None or not transport.is_exclusive:
+        if not transport.is_exclusive:
             return bool(message.work.wait() if left is None else message.work.wait(left))
         return wait_for_gloo(message.work, left, transport.raise_if_aborted)
     pause, longest = _POLL_SECONDS
     while not message.work.is_completed():
-        if transport is not None:
-            transport.raise_if_aborted()
+        transport.raise_if_aborted()
         if deadline.is_expired:
             return False
         time.sleep(pause)
@@ -486,10 +485,11 @@ class ByteCounter:
             with coalesced(group, broadcasts[0][0].device) as started:
                 for tensor, source in broadcasts:
                     dist.broadcast(tensor, source, group=group, async_op=True)
-            return [InFlight(work, others, True, is_polled=True) for work in started.works]
+            return [InFlight(work, others, True, self.transport, is_polled=True) for work in started.works]
         started_works = []
         for tensor, source in broadcasts:
             work = dist.broadcast(tensor, source, group=group, async_op=True)
             assert work is not None, "this rank is not in the group"
-            started_works.append(InFlight(work, others if source == me else (source,), source != me))
+            peers = others if source == me else (source,)
+            started_works.append(InFlight(work, peers, source != me, self.transport))
         return started_works
