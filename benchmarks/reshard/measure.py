@@ -70,10 +70,10 @@ def measure(contender: Contender, scenario: Scenario, syncs: int) -> MeasuredRep
         seconds.append(_clock_of_all_ranks() - start)  # a sync takes as long as its slowest rank
         cpu_seconds.append(time.process_time() - cpu_start)
         mismatched += contender.mismatched_bytes(sync)
-    timed = set(all_stats[WARM_UP_SYNCS:] if contender.trained_layers is not None else all_stats)
-    assert len(timed) == 1, timed
+    timed = all_stats[WARM_UP_SYNCS:] if contender.trained_layers is not None else all_stats
+    assert all(stats == timed[0] for stats in timed), timed
     mine = _Measured(
-        stats=timed.pop(),
+        stats=timed[0],
         received_from=contender.received_from(),
         plan_seconds=contender.plan_seconds,
         seconds=seconds[WARM_UP_SYNCS:],

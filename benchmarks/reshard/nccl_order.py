@@ -263,7 +263,7 @@ class NcclOrderTransport(Transport):
         others = tuple(rank for rank in range(self._group.size()) if rank != self._group.rank())
         try:
             work = self._communicator(self._group).connect()
-            wait_for([InFlight(work, others, True, is_polled=True, transport=self)], Deadline(self.timeout_seconds))
+            wait_for([InFlight(work, others, True, self, is_polled=True)], Deadline(self.timeout_seconds))
         except (RuntimeError, WeightSyncError) as e:
             rank = self._group.rank()
             self.close()
@@ -283,7 +283,7 @@ class NcclOrderTransport(Transport):
             sends = [(mine, member) for member in others]
             receives = [(parts[member], member) for member in others]
             work = self._post(communicator, sends, receives)
-            started.append(InFlight(work, peers, True, is_polled=True, transport=self))
+            started.append(InFlight(work, peers, True, self, is_polled=True))
         return started
 
     def _end_works(self, *, gathers: bool) -> None:
@@ -297,7 +297,7 @@ class NcclOrderTransport(Transport):
     ) -> tuple[list[InFlight], list[InFlight]]:
         peers = tuple(sorted({rank for _, rank in (*receives, *sends)}))
         work = self._post(self._communicator(group), sends, receives)
-        combined = InFlight(work, peers, bool(receives), is_polled=True, transport=self)
+        combined = InFlight(work, peers, bool(receives), self, is_polled=True)
         return [combined], [combined]
 
     def _post(

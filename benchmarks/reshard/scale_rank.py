@@ -28,6 +28,7 @@ from megarl.reshard.planning.plan_cache import RoundPlan
 from megarl.reshard.transfer import executor as executor_module
 from megarl.reshard.transfer.bucket import Parameters, ShardSink, torch_dtype
 from megarl.reshard.transfer.executor import BoxExecutor
+from megarl.reshard.transfer.transport import ByteCounter
 
 MB = 1e6
 
@@ -167,7 +168,8 @@ def measure_sync(
         with meta_buckets(), torch.no_grad():
             began = time.thread_time()
             transport = _NoTransport()
-            executor = BoxExecutor(rank, plan.rounds, plan.buffer_sizes, transport=transport)  # type: ignore[arg-type]
+            counter = ByteCounter(transport)  # type: ignore[arg-type]
+            executor = BoxExecutor(rank, plan.rounds, plan.buffer_sizes, counter=counter)
             executor.run(held, sink)
             seconds.append(time.thread_time() - began)
     cost.sync_cpu_seconds = min(seconds)

@@ -23,7 +23,7 @@ from megarl.reshard.planning.disaggregated import TransferRank
 from megarl.reshard.transfer import heartbeat
 from megarl.reshard.transfer.bucket import Parameters, PrivateBuffer
 from megarl.reshard.transfer.commit_decision import open_store
-from megarl.reshard.transfer.heartbeat import HeartbeatSpec, HeartbeatTracker, SyncMonitor
+from megarl.reshard.transfer.heartbeat import HeartbeatTracker, SyncMonitor
 from megarl.reshard.transfer.process_groups import TransferGroup
 from tests.time_limits import END_SECONDS, HANG_SECONDS, UNREACHED_SECONDS, wait_until
 
@@ -112,12 +112,6 @@ class PatientGroup(TransferGroup):
     """Ranks that wait for each other as long as a test may take, and beat often."""
 
     @property
-    def heartbeat(self):
-        return FrequentBeats(self.host, self.port, self.name, self.size, UNREACHED_SECONDS)
-
-
-class FrequentBeats(HeartbeatSpec):
-    @property
     def interval(self):
         return INTERVAL
 
@@ -149,8 +143,15 @@ class Ranks:
     def connect_all(self):
         self._num_connects += 1
         name = f"group {self._num_connects}"
-        group = PatientGroup("127.0.0.1", self.store.port, name, self.size, UNREACHED_SECONDS, self.backend)
-        self.heartbeat = group.heartbeat
+        group = self.heartbeat = PatientGroup(
+            "127.0.0.1",
+            self.store.port,
+            name,
+            self.size,
+            UNREACHED_SECONDS,
+            timeout_seconds=UNREACHED_SECONDS,
+            backend=self.backend,
+        )
         call(self.ranks, "connect", group)
 
     def sync(self, number, fault=None, delta=None):
@@ -169,7 +170,7 @@ class Ranks:
             tracker = partial(PacedTracker, _mark_of(what).exists, None)
         else:
             tracker = partial(PacedTracker, self.ranks[rank].is_stopped_or_dead, rank)
-        monitor = SyncMonitor(replace(self.heartbeat, abort_seconds=ABORT))
+        monitor = SyncMonitor(replace(self.heartbeat, abort_seconds=ABORT), self.store)
         with mock.patch.object(heartbeat, "HeartbeatTracker", tracker), monitor:
             return self.failing_sync(number, fault)
 

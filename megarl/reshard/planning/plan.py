@@ -123,7 +123,9 @@ def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tupl
     for rows, (holders, receivers) in _group_rows(index.held_by[of], need.receivers[at]):
         peer[rows], hop[rows] = index.source_selector(holders, receivers).sources(rank, turns[rows])
     rounds = index.round_of(item, need.receivers[at])
-    moves = _moves(index, rounds, hop, peer, need.boxes, at, low, high, item, path)
+    boxes = need.boxes.take(at)
+    sizes = volumes(low, high) * index.itemsize[boxes.tensor]
+    moves = Moves(rounds, hop, peer, boxes.tensor, low, high, boxes.local, boxes.shift, sizes, item, path)
     order = _message_order(index, moves)
     moves, of = moves.take(order), of[order]
     own = np.flatnonzero(moves.peer == rank)
@@ -132,9 +134,9 @@ def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tupl
 
 def _sends(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints, to: Collection[int] | None = None) -> Moves:
     """Return what `rank` sends to the ranks `to`, None for all: boxes that it holds, and that it fetches and relays."""
-    found = []
+    found = [_no_moves(index.width)]
     own_start, own_count = extents(mine.tensor, len(index.names))
-    relayed_sets = _receiver_sets_to_relay(index, rank) if rank in index.class_of else ()
+    relayed_sets = [n for n, ranks in enumerate(index.receiver_sets) if rank in ranks and len(ranks) > 1]
     for need in index.classes:
         peers = need.ranks if to is None else [peer for peer in need.ranks if peer in to]
         if peers:
@@ -142,8 +144,6 @@ def _sends(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints, to: Collec
             found += _sends_to_class(index, rank, need, peers, some, mine, own_start, own_count, held_rows)
             some, held = np.flatnonzero(np.isin(need.receivers, relayed_sets)), index.held
             found += _sends_to_class(index, rank, need, peers, some, held, index.held_start, index.held_count, None)
-    if not found:
-        return _no_moves(index.width)
     moves = Moves(*(np.concatenate([getattr(m, name) for m in found]) for name in Moves.__slots__))
     return moves.take(_message_order(index, moves))
 
@@ -188,15 +188,13 @@ def _sends_to_class(
     order = np.lexsort((pair, peer))
     pair, peer = pair[order], peer[order]
     rounds = index.round_of(item[pair], need.receivers[rows[at[pair]]])
-    moves = _moves(index, rounds, hop[order], peer, boxes, at[pair], low[pair], high[pair], item[pair], path[pair])
-    if held_rows is not None:
-        return [_with_local(moves, held.local[of[pair]], held.shift[of[pair]])]
-    return [_with_local(moves, np.full(len(pair), -1), np.zeros_like(moves.shift))]
-
-
-def _receiver_sets_to_relay(index: SyncIndex, rank: int) -> Ints:
-    """Return the indices of the receiver sets that contain `rank` and other ranks."""
-    return np.array([n for n, ranks in enumerate(index.receiver_sets) if rank in ranks and len(ranks) > 1], np.int64)
+    tensor, low, high = boxes.tensor[at[pair]], low[pair], high[pair]
+    if held_rows is None:
+        local, shift = np.full(len(pair), -1), np.zeros_like(low)
+    else:
+        local, shift = held.local[of[pair]], held.shift[of[pair]]
+    sizes = volumes(low, high) * index.itemsize[tensor]
+    return [Moves(rounds, hop[order], peer, tensor, low, high, local, shift, sizes, item[pair], path[pair])]
 
 
 def _find_gathers(index: SyncIndex, rank: int, receives: Moves) -> tuple[Ints, tuple[int, ...]]:
@@ -246,40 +244,6 @@ def _group_rows(*columns: Ints) -> list[tuple[Ints, tuple[int, ...]]]:
     starts = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]).any(axis=1)])
     values = rows[starts].tolist()
     return [(same, tuple(v)) for same, v in zip(np.split(order, starts[1:]), values, strict=True)]
-
-
-def _moves(
-    index: SyncIndex,
-    rounds: Ints,
-    hop: Ints,
-    peer: Ints,
-    need: Boxes,
-    at: Ints,
-    low: Ints,
-    high: Ints,
-    item: Ints,
-    path: Ints,
-) -> Moves:
-    tensor = need.tensor[at]
-    return Moves(
-        rounds,
-        hop,
-        peer,
-        tensor,
-        low,
-        high,
-        need.local[at],
-        need.shift[at],
-        volumes(low, high) * index.itemsize[tensor],
-        item,
-        path,
-    )
-
-
-def _with_local(moves: Moves, local: Ints, shift: Ints) -> Moves:
-    """Return the same moves with the sender's local tensors and shifts."""
-    fields = {name: getattr(moves, name) for name in Moves.__slots__}
-    return Moves(**(fields | {"local": local, "shift": shift}))
 
 
 def _message_order(index: SyncIndex, moves: Moves) -> Ints:

@@ -20,7 +20,7 @@ import numpy as np
 from megarl.reshard.layout.box_index import SyncIndex
 from megarl.reshard.layout.layout import Box, Ints, hash_rows, local_extents
 from megarl.reshard.layout.slices import are_contiguous
-from megarl.reshard.planning.plan import RankPlan
+from megarl.reshard.planning.plan import Moves, RankPlan
 from megarl.reshard.transfer.bucket import BoxSlot
 
 ALIGNMENT = 16
@@ -166,27 +166,43 @@ class _RoundBuilder:
 
     def __init__(self, index: SyncIndex, plan: RankPlan) -> None:
         self._index, self._plan = index, plan
-        self._dims, self._itemsize = [len(spec.shape) for spec in index.specs], index.itemsize.tolist()
+        receives, sends = plan.receives, plan.sends
         need = index.classes[index.class_of[plan.rank]].locals if plan.rank in index.class_of else ()
-        self._need_locals, self._source_locals = need, index.sources[plan.rank].pieces.locals.strings
-        receives, sends, held = plan.receives, plan.sends, plan.held
-        self._held_row = dict(zip(plan.own_rows.tolist(), range(len(plan.own_rows)), strict=True))
-        self._boxes = _lists(receives.start + receives.shift, receives.stop + receives.shift)
-        self._held_boxes = _lists(receives.start[plan.own_rows] + held.shift, receives.stop[plan.own_rows] + held.shift)
-        held_sends = np.flatnonzero(sends.local >= 0)
-        boxes = _lists((sends.start + sends.shift)[held_sends], (sends.stop + sends.shift)[held_sends])
-        self._send_boxes = dict(zip(held_sends.tolist(), boxes, strict=True))
-        self._tensor, self._size = receives.tensor.tolist(), receives.num_bytes.tolist()
-        self._peer, self._hop, self._path = receives.peer.tolist(), receives.hop.tolist(), receives.path.tolist()
-        self._local, self._item = receives.local.tolist(), receives.item.tolist()
+        self._locals = [need[local] for local in receives.local.tolist()]
+        self._boxes = self._local_boxes(receives, receives.shift)
+        self._dtypes = [index.specs[tensor].dtype for tensor in receives.tensor.tolist()]
+        self._itemsize = index.itemsize[receives.tensor].tolist()
+        self._size, self._peer, self._item = receives.num_bytes.tolist(), receives.peer.tolist(), receives.item.tolist()
         self._gathered = plan.gathered.tolist()
-        self._send_hop, self._send_peer, self._send_path = sends.hop.tolist(), sends.peer.tolist(), sends.path.tolist()
-        self._send_size, self._send_local = sends.num_bytes.tolist(), sends.local.tolist()
-        self._send_tensor = sends.tensor.tolist()
-        self._in_place, self._send_key = self._find_equal_sends()
-        self._receive_box, self._send_box = (  # equal for equal boxes of a tensor
+        held = receives.take(plan.own_rows)
+        self._held = dict(zip(plan.own_rows.tolist(), self._parts(held, plan.held.local, plan.held.shift), strict=True))
+        rows = np.flatnonzero(sends.local >= 0)
+        held = sends.take(rows)
+        self._sent = dict(zip(rows.tolist(), self._parts(held, held.local, held.shift), strict=True))
+        """By row of the sends, what the rank holds; the others it relays."""
+        extent = local_extents(index.sources[plan.rank].pieces, index.width)[held.local]
+        in_place = np.ones(len(sends), bool)
+        in_place[rows] = are_contiguous(held.start + held.shift, held.stop + held.shift, extent)
+        self._in_place: list[bool] = in_place.tolist()
+        self._send_size = sends.num_bytes.tolist()
+        self._received_path, self._sent_path = (
+            list(zip(moves.hop.tolist(), moves.peer.tolist(), moves.path.tolist(), strict=True))
+            for moves in (receives, sends)
+        )
+        self._received_box, self._sent_box = (  # equal for equal boxes of a tensor
             hash_rows([moves.tensor, *moves.start.T, *moves.stop.T]).tolist() for moves in (receives, sends)
         )
+
+    def _parts(self, held: Moves, local: Ints, shift: Ints) -> list[MessagePart]:
+        """Return where the rank holds boxes; `local` and `shift`: of each, as in `Moves`."""
+        names = self._index.sources[self._plan.rank].pieces.locals
+        columns = local.tolist(), self._local_boxes(held, shift), held.num_bytes.tolist()
+        return [MessagePart(names[number], box, size) for number, box, size in zip(*columns, strict=True)]
+
+    def _local_boxes(self, moves: Moves, shift: Ints) -> list[Box]:
+        num_dims = [len(self._index.specs[tensor].shape) for tensor in moves.tensor.tolist()]
+        ends = zip((moves.start + shift).tolist(), (moves.stop + shift).tolist(), num_dims, strict=True)
+        return [tuple(zip(start, stop, strict=True))[:dims] for start, stop, dims in ends]
 
     def build(self) -> list[Round]:
         edges = np.arange(self._plan.num_rounds + 1)
@@ -195,22 +211,21 @@ class _RoundBuilder:
         return [self._round(range(*received[k : k + 2]), range(*sent[k : k + 2])) for k in range(self._plan.num_rounds)]
 
     def _round(self, received: Sequence[int], sent: Sequence[int]) -> Round:
-        rank = self._plan.rank
         self._end = self._split = 0
         self._regions: list[int] = []
         self._bucket_offsets: dict[int, int] = {}
+        """By `_received_box`."""
         self._message_of: dict[int, int] = {}
         gathers = tuple(self._gathers([row for row in received if self._gathered[row]]))
         rest = [row for row in received if not self._gathered[row]]
         self._end = aligned(self._end)
-        copies = tuple(self._copy(row) for row in self._by_element_size([r for r in rest if self._peer[r] == rank]))
+        own = self._by_element_size([row for row in rest if row in self._held])
+        copies = tuple([LocalCopy(self._held[row], self._slot(row)) for row in own])
         receives: list[list[Receive]] = [[] for _ in range(self._plan.num_hops)]
-        others = [row for row in rest if self._peer[row] != rank]
-        for hop, source, message in _messages(
-            others, self._hop, self._peer, self._path, self._size, self._index.large_bytes
-        ):
+        others = [row for row in rest if row not in self._held]
+        for hop, source, message in _messages(others, self._received_path, self._size, self._index.large_bytes):
             receives[hop].append(self._receive(source, message))
-        sends, staging = self._sends(sent, received)
+        sends, staging = self._sends(sent)
         hops = tuple(Hop(tuple(sends[hop]), tuple(receives[hop]), staging[hop]) for hop in range(self._plan.num_hops))
         return Round(copies, gathers, hops, self._end, tuple(self._regions))
 
@@ -227,31 +242,18 @@ class _RoundBuilder:
                 bundles.append(of_item)
             else:
                 bundles[0] += of_item
-        for bundle in bundles:
-            if bundle:
-                begin = self._end = aligned(self._end)
-                of_members = [
-                    self._by_element_size([row for row in bundle if self._peer[row] == member]) for member in members
-                ]
-                slots = tuple(tuple(self._slot(row) for row in of_member) for of_member in of_members)
-                mine = members.index(self._plan.rank)
-                copies = tuple(
-                    LocalCopy(self._held_part(row), slot)
-                    for row, slot in zip(of_members[mine], slots[mine], strict=True)
-                )
-                yield Gather(begin, self._end - begin, copies, slots)
+        for bundle in filter(None, bundles):
+            mine = members.index(self._plan.rank)
+            begin = self._end = aligned(self._end)
+            of_members = [self._by_element_size([r for r in bundle if self._peer[r] == member]) for member in members]
+            slots = tuple(tuple(self._slot(row) for row in of_member) for of_member in of_members)
+            own = zip(of_members[mine], slots[mine], strict=True)
+            copies = tuple(LocalCopy(self._held[row], slot) for row, slot in own)
+            yield Gather(begin, self._end - begin, copies, slots)
 
     def _by_element_size(self, rows: list[int]) -> list[int]:
         """Return rows of several paths in the order that aligns every box to its elements."""
-        return sorted(rows, key=lambda row: -self._itemsize[self._tensor[row]])
-
-    def _copy(self, row: int) -> LocalCopy:
-        return LocalCopy(self._held_part(row), self._slot(row))
-
-    def _held_part(self, row: int) -> MessagePart:
-        held = self._held_row[row]
-        local = self._source_locals[self._plan.held.local[held]]
-        return MessagePart(local, self._held_boxes[held][: self._dims[self._tensor[row]]], self._size[row])
+        return sorted(rows, key=lambda row: -self._itemsize[row])
 
     def _receive(self, source: int, rows: Sequence[int]) -> Receive:
         begin = self._end = aligned(self._end)
@@ -263,33 +265,30 @@ class _RoundBuilder:
 
     def _slot(self, row: int) -> BoxSlot:
         """Allocate the next slot in the bucket."""
-        offset, tensor = self._end, self._tensor[row]
+        offset = self._bucket_offsets[self._received_box[row]] = self._end
         self._end += self._size[row]
-        self._bucket_offsets[row] = offset
-        box = self._boxes[row][: self._dims[tensor]]
-        return BoxSlot(self._need_locals[self._local[row]], box, self._index.specs[tensor].dtype, offset)
+        return BoxSlot(self._locals[row], self._boxes[row], self._dtypes[row], offset)
 
-    def _sends(self, sent: Sequence[int], received: Sequence[int]) -> tuple[list[list[Send]], list[int]]:
+    def _sends(self, sent: Sequence[int]) -> tuple[list[list[Send]], list[int]]:
         """Return the messages of each hop, and the bytes that they take in the staging buffer."""
         sends: list[list[Send]] = [[] for _ in range(self._plan.num_hops)]
-        ends, packed = [0] * self._plan.num_hops, [dict[tuple[int, ...], int]() for _ in range(self._plan.num_hops)]
-        hop, peer, size = self._send_hop, self._send_peer, self._send_size
-        bucket_offsets: dict[int, int] = (
-            {self._receive_box[row]: self._bucket_offsets[row] for row in received}
-            if any(hop[row] for row in sent)
-            else {}
-        )
-        for number, to, message in _messages(sent, hop, peer, self._send_path, size, self._index.large_bytes):
-            parts = tuple([self._sent_part(row, size[row], bucket_offsets) for row in message])
+        ends, packed = [0] * self._plan.num_hops, [dict[tuple[int, ...], int]() for _ in sends]
+        for hop, to, message in _messages(sent, self._sent_path, self._send_size, self._index.large_bytes):
+            parts = tuple([self._sent_part(row) for row in message])
             if self._lies_in_a_row(message, parts):
-                sends[number].append(Send(to, parts, None))
+                sends[hop].append(Send(to, parts, None))
                 continue
-            key = tuple([self._send_key[row] for row in message])
-            if key not in packed[number]:
-                packed[number][key] = begin = aligned(ends[number])
-                ends[number] = begin + sum([size[row] for row in message])
-            sends[number].append(Send(to, parts, packed[number][key]))
+            key = tuple([self._sent_box[row] for row in message])
+            if key not in packed[hop]:
+                packed[hop][key] = begin = aligned(ends[hop])
+                ends[hop] = begin + sum([part.num_bytes for part in parts])
+            sends[hop].append(Send(to, parts, packed[hop][key]))
         return sends, ends
+
+    def _sent_part(self, row: int) -> MessagePart:
+        if row in self._sent:
+            return self._sent[row]
+        return MessagePart(None, (), self._send_size[row], self._bucket_offsets[self._sent_box[row]])
 
     def _lies_in_a_row(self, rows: Sequence[int], parts: Sequence[MessagePart]) -> bool:
         """Return whether the parts of a message can be sent from where they lie."""
@@ -299,50 +298,21 @@ class _RoundBuilder:
             return False
         return all(one.offset + one.num_bytes == other.offset for one, other in pairwise(parts))
 
-    def _find_equal_sends(self) -> tuple[list[bool], list[int]]:
-        """Return, by row of the sends, whether its box is sent from where it lies, and a key equal for equal boxes."""
-        sends = self._plan.sends
-        extent = local_extents(self._index.sources[self._plan.rank].pieces, self._index.width)
-        begin, end = sends.start + sends.shift, sends.stop + sends.shift
-        if not len(extent):  # this rank holds nothing, it only relays
-            in_place = np.ones(len(sends), bool)
-        else:
-            in_place = (sends.local < 0) | are_contiguous(begin, end, extent[sends.local])
-        keys = hash_rows([sends.tensor, sends.local, *sends.start.T, *sends.stop.T])
-        return in_place.tolist(), keys.tolist()
-
-    def _sent_part(self, row: int, size: int, bucket_offsets: dict[int, int]) -> MessagePart:
-        local = self._send_local[row]
-        if local < 0:
-            return MessagePart(None, (), size, bucket_offsets[self._send_box[row]])
-        return MessagePart(
-            self._source_locals[local], self._send_boxes[row][: self._dims[self._send_tensor[row]]], size
-        )
-
 
 def _messages(
-    rows: Sequence[int],
-    hop: Sequence[int],
-    peer: Sequence[int],
-    path: Sequence[int],
-    size: Sequence[int],
-    large_bytes: int,
+    rows: Sequence[int], paths: Sequence[tuple[int, int, int]], size: Sequence[int], large_bytes: int
 ) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield (hop, peer, rows) of each message; the rows are sorted by hop, peer and path."""
-    for (number, other, _), group in groupby(rows, key=lambda row: (hop[row], peer[row], path[row])):
+    """Yield (hop, peer, rows) of each message; `paths`: by row (hop, peer, path), by which `rows` are sorted."""
+    for (hop, peer, _), group in groupby(rows, key=paths.__getitem__):
         of_path = list(group)
         small = [row for row in of_path if size[row] < large_bytes]
         if small:
-            yield number, other, small
+            yield hop, peer, small
         for row in of_path:
             if size[row] >= large_bytes:
-                yield number, other, [row]
+                yield hop, peer, [row]
 
 
 def aligned(offset: int) -> int:
     """Return the next multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
-def _lists(start: Ints, stop: Ints) -> list[Box]:
-    return [tuple(zip(*ends, strict=True)) for ends in zip(start.tolist(), stop.tolist(), strict=True)]

@@ -14,18 +14,18 @@ from megarl.reshard.layout.topology import Topology
 from megarl.reshard.transfer.bucket import Parameters, ShardSink, WeightSink
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots: pickled in C, by each of thousands of ranks
+@dataclass(kw_only=True)  # without slots: pickled in C, by each of thousands of ranks
 class SyncStats:
     """Statistics of one sync, counted by this rank at its send and receive calls."""
 
-    bytes_sent: int
+    bytes_sent: int = 0
     """Bytes sent to other ranks."""
-    bytes_received: int
+    bytes_received: int = 0
     """Bytes received from other ranks."""
-    bytes_delivered: int
+    bytes_delivered: int = 0
     """Bytes delivered to rollout engines."""
-    buckets: int
-    peak_extra_bytes: int
+    buckets: int = 0
+    peak_extra_bytes: int = 0
     """Peak of the memory that the sync uses beyond the parameters. `SyncMemory` keeps what of it is host memory."""
     messages: int = 0
     """Number of point-to-point messages received."""

@@ -326,11 +326,11 @@ class GatherHf:
             if self._is_sender:
                 buffers = memory.take("buckets", self._make_buffer, 2, bucket_bytes, device)
             (scratch,) = memory.take("packed tensors", PrivateBuffer, 1, packed_bytes, device)
-            counter.peak_extra_bytes = packed_bytes + len(buffers) * bucket_bytes
+            counter.stats.peak_extra_bytes = packed_bytes + len(buffers) * bucket_bytes
             failures = self._push_buckets(tensors, sinks, scratch.bytes, buffers, counter)
             if failures:
                 raise failures[0]
-        return counter.stats()
+        return counter.stats
 
     def _push_buckets(
         self,
@@ -361,8 +361,8 @@ class GatherHf:
                 torch.cuda.current_stream(scratch.device).synchronize()  # the engine reads on another stream
             bucket = WeightBucket(buffers[which].path, buffers[which].num_bytes, plan.slots)
             pending[which] += [sink.load(bucket) for sink in sinks.full_tensors]
-            counter.buckets += 1
-            counter.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(sinks.full_tensors)
+            counter.stats.buckets += 1
+            counter.stats.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(sinks.full_tensors)
         return failures + _collect_failures([*pending[0], *pending[1]])
 
     def _gather(

@@ -14,7 +14,6 @@ reports it after the sync.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import secrets
@@ -28,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import Box, Ints
-from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, map_bucket
+from megarl.reshard.layout.layout import Ints
+from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, map_bucket, no_wait
 
 POLL_SECONDS = 0.1
 """How often a wait looks for an abort."""
@@ -140,9 +139,9 @@ class BoxSender:
         If the receiver fails, the boxes are dropped and `failure` is set.
         """
         if bucket is None or self._connection is None:
-            return _noop
+            return no_wait
         if not self._send({"round": index, "path": bucket.path, "num_bytes": bucket.num_bytes}):
-            return _noop
+            return no_wait
         self._num_sent += 1
         number = self._num_sent
         return lambda: self._wait(
@@ -295,46 +294,25 @@ def _share(content: bytes) -> SharedBuffer:
 
 
 def encode_slots(rounds: Sequence[Sequence[BoxSlot]]) -> bytes:
-    """Encode the slots of each round's bucket as the arrays of a NumPy archive."""
-    slots = [slot for of_round in rounds for slot in of_round]
-    locals_, dtypes = dict[str, int](), dict[str, int]()
-    columns = np.array(
-        [
-            (
-                locals_.setdefault(slot.local, len(locals_)),
-                dtypes.setdefault(slot.dtype, len(dtypes)),
-                slot.offset,
-                len(slot.local_box),
-            )
-            for slot in slots
-        ],
-        np.int64,
-    ).reshape(-1, 4)
-    edges = np.array([edge for slot in slots for side in slot.local_box for edge in side], np.int64)
-    names = json.dumps({"locals": list(locals_), "dtypes": list(dtypes)}).encode()
-    archive = io.BytesIO()
-    np.savez(
-        archive,
-        sizes=np.array([len(of_round) for of_round in rounds], np.int64),
-        columns=columns,
-        edges=edges,
-        names=np.frombuffer(names, np.uint8),
-    )
-    return archive.getvalue()
+    """Encode the slots of each round's bucket, with each name once: 100,000 slots have some hundreds of names."""
+    numbers = dict[str, int]()
+
+    def number(name: str) -> int:
+        return numbers.setdefault(name, len(numbers))
+
+    encoded = [
+        [(number(slot.local), slot.local_box, number(slot.dtype), slot.offset) for slot in slots] for slots in rounds
+    ]
+    return json.dumps([list(numbers), encoded]).encode()
 
 
 def decode_slots(encoded: bytes) -> list[list[BoxSlot]]:
     """Decode what `encode_slots` returns."""
-    with np.load(io.BytesIO(encoded), allow_pickle=False) as archive:
-        names = json.loads(archive["names"].tobytes())
-        sizes, columns, edges = (archive[name].tolist() for name in ("sizes", "columns", "edges"))
-    sides = iter(zip(edges[::2], edges[1::2], strict=True))
-    slots = []
-    for local, dtype, offset, num_dims in columns:
-        box: Box = tuple(next(sides) for _ in range(num_dims))
-        slots.append(BoxSlot(names["locals"][local], box, names["dtypes"][dtype], offset))
-    ends = np.cumsum(sizes, dtype=np.int64).tolist()
-    return [slots[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    names, rounds = json.loads(encoded)
+    return [
+        [BoxSlot(names[local], tuple(map(tuple, box)), names[dtype], offset) for local, box, dtype, offset in slots]
+        for slots in rounds
+    ]
 
 
 def _accept(listener: socket.socket) -> socket.socket | None:
@@ -364,6 +342,3 @@ def _receive(connection: socket.socket, seconds: float) -> bytes | None:
         return None
     except ConnectionResetError:
         return b""
-
-
-def _noop() -> None: ...

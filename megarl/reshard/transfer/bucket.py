@@ -34,6 +34,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
@@ -211,7 +212,8 @@ class DeviceBuffer:
         release(*storage[IPC_COUNTER], device=device)  # type: ignore[no-untyped-call]
         storage[IPC_COUNTER] = reader_counter(device)[0]
         # processes number GPUs differently, so that the path has the GPU's UUID instead of `storage_device`
-        self.path = ON_DEVICE + json.dumps([device_uuid(device), *(_to_text(value) for value in storage[1:])])
+        location = [device_uuid(device), *storage[1:]]
+        self.path = ON_DEVICE + json.dumps(location, default=lambda data: {"bytes": base64.b64encode(data).decode()})
         _OWN[self.path] = self
 
     def close(self) -> None:
@@ -359,7 +361,8 @@ class MappedBuckets(dict[tuple[int | str, ...], Tensor]):
 def _map_device(bucket: WeightBucket | BoxBucket) -> Tensor:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    uuid, *kept = [_from_text(value) for value in json.loads(bucket.path.removeprefix(ON_DEVICE))]
+    text = bucket.path.removeprefix(ON_DEVICE)
+    uuid, *kept = json.loads(text, object_hook=lambda handle: base64.b64decode(handle["bytes"]))
     device = _find_device(uuid)
     tensor: Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
         Tensor, (bucket.num_bytes,), (1,), 0, torch.UntypedStorage, torch.uint8, device, *kept
@@ -379,14 +382,6 @@ def _find_device(uuid: object) -> int:
             f"the weights are on GPU {uuid}, which this process does not see; it sees {', '.join(visible) or 'none'}"
         )
     return visible.index(uuid)
-
-
-def _to_text(value: object) -> object:
-    return {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
-
-
-def _from_text(value: object) -> object:
-    return base64.b64decode(value["bytes"]) if isinstance(value, dict) else value
 
 
 def digest(tensor: Tensor) -> bytes:
@@ -493,15 +488,11 @@ def contiguous_bytes(box: Tensor) -> Tensor | None:
     return box.view(torch.uint8)
 
 
-def consecutive(offsets: Iterable[int], sizes: Sequence[int]) -> list[slice]:
+def consecutive(offsets: Sequence[int], sizes: Sequence[int]) -> list[slice]:
     """Return the slices of regions that lie one after another."""
-    found, begin, end = [], 0, None
-    for number, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        if end is not None and offset != end:
-            found.append(slice(begin, number))
-            begin = number
-        end = offset + size
-    return [*found, slice(begin, len(sizes))] if sizes else []
+    begin, end = np.array(offsets, np.int64), np.add(offsets, sizes)
+    first = [0, *(np.flatnonzero(begin[1:] != end[:-1]) + 1).tolist(), len(sizes)]
+    return [slice(*ends) for ends in pairwise(first)] if sizes else []
 
 
 def stack_boxes(boxes: Sequence[Box]) -> Box | None:
@@ -510,6 +501,10 @@ def stack_boxes(boxes: Sequence[Box]) -> Box | None:
         if box[1:] != following[1:] or box[0][1] != following[0][0]:
             return None
     return ((boxes[0][0][0], boxes[-1][0][1]), *boxes[0][1:])
+
+
+def no_wait() -> None:
+    """Return at once: what a sink returns if the bucket may be overwritten."""
 
 
 class WeightSink(Protocol):
@@ -561,7 +556,7 @@ class DiscardSink:
     def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
         """Drop the boxes; the returned function does not wait."""
         del index, bucket
-        return lambda: None
+        return no_wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -571,12 +566,3 @@ class Parameters:
     tensors: Mapping[str, Tensor]
     """Name in the rank's layout -> tensor, viewed with as many dimensions as its boxes have. Tensors that are received
     in full only are not among them."""
-    model_device: torch.device | None = None
-    """Device of the model; None: that of `tensors`."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters; the CPU if there are none."""
-        if self.model_device is not None:
-            return self.model_device
-        return next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))

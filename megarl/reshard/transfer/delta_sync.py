@@ -15,7 +15,7 @@ single ranks send of tensors that several hold. During a sync, codes take at mos
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -81,7 +81,7 @@ class RankSync:
         base, self._base = self._base, None
         with closed_on_failure(transport, self._gather_group):
             if update is not None:
-                counter.elements = sum(held.elements for held in self.plan.held)
+                counter.stats.elements = sum(held.elements for held in self.plan.held)
             if update is not None and update.base is None:
                 self._copy_all(tensors, counter)
             elif update is not None:
@@ -91,11 +91,15 @@ class RankSync:
                 coded = self._code_rounds(counts, counter, deadline, device)
                 rounds = tuple(each.round for each in coded)
                 sizes = BufferSizes.for_rounds(rounds)
-                sink = self._expect_codes(sink, [each.lines for each in coded])
-        executor = BoxExecutor(self._rank, rounds, sizes, self._gather_group, None, counter, device, self._memory)
+                if isinstance(sink, Parameters):
+                    sink = CodeReader(sink.tensors)
+                if sink is not None:
+                    assert isinstance(sink, CodeSink), "a delta sync needs a sink that takes codes"
+                    sink.expect_codes([each.lines for each in coded])
+        executor = BoxExecutor(self._rank, rounds, sizes, self._gather_group, counter, device, self._memory)
         executor.run(sent, sink, deadline)
         self._base = None if update is None else update.number
-        return counter.stats()
+        return counter.stats
 
     def close(self) -> None:
         """Free the buffers; the copies are kept."""
@@ -115,9 +119,9 @@ class RankSync:
         for held, copy in zip(self.plan.held, self._copies, strict=True):
             box = as_integers(view_box(tensors[held.local], held.box, held.num_bytes))
             copy.view(box.shape).copy_(box)
-            counter.copied_bytes += copy.nbytes
+            counter.stats.copied_bytes += copy.nbytes
             counter.transport.activity.progress += 1  # the others wait for this rank
-        counter.changed_elements = counter.elements
+        counter.stats.changed_elements = counter.stats.elements
 
     def _encode(self, tensors: Mapping[str, Tensor], counter: ByteCounter) -> tuple[Ints, CodedTensors]:
         """Return how many elements of each box are sent, int64 [num_held], and the codes of them.
@@ -133,14 +137,14 @@ class RankSync:
                 codes[code_name(held.index)] = partial(whole_bytes, box) if code is None else code
             counter.transport.activity.progress += 1  # the others wait for this rank
         changed = counts.copy()
-        counter.changed_elements = int(changed.sum())
+        counter.stats.changed_elements = int(changed.sum())
         self.plan.limit_packed(counts, self._packed_limit)
         for number in np.flatnonzero(counts != changed).tolist():
             held = self.plan.held[number]
             box = view_box(tensors[held.local], held.box, held.num_bytes)
             codes[code_name(held.index)] = partial(whole_bytes, box)
         sent_codes = [code for code in codes.values() if isinstance(code, Tensor)]
-        counter.copied_bytes = sum(tensor.nbytes for tensor in (*self._copies, *sent_codes))
+        counter.stats.copied_bytes = sum(tensor.nbytes for tensor in (*self._copies, *sent_codes))
         return counts, CodedTensors(codes, cast("dict[str, Any]", tensors))
 
     def _code_rounds(
@@ -153,8 +157,8 @@ class RankSync:
             raise type(e)(f"rank {self._rank}: numbers of changed weights: {e}") from e
         coded = self.plan.select(counts)
         for full, some in zip(self._rounds, coded, strict=True):
-            counter.bytes_not_received += _bytes_received(full) - _bytes_received(some.round)
-            counter.bytes_not_delivered += full.bytes_delivered - some.round.bytes_delivered
+            counter.stats.bytes_not_received += _bytes_received(full) - _bytes_received(some.round)
+            counter.stats.bytes_not_delivered += full.bytes_delivered - some.round.bytes_delivered
         return coded
 
     def _exchange(self, changed: Ints, counter: ByteCounter, deadline: Deadline, device: torch.device) -> Ints:
@@ -170,7 +174,8 @@ class RankSync:
                 (torch.empty(where.stop - where.start, dtype=torch.int64, device=device), source)
                 for source, where in incoming.items()
             ]
-            received, started = counter.exchange_counts(sends, receives)
+            counter.stats.count_bytes += sum(data.nbytes for data, _ in receives)
+            received, started = counter.exchange(sends, receives)
             sent += started
             wait_for(received, deadline)
             for (data, _), where in zip(receives, incoming.values(), strict=True):
@@ -186,18 +191,10 @@ class RankSync:
         own = of_members[self._gather_group.rank()]
         mine = out[self._gather_group.rank()].clone()
         mine[: len(own)] = torch.from_numpy(counts[own]).to(device)
-        wait_for(counter.gather_counts(out.view(-1), mine, self._gather_group), deadline)
+        counter.stats.count_bytes += out.nbytes - mine.nbytes
+        wait_for(counter.start_all_gathers([(out.view(-1), mine)], self._gather_group), deadline)
         for indices, of_member in zip(of_members, out.cpu().numpy(), strict=True):
             counts[indices] = of_member[: len(indices)]
-
-    def _expect_codes(self, sink: ShardSink | Parameters | None, lines: Sequence[Ints]) -> ShardSink | None:
-        """Return a sink for the codes of each round, given by `CodedRound.lines`."""
-        if isinstance(sink, Parameters):
-            sink = CodeReader(sink.tensors)
-        if sink is not None:
-            assert isinstance(sink, CodeSink), "a delta sync needs a sink that takes codes"
-            sink.expect_codes(lines)
-        return sink
 
 
 class CodedTensors(ChainMap[str, Any]):

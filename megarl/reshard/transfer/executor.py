@@ -18,7 +18,9 @@ order even where a group occupies the connections of a rank until all its messag
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -43,6 +45,7 @@ from megarl.reshard.transfer.bucket import (
     copy_boxes,
     make_buffer,
     map_bucket,
+    no_wait,
     split_regions,
     stack_boxes,
     view_box,
@@ -50,7 +53,7 @@ from megarl.reshard.transfer.bucket import (
     views_like,
 )
 from megarl.reshard.transfer.element_code import decode_boxes
-from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, Transport, closed_on_failure, wait_for
+from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, closed_on_failure, wait_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,30 +81,6 @@ class BufferSizes:
         return 2 * self.staging + (self.num_buckets * max(self.bucket, mmap.PAGESIZE) if receives else 0)
 
 
-class StagingBuffers:
-    """Two buffers to send from, used alternately."""
-
-    def __init__(self, buffers: Sequence[Buffer], wait: Callable[[Sequence[InFlight], int], None]) -> None:
-        """Take the buffers; `wait(messages, round)` waits for messages."""
-        self._buffers = buffers
-        self._in_flight: list[tuple[Sequence[InFlight], int]] = [((), 0), ((), 0)]
-        self._current, self._wait = 0, wait
-
-    def acquire(self) -> Tensor:
-        """Return the next buffer once its previous sends have completed."""
-        self._current = 1 - self._current
-        self._wait(*self._in_flight[self._current])
-        return self._buffers[self._current].bytes
-
-    def record_sends(self, messages: Sequence[InFlight], index: int) -> None:
-        """Record the sends, in round `index`, that read the current buffer."""
-        self._in_flight[self._current] = messages, index
-
-    def free(self) -> None:
-        """Drop the references to buffers and messages."""
-        self._buffers, self._in_flight = (), []
-
-
 class CodeReader:
     """A `ShardSink` that decodes into tensors of this process."""
 
@@ -118,7 +97,7 @@ class CodeReader:
         if bucket is not None:
             boxes = [self._tensors[slot.local][slices(slot.local_box)] for slot in bucket.slots]
             decode_boxes(map_bucket(bucket), self._lines[index], boxes)
-        return lambda: None
+        return no_wait
 
 
 @dataclass
@@ -129,8 +108,8 @@ class _RoundInFlight:
     round: Round
     buffer: Buffer | None
     """The bucket; None if this rank receives nothing."""
-    bucket: Tensor | None
-    """The bytes of `buffer`."""
+    bucket: Tensor
+    """The bytes of `buffer`, uint8 [num_bytes]; empty without one."""
     receiving: list[InFlight] = field(default_factory=list)
     sending: list[InFlight] = field(default_factory=list)
     """Sends of the round; some read the bucket, which must not be overwritten before they complete."""
@@ -150,7 +129,6 @@ class BoxExecutor:
         rounds: Sequence[Round],
         buffer_sizes: BufferSizes,
         gather_group: dist.ProcessGroup | None = None,
-        transport: Transport | None = None,
         counter: ByteCounter | None = None,
         device: torch.device | None = None,
         memory: SyncMemory | None = None,
@@ -160,14 +138,15 @@ class BoxExecutor:
         Args:
             rank: this rank, in the plan and in the transport.
             gather_group: process group of the plan's all-gathers; None if it has none.
-            transport: None: use torch's default group.
-            counter: of the sync, over its transport; None: a new one.
+            counter: of the sync, over its transport; None: a new one over torch's default group.
             device: of the buffers; None: that of the tensors.
             memory: what the buffers are taken from; None: allocate and free them in each run.
         """
         self._device, self._memory = device, memory
         self._rank, self._rounds, self._buffer_sizes, self._gather_group = rank, rounds, buffer_sizes, gather_group
-        self.counter = counter or ByteCounter(transport or Transport())
+        self.counter = counter or ByteCounter()
+        self._staging: deque[tuple[Tensor, Sequence[InFlight], int]] = deque()
+        """The staging buffers, the next one first, each with the last messages sent from it and their round."""
 
     def run(
         self, tensors: Mapping[str, Tensor], sink: ShardSink | Parameters | None, deadline: Deadline | None = None
@@ -190,17 +169,17 @@ class BoxExecutor:
         loader = None if isinstance(sink, Parameters) else sink
         device = self._device or device_of(tensors, sink)
         sizes, memory = self._buffer_sizes, self._memory or SyncMemory()
-        self.counter.peak_extra_bytes = sizes.total(receives=sink is not None)
+        self.counter.stats.peak_extra_bytes = sizes.total(receives=sink is not None)
         make = PrivateBuffer if isinstance(sink, Parameters | CodeReader) else make_buffer
         with memory.lent():
             buckets = [] if sink is None else memory.take("buckets", make, sizes.num_buckets, sizes.bucket, device)
             staging = memory.take("staging", PrivateBuffer, 2, sizes.staging, device)
-            self._staging = StagingBuffers(staging, self._wait)
+            self._staging.extend((buffer.bytes, (), 0) for buffer in staging)
             try:
                 with closed_on_failure(self.counter.transport, self._gather_group):
                     self._execute(buckets, loader)
             finally:
-                self._staging.free()
+                self._staging.clear()
                 self._held, self._targets = {}, None
         if self._memory is None:
             memory.close()
@@ -209,55 +188,51 @@ class BoxExecutor:
         """Execute all rounds; `buckets`: to receive into, empty if this rank receives nothing."""
         num_buckets = self._buffer_sizes.num_buckets
         num_hops = num_buckets - 1
-        pending: list[Callable[[], None]] = [_noop] * num_buckets
-        in_flight: list[_RoundInFlight | None] = [None] * num_buckets
+        pending: list[Callable[[], None]] = [no_wait] * num_buckets
+        flights: dict[int, _RoundInFlight] = {}
         for step in range(len(self._rounds) + num_hops):
             if step < len(self._rounds):
                 which = step % num_buckets
                 pending[which]()  # the engine has read the bucket
-                if (last := in_flight[which]) is not None:
+                if (last := flights.pop(step - num_buckets, None)) is not None:
                     self._wait(last.sending, last.index)
-                buffer, data = (buckets[which], buckets[which].bytes) if buckets else (None, None)
-                in_flight[which] = flight = _RoundInFlight(step, self._rounds[step], buffer, data)
-                self._start(flight)
-            started = [(in_flight[number % num_buckets], hop) for number, hop in hops_of_step(self._rounds, step)]
-            self._exchange([(each, hop) for each, hop in started if each is not None])
+                buffer, data = (
+                    (buckets[which], buckets[which].bytes) if buckets else (None, torch.empty(0, dtype=torch.uint8))
+                )
+                flights[step] = _RoundInFlight(step, self._rounds[step], buffer, data)
+                self._start(flights[step])
+            self._exchange([(flights[number], hop) for number, hop in hops_of_step(self._rounds, step)])
             if (number := step - num_hops) >= 0:
-                finished = in_flight[number % num_buckets]
-                assert finished is not None
-                pending[number % num_buckets] = self._finish(finished, loader)
+                pending[number % num_buckets] = self._finish(flights[number], loader)
         for wait in pending:
             wait()
-        for last in filter(None, in_flight):
+        for last in flights.values():
             self._wait(last.sending, last.index)
 
     def _start(self, flight: _RoundInFlight) -> None:
         this = flight.round
-        if flight.bucket is not None and self._targets is None:
+        if flight.buffer is not None and self._targets is None:
             flight.regions = split_regions(flight.bucket, this.regions)
         if this.gathers:
             assert self._gather_group is not None
             gathers = [self._prepare_gather(flight, gather) for gather in this.gathers]
-            try:
+            with self._in_round(flight.index):
                 flight.receiving += self.counter.start_all_gathers(gathers, self._gather_group)
-            except WeightSyncError as e:
-                raise self._in_round(e, flight.index) from e
         self._copy(this.copies, flight)
 
     def _finish(self, flight: _RoundInFlight, loader: ShardSink | None) -> Callable[[], None]:
         """Deliver what has arrived; return a function that waits until the bucket may be overwritten."""
         this = flight.round
         self._wait(flight.receiving, flight.index)
-        if flight.bucket is None:
-            return _noop
-        self.counter.buckets += bool(this.bucket_bytes)
-        self.counter.bytes_delivered += 0 if isinstance(loader, DiscardSink) else this.bytes_delivered
+        if flight.buffer is None:
+            return no_wait
+        self.counter.stats.buckets += bool(this.bucket_bytes)
+        self.counter.stats.bytes_delivered += 0 if isinstance(loader, DiscardSink) else this.bytes_delivered
         if loader is None:
             self._unpack(flight)
-            return _noop
+            return no_wait
         if not this.bucket_bytes:
             return loader.load_boxes(flight.index, None)
-        assert flight.buffer is not None
         if flight.bucket.is_cuda:
             torch.cuda.current_stream(flight.bucket.device).synchronize()  # the engine reads on another stream
         return loader.load_boxes(flight.index, BoxBucket(flight.buffer.path, flight.buffer.num_bytes, this.slots))
@@ -270,7 +245,6 @@ class BoxExecutor:
             return
         boxes = [self._view(copy.part) for copy in copies]
         for same in consecutive([copy.slot.offset for copy in copies], [copy.part.num_bytes for copy in copies]):
-            assert flight.bucket is not None
             copy_boxes(views_like(flight.bucket, copies[same][0].slot.offset, boxes[same]), boxes[same])
 
     def _unpack(self, flight: _RoundInFlight) -> None:
@@ -279,13 +253,11 @@ class BoxExecutor:
         targets = [view_box(self._targets[slot.local], slot.local_box, size) for slot, size in flight.unpack]
         sources: list[Tensor] = []
         for same in consecutive([slot.offset for slot, _ in flight.unpack], [size for _, size in flight.unpack]):
-            assert flight.bucket is not None
             sources += views_like(flight.bucket, flight.unpack[same.start][0].offset, targets[same])
         copy_boxes(targets, sources)
 
     def _prepare_gather(self, flight: _RoundInFlight, gather: Gather) -> tuple[Tensor, Tensor]:
         """Return the output of an all-gather, and this rank's share."""
-        assert flight.bucket is not None
         assert self._gather_group is not None
         member, share = self._gather_group.rank(), gather.share
         output = self._gather_target(gather, flight.round)
@@ -329,7 +301,10 @@ class BoxExecutor:
                 receives += [(flight.regions[message.offset], message.source) for message in hop.receives]
             else:
                 receives += self._receive_targets(flight, hop)
-        space = self._staging.acquire() if any(hop.staging_bytes for hop in hops) else None
+        space = None
+        if any(hop.staging_bytes for hop in hops):
+            space, last_sent, last_index = self._staging.popleft()
+            self._wait(last_sent, last_index)
         sends: list[tuple[Tensor, int]] = []
         begin = 0
         for (flight, number), hop in zip(started, hops, strict=True):
@@ -337,31 +312,31 @@ class BoxExecutor:
                 self._wait(flight.receiving, flight.index)  # it relays what it has received
             sends += self._pack(hop, flight, None if space is None else space[begin:])
             begin = aligned(begin + hop.staging_bytes)
-        try:
+        index = started[0][0].index
+        with self._in_round(index):
             received, sent = self.counter.exchange(sends, receives)
-        except WeightSyncError as e:
-            raise self._in_round(e, started[0][0].index) from e
         if space is not None:
-            self._staging.record_sends(sent, started[0][0].index)
+            self._staging.append((space, sent, index))
         for flight, _ in started:  # the messages of a group may end together only
             flight.receiving += received
             flight.sending += sent
 
     def _wait(self, messages: Sequence[InFlight], index: int) -> None:
-        try:
+        with self._in_round(index):
             wait_for(messages, self._deadline)
-        except WeightSyncError as e:
-            raise self._in_round(e, index) from e
 
-    def _in_round(self, error: WeightSyncError, index: int) -> WeightSyncError:
-        """Return the same error with this rank and the round in front."""
-        return type(error)(f"rank {self._rank}: round {index} of the weights: {error}")
+    @contextmanager
+    def _in_round(self, index: int) -> Iterator[None]:
+        """Raise errors of the block with this rank and the round in front."""
+        try:
+            yield
+        except WeightSyncError as e:
+            raise type(e)(f"rank {self._rank}: round {index} of the weights: {e}") from e
 
     def _receive_targets(self, flight: _RoundInFlight, hop: Hop) -> list[tuple[Tensor, int]]:
         """Return (memory, source) per message: the memory of the parameter if it is contiguous, or of the bucket."""
         targets, regions, bucket = self._targets, flight.regions, flight.bucket
         assert targets is not None
-        assert bucket is not None
         messages = []
         for message in hop.receives:  # 50,000 in a sync of a large model: as few calls as possible
             slots, offset, num_bytes = message.slots, message.offset, message.num_bytes
@@ -384,15 +359,10 @@ class BoxExecutor:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         messages = []
-        regions = flight.regions
         for send in hop.sends:
             offset = send.staging_offset
             if offset is None:
-                part, num_bytes = send.parts[0], send.num_bytes
-                region = regions.get(part.offset) if part.local is None else None
-                if region is None or region.nbytes != num_bytes:
-                    region = self._in_place_bytes(part, num_bytes, flight)
-                messages.append((region, send.to))
+                messages.append((self._in_place_bytes(send.parts[0], send.num_bytes, flight), send.to))
                 continue
             if offset not in packed:
                 assert space is not None
@@ -429,7 +399,6 @@ class BoxExecutor:
         region = flight.regions.get(offset)
         if region is not None and region.nbytes == num_bytes:
             return region
-        assert flight.bucket is not None
         return flight.bucket[offset : offset + num_bytes]
 
     def _view(self, part: MessagePart) -> Tensor:
@@ -446,6 +415,3 @@ def device_of(tensors: Mapping[str, Tensor], sink: ShardSink | Parameters | None
     """Return the device of a rank's tensors or, if it holds none, of those that it writes; the CPU without any."""
     targets = sink.tensors if isinstance(sink, Parameters) else {}
     return next((tensor.device for tensor in chain(tensors.values(), targets.values())), torch.device("cpu"))
-
-
-def _noop() -> None: ...

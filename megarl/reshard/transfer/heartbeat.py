@@ -12,14 +12,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from megarl.reshard.transfer.commit_decision import connect_store, first_line
-from megarl.reshard.transfer.transport import SyncActivity, list_ranks
 
 BEATS = 8
 """Heartbeats within `abort_seconds`."""
@@ -27,6 +26,9 @@ BEATS = 8
 BUSY_LIMITS = 3
 """A rank that lives and waits for no other rank may hold the others up for this many times `abort_seconds`: it may load
 tensors, or wait for its engine."""
+
+MAX_NAMED = 8
+"""Ranks that a heartbeat names."""
 
 _ABORT = "abort"
 
@@ -38,10 +40,10 @@ class HeartbeatSpec:
     host: str
     port: int
     name: str
-    """Unique per set of connections: an abort is final."""
+    """Unique per set of connections: an abort is final, and what a failed one has left in the store is not read."""
     size: int
     """Number of ranks."""
-    abort_seconds: float
+    abort_seconds: float = 10.0
     """A sync is aborted if a rank gives no sign of life, or all ranks wait for each other, for this long."""
 
     @property
@@ -56,6 +58,20 @@ class HeartbeatSpec:
     def within(self, store: Store) -> Store:
         """Return the part of a store in which the heartbeats are."""
         return PrefixStore(f"{self.name} heartbeats", store)
+
+
+@dataclass(slots=True)
+class SyncActivity:
+    """What a rank does, for the other ranks and the controller."""
+
+    num_syncs: int = 0
+    """Number of syncs that the rank has begun."""
+    is_active: bool = False
+    """Whether a sync is running."""
+    progress: int = 0
+    """Number of works that have completed."""
+    waits_for: tuple[int, ...] = ()
+    """Ranks that the rank waits for, at most `MAX_NAMED`; empty while it waits for none."""
 
 
 class RankHeartbeat:
@@ -176,14 +192,9 @@ def _describe(activities: Sequence[SyncActivity]) -> str:
 class SyncMonitor:
     """Watches the heartbeats of all ranks while it is entered, and aborts the sync if a rank is missing."""
 
-    def __init__(self, spec: HeartbeatSpec, store: Store | None = None) -> None:
-        """Watch the ranks of `spec`, which have all connected.
-
-        Args:
-            store: the store of `spec`, in the process that owns it; None: connect to it.
-        """
-        self._spec, self._stopped = spec, threading.Event()
-        self._store = spec.open() if store is None else spec.within(store)
+    def __init__(self, spec: HeartbeatSpec, store: Store) -> None:
+        """Watch the ranks of `spec`, which have all connected; `store`: that of `spec`, in the process that owns it."""
+        self._spec, self._store, self._stopped = spec, spec.within(store), threading.Event()
         self._thread = threading.Thread(target=self._run, name="weight-sync-monitor", daemon=True)
 
     def __enter__(self) -> SyncMonitor:
@@ -213,6 +224,12 @@ class SyncMonitor:
             if reason := tracker.observe(self._store.multi_get(keys), time.monotonic()):
                 self.abort(reason)
                 return
+
+
+def list_ranks(ranks: Iterable[int]) -> str:
+    """Return the ranks as text: `rank 3`, `ranks 1, 2`."""
+    listed = sorted(set(ranks))
+    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
 
 
 def _key(rank: int) -> str:

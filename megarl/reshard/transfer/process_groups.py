@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +28,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.piece_table import PieceTable
-from megarl.reshard.transfer.heartbeat import HeartbeatSpec, RankHeartbeat
-from megarl.reshard.transfer.transport import Transport, communication_device, list_ranks
+from megarl.reshard.transfer.heartbeat import HeartbeatSpec, list_ranks
+from megarl.reshard.transfer.transport import Transport, communication_device
 
 MAX_RANKS_SHOWN = 5
 """Number of ranks that an error message names."""
@@ -160,7 +159,7 @@ def make_sync_transport(
         transport = make_transport(group, timeout_seconds)
     transport.connect()
     if heartbeat is not None:
-        transport.start_heartbeat(partial(RankHeartbeat, heartbeat, group.rank()))
+        transport.start_heartbeat(heartbeat, group.rank())
     return transport
 
 
@@ -186,26 +185,14 @@ def _errors_handled_by_transport() -> Iterator[None]:
             os.environ[_ERROR_HANDLING] = before
 
 
-@dataclass(frozen=True, slots=True)
-class TransferGroup:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferGroup(HeartbeatSpec):
     """Rendezvous address and parameters of a process group between otherwise unrelated processes; plain data."""
 
-    host: str
-    port: int
-    name: str
-    """Unique per group, so that leftovers of a failed group in the store are not mistaken for the next one."""
-    size: int
     timeout_seconds: float
     """Timeout of connecting, and of a sync over the group."""
     backend: str | TransportMaker = "gloo"
     """`gloo`, `nccl`, or a picklable function that makes the transport over gloo."""
-    abort_seconds: float = 10.0
-    """See `HeartbeatSpec`."""
-
-    @property
-    def heartbeat(self) -> HeartbeatSpec:
-        """Where the ranks of the group leave their heartbeats."""
-        return HeartbeatSpec(self.host, self.port, self.name, self.size, self.abort_seconds)
 
 
 def connect_group(transfer_group: TransferGroup, rank: int, plan: str) -> Transport:
@@ -234,7 +221,7 @@ def connect_group(transfer_group: TransferGroup, rank: int, plan: str) -> Transp
             f"{transfer_group.host}:{transfer_group.port} within {seconds:g} s: {reason}"
         ) from e
     transport.connect()
-    transport.start_heartbeat(partial(RankHeartbeat, transfer_group.heartbeat, rank))
+    transport.start_heartbeat(transfer_group, rank)
     return transport
 
 

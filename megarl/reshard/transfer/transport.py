@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 
 from megarl.errors import LostRankError, WeightSyncError
 from megarl.reshard.planning.strategy import SyncStats
+from megarl.reshard.transfer.heartbeat import MAX_NAMED, HeartbeatSpec, RankHeartbeat, SyncActivity, list_ranks
 
 AT_ONCE = timedelta(milliseconds=1)
 """Shortest timeout of a wait."""
@@ -77,9 +78,6 @@ def close_gloo_connections(group: Any) -> None:
 Message = tuple[Tensor, int]
 """The data of a point-to-point message, and the rank at the other end."""
 
-MAX_NAMED = 8
-"""Ranks that a heartbeat names."""
-
 _POLL_SECONDS = 2e-5, 1e-3
 """First and longest pause between two looks at a work; the pauses double."""
 
@@ -110,20 +108,6 @@ class Deadline:
 
 
 @dataclass(slots=True)
-class SyncActivity:
-    """What a rank does, for the other ranks and the controller; see `megarl.reshard.transfer.heartbeat`."""
-
-    num_syncs: int = 0
-    """Number of syncs that the rank has begun."""
-    is_active: bool = False
-    """Whether a sync is running."""
-    progress: int = 0
-    """Number of works that have completed."""
-    waits_for: tuple[int, ...] = ()
-    """Ranks that the rank waits for, at most `MAX_NAMED`; empty while it waits for none."""
-
-
-@dataclass(slots=True)
 class InFlight:
     """A started message, or several that complete together."""
 
@@ -132,30 +116,13 @@ class InFlight:
     peers: tuple[int, ...]
     """Ranks at the other end, numbered as in the plan."""
     is_receive: bool
+    transport: Transport
+    """The transport that started the message."""
     arrived: bool = False
     """Set once waited for: a second wait on a gloo work would wait for another message."""
     is_polled: bool = False
     """Ask the work whether it has completed, instead of waiting for it: a wait with a timeout, which torch counts from
     the start of NCCL's work, marks the work as failed, for which torch's watchdog may end the process."""
-    transport: Transport | None = None
-    """The transport that started the message; None in tests of single messages."""
-
-
-class Heartbeat(Protocol):
-    """Signs of life of one rank, see `megarl.reshard.transfer.heartbeat.RankHeartbeat`."""
-
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether an abort of the sync would not be noticed."""
-        ...
-
-    def report_failure(self, reason: str) -> None:
-        """Abort the sync on all ranks; returns at once."""
-        ...
-
-    def close(self) -> None:
-        """End the heartbeat, after it has passed on a failure."""
-        ...
 
 
 class Transport:
@@ -185,18 +152,18 @@ class Transport:
         self.activity = SyncActivity()
         self.abort_reason = ""
         """Why the sync was aborted on all ranks; empty if it was not."""
-        self._heartbeat: Heartbeat | None = None
+        self._heartbeat: RankHeartbeat | None = None
         self._gather_groups: set[Any] = set()
         self._ending = threading.Lock()
 
-    def start_heartbeat(self, start: Callable[[SyncActivity, Callable[[str], None]], Heartbeat]) -> None:
-        """Give signs of life with `start(activity, abort)` until the transport is closed.
+    def start_heartbeat(self, spec: HeartbeatSpec, rank: int) -> None:
+        """Give signs of life until the transport is closed.
 
         Raises:
             WeightSyncError: the store does not answer; the transport is closed.
         """
         try:
-            self._heartbeat = start(self.activity, self.abort)
+            self._heartbeat = RankHeartbeat(spec, rank, self.activity, self.abort)
         except WeightSyncError:
             self.close()
             raise
@@ -245,7 +212,8 @@ class Transport:
         device = torch.device("cuda", torch.cuda.current_device()) if self._is_coalescing() else torch.device("cpu")
         try:
             work = group.allreduce([torch.zeros(1, dtype=torch.uint8, device=device)])
-            wait_for([InFlight(work, others, True, is_polled=self._is_coalescing())], Deadline(self.timeout_seconds))
+            message = InFlight(work, others, True, self, is_polled=self._is_coalescing())
+            wait_for([message], Deadline(self.timeout_seconds))
         except (RuntimeError, WeightSyncError) as e:
             self.close()
             raise WeightSyncError(f"rank {group.rank()} could not connect to the other ranks: {e}") from e
@@ -287,7 +255,7 @@ class Transport:
         self, call: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, rank: int, *, is_receive: bool
     ) -> InFlight:
         try:
-            return InFlight(call([tensor], rank, 0), (rank,), is_receive, transport=self)
+            return InFlight(call([tensor], rank, 0), (rank,), is_receive, self)
         except RuntimeError as e:
             self.raise_if_aborted()
             raise _lost((rank,), e) from e
@@ -312,7 +280,7 @@ class Transport:
         except RuntimeError as e:
             self.raise_if_aborted()
             raise _lost(peers, e) from e
-        combined = InFlight(work, peers, bool(receives), is_polled=True, transport=self)
+        combined = InFlight(work, peers, bool(receives), self, is_polled=True)
         return [combined], [combined]
 
     def start_all_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
@@ -330,7 +298,7 @@ class Transport:
             with coalesced(group) as started:
                 for out, mine in gathers:
                     dist.all_gather_into_tensor(out, mine, group=group, async_op=True)
-            return [InFlight(work, peers, True, is_polled=True, transport=self) for work in started.works]
+            return [InFlight(work, peers, True, self, is_polled=True) for work in started.works]
         sends, receives = [], []
         for out, mine in gathers:
             parts = out.view(group.size(), -1)
@@ -388,13 +356,12 @@ def wait_for(messages: Iterable[InFlight], deadline: Deadline) -> None:
     for message in messages:
         if message.arrived:
             continue
-        activity = SyncActivity() if message.transport is None else message.transport.activity
+        activity = message.transport.activity
         activity.waits_for = message.peers[:MAX_NAMED]
         try:
             message.arrived = _wait(message, deadline)
         except RuntimeError as e:
-            if message.transport is not None:
-                message.transport.raise_if_aborted()
+            message.transport.raise_if_aborted()
             if not deadline.is_expired:
                 raise _lost(message.peers, e) from e
         if message.arrived:
@@ -412,13 +379,12 @@ def _wait(message: InFlight, deadline: Deadline) -> bool:
     """Return whether the message completed before the deadline; raises RuntimeError if it failed."""
     transport, left = message.transport, deadline.remaining
     if not message.is_polled:
-        if transport is None or not transport.is_exclusive:
+        if not transport.is_exclusive:
             return bool(message.work.wait() if left is None else message.work.wait(left))
         return wait_for_gloo(message.work, left, transport.raise_if_aborted)
     pause, longest = _POLL_SECONDS
     while not message.work.is_completed():
-        if transport is not None:
-            transport.raise_if_aborted()
+        transport.raise_if_aborted()
         if deadline.is_expired:
             return False
         time.sleep(pause)
@@ -481,58 +447,26 @@ def _lost(peers: Iterable[int], error: RuntimeError) -> LostRankError:
     return LostRankError(f"lost the connection to {list_ranks(peers)} ({words})")
 
 
-def list_ranks(ranks: Iterable[int]) -> str:
-    """Return the ranks as text: `rank 3`, `ranks 1, 2`."""
-    listed = sorted(set(ranks))
-    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
-
-
 @dataclass(slots=True)
 class ByteCounter:
-    """Sends and receives for one rank, and counts the bytes, messages, collectives and memory of a `SyncStats`."""
+    """Sends and receives for one rank, and counts what it does in `stats`."""
 
     transport: Transport = field(default_factory=Transport)
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    bytes_delivered: int = 0
-    messages: int = 0
-    collectives: int = 0
-    buckets: int = 0
-    peak_extra_bytes: int = 0
-    bytes_not_received: int = 0
-    bytes_not_delivered: int = 0
-    count_bytes: int = 0
-    copied_bytes: int = 0
-    elements: int = 0
-    changed_elements: int = 0
+    stats: SyncStats = field(default_factory=SyncStats)
 
-    def exchange(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> tuple[list[InFlight], list[InFlight]]:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[InFlight], list[InFlight]]:
         """Start the messages and count them; arguments and result as for `Transport.start`."""
-        self.bytes_sent += sum([tensor.nbytes for tensor, _ in sends])
-        self.bytes_received += sum([tensor.nbytes for tensor, _ in receives])
-        self.messages += len(receives)
+        self.stats.bytes_sent += sum([tensor.nbytes for tensor, _ in sends])
+        self.stats.bytes_received += sum([tensor.nbytes for tensor, _ in receives])
+        self.stats.messages += len(receives)
         return self.transport.start(sends, receives)
-
-    def exchange_counts(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> tuple[list[InFlight], list[InFlight]]:
-        """Start messages that tell how many weights have changed, as `exchange`; counted as such, too."""
-        self.count_bytes += sum([tensor.nbytes for tensor, _ in receives])
-        return self.exchange(sends, receives)
-
-    def gather_counts(self, out: Tensor, mine: Tensor, group: dist.ProcessGroup) -> list[InFlight]:
-        """Start an all-gather that tells how many weights have changed; counted as such, too."""
-        self.count_bytes += out.nbytes - mine.nbytes
-        return self.start_all_gathers([(out, mine)], group)
 
     def start_all_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
         """Start the all-gathers and count them; arguments and result as for `Transport.start_all_gathers`."""
         for out, mine in gathers:
-            self.bytes_sent += out.nbytes - mine.nbytes
-            self.bytes_received += out.nbytes - mine.nbytes
-            self.collectives += 1
+            self.stats.bytes_sent += out.nbytes - mine.nbytes
+            self.stats.bytes_received += out.nbytes - mine.nbytes
+            self.stats.collectives += 1
         return self.transport.start_all_gathers(gathers, group)
 
     def start_broadcasts(self, broadcasts: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> list[InFlight]:
@@ -543,22 +477,19 @@ class ByteCounter:
         others = tuple(rank for rank in ranks if rank != me)
         for tensor, source in broadcasts:
             if source == me:
-                self.bytes_sent += tensor.nbytes * len(others)
+                self.stats.bytes_sent += tensor.nbytes * len(others)
             else:
-                self.bytes_received += tensor.nbytes
-            self.collectives += 1
+                self.stats.bytes_received += tensor.nbytes
+            self.stats.collectives += 1
         if dist.get_backend(group) != "gloo":
             with coalesced(group, broadcasts[0][0].device) as started:
                 for tensor, source in broadcasts:
                     dist.broadcast(tensor, source, group=group, async_op=True)
-            return [InFlight(work, others, True, is_polled=True) for work in started.works]
+            return [InFlight(work, others, True, self.transport, is_polled=True) for work in started.works]
         started_works = []
         for tensor, source in broadcasts:
             work = dist.broadcast(tensor, source, group=group, async_op=True)
             assert work is not None, "this rank is not in the group"
-            started_works.append(InFlight(work, others if source == me else (source,), source != me))
+            peers = others if source == me else (source,)
+            started_works.append(InFlight(work, peers, source != me, self.transport))
         return started_works
-
-    def stats(self) -> SyncStats:
-        """Return the counts of this sync."""
-        return SyncStats(**{counted.name: getattr(self, counted.name) for counted in fields(SyncStats)})

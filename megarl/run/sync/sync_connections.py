@@ -157,7 +157,7 @@ class DisaggregatedConnections(SyncConnections):
                 raise type(e)(f"{e} ({self.rank_legend})") from e
             raise
         del self.stores[:-1]
-        self._connected, self.setup = found, replace(setup, heartbeat=transfer_group.heartbeat)
+        self._connected, self.setup = found, replace(setup, heartbeat=transfer_group)
         return engines
 
 

@@ -241,7 +241,7 @@ def test_all_weights_are_sent_after_a_rank_has_died_in_a_delta_sync(ranks):
 @pytest.mark.parametrize("is_open", [True, False])
 def test_connect_ends_at_its_timeout(is_open):
     store = open_store("127.0.0.1")
-    group = TransferGroup("127.0.0.1", store.port, "alone", 2, 0.5)
+    group = TransferGroup("127.0.0.1", store.port, "alone", 2, timeout_seconds=0.5)
     store = store if is_open else None
     message = rf"rank 0 of 2 could not connect to the other ranks at 127\.0\.0\.1:{group.port} within 0\.5 s"
     with pytest.raises(WeightSyncError, match=message):
@@ -250,7 +250,7 @@ def test_connect_ends_at_its_timeout(is_open):
 
 def test_ranks_with_different_plans_do_not_connect():
     store, errors = open_store("127.0.0.1"), []
-    group = TransferGroup("127.0.0.1", store.port, "two plans", 2, HANG_SECONDS)
+    group = TransferGroup("127.0.0.1", store.port, "two plans", 2, timeout_seconds=HANG_SECONDS)
     abort_connect(group, store, "for a test")  # the first rank does not wait
     for rank, bucket_bytes in enumerate((8192, 16_384)):
         with pytest.raises(WeightSyncError) as error:

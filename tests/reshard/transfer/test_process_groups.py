@@ -17,10 +17,11 @@ from torch._C._distributed_c10d import PrefixStore
 from benchmarks.reshard.nccl_order import NcclOrderTransport
 from megarl.errors import LostRankError, WeightSyncError
 from megarl.reshard.transfer import commit_decision, heartbeat, process_groups
+from megarl.reshard.transfer import transport as transport_module
 from megarl.reshard.transfer.commit_decision import open_store
-from megarl.reshard.transfer.heartbeat import HeartbeatSpec, HeartbeatTracker, RankHeartbeat
+from megarl.reshard.transfer.heartbeat import HeartbeatSpec, HeartbeatTracker, RankHeartbeat, SyncActivity
 from megarl.reshard.transfer.process_groups import TransferGroup, connect_group
-from megarl.reshard.transfer.transport import Deadline, SyncActivity, Transport, wait_for
+from megarl.reshard.transfer.transport import Deadline, Transport, wait_for
 from tests.errors import expect_error
 from tests.megatron.ranks import run_ranks
 from tests.reshard.rank_process import RankProcess
@@ -31,7 +32,9 @@ def exchange(port, backend):
     """Exchange two tensors with the other rank; return those received."""
     rank = int(os.environ["RANK"])
     device = "cuda" if backend == "nccl" else "cpu"
-    transport = connect_group(TransferGroup("127.0.0.1", port, "exchange", 2, HANG_SECONDS, backend), rank, "plan")
+    transport = connect_group(
+        TransferGroup("127.0.0.1", port, "exchange", 2, timeout_seconds=HANG_SECONDS, backend=backend), rank, "plan"
+    )
     mine = [torch.full((3,), 10.0 * rank + n, device=device) for n in range(2)]
     theirs = [torch.zeros(3, device=device) for _ in range(2)]
     other = 1 - rank
@@ -52,7 +55,7 @@ def test_unrelated_processes_exchange_tensors(backend, tmp_path):
 @pytest.mark.parametrize("backend", ["gloo", NcclOrderTransport])
 def test_no_rank_is_connected_before_all_are(backend):
     store = open_store("127.0.0.1")
-    group = TransferGroup("127.0.0.1", store.port, "threads", 3, HANG_SECONDS, backend)
+    group = TransferGroup("127.0.0.1", store.port, "threads", 3, timeout_seconds=HANG_SECONDS, backend=backend)
     with ThreadPoolExecutor(3) as pool:
         connecting = [pool.submit(connect_group, group, rank, "plan") for rank in (0, 2)]
         assert wait_until(partial(PrefixStore(group.name, store).check, ["rank 0", "rank 2"]))
@@ -69,7 +72,9 @@ def test_error_names_the_ranks_that_did_not_connect(backend, monkeypatch):
     monkeypatch.setattr(process_groups, "TCPStore", lambda host, port, timeout: dist.TCPStore(host, port))
     for rank, missing in enumerate(["1, 2, 3", "2, 3"]):
         with pytest.raises(WeightSyncError) as error:
-            connect_group(TransferGroup("127.0.0.1", store.port, "alone", 4, 0.2, backend), rank, "plan")
+            connect_group(
+                TransferGroup("127.0.0.1", store.port, "alone", 4, timeout_seconds=0.2, backend=backend), rank, "plan"
+            )
         said = str(error.value)
         assert said.startswith(f"rank {rank} of 4 could not connect to the other ranks at 127.0.0.1:")
         assert said.endswith(f"within 0.2 s: nothing from ranks {missing}")
@@ -155,7 +160,8 @@ def test_rank_notices_that_the_store_does_not_answer(monkeypatch):
     spec, clock = HeartbeatSpec("127.0.0.1", owner.result().value, "lonely", 1, 0.4), SimpleNamespace(now=0.0)
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now))
     beats, transport = [], Transport(None)
-    transport.start_heartbeat(lambda *arguments: beats.append(RankHeartbeat(spec, 0, *arguments)) or beats[0])
+    monkeypatch.setattr(transport_module, "RankHeartbeat", lambda *args: beats.append(RankHeartbeat(*args)) or beats[0])
+    transport.start_heartbeat(spec, 0)
     for _ in range(4):  # twice the limit in all
         clock.now += 0.2
         transport.raise_if_aborted()

@@ -41,9 +41,17 @@ class Work:
         return True
 
 
+def in_flight(work, peer, *, is_receive):
+    return InFlight(work, (peer,), is_receive, Transport())
+
+
 def test_timeout_names_only_the_late_senders_or_else_the_receivers():
-    messages = [InFlight(Work(), (1,), True), InFlight(Work(9), (2,), True), InFlight(Work(9), (4,), True)]
-    messages += [InFlight(Work(), (5,), True), InFlight(Work(9), (6,), False)]
+    messages = [
+        in_flight(Work(), 1, is_receive=True),
+        in_flight(Work(9), 2, is_receive=True),
+        in_flight(Work(9), 4, is_receive=True),
+    ]
+    messages += [in_flight(Work(), 5, is_receive=True), in_flight(Work(9), 6, is_receive=False)]
     with expect_error(WeightSyncError, "2", "4", "0.1", "nothing", "within"):
         wait_for(messages, Deadline(0.1))
     with expect_error(WeightSyncError, "6", "0.1", "nothing", "within"):
@@ -54,7 +62,7 @@ GLOO_WORDS = "[/gloo/pair.cc:5] Connection closed by peer [::1]:80. This is typi
 
 
 def test_broken_connection_fails_at_once():
-    messages = [InFlight(Work(broken=GLOO_WORDS), (3,), True)]
+    messages = [in_flight(Work(broken=GLOO_WORDS), 3, is_receive=True)]
     message = r"^lost the connection to rank 3 \(Connection closed by peer \[::1\]:80\)$"
     with pytest.raises(WeightSyncError, match=message):
         wait_for(messages, Deadline(9))
@@ -62,14 +70,14 @@ def test_broken_connection_fails_at_once():
 
 def test_one_deadline_covers_all_waits():
     deadline = Deadline(3)
-    wait_for([InFlight(Work(2), (1,), True)], deadline)
+    wait_for([in_flight(Work(2), 1, is_receive=True)], deadline)
     with expect_error(WeightSyncError, "1", "3", "nothing", "within"):
-        wait_for([InFlight(Work(2), (1,), True)], deadline)
-    wait_for([InFlight(Work(), (1,), True)], deadline)
+        wait_for([in_flight(Work(2), 1, is_receive=True)], deadline)
+    wait_for([in_flight(Work(), 1, is_receive=True)], deadline)
 
 
 def test_each_message_is_waited_for_once():
-    message = InFlight(Work(), (1,), False)
+    message = in_flight(Work(), 1, is_receive=False)
     for _ in range(2):
         wait_for([message], Deadline(None))
     assert message.work.waits == 1
@@ -199,7 +207,7 @@ def test_all_gathers_are_one_call(events):
     (started,) = counter.start_all_gathers([(out, out[: len(out) // 3]) for out in outs], GROUP)
     assert events == ["begin", "all_gather_into_tensor", "all_gather_into_tensor", "end"]
     assert (started.work, started.peers) == ("work", (3, 6))
-    assert (counter.bytes_sent, counter.bytes_received, counter.collectives) == (28, 28, 2)
+    assert (counter.stats.bytes_sent, counter.stats.bytes_received, counter.stats.collectives) == (28, 28, 2)
 
 
 def test_broadcasts_are_one_call(events):
@@ -207,5 +215,5 @@ def test_broadcasts_are_one_call(events):
     (started,) = counter.start_broadcasts(list(zip(tensors, [5, 3, 6], strict=True)), GROUP)
     assert events == ["begin", "broadcast", "broadcast", "broadcast", "end"]
     assert (started.work, started.peers) == ("work", (3, 6))
-    assert (counter.bytes_sent, counter.bytes_received, counter.collectives) == (2 * 4, 110, 3)
+    assert (counter.stats.bytes_sent, counter.stats.bytes_received, counter.stats.collectives) == (2 * 4, 110, 3)
     assert counter.start_broadcasts([], GROUP) == []

@@ -21,9 +21,8 @@ from megarl.megatron.requests import PreparedSync, PushResult
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, WeightNeeds, slices
 from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.commit_decision import CommitDecision, TransferredBytes
-from megarl.reshard.transfer.heartbeat import RankHeartbeat
+from megarl.reshard.transfer.heartbeat import RankHeartbeat, SyncActivity
 from megarl.reshard.transfer.process_groups import connect_group
-from megarl.reshard.transfer.transport import SyncActivity
 from megarl.reshard.transfer.weight_sums import PartTable, sum_box
 from megarl.run.remote.engine_group import EngineHandles, StartedEngine
 from megarl.run.sync import weight_sync as weight_sync_module
@@ -135,7 +134,7 @@ class Cluster:
         return PreparedSync(offers=offers)
 
     def begin_connect(self, transfer_group):
-        self._start_heartbeats(transfer_group.heartbeat, 4)
+        self._start_heartbeats(transfer_group, 4)
         return self._trainer_call(None)
 
     def _start_heartbeats(self, spec, num_ranks):
@@ -312,7 +311,7 @@ def test_disaggregated_engines_receive_while_the_trainer_sends(make):
     message = r"nothing from rank 2 within 9 s \(ranks up to 1 .*, those of engine i begin at 2 \+ 1 \* i\)"
     with pytest.raises(WeightSyncError, match=message):
         sync.push(1)
-    reason = group.heartbeat.open().get("abort").decode()  # what the ranks of both sides see
+    reason = group.open().get("abort").decode()  # what the ranks of both sides see
     assert reason.startswith("rank 0: round 3 of the weights: nothing from rank 2 within 9 s")
     cluster.trainer_error = None
     take(cluster)

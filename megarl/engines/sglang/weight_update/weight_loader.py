@@ -307,8 +307,7 @@ def receive(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) 
             _copy_rounds(plan, plan.receiver, command, reply, is_delta=delta is not None and delta.base is not None)
         else:
             reply.wrote = True
-            target = Parameters(plan.boxes.tensors, next(model.parameters()).device)
-            reply.result = asdict(plan.receiver.run({}, target, delta))
+            reply.result = asdict(plan.receiver.run({}, Parameters(plan.boxes.tensors), delta))
             _synchronize()
         is_complete = True
     except (WeightSyncError, OSError) as e:

@@ -76,7 +76,8 @@ class World:
 
     def transfer_group(self, seconds=UNREACHED_SECONDS):
         self.num_connects += 1
-        return TransferGroup("127.0.0.1", self.store.port, str(self.num_connects), self.transfer_spec.size, seconds)
+        name, size = str(self.num_connects), self.transfer_spec.size
+        return TransferGroup("127.0.0.1", self.store.port, name, size, timeout_seconds=seconds)
 
     def try_to_connect(self, transfer_spec=None, seconds=UNREACHED_SECONDS):
         """Return the errors of the engine and of the trainer's ranks."""
