@@ -370,7 +370,7 @@ def full_tensors(traces: Sequence[EngineTrace]) -> tuple[str, ...]:
 
 
 def _find_difference(trace: EngineTrace, expected: Ints, *, sums: Sequence[int], changed: list[str]) -> str:
-    """Return what differs on a TP rank that has replied `sums` and `changed` (`sum_weights`); empty if all is equal."""
+    """Return what differs on a TP rank that has replied `sums` and `changed` (`_sum_weights`); empty if all is equal."""
     different = np.flatnonzero(np.array(sums, np.int64) != expected)
     if len(different):
         piece = trace.layout.pieces[int(different[0])]
