@@ -203,7 +203,7 @@ class Forecast:
         return Traffic(into_ranks=tuple(of_rank.bytes_received for of_rank in self.stats), into_nodes=into_nodes)
 
 
-def can_plan_all(arrangement: Arrangement, scenario: Scenario) -> bool:
+def can_plan_all(arrangement: Arrangement) -> bool:
     """Return whether planning all ranks takes only seconds."""
     if arrangement.strategy == "gather_hf":
         return True  # one plan serves all ranks

@@ -172,7 +172,7 @@ def explain(
     arrangement = _arrange_wide(strategy, scenario)
     topology, world = scenario.topology, len(scenario.sources)
     plan = None
-    if can_plan_all(arrangement, scenario):
+    if can_plan_all(arrangement):
         report_progress(f"{strategy}: planning {world:,} ranks")
         plan = forecast(arrangement, scenario)
         traffic = plan.traffic(topology)

@@ -65,9 +65,9 @@ PLAIN_EXPERT_RUNNERS = frozenset({"triton", "deep_gemm", "cutlass"})
 """SGLang's backends for experts in FP8 that read the weights as they are loaded, unless DeepGEMM changes the scales."""
 
 
-def find_repacked_modules(model: nn.Module) -> list[str]:
-    """Return `name (class of its quant_method)` for each module whose weights are not kept as they are loaded."""
-    return [
+def _report_repacking(model: nn.Module, _: Command, reply: Reply) -> None:
+    """Reply `name (class of its quant_method)` for each module whose weights are not kept as they are loaded."""
+    reply.result = [
         f"{name} ({type(method).__name__})"
         for name, module in model.named_modules()
         if (method := getattr(module, "quant_method", None)) is not None and not _keeps_layout(module, method)
@@ -190,10 +190,6 @@ def _write(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None
     reply.wrote = True
     model.load_weights(list(tensors.items()))
     _synchronize()  # the sender reuses the bucket once it has the reply
-
-
-def _report_repacking(model: nn.Module, _: Command, reply: Reply) -> None:
-    reply.result = find_repacked_modules(model)
 
 
 def _dump(model: nn.Module, command: Command, reply: Reply) -> None:
