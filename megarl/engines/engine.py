@@ -252,19 +252,15 @@ class RolloutEngine(Protocol):
         ...
 
     async def weight_needs(self) -> WeightNeeds:
-        """Return `layouts` and `full_tensors` together."""
-        ...
-
-    async def weight_needs_digest(self) -> bytes:
-        """Return the digest of `weight_needs`, which is the same for all engines of a run."""
-        ...
-
-    async def full_tensors(self) -> tuple[str, ...]:
-        """Return the names of the tensors that every TP rank must receive in full, and then load by itself.
+        """Return `layouts`, and the tensors that every TP rank must receive in full, and then load by itself.
 
         The engine derives other values from them when it loads them, for example (1 + w) from a norm's weight. Boxes
         of the layouts would not update these derived values. Most models have no such tensor.
         """
+        ...
+
+    async def weight_needs_digest(self) -> bytes:
+        """Return the digest of `weight_needs`, which is the same for all engines of a run."""
         ...
 
     async def update_weights(self, update: EngineUpdate) -> UpdateReport:

@@ -12,7 +12,7 @@ from benchmarks.reshard.synthetic import engine_layouts
 from megarl.engines.sglang.weight_layout import offline_trace
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.model_files.quantization import is_quantized, scale_shape
-from megarl.reshard.analysis import forecast
+from megarl.reshard.analysis import forecast, sync_report
 from megarl.reshard.analysis.nccl_progress import Stall
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.quantized_layout import quantize_layout
@@ -230,7 +230,7 @@ def test_impossible_sizes_are_rejected(config, train, gen, words, message, refus
 def test_values_that_need_all_plans_are_left_out_for_many_ranks(run, rows, output, command, monkeypatch):
     sizes = ("tp=4,dp=2", "tp=2", "--nodes", "2", "--strategy", "exact", "gather_hf")
     planned = rows(*sizes)
-    monkeypatch.setattr(forecast, "MAX_PLANNED_PIECES", 100)
+    monkeypatch.setattr(sync_report, "MAX_PLANNED_PIECES", 100)
     summed = rows(*sizes)
     assert {name for name, value in summed["exact"].items() if value is None} == set(BY_PLANS)
     for name, row in planned.items():

@@ -424,15 +424,11 @@ class SglangEngine(RolloutEngine):
         return await self._weights.traces()
 
     @override
-    async def full_tensors(self) -> tuple[str, ...]:
-        """Return the tensors that every update must send through `load_weights`; raises as `layouts`."""
-        return full_tensors(await self.traces())
-
-    @override
     async def weight_needs(self) -> WeightNeeds:
-        """Return `layouts` and `full_tensors` together, to be sent; raises as `layouts`."""
-        layouts = share_tensors(await self.layouts())
-        return WeightNeeds(layouts=tuple(layouts), full_tensors=await self.full_tensors())
+        """Return `layouts` and the tensors that come in full, to be sent; raises as `layouts`."""
+        traces = await self.traces()
+        layouts = share_tensors([trace.layout for trace in traces])
+        return WeightNeeds(layouts=tuple(layouts), full_tensors=full_tensors(traces))
 
     @override
     async def weight_needs_digest(self) -> bytes:

@@ -178,10 +178,6 @@ def _first_difference(a: Ints, b: Ints) -> list[int] | None:
     return first
 
 
-MAX_PLANNED_PIECES = 500_000
-"""Limit on the shard pieces of all ranks: above it, `explain` plans a few ranks only. A piece takes about 50 us."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """Predicted statistics of one sync with one strategy."""
@@ -201,13 +197,6 @@ class Forecast:
             if not topology.same_node(source, destination):
                 into_nodes[topology.nodes[destination]] += num_bytes
         return Traffic(into_ranks=tuple(of_rank.bytes_received for of_rank in self.stats), into_nodes=into_nodes)
-
-
-def can_plan_all(arrangement: Arrangement, scenario: Scenario) -> bool:
-    """Return whether planning all ranks takes only seconds."""
-    if arrangement.strategy == "gather_hf":
-        return True  # one plan serves all ranks
-    return sum(len(need.pieces) for need in arrangement.needs.values()) <= MAX_PLANNED_PIECES
 
 
 def time_sync(arrangement: Arrangement, scenario: Scenario, rates: LinkRates) -> SyncTiming:

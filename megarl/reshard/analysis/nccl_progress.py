@@ -20,7 +20,7 @@ Communicators are taken as connected. (One that its first group connects makes a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
 
@@ -58,13 +58,8 @@ class Stall:
     """Ranks that have not started the other end of an operation of the group, ascending."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} waits in {self.step or f'group {self.group}'} for {name_ranks(self.peers)}"
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Return `rank 3` or `ranks 3, 4`."""
-    listed = list(ranks)
-    return f"rank{'s' if len(listed) != 1 else ''} {', '.join(map(str, listed))}"
+        peers = f"rank{'s' if len(self.peers) != 1 else ''} {', '.join(map(str, self.peers))}"
+        return f"rank {self.rank} waits in {self.step or f'group {self.group}'} for {peers}"
 
 
 def posted_groups(rounds: Sequence[Round], members: Sequence[int] = ()) -> list[PostedGroup]:

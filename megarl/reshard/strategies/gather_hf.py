@@ -280,10 +280,6 @@ class _ReplicaPosition:
         first = self.index * gather.part_bytes if gather.is_gathered else 0
         return packed[first : first + gather.part_bytes]
 
-    def packed_parts(self, gather: TensorGather) -> Sequence[Sequence[ShardPiece]]:
-        """Return the parts that the packed tensor consists of."""
-        return gather.parts if gather.is_gathered else (gather.parts[self.index],)
-
 
 class GatherHf:
     """The strategy `gather_hf`.
@@ -352,7 +348,7 @@ class GatherHf:
             if not self._is_sender:
                 continue
             for gather, region in packed:
-                parts = self._positions[gather.kind].packed_parts(gather)
+                parts = gather.parts if gather.is_gathered else (gather.parts[self._positions[gather.kind].index],)
                 full = slot_view(buffers[which].bytes, gather.slot)
                 _unpack(parts, gather.part_bytes, region, full.view(gather.shape))
             if failures:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from megarl.errors import ConfigError
 from megarl.reshard.analysis import forecast as forecast_module
+from megarl.reshard.analysis import sync_report
 from megarl.reshard.analysis.forecast import compute_traffic, forecast, redundant_bytes
 from megarl.reshard.analysis.nccl_progress import Stall
 from megarl.reshard.analysis.scenario import STRATEGIES, arrange, even_nodes
@@ -113,7 +114,7 @@ def test_progress_under_nccl_is_proved_for_every_strategy(strategy, monkeypatch)
 @pytest.mark.parametrize(("found", "progress"), [([], True), (["ranks 0 and 1 disagree"], False), (None, None)])
 def test_progress_of_too_many_ranks_to_plan_follows_from_some(found, progress, monkeypatch):
     case = scenario(1, 4, 2, 2)
-    monkeypatch.setattr(forecast_module, "MAX_PLANNED_PIECES", 0)
+    monkeypatch.setattr(sync_report, "MAX_PLANNED_PIECES", 0)
     assert explain("micro_dp", case).as_json()["nccl_progress"] is True
     monkeypatch.setattr(forecast_module, "compare_ends", lambda *_: found)
     if found is None:
@@ -184,7 +185,7 @@ def test_traffic_into_a_node_is_unknown_if_its_ranks_need_a_box_unequally_often(
 def test_too_many_pieces_omit_numbers_that_need_every_plan(strategy, monkeypatch):
     case = scenario(1, 4, 2, 2, nodes=2)
     planned = explain(strategy, case)
-    monkeypatch.setattr(forecast_module, "MAX_PLANNED_PIECES", 0)
+    monkeypatch.setattr(sync_report, "MAX_PLANNED_PIECES", 0)
     summed = explain(strategy, case)
     left_out = () if strategy == "gather_hf" else ("peak_extra_bytes", "messages", "collectives")
     timed = [field.name for field in fields(SyncTiming)] if left_out else ["nic_share"]  # nothing leaves its node

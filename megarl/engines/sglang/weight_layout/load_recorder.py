@@ -325,6 +325,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for first, last, contents in self._targets.get(storage, ()):
             if first <= _offset(tensor) < last:
                 base, found = first, contents
+                break
         if found is None or tensor.numel() == 0:
             return None, None
         return found, find_box(_offset(tensor) - base, tuple(tensor.shape), tensor.stride(), found.shape)

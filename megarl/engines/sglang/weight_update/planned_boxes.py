@@ -207,7 +207,9 @@ class PlannedBoxes:
         Raises:
             WeightSyncError: a box or code lies outside of the bucket.
         """
-        views, slots = self._round_views(index), self._rounds[index]
+        if self._views is None:
+            self._views = [[self.tensors[s.local][slices(s.local_box)] for s in slots] for slots in self._rounds]
+        views, slots = self._views[index], self._rounds[index]
         if lines is not None:
             decode_boxes(bucket, lines, [views[slot] for slot in lines[:, 0].tolist()])
             return
@@ -240,14 +242,6 @@ class PlannedBoxes:
             raise WeightSyncError(f"round {round_} has no box for {line} (slot, changed elements and offset)")
         ends = np.flatnonzero(np.diff(number)) + 1
         return {int(lines[0, 0]): lines[:, 1:] for lines in np.split(lines, ends) if len(lines)}
-
-    def _round_views(self, index: int) -> list[Tensor]:
-        """Return the parts of the parameters that the boxes of a round are copied to."""
-        if self._views is None:
-            self._views = [
-                [self.tensors[slot.local][slices(slot.local_box)] for slot in slots] for slots in self._rounds
-            ]
-        return self._views[index]
 
     def _find_tensors(self, targets: dict[str, Tensor]) -> dict[str, Tensor]:
         return {local: fold(targets[local], num_dims) for local, num_dims in self._dims.items()}

@@ -71,8 +71,8 @@ class WeightSession:
         """Whether the memory of the weights was released, and no update has succeeded since."""
         self._num_updates = 0
         self._base: int | None = None
-        """`DeltaUpdate.number` of the sync whose weights the engine held, all of them, before the open update; None:
-        unknown."""
+        """`DeltaUpdate.number` of the sync whose weights, all of them, the engine holds, or held before the open
+        update; None: unknown."""
         self._number: int | None = None
         """That of the open update."""
         self._traces: list[EngineTrace] | None = None
@@ -370,7 +370,7 @@ def full_tensors(traces: Sequence[EngineTrace]) -> tuple[str, ...]:
 
 
 def _find_difference(trace: EngineTrace, expected: Ints, *, sums: Sequence[int], changed: list[str]) -> str:
-    """Return what differs on a TP rank that has replied `sums` and `changed` (`sum_weights`); empty if all is equal."""
+    """Return what differs on a TP rank that replied `sums` and `changed` (`_sum_weights`); empty if all is equal."""
     different = np.flatnonzero(np.array(sums, np.int64) != expected)
     if len(different):
         piece = trace.layout.pieces[int(different[0])]

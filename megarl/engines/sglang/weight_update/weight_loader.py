@@ -53,7 +53,7 @@ from megarl.engines.sglang.weight_update.planned_boxes import (
 )
 from megarl.errors import WeightSyncError
 from megarl.model_files.weight_index import stored_shape
-from megarl.reshard.layout.layout import Box, TensorSpec, WeightNeeds, slices
+from megarl.reshard.layout.layout import Box, TensorSpec, WeightNeeds, full_local, slices
 from megarl.reshard.planning.disaggregated import TransferRank
 from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.box_channel import BoxOffer, BoxReceiver
@@ -65,9 +65,9 @@ PLAIN_EXPERT_RUNNERS = frozenset({"triton", "deep_gemm", "cutlass"})
 """SGLang's backends for experts in FP8 that read the weights as they are loaded, unless DeepGEMM changes the scales."""
 
 
-def find_repacked_modules(model: nn.Module) -> list[str]:
-    """Return `name (class of its quant_method)` for each module whose weights are not kept as they are loaded."""
-    return [
+def _report_repacking(model: nn.Module, _: Command, reply: Reply) -> None:
+    """Reply `name (class of its quant_method)` for each module whose weights are not kept as they are loaded."""
+    reply.result = [
         f"{name} ({type(method).__name__})"
         for name, module in model.named_modules()
         if (method := getattr(module, "quant_method", None)) is not None and not _keeps_layout(module, method)
@@ -190,10 +190,6 @@ def _write(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None
     reply.wrote = True
     model.load_weights(list(tensors.items()))
     _synchronize()  # the sender reuses the bucket once it has the reply
-
-
-def _report_repacking(model: nn.Module, _: Command, reply: Reply) -> None:
-    reply.result = find_repacked_modules(model)
 
 
 def _dump(model: nn.Module, command: Command, reply: Reply) -> None:
@@ -349,7 +345,9 @@ def make_planned_boxes(model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], co
             computes values, which would be outdated, or a part of the model is in none.
     """
     trace, device = _trace(model, command), next(model.parameters()).device
-    specs = {name: trace.layout.tensors[name] for name in trace.derived}
+    # also tensors from which other TP ranks alone compute values come in full
+    locals_ = {*map(full_local, trace.derived), *(slot.local for slots in rounds for slot in slots)}
+    specs = {name: spec for name, spec in trace.layout.tensors.items() if full_local(name) in locals_}
     full = {n: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for n, spec in specs.items()}
     boxes = PlannedBoxes(model, rounds, full)
     for piece in (piece for piece in trace.layout.pieces if piece.tensor in specs):
@@ -359,7 +357,7 @@ def make_planned_boxes(model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], co
                 f"the engine computes values from {piece.tensor}, which needs to come in full, got "
                 f"box {box_text(found[0])} of {piece.local}"
             )
-    (needed,) = WeightNeeds(layouts=(trace.layout,), full_tensors=trace.derived).received()
+    (needed,) = WeightNeeds(layouts=(trace.layout,), full_tensors=tuple(specs)).received()
     for piece in needed.pieces:
         gap = boxes.written[piece.local, len(piece.local_box)].first_gap(piece.local_box)
         if gap is not None:
@@ -368,7 +366,10 @@ def make_planned_boxes(model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], co
 
 
 def _complete(model: Any, boxes: PlannedBoxes, command: Command) -> None:
-    """Complete the model after all boxes were received: load full tensors, fill padding, compute derived values."""
+    """Complete the model after all boxes were received: load full tensors, fill padding, compute derived values.
+
+    Without a vote: SGLang's loaders do not communicate, so that no TP rank waits for one that has failed.
+    """
     if boxes.full_tensors:
         model.load_weights([(n, t.view(stored_shape(n, tuple(t.shape)))) for n, t in boxes.full_tensors.items()])
     targets = find_targets(model)

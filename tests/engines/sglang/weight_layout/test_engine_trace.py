@@ -69,6 +69,17 @@ def test_copying_a_view_to_itself_changes_nothing():
     assert trace.derived == ()
 
 
+def test_writes_belong_to_the_parameter_if_a_buffer_is_a_view_of_it():
+    def write(model, weights):
+        for name, t in weights:
+            if name == "a":
+                model.w.data.copy_(t)
+
+    model = Model((4, 6), write)
+    model.twice = model.w.data[:2]
+    assert pieces(trace_live(model, TENSORS)) == {("a", ((0, 4), (0, 6)), ((0, 4), (0, 6)))}
+
+
 def test_last_write_wins():
     def write(model, weights):
         model.w.data.zero_()

@@ -1,6 +1,7 @@
 """Updates of a model whose engine computes values from its weights: Gemma 2 keeps 1 + w for every norm."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from megarl.reshard.planning.strategy import DeltaUpdate
 from tests.engines import reference
 from tests.engines.conftest import SIZES, save_tiny
 from tests.engines.remote import Senders, boxes_of, fork_traces, send_rounds, started, sums_of
-from tests.engines.sglang.serving import PROMPTS, assert_completes
+from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_completes
 from tests.engines.sglang.weight_update.test_network_receive import World
 from tests.errors import expect_error
+from tests.time_limits import HANG_SECONDS
 
 TP = 2
 NUM_NORMS = 9
@@ -38,10 +40,39 @@ def gemma_spec(spec, gemma_dir):
     return dataclasses.replace(spec, model_path=gemma_dir, tp=TP)
 
 
+PLUGIN = """
+import os
+
+from sglang.srt.models.gemma2 import Gemma2ForCausalLM
+from sglang.srt.runtime_context import get_parallel
+
+def post_load_weights(self):
+    if get_parallel().tp_rank == 1 and os.path.exists(os.environ["MEGARL_TEST_FAULT"]):
+        raise RuntimeError("cannot complete the model")
+
+Gemma2ForCausalLM.post_load_weights = post_load_weights
+"""
+"""Module that the schedulers import with the models of an external package."""
+
+
 @pytest.fixture(scope="module")
-def engine(gemma_spec):
-    with started(gemma_spec) as engine:
-        yield engine
+def fault(tmp_path_factory):
+    """A file: while it exists, the second TP rank cannot complete the model after it has received all boxes."""
+    return tmp_path_factory.mktemp("fault") / "fault"
+
+
+@pytest.fixture(scope="module")
+def engine(gemma_spec, fault):
+    package = fault.parent / "failing_models"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "plugin.py").write_text(PLUGIN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(fault.parent), prepend=os.pathsep)
+        patch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", package.name)
+        patch.setenv("MEGARL_TEST_FAULT", str(fault))
+        with started(gemma_spec) as engine:
+            yield engine
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +152,47 @@ def test_successive_updates_recompute_derived_values(engine, needs, gemma_spec, 
         for here, there in zip(generations, fresh.generate(PROMPTS, temperature=0.0), strict=True):
             assert here.token_ids.tolist() == there.token_ids.tolist()
             assert here.logprobs.tolist() == there.logprobs.tolist()
+
+
+def test_rank_that_cannot_complete_the_model_blocks_the_engine_and_nobody_else(engine, needs, gemma_dir, fault):
+    """All ranks have received all boxes, so that the trainer ranks are free; the other TP rank does not wait."""
+    update(engine, reference.changed(gemma_dir, seed=1), needs, 1)
+    weights = reference.changed(gemma_dir, seed=2)
+    fault.touch()
+    try:
+        engine.call("begin_weights")
+        with Senders(engine, [rank_boxes(needs.received(), weights)]) as senders:
+            senders.prepare()
+            receiving = senders.receive()
+            senders.send_all()
+            with pytest.raises(WeightSyncError, match=r"^TP rank 1: RuntimeError: cannot complete the model$"):
+                receiving.result(HANG_SECONDS)
+            assert senders.failures == [""] * TP
+        assert_blocked(engine, 1)
+    finally:
+        fault.unlink()
+    update(engine, weights, needs, 2)
+    assert_completes(engine, gemma_dir, weights, 2)
+
+
+def test_rank_that_cannot_complete_the_model_ends_a_sync_over_the_network(engine, gemma_dir, fault, tmp_path):
+    world = World(engine, gemma_dir, tmp_path, bucket_bytes=1 << 14)
+    world.connect()
+    try:
+        world.sync(1)
+        fault.touch()
+        receiving = world.begin(2)
+        assert [trainer.result().error for trainer in world.trainers] == [None, None]
+        with pytest.raises(WeightSyncError, match=r"^TP rank 1: RuntimeError: cannot complete the model$"):
+            receiving.result(HANG_SECONDS)
+        assert_blocked(engine, 1)
+        fault.unlink()
+        world.connect()
+        world.sync(3)
+        assert_completes(engine, gemma_dir, world.versions.all_of(3), 3)
+    finally:
+        fault.unlink(missing_ok=True)
+        world.close()
 
 
 def test_engine_receives_derived_tensors_in_full_over_the_network(engine, gemma_dir, tmp_path):

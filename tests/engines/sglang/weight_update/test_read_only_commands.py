@@ -115,7 +115,7 @@ def test_reading_does_not_process_weights(engine, model_dir, tmp_path):
     assert engine.calls_at_start == {"process_weights_after_loading": NUM_LINEAR}
     engine.count()
     layouts = engine.call("layouts")
-    engine.call("full_tensors")
+    engine.call("weight_needs")
     engine.call("read_weights", str(tmp_path))
     with Senders(engine, [[boxes_of(layouts[0], reference.changed(model_dir, seed=1))]]) as senders:
         senders.prepare()

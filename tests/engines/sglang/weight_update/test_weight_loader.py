@@ -19,7 +19,10 @@ from megarl.engines.sglang.weight_update.control_calls import ControlCalls
 from megarl.engines.sglang.weight_update.planned_boxes import find_bucket_problems, read_expected_tensors
 from megarl.engines.sglang.weight_update.weight_loader import CommitVote
 from megarl.errors import DataError, WeightSyncError
+from megarl.reshard.layout.layout import full_local
+from megarl.reshard.transfer.box_channel import BoxSender
 from megarl.reshard.transfer.bucket import SharedBuffer, WeightBucket, lay_out, slot_view
+from tests.engines.remote import box_bucket
 from tests.errors import expect_error
 from tests.rollout.clock import in_virtual_time, iterate
 from tests.time_limits import UNREACHED_SECONDS
@@ -185,6 +188,28 @@ def test_failure_during_the_write_is_reported(model, command):
     model.fails = True
     reply = execute(model, command(a=torch.ones(4)))
     assert (reply.wrote, reply.error) == (True, "RuntimeError: out of memory")
+
+
+@pytest.mark.parametrize("delta", [None, {"number": 2, "base": None}])
+def test_failure_to_complete_the_model_is_reported_when_the_sender_is_free(model, command, delta):
+    """`a` comes in full, as if another rank computed values from it; it fails to load, and the next sync repairs it."""
+    boxes = [(full_local("a"), ((0, 4),), torch.ones(4)), ("b", ((0, 4),), torch.full((4,), 2.0))]
+    (buffer, bucket), common = box_bucket(boxes), command()
+    sender = BoxSender("trainer rank 1", "engine 0 rank 1", [bucket.slots], UNREACHED_SECONDS)
+    assert execute(model, common | {"op": "prepare", "offer": asdict(sender.offer)}).error is None
+    receive = common | {"op": "receive", "delta": delta, "abort_file": "/none", "seconds": UNREACHED_SECONDS}
+    for fails in (True, False):
+        model.fails = fails
+        sender.begin()
+        copied = sender.load_boxes(0, bucket)
+        reply = execute(model, receive)
+        copied()
+        assert (reply.wrote, reply.error) == (True, "RuntimeError: out of memory" if fails else None)
+        assert sender.failure == ""
+    assert model.a.tolist() == [1.0] * 4
+    assert model.b.tolist() == [2.0] * 4
+    sender.close()
+    buffer.close()
 
 
 def test_unknown_operation_replies_with_an_error(model, command):
