@@ -212,9 +212,9 @@ class WeightSession:
         await self._check_arrived()
         replies = await self._execute_or_close("verify_weights", {"op": "sum"}, "the command to sum the weights")
         for rank, (trace, sums, reply) in enumerate(zip(await self.traces(), expected, replies, strict=True)):
-            difference = _find_difference(trace, sums, **reply.result)
-            if difference:
-                self.calls.is_mixed, problem = True, f"TP rank {rank} {difference}"
+            problem = _find_difference(rank, trace, sums, **reply.result)
+            if problem:
+                self.calls.is_mixed = True
                 await self.close(problem)
                 return problem
         return None
@@ -369,13 +369,16 @@ def full_tensors(traces: Sequence[EngineTrace]) -> tuple[str, ...]:
     return tuple(name for name in traces[0].layout.tensors if name in derived)
 
 
-def _find_difference(trace: EngineTrace, expected: Ints, *, sums: Sequence[int], changed: list[str]) -> str:
+def _find_difference(rank: int, trace: EngineTrace, expected: Ints, *, sums: Sequence[int], changed: list[str]) -> str:
     """Return what differs on a TP rank that replied `sums` and `changed` (`_sum_weights`); empty if all is equal."""
     different = np.flatnonzero(np.array(sums, np.int64) != expected)
     if len(different):
         piece = trace.layout.pieces[int(different[0])]
         others = f", nor {len(different) - 1} other boxes" if len(different) > 1 else ""
-        return f"does not hold the values of {piece.tensor} {box_text(piece.box)} that the trainer has sent{others}"
+        return (
+            f"TP rank {rank} does not hold the values of {piece.tensor} {box_text(piece.box)} that the trainer has "
+            f"sent{others}"
+        )
     if changed:
-        return f"has other values than at its start of what no update writes: {join_names(changed)}"
+        return f"TP rank {rank} has other values than at its start of what no update writes: {join_names(changed)}"
     return ""
