@@ -28,7 +28,6 @@ from functools import cached_property
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megarl.reshard.layout.layout import Ints
 from megarl.reshard.layout.relay_tree import (
@@ -155,7 +154,8 @@ class RemoteTraffic:
 
     def _turns_on_machines(self) -> int:
         """Return a number of turns after which holders have sent equally much to receivers on their own machine."""
-        held, needed = (_by_rank(sets, len(self.topology.nodes)) for sets in (self.holders, self.receivers))
+        every_rank = np.arange(len(self.topology.nodes))
+        held, needed = (_counts(sets, every_rank).astype(np.float32) for sets in (self.holders, self.receivers))
         turns = {1}
         for ranks in self.topology.ranks_of.values():
             of, to = held[:, ranks], needed[:, ranks]
@@ -212,29 +212,24 @@ class RemoteTraffic:
     @cached_property
     def held(self) -> Ints:
         """[holders, machines], the number of holders on each machine."""
-        return self._by_machine(self.holders)
+        return _counts(self.holders, self.machine_of)
 
     @cached_property
     def needed(self) -> Ints:
         """[receivers, machines], the number of receivers on each machine."""
-        return self._by_machine(self.receivers)
+        return _counts(self.receivers, self.machine_of)
 
     @cached_property
     def machine_of(self) -> Ints:
         """By rank, the index of its machine in `held` and `needed`, which have machines in the order of their nodes."""
         return np.unique(np.array(self.topology.nodes), return_inverse=True)[1]
 
-    def _by_machine(self, sets: Sequence[Ranks]) -> Ints:
-        counts = np.zeros((len(sets), int(self.machine_of.max()) + 1), np.int64)
-        np.add.at(counts, (np.repeat(np.arange(len(sets)), _lengths(sets)), self.machine_of[_flat(sets)]), 1)
-        return counts
 
-
-def _by_rank(sets: Sequence[Ranks], num_ranks: int) -> NDArray[np.float32]:
-    """Return [sets, ranks], 1 for the ranks of each set."""
-    found = np.zeros((len(sets), num_ranks), np.float32)
-    found[np.repeat(np.arange(len(sets)), _lengths(sets)), _flat(sets)] = 1
-    return found
+def _counts(sets: Sequence[Ranks], column_of: Ints) -> Ints:
+    """Return [sets, columns], how many ranks of each set are in each column; `column_of`: by rank, its column."""
+    counts = np.zeros((len(sets), int(column_of.max()) + 1), np.int64)
+    np.add.at(counts, (np.repeat(np.arange(len(sets)), _lengths(sets)), column_of[_flat(sets)]), 1)
+    return counts
 
 
 def _lengths(sets: Sequence[Ranks]) -> Ints:

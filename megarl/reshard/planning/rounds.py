@@ -214,7 +214,7 @@ class _RoundBuilder:
         self._end = self._split = 0
         self._regions: list[int] = []
         self._bucket_offsets: dict[int, int] = {}
-        """By `_received_box`."""
+        """Offsets in this round's bucket of what it receives, by the hash of the box in `_received_box`."""
         self._message_of: dict[int, int] = {}
         gathers = tuple(self._gathers([row for row in received if self._gathered[row]]))
         rest = [row for row in received if not self._gathered[row]]
