@@ -56,37 +56,19 @@ the same for up to `MAX_REMOTE_PEERS` ranks, of which each needs a larger part o
 
 @dataclass(frozen=True, slots=True)
 class NeedClass:
-    """Ranks that need the same boxes."""
+    """Ranks that need the same boxes, and the N parts of these that ranks hold: arrays [N], or [N, D]."""
 
     ranks: Ranks
     boxes: Boxes
     locals: tuple[str, ...]
     receivers: Ints
     """By box, all ranks of all classes that need exactly this box: an index into `SyncIndex.receiver_sets`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """N parts of needed boxes that ranks hold: arrays [N], or [N, D]."""
-
     at: Ints
     """Row of the needed box."""
     of: Ints
-    """Row of the held box."""
+    """Row of the held box in `SyncIndex.held`."""
     low: Ints
     high: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class Overlaps:
-    """What ranks hold of the needed boxes."""
-
-    receivers: Sequence[Ints]
-    """By class and box, index in `SyncIndex.receiver_sets`."""
-    found: Sequence[Overlap]
-    """By class, the parts of its boxes that are held."""
-    traffic: RemoteTraffic
-    """Which ranks need boxes of which."""
 
 
 class SyncIndex:
@@ -131,26 +113,21 @@ class SyncIndex:
         self.itemsize = np.array([itemsize(spec.dtype) for spec in self.specs], np.int64)
         self.width = max((len(spec.shape) for spec in self.specs), default=1) or 1
         self._index_sources(sources)
-        tables = [self._boxes(layout.pieces) for layout, _ in layouts]
-        receivers, self.receiver_sets = self._find_receivers(tables, [ranks for _, ranks in layouts])
-        self.stages = self._find_stages(tables, receivers)
-        bytes_of = self._stage_bytes(tables)
+        self.classes, self.receiver_sets = self._find_classes(layouts)
+        self.class_of = {rank: number for number, each in enumerate(self.classes) for rank in each.ranks}
+        self.stages = self._find_stages()
+        bytes_of = self._stage_bytes()
         needed = int(bytes_of.sum(axis=1).max(initial=0))
         are_few = len(topology.nodes) <= MAX_REMOTE_PEERS
         self._min_bytes = needed // (MAX_MESSAGES_OF_FEW if are_few else MAX_MESSAGES)
         """Bytes of the smallest slices, if they were equally large."""
         self.large_bytes = max(large_bytes, self._min_bytes)
         """A box of at least this size is a message of its own."""
-        overlaps = self._intersect(tables, receivers)
-        self.remote: RemoteSources = overlaps.traffic.limit()
-        self.num_hops: int = overlaps.traffic.num_hops(self.remote)
-        self._entries = RingEntries.choose(overlaps.traffic, self.remote)
-        self._cut_to_fit(tables, overlaps, bytes_of, needed, bucket_bytes)
-        self.classes: tuple[NeedClass, ...] = tuple(
-            NeedClass(ranks, table, layout.pieces.locals.strings, to)
-            for (layout, ranks), table, to in zip(layouts, tables, receivers, strict=True)
-        )
-        self.class_of = {rank: number for number, each in enumerate(self.classes) for rank in each.ranks}
+        traffic = self._find_traffic()
+        self.remote: RemoteSources = traffic.limit()
+        self.num_hops: int = traffic.num_hops(self.remote)
+        self._entries = RingEntries.choose(traffic, self.remote)
+        self._cut_to_fit(bytes_of, needed, traffic.num_turns(self.remote), bucket_bytes)
 
     def release_layouts(self) -> None:
         """Drop the decoded pieces of the layouts that the tables were built from."""
@@ -213,16 +190,24 @@ class SyncIndex:
         _, once = np.unique(of, return_index=True)  # the same box may be held under two names
         return mine.take(at[once]), of[once]
 
-    def _find_receivers(self, tables: Sequence[Boxes], ranks: Sequence[Ranks]) -> tuple[list[Ints], list[Ranks]]:
-        """Return, by class and box, the index of the set of ranks that need it, and the sets.
+    # -- needs
 
-        On a single node it does not matter which other classes need the same box: they are those of the classes.
+    def _find_classes(self, layouts: Sequence[tuple[WeightLayout, Ranks]]) -> tuple[list[NeedClass], list[Ranks]]:
+        """Return the class of each needed layout and its ranks, and the sets of ranks that need the same boxes.
+
+        On a single node it does not matter which other classes need the same box: the sets are those of the classes.
         """
+        tables, sets = [self._boxes(layout.pieces) for layout, _ in layouts], [ranks for _, ranks in layouts]
+        receivers = [np.full(len(table.tensor), number) for number, table in enumerate(tables)]
         if len(self.topology.ranks_of) > 1 and len(tables) > 1:
-            return find_receiver_sets(tables, ranks, self.width)
-        return [np.full(len(t.tensor), number) for number, t in enumerate(tables)], list(ranks)
+            receivers, sets = find_receiver_sets(tables, sets, self.width)
+        classes = []
+        for (layout, ranks), table, to in zip(layouts, tables, receivers, strict=True):
+            parts = intersections(table, self.held, self.held_start, self.held_count)
+            classes.append(NeedClass(ranks, table, layout.pieces.locals.strings, to, *parts))
+        return classes, sets
 
-    def _find_stages(self, tables: Sequence[Boxes], receivers: Sequence[Ints]) -> Stages:
+    def _find_stages(self) -> Stages:
         """Return the stages of tensors: those whose boxes the same sets of ranks hold, and the same sets need.
 
         No stage has bytes that nobody needs. Experts of one rank that different ranks need are different stages, so
@@ -231,8 +216,9 @@ class SyncIndex:
         """
         held, num_tensors = self.held, len(self.names)
         size = np.bincount(held.tensor, volumes(held.start, held.stop) * self.itemsize[held.tensor], num_tensors)
-        tensors = np.concatenate([np.zeros(0, np.int64), *(table.tensor for table in tables)])
-        needed_by = self._hash_sets(tensors, np.concatenate([np.zeros(0, np.int64), *receivers]))
+        nothing = np.zeros(0, np.int64)
+        tensors = np.concatenate([nothing, *(need.boxes.tensor for need in self.classes)])
+        needed_by = self._hash_sets(tensors, np.concatenate([nothing, *(need.receivers for need in self.classes)]))
         size[needed_by == 0] = 0
         first = np.minimum(self.held_start, max(len(self.held_by) - 1, 0))
         holders = np.where(self.held_count > 0, self.held_by[first] if len(self.held_by) else 0, len(self.holders))
@@ -251,28 +237,24 @@ class SyncIndex:
         np.add.at(found, tensor[is_first], hash_rows([np.arange(1, sets.max(initial=0) + 2)])[sets[is_first]])
         return found
 
-    # -- needs
-
-    def _cut_to_fit(
-        self, tables: Sequence[Boxes], overlaps: Overlaps, bytes_of: Ints, needed: int, bucket_bytes: int
-    ) -> None:
+    def _cut_to_fit(self, bytes_of: Ints, needed: int, per_round: int, bucket_bytes: int) -> None:
         """Cut the tensors into slices and number the rounds, so that no rank's load of a round exceeds the limits.
 
         Args:
             bytes_of: as `_stage_bytes` returns.
             needed: the most bytes that a rank needs.
+            per_round: the most slices of a stage in one round.
         """
         self.round_bytes, _ = share_buffers(bucket_bytes, self.num_hops, needed, 0)
         """The most that a rank receives in one round."""
         num_rounds, count = max(-(-needed // self.round_bytes), 1), np.array([-1])
-        per_round = overlaps.traffic.num_turns(self.remote)
         num_lanes = 1 if self.groups else min(len(self.receiver_sets), MAX_LANES)
         while True:
             before, count = count, self._count_slices(bytes_of, num_rounds, per_round)
             self.slices = Slices(self.stages, count, bytes_of.sum(axis=0), num_rounds, num_lanes)
             is_same = np.array_equal(count, before)
             if not is_same:
-                received, packed = self._loads(tables, overlaps)
+                received, packed = self._loads()
             most = received.largest(self.slices.round), packed.largest(self.slices.round)
             self.round_bytes, self.staging_bytes = share_buffers(bucket_bytes, self.num_hops, *most)
             """The most that a rank packs in one round."""
@@ -284,11 +266,11 @@ class SyncIndex:
         self._round_of_place = cut_rounds(self.slices.round, self.slices.order, limited)
         self.num_rounds: int = int(self._round_of_place.max(initial=-1)) + 1
 
-    def _stage_bytes(self, tables: Sequence[Boxes]) -> Ints:
+    def _stage_bytes(self) -> Ints:
         """Return [classes, stages], the bytes that a rank of each class needs."""
         count = len(self.stages.total)
-        found = np.zeros((len(tables), count))
-        for row, t in zip(found, tables, strict=True):
+        found = np.zeros((len(self.classes), count))
+        for row, t in zip(found, (need.boxes for need in self.classes), strict=True):
             row += np.bincount(self.stages.stage[t.tensor], volumes(t.start, t.stop) * self.itemsize[t.tensor], count)
         return found
 
@@ -303,33 +285,36 @@ class SyncIndex:
         even: Ints = count - count % each
         return np.where((most < num_rounds) | (-(-count // each) * each > MAX_HOLDER_SHARE * count), even, count)
 
-    def _intersect(self, tables: Sequence[Boxes], receivers: Sequence[Ints]) -> Overlaps:
-        """Return what ranks hold of the needed boxes; `receivers` as of `_find_receivers`."""
+    def _find_traffic(self) -> RemoteTraffic:
+        """Return which ranks need boxes of which."""
         pairs = np.zeros((len(self.holders), len(self.receiver_sets)), np.int64)
-        found = []
-        for table, to in zip(tables, receivers, strict=True):
-            at, of, low, high = intersections(table, self.held, self.held_start, self.held_count)
-            size = volumes(low, high) * self.itemsize[table.tensor[at]]
-            np.add.at(pairs, (self.held_by[of], to[at]), size)
-            found.append(Overlap(at, of, low, high))
-        return Overlaps(receivers, found, RemoteTraffic(self.topology, self.holders, self.receiver_sets, pairs))
+        for need in self.classes:
+            size = volumes(need.low, need.high) * self.itemsize[need.boxes.tensor[need.at]]
+            np.add.at(pairs, (self.held_by[need.of], need.receivers[need.at]), size)
+        return RemoteTraffic(self.topology, self.holders, self.receiver_sets, pairs)
 
-    def _loads(self, tables: Sequence[Boxes], overlaps: Overlaps) -> tuple[Loads, Loads]:
+    def cut(self, need: NeedClass, parts: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Cut held parts of the boxes that a class needs, given by their indices [M], at the edges of the slices.
+
+        Returns:
+            for each part of a part: its index, start, stop and item.
+        """
+        at, boxes = need.at[parts], need.boxes
+        first, last = boxes.start[at, 0], boxes.stop[at, 0]
+        row, low, high, item = self.slices.cut(boxes.tensor[at], need.low[parts], need.high[parts], first, last)
+        return parts[row], low, high, item
+
+    def _loads(self) -> tuple[Loads, Loads]:
         """Return what ranks receive, and what they pack, whichever of equally good sources are chosen."""
-        in_classes = np.bincount(
-            np.concatenate([np.zeros(0, np.int64), *map(np.unique, overlaps.receivers)]),
-            minlength=len(self.receiver_sets),
-        )
+        sets = np.concatenate([np.zeros(0, np.int64), *(np.unique(need.receivers) for need in self.classes)])
+        in_classes = np.bincount(sets, minlength=len(self.receiver_sets))
         received, packed, several = [], [], [np.zeros((4, 0), np.int64)]
-        for number, (table, receivers, whole) in enumerate(
-            zip(tables, overlaps.receivers, overlaps.found, strict=True)
-        ):
-            tensor = table.tensor[whole.at]
-            first, last = table.start[whole.at, 0], table.stop[whole.at, 0]
-            row, low, high, item = self.slices.cut(tensor, whole.low, whole.high, first, last)
-            of, to = whole.of[row], receivers[whole.at[row]]
+        for number, need in enumerate(self.classes):
+            part, low, high, item = self.cut(need, np.arange(len(need.at)))
+            at, of = need.at[part], need.of[part]
+            to = need.receivers[at]
             place = self.slices.place(item, to)
-            size = volumes(low, high) * self.itemsize[tensor[row]]
+            size = volumes(low, high) * self.itemsize[need.boxes.tensor[at]]
             received.append(Loads(np.full_like(place, number), place, size))
             is_small = size < self.large_bytes
             is_packed = is_small | ~are_contiguous(low, high, self._held_extent[of])

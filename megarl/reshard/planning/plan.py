@@ -6,14 +6,14 @@ plans: both ends of a message derive its content in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.box_index import NeedClass, SyncIndex
-from megarl.reshard.layout.layout import Boxes, Ints, extents, intersections, volumes
+from megarl.reshard.layout.layout import Boxes, Ints, volumes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +111,13 @@ def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tupl
     if number is None:
         return _no_moves(index.width), np.zeros(0, np.int64), mine.take(np.zeros(0, np.int64))
     need = index.classes[number]
-    at, of, low, high = intersections(need.boxes, index.held, index.held_start, index.held_count)
-    _check_complete(index, rank, need.boxes, at, low, high)
-    row, low, high, item = index.slices.cut(
-        need.boxes.tensor[at], low, high, need.boxes.start[at, 0], need.boxes.stop[at, 0]
-    )
-    at, of = at[row], of[row]
-    turns = index.slices.turn[item]
-    path = _paths(index, index.held_by[of], need.receivers[at], turns)
+    _check_complete(index, rank, need)
+    part, low, high, item = index.cut(need, np.arange(len(need.at)))
+    at, of, turns = need.at[part], need.of[part], index.slices.turn[item]
     peer, hop = np.empty(len(at), np.int64), np.empty(len(at), np.int64)
-    for rows, (holders, receivers) in _group_rows(index.held_by[of], need.receivers[at]):
+    for rows, holders, receivers in _group_rows(index, index.held_by[of], need.receivers[at]):
         peer[rows], hop[rows] = index.source_selector(holders, receivers).sources(rank, turns[rows])
-    rounds = index.round_of(item, need.receivers[at])
-    boxes = need.boxes.take(at)
-    sizes = volumes(low, high) * index.itemsize[boxes.tensor]
-    moves = Moves(rounds, hop, peer, boxes.tensor, low, high, boxes.local, boxes.shift, sizes, item, path)
+    moves = _make_moves(index, need, part, low, high, item, peer, hop, need.boxes.local[at], need.boxes.shift[at])
     order = _message_order(index, moves)
     moves, of = moves.take(order), of[order]
     own = np.flatnonzero(moves.peer == rank)
@@ -135,66 +127,56 @@ def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tupl
 def _sends(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints, to: Collection[int] | None = None) -> Moves:
     """Return what `rank` sends to the ranks `to`, None for all: boxes that it holds, and that it fetches and relays."""
     found = [_no_moves(index.width)]
-    own_start, own_count = extents(mine.tensor, len(index.names))
-    relayed_sets = [n for n, ranks in enumerate(index.receiver_sets) if rank in ranks and len(ranks) > 1]
+    holds = np.array([rank in ranks for ranks in index.holders], bool)
+    relays = np.array([rank in ranks and len(ranks) > 1 for ranks in index.receiver_sets], bool)
     for need in index.classes:
         peers = need.ranks if to is None else [peer for peer in need.ranks if peer in to]
         if peers:
-            some = np.flatnonzero(own_count[need.boxes.tensor])
-            found += _sends_to_class(index, rank, need, peers, some, mine, own_start, own_count, held_rows)
-            some, held = np.flatnonzero(np.isin(need.receivers, relayed_sets)), index.held
-            found += _sends_to_class(index, rank, need, peers, some, held, index.held_start, index.held_count, None)
+            parts = np.flatnonzero(holds[index.held_by[need.of]] | relays[need.receivers[need.at]])
+            found.append(_sends_to_class(index, rank, need, peers, parts, mine, held_rows))
     moves = Moves(*(np.concatenate([getattr(m, name) for m in found]) for name in Moves.__slots__))
     return moves.take(_message_order(index, moves))
 
 
 def _sends_to_class(
-    index: SyncIndex,
-    rank: int,
-    need: NeedClass,
-    peers: Sequence[int],
-    rows: Ints,
-    held: Boxes,
-    start: Ints,
-    count: Ints,
-    held_rows: Ints | None,
-) -> list[Moves]:
-    """Return what `rank` sends to `peers`, ranks of `need`, restricted to the boxes `rows`.
+    index: SyncIndex, rank: int, need: NeedClass, peers: Sequence[int], parts: Ints, mine: Boxes, held_rows: Ints
+) -> Moves:
+    """Return what `rank` sends to `peers`, ranks of `need`, of held parts of its boxes, given by their indices."""
+    part, low, high, item = index.cut(need, parts)
+    of, turns = need.of[part], index.slices.turn[item]
+    found = [(np.zeros(0, np.int64),) * 3]
+    for same, holders, receivers in _group_rows(index, index.held_by[of], need.receivers[need.at[part]]):
+        sent, to, hops = index.source_selector(holders, receivers).sends(rank, turns[same], peers)
+        found.append((same[sent], to, hops))
+    row, peer, hop = (np.concatenate(column) for column in zip(*found, strict=True))
+    low, of = low[row], of[row]
+    local, shift = np.full(len(row), -1), np.zeros_like(low)
+    own = np.flatnonzero(np.isin(of, held_rows))
+    place = np.searchsorted(held_rows, of[own])
+    local[own], shift[own] = mine.local[place], mine.shift[place]
+    return _make_moves(index, need, part[row], low, high[row], item[row], peer, hop, local, shift)
 
-    Args:
-        held: the boxes that `rank` holds, or all held boxes to find what it relays.
-        held_rows: rows of `index.held`, by box that `rank` holds; None: `held` are all held boxes.
-    """
-    boxes = need.boxes.take(rows)
-    at, of, low, high = intersections(boxes, held, start, count)
-    if not len(at):
-        return []
-    row, low, high, item = index.slices.cut(boxes.tensor[at], low, high, boxes.start[at, 0], boxes.stop[at, 0])
-    at, of = at[row], of[row]
-    number = of if held_rows is None else held_rows[of]
-    turns = index.slices.turn[item]
-    path = _paths(index, index.held_by[number], need.receivers[rows[at]], turns)
-    pairs, destinations, hops = [], [], []
-    for same, (holders, receivers) in _group_rows(index.held_by[number], need.receivers[rows[at]]):
-        if (rank in index.holders[holders]) == (held_rows is None):
-            continue
-        sent, to, hop = index.source_selector(holders, receivers).sends(rank, turns[same], peers)
-        pairs.append(same[sent])
-        destinations.append(to)
-        hops.append(hop)
-    if not pairs:
-        return []
-    pair, peer, hop = np.concatenate(pairs), np.concatenate(destinations), np.concatenate(hops)
-    order = np.lexsort((pair, peer))
-    pair, peer = pair[order], peer[order]
-    rounds = index.round_of(item[pair], need.receivers[rows[at[pair]]])
-    tensor, low, high = boxes.tensor[at[pair]], low[pair], high[pair]
-    if held_rows is None:
-        local, shift = np.full(len(pair), -1), np.zeros_like(low)
-    else:
-        local, shift = held.local[of[pair]], held.shift[of[pair]]
+
+def _make_moves(
+    index: SyncIndex,
+    need: NeedClass,
+    part: Ints,
+    low: Ints,
+    high: Ints,
+    item: Ints,
+    peer: Ints,
+    hop: Ints,
+    local: Ints,
+    shift: Ints,
+) -> Moves:
+    """Return the moves of N parts of needed boxes, as `SyncIndex.cut` returns these; others as in `Moves`."""
+    at = need.at[part]
+    tensor, receivers = need.boxes.tensor[at], need.receivers[at]
     sizes = volumes(low, high) * index.itemsize[tensor]
-    return [Moves(rounds, hop[order], peer, tensor, low, high, local, shift, sizes, item[pair], path[pair])]
+    # depends on the box only, so all ranks agree
+    path = (index.held_by[need.of[part]] * len(index.receiver_sets) + receivers) << 32 | index.slices.turn[item]
+    rounds = index.round_of(item, receivers)
+    return Moves(rounds, hop, peer, tensor, low, high, local, shift, sizes, item, path)
 
 
 def _find_gathers(index: SyncIndex, rank: int, receives: Moves) -> tuple[Ints, tuple[int, ...]]:
@@ -229,21 +211,13 @@ def _find_tensors_held_twice(index: SyncIndex, group: tuple[int, ...]) -> Ints:
     return np.unique(index.held.tensor[twice[index.held_by]])
 
 
-def _paths(index: SyncIndex, holders: Ints, receivers: Ints, turns: Ints) -> Ints:
-    """Return the number [N] of the path of each box; depends on the box only, so all ranks agree."""
-    paths: Ints = (holders * len(index.receiver_sets) + receivers) << 32 | turns
-    return paths
-
-
-def _group_rows(*columns: Ints) -> list[tuple[Ints, tuple[int, ...]]]:
-    """Group the rows that agree in all columns; return (rows, values) per group."""
-    if not len(columns[0]):
-        return []
-    order = np.lexsort(columns[::-1])
-    rows = np.column_stack(columns)[order]
-    starts = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]).any(axis=1)])
-    values = rows[starts].tolist()
-    return [(same, tuple(v)) for same, v in zip(np.split(order, starts[1:]), values, strict=True)]
+def _group_rows(index: SyncIndex, holders: Ints, receivers: Ints) -> Iterator[tuple[Ints, int, int]]:
+    """Yield the rows of each pair of holders and receivers, and the pair."""
+    pair = holders * len(index.receiver_sets) + receivers
+    order = np.argsort(pair, kind="stable")
+    pairs, starts = np.unique(pair[order], return_index=True)
+    for rows, each in zip(np.split(order, starts[1:]), pairs.tolist(), strict=False):
+        yield rows, *divmod(each, len(index.receiver_sets))
 
 
 def _message_order(index: SyncIndex, moves: Moves) -> Ints:
@@ -256,14 +230,15 @@ def _message_order(index: SyncIndex, moves: Moves) -> Ints:
     return order
 
 
-def _check_complete(index: SyncIndex, rank: int, need: Boxes, at: Ints, low: Ints, high: Ints) -> None:
-    missing = volumes(need.start, need.stop)
-    np.subtract.at(missing, at, volumes(low, high))
+def _check_complete(index: SyncIndex, rank: int, need: NeedClass) -> None:
+    boxes = need.boxes
+    missing = volumes(boxes.start, boxes.stop)
+    np.subtract.at(missing, need.at, volumes(need.low, need.high))
     if missing.any():
         row = int(np.flatnonzero(missing)[0])
-        tensor = int(need.tensor[row])
+        tensor = int(boxes.tensor[row])
         dims = len(index.specs[tensor].shape)
-        box = tuple(zip(need.start[row, :dims].tolist(), need.stop[row, :dims].tolist(), strict=True))
+        box = tuple(zip(boxes.start[row, :dims].tolist(), boxes.stop[row, :dims].tolist(), strict=True))
         raise WeightSyncError(
             f"{index.names[tensor]}: rank {rank} needs {box}, of which no trainer rank holds {missing[row]} elements"
         )
