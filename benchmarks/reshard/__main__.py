@@ -53,8 +53,8 @@ from megarl.megatron.runtime import platform
 from megarl.reshard.analysis.forecast import time_sync
 from megarl.reshard.analysis.scenario import Scenario, even_nodes
 from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.lower_bounds import seconds_bound
 from megarl.reshard.layout.topology import LinkRates
-from megarl.reshard.planning.lower_bounds import seconds_bound
 
 CONTENDERS = (
     *FULL_GATHERS,

@@ -8,7 +8,7 @@ their published sizes, or with fewer layers and experts of that shape, on 2 to 1
 Takes minutes. One object is printed for each layout:
 
     strategy            colocated: the one that `auto` takes; disaggregated: exact
-    seconds_bound       least seconds of any method (`megarl.reshard.planning.lower_bounds.seconds_bound`)
+    seconds_bound       least seconds of any method (`megarl.reshard.layout.lower_bounds.seconds_bound`)
     seconds_planned     of the simulated sync; ratio: over seconds_bound
     limit               what the ratio should be at most: 1.15, with fewer than 16 rounds 1.15 + hops / rounds
     seconds_by_strategy colocated: of each strategy; auto_over_best: that of auto over the least of them

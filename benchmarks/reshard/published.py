@@ -41,10 +41,10 @@ from megarl.megatron.families.trainer_layouts import EVEN, PipelineSplit, traine
 from megarl.reshard.analysis.sync_clock import SyncTiming, box_schedule, time_schedule
 from megarl.reshard.layout.box_index import SyncIndex
 from megarl.reshard.layout.layout import Columns, PieceTable, WeightLayout
+from megarl.reshard.layout.lower_bounds import seconds_bound
 from megarl.reshard.layout.model_tensors import ModelTensors, Names
 from megarl.reshard.layout.topology import LinkRates, Topology
 from megarl.reshard.planning.disaggregated import TransferSpec
-from megarl.reshard.planning.lower_bounds import seconds_bound
 from megarl.reshard.planning.plan import RankPlan, plan_rank
 from megarl.reshard.planning.plan_cache import cached_index
 

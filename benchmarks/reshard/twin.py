@@ -2,7 +2,7 @@
 
 seconds_measured     of the sync on this machine, whose links are slowed to the given rates
 seconds_planned      of the plan at these rates (`megarl.reshard.analysis.sync_clock`), without any CPU time
-seconds_bound        least seconds of any method at these rates (`megarl.reshard.planning.lower_bounds.seconds_bound`)
+seconds_bound        least seconds of any method at these rates (`megarl.reshard.layout.lower_bounds.seconds_bound`)
 busiest_link_seconds the longest that one link was occupied: its bytes over its rate
 mismatched_bytes     wrong bytes in the engines' parameters; all are compared
 cpu_share            CPU seconds of all ranks over seconds_measured; measured times mean little where it is large

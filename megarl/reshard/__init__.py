@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from megarl.reshard.layout.layout import ShardPiece as ShardPiece
     from megarl.reshard.layout.layout import TensorSpec as TensorSpec
     from megarl.reshard.layout.layout import WeightLayout as WeightLayout
+    from megarl.reshard.layout.lower_bounds import node_bounds as node_bounds
+    from megarl.reshard.layout.lower_bounds import rank_bounds as rank_bounds
     from megarl.reshard.layout.topology import Topology as Topology
-    from megarl.reshard.planning.lower_bounds import node_bounds as node_bounds
-    from megarl.reshard.planning.lower_bounds import rank_bounds as rank_bounds
     from megarl.reshard.planning.plan import RankPlan as RankPlan
     from megarl.reshard.planning.plan import plan_rank as plan_rank
     from megarl.reshard.planning.rounds import Round as Round
@@ -67,7 +67,7 @@ __getattr__ = lazy_names(
         "megarl.reshard.layout.engine_ranks": ("place_engines_by_overlap", "place_engines_strided", "resolve_strategy"),
         "megarl.reshard.layout.layout": ("ShardPiece", "TensorSpec", "WeightLayout"),
         "megarl.reshard.layout.topology": ("Topology",),
-        "megarl.reshard.planning.lower_bounds": ("node_bounds", "rank_bounds"),
+        "megarl.reshard.layout.lower_bounds": ("node_bounds", "rank_bounds"),
         "megarl.reshard.planning.plan": ("RankPlan", "plan_rank"),
         "megarl.reshard.planning.rounds": ("Round", "build_rounds"),
     },

@@ -146,7 +146,7 @@ class _SyncCase:
     def time(self, rates: LinkRates) -> tuple[SyncTiming, float]:
         """Return the simulated time of a sync, and the least seconds of any method."""
         from megarl.reshard.analysis.sync_clock import box_schedule, time_schedule
-        from megarl.reshard.planning.lower_bounds import seconds_bound
+        from megarl.reshard.layout.lower_bounds import seconds_bound
         from megarl.reshard.planning.plan import plan_rank
         from megarl.reshard.planning.plan_cache import cached_index
 

@@ -36,8 +36,8 @@ from megarl.reshard.analysis.sync_clock import SyncTiming, box_schedule, gather_
 from megarl.reshard.layout.box_index import SyncIndex
 from megarl.reshard.layout.engine_ranks import model_replicas
 from megarl.reshard.layout.layout import Ints, WeightLayout
+from megarl.reshard.layout.lower_bounds import NeedIndex, missing_by_node
 from megarl.reshard.layout.topology import LinkRates, Topology
-from megarl.reshard.planning.lower_bounds import NeedIndex, missing_by_node
 from megarl.reshard.planning.plan import Moves, RankPlan, plan_rank, plan_sends
 from megarl.reshard.planning.plan_cache import cached_index
 from megarl.reshard.planning.rounds import Round

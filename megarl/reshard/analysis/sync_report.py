@@ -20,8 +20,8 @@ from megarl.reshard.analysis.forecast import (
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, sync_context
 from megarl.reshard.analysis.sync_clock import SyncTiming
 from megarl.reshard.layout.engine_ranks import resolve_strategy
+from megarl.reshard.layout.lower_bounds import node_bounds, rank_bounds, seconds_bound
 from megarl.reshard.layout.topology import LinkRates, Topology
-from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds, seconds_bound
 from megarl.reshard.planning.plan_cache import clear_plan_cache
 from megarl.reshard.planning.rounds import gc_disabled
 from megarl.reshard.planning.strategy import SyncStats

@@ -19,7 +19,6 @@ from megarl.reshard.layout.layout import (
     Boxes,
     Ints,
     PieceTable,
-    TensorSpec,
     WeightLayout,
     all_columns,
     check_dtypes,
@@ -29,12 +28,13 @@ from megarl.reshard.layout.layout import (
     hash_rows,
     intersections,
     local_extents,
+    merge_specs,
     pair_by_tensor,
     volumes,
     widen,
 )
 from megarl.reshard.layout.model_tensors import Names
-from megarl.reshard.layout.overlap import find_rank_sets, find_receiver_sets, group_ranks
+from megarl.reshard.layout.rank_sets import find_rank_sets, find_receiver_sets, group_ranks
 from megarl.reshard.layout.relay_tree import Ranks, RemoteSources
 from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS, RemoteTraffic, RingEntries
 from megarl.reshard.layout.slices import Loads, Slices, Stages, are_contiguous, cut_rounds, share_buffers
@@ -103,9 +103,7 @@ class SyncIndex:
         self.sources, self.needs = sources, needs
         ranks = sorted(needs)
         layouts = group_ranks([needs[rank] for rank in ranks], ranks, lambda layout: layout.digest)
-        specs: dict[str, TensorSpec] = {}
-        for model in {id(layout.tensors): layout.tensors for layout, _ in layouts}.values():
-            specs.update(zip(model.names, model.specs, strict=True))
+        specs = merge_specs(layout for layout, _ in layouts)
         check_dtypes({"engines": [layout for layout, _ in layouts], "trainer ranks": sources})
         self.names, self.specs = tuple(specs), tuple(specs.values())
         self._number = {name: i for i, name in enumerate(self.names)}

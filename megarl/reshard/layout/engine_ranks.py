@@ -24,7 +24,7 @@ import numpy as np
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
 from megarl.reshard.layout.layout import Ints, WeightLayout
-from megarl.reshard.layout.overlap import layout_bytes, overlap_bytes
+from megarl.reshard.layout.lower_bounds import NeedIndex
 from megarl.reshard.layout.topology import Topology
 
 ModelReplica = tuple[tuple[int, ...], ...]
@@ -150,8 +150,9 @@ def place_engines_by_overlap(
             f"rollout needs {replicas} groups of {tp} tensor ranks, each on one node; the trainer's "
             f"nodes have room for {room}"
         )
-    overlap = overlap_bytes(sources, engine)
-    missing = np.array([layout_bytes(need) for need in engine]) - overlap
+    need_index = NeedIndex(engine)
+    missing = np.array([[need_index.missing([held], [need]).boxes for need in engine] for held in sources])
+    overlap = np.array([need_index.missing([], [need]).boxes for need in engine]) - missing
     groups: list[TensorGroup] = []
     for ranks, count in zip(node_ranks, _distribute_groups(overlap, node_ranks, replicas), strict=True):
         if count:

@@ -115,6 +115,14 @@ def share_tensors(layouts: Sequence[WeightLayout]) -> list[WeightLayout]:
     ]
 
 
+def merge_specs(layouts: Iterable[WeightLayout]) -> dict[str, TensorSpec]:
+    """Return the specs of the tensors of all layouts' models."""
+    specs: dict[str, TensorSpec] = {}
+    for model in {id(layout.tensors): layout.tensors for layout in layouts}.values():
+        specs.update(zip(model.names, model.specs, strict=True))
+    return specs
+
+
 def full_local(tensor: str) -> str:
     """Return the local name of a tensor that an engine rank receives in full, before it loads it."""
     return f"full tensor {tensor}"

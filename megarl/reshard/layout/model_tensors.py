@@ -106,12 +106,6 @@ class ModelTensors(Mapping[str, TensorSpec]):
         return tuple([kinds[kind] for kind in kind_of.tolist()])
 
     @cached_property
-    def itemsizes(self) -> NDArray[np.int64]:
-        """Bytes of one element of each tensor, in the order of the names."""
-        kinds, kind_of = self._kinds
-        return np.array([itemsize(spec.dtype) for spec in kinds], np.int64)[kind_of]
-
-    @cached_property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         kinds, kind_of = self._kinds

@@ -12,8 +12,8 @@ from megarl.reshard.analysis.forecast import forecast, time_sync
 from megarl.reshard.analysis.nccl_progress import posted_groups
 from megarl.reshard.analysis.scenario import STRATEGIES, arrange
 from megarl.reshard.analysis.sync_clock import Exchange, Schedule, box_schedule, time_schedule
+from megarl.reshard.layout.lower_bounds import seconds_bound
 from megarl.reshard.layout.topology import LinkRates, Topology
-from megarl.reshard.planning.lower_bounds import seconds_bound
 from megarl.reshard.planning.plan import plan_rank
 from megarl.reshard.planning.plan_cache import cached_index
 from tests.reshard import simulate

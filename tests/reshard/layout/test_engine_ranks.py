@@ -19,10 +19,9 @@ from megarl.reshard.layout.engine_ranks import (
     resolve_strategy,
 )
 from megarl.reshard.layout.layout import Columns, PieceTable, ShardPiece, TensorSpec, WeightLayout, slices
+from megarl.reshard.layout.lower_bounds import NeedIndex, rank_bounds
 from megarl.reshard.layout.model_tensors import ModelTensors
-from megarl.reshard.layout.overlap import layout_bytes, overlap_bytes
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning.lower_bounds import rank_bounds
 from tests.errors import expect_error
 from tests.reshard.calls import count_calls
 from tests.reshard.synthetic import MODEL_BYTES, scenario
@@ -80,11 +79,12 @@ def test_exact_reaches_lower_bound(layout, nodes):
 @pytest.mark.parametrize("layout", [(1, 3, 1, 2), (1, 4, 1, 3), (3, 2, 1, 1), (3, 2, 1, 3), (1, 2, 2, 4)])
 def test_placement_on_one_node_is_optimal_for_the_busiest_rank(layout):
     case = scenario(*layout)
-    missing = np.array([layout_bytes(need) for need in case.engine]) - overlap_bytes(case.sources, case.engine)
+    need_index = NeedIndex(case.engine)
+    missing = [[need_index.missing([held], [need]).boxes for need in case.engine] for held in case.sources]
     places = list(range(len(case.engine))) * case.replicas
     ranks = range(len(case.sources))
     orders = itertools.permutations(ranks, len(places))
-    best = min(max(missing[rank, need] for rank, need in zip(chosen, places, strict=True)) for chosen in orders)
+    best = min(max(missing[rank][need] for rank, need in zip(chosen, places, strict=True)) for chosen in orders)
     assert max_missing_bytes("exact", case) == best
 
 
@@ -142,7 +142,7 @@ def test_auto_depends_on_sizes_and_nodes(sizes, gen_tp, nodes, expected):
         assert resolve_strategy(name, grid, topology, gen_tp=gen_tp) == name
 
 
-def test_overlap_bytes_against_brute_force():
+def test_missing_bytes_against_brute_force():
     rng = np.random.default_rng(0)
     shapes = {"a": (7, 5), "b": (9,), "c": (4, 3, 6), "only needed": (3,), "only held": (3,)}
     spec = {name: TensorSpec(shape, "bfloat16" if name == "b" else "float32") for name, shape in shapes.items()}
@@ -167,12 +167,16 @@ def test_overlap_bytes_against_brute_force():
     sources = [layout(["only held", "c", "b", "a"], tables=i % 2) for i in range(4)]
     sources.append(sources[1])
     needs = [layout(["b", "a", "only needed", "c"], tables=i % 2) for i in range(3)]
-    found = overlap_bytes(sources, needs)
-    for (i, source), (j, need) in itertools.product(enumerate(sources), enumerate(needs)):
-        pairs = [(h, w) for h in source.pieces for w in need.pieces if h.tensor == w.tensor]
-        assert found[i, j] == sum((mask(h) & mask(w)).sum() * (2 if h.tensor == "b" else 4) for h, w in pairs)
-    for need in needs:
-        assert layout_bytes(need) == sum(mask(p).sum() * (2 if p.tensor == "b" else 4) for p in need.pieces)
+    need_index = NeedIndex(needs)
+    for source, need in itertools.product([None, *sources], needs):
+        missing = 0
+        for piece in need.pieces:
+            wanted = mask(piece)
+            for held in source.pieces if source is not None else ():
+                if held.tensor == piece.tensor:
+                    wanted &= ~mask(held)
+            missing += wanted.sum() * (2 if piece.tensor == "b" else 4)
+        assert need_index.missing([source] if source is not None else [], [need]).boxes == missing
 
 
 def test_placing_a_thousand_layouts_takes_few_calls():

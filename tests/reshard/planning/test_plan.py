@@ -15,9 +15,9 @@ from megarl.errors import ConfigError, WeightSyncError
 from megarl.reshard.analysis.nccl_progress import find_stalls, posted_groups
 from megarl.reshard.layout.engine_ranks import micro_dp_groups, place_engines_consecutively, place_engines_strided
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
+from megarl.reshard.layout.lower_bounds import node_bounds, rank_bounds
 from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds
 from megarl.reshard.planning.plan import plan_rank
 from megarl.reshard.planning.plan_cache import cached_index, clear_plan_cache
 from megarl.reshard.planning.rounds import ALIGNMENT, build_rounds

@@ -16,7 +16,7 @@ from megarl.engines.sglang.weight_layout.offline_trace import trace_layouts
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.reshard.analysis.forecast import compute_traffic
 from megarl.reshard.analysis.scenario import arrange
-from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds
+from megarl.reshard.layout.lower_bounds import node_bounds, rank_bounds
 from tests.engines.remote import fork_traces
 from tests.megatron.fidelity.models import CONFIGS
 from tests.reshard import simulate

@@ -10,9 +10,9 @@ from megarl.megatron.families.load_architecture import load_architecture
 from megarl.megatron.families.trainer_layouts import PipelineSplit, trainer_layouts
 from megarl.reshard.analysis.nccl_progress import posted_groups
 from megarl.reshard.layout.layout import intersect, volume
+from megarl.reshard.layout.lower_bounds import rank_bounds
 from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning.lower_bounds import rank_bounds
 from megarl.reshard.planning.plan_cache import cached_plan, clear_plan_cache
 from megarl.reshard.transfer.bucket import torch_dtype
 from tests.reshard.calls import count_calls

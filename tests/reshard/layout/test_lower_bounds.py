@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
+from megarl.reshard.layout.lower_bounds import NeedIndex, seconds_bound
 from megarl.reshard.layout.topology import LinkRates, Topology
-from megarl.reshard.planning.lower_bounds import NeedIndex, seconds_bound
 from tests.reshard import synthetic
 from tests.reshard.planning.test_plan import BYTES, worlds
 
@@ -129,5 +129,5 @@ def test_missing_bytes_of_boxes_that_overlap_in_part():
 
 
 def test_bound_needs_no_torch():
-    code = "import sys, megarl.reshard.planning.lower_bounds; sys.exit('torch' in sys.modules)"
+    code = "import sys, megarl.reshard.layout.lower_bounds; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

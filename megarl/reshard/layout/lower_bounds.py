@@ -10,7 +10,7 @@ from functools import lru_cache, reduce
 import numpy as np
 
 from megarl.model_files.header import itemsize
-from megarl.reshard.layout.layout import Box, Ints, PieceTable, WeightLayout, hash_rows, widen
+from megarl.reshard.layout.layout import Box, Ints, PieceTable, WeightLayout, hash_rows, merge_specs, widen
 from megarl.reshard.layout.model_tensors import Names
 from megarl.reshard.layout.topology import LinkRates, Topology
 
@@ -90,13 +90,9 @@ class NeedIndex:
         layouts = _distinct(needs)
         self._known = layouts
         """References that keep the ids of layouts, which serve as keys, valid."""
-        self._number: dict[str, int] = {}
-        sizes: list[int] = []
-        for layout in layouts:
-            for name in (layout.tensors.names[i] for i in np.unique(layout.pieces.columns.tensor).tolist()):
-                if name not in self._number:
-                    self._number[name] = len(self._number)
-                    sizes.append(itemsize(layout.tensors[name].dtype))
+        specs = merge_specs(layouts)
+        self._number = {name: i for i, name in enumerate(specs)}
+        sizes = np.array([itemsize(spec.dtype) for spec in specs.values()], np.int64)
         self._numbers: dict[Names, Ints] = {}
         tables = [layout.pieces for layout in layouts]
         self._width = max((table.columns.width for table in tables), default=1)
@@ -104,11 +100,10 @@ class NeedIndex:
         mark = np.zeros(len(sizes), np.uint64)
         for number, (tensor, boxes) in enumerate(needed):
             np.add.at(mark, tensor, _marks(boxes, np.full(len(tensor), number)))
-        _, first, kind, count = np.unique(
-            hash_rows([mark, np.array(sizes, np.int64)]), return_index=True, return_inverse=True, return_counts=True
-        )
+        kinds = np.unique(hash_rows([mark, sizes]), return_index=True, return_inverse=True, return_counts=True)
+        _, first, kind, count = kinds
         self._kind = kind.reshape(-1)
-        self._size, self._count = np.array(sizes, np.int64)[first].tolist(), count.tolist()
+        self._size, self._count = sizes[first].tolist(), count.tolist()
         is_first = np.zeros(len(sizes), bool)
         is_first[first] = True
         self._needed = {
@@ -179,7 +174,7 @@ class NeedIndex:
         return found
 
     def _rows(self, table: PieceTable) -> tuple[Ints, Ints]:
-        """Return tensor indices [N] and boxes [N, D, 2] of the table's pieces, without tensors that no rank needs."""
+        """Return tensor indices [N] and boxes [N, D, 2] of the table's pieces, without tensors of other models."""
         if table.tensors not in self._numbers:
             self._numbers[table.tensors] = np.array([self._number.get(name, -1) for name in table.tensors], np.int64)
         tensor = self._numbers[table.tensors][table.columns.tensor]
