@@ -8,28 +8,17 @@ from typing import TYPE_CHECKING
 from megarl.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from megarl.reshard.analysis.forecast import Forecast as Forecast
-    from megarl.reshard.analysis.forecast import forecast as forecast
-    from megarl.reshard.analysis.nccl_progress import PostedGroup as PostedGroup
-    from megarl.reshard.analysis.nccl_progress import Stall as Stall
-    from megarl.reshard.analysis.nccl_progress import find_stalls as find_stalls
-    from megarl.reshard.analysis.nccl_progress import posted_groups as posted_groups
-    from megarl.reshard.analysis.scenario import Scenario as Scenario
-    from megarl.reshard.analysis.sync_report import explain as explain
-    from megarl.reshard.layout.box_index import SyncIndex as SyncIndex
-    from megarl.reshard.layout.engine_ranks import place_engines_by_overlap as place_engines_by_overlap
-    from megarl.reshard.layout.engine_ranks import place_engines_strided as place_engines_strided
-    from megarl.reshard.layout.engine_ranks import resolve_strategy as resolve_strategy
-    from megarl.reshard.layout.layout import ShardPiece as ShardPiece
-    from megarl.reshard.layout.layout import TensorSpec as TensorSpec
-    from megarl.reshard.layout.layout import WeightLayout as WeightLayout
-    from megarl.reshard.layout.lower_bounds import node_bounds as node_bounds
-    from megarl.reshard.layout.lower_bounds import rank_bounds as rank_bounds
-    from megarl.reshard.layout.topology import Topology as Topology
-    from megarl.reshard.planning.plan import RankPlan as RankPlan
-    from megarl.reshard.planning.plan import plan_rank as plan_rank
-    from megarl.reshard.planning.rounds import Round as Round
-    from megarl.reshard.planning.rounds import build_rounds as build_rounds
+    from megarl.reshard.analysis.forecast import Forecast, forecast
+    from megarl.reshard.analysis.nccl_progress import PostedGroup, Stall, find_stalls, posted_groups
+    from megarl.reshard.analysis.scenario import Scenario
+    from megarl.reshard.analysis.sync_report import explain
+    from megarl.reshard.layout.box_index import SyncIndex
+    from megarl.reshard.layout.engine_ranks import place_engines_by_overlap, place_engines_strided, resolve_strategy
+    from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout
+    from megarl.reshard.layout.lower_bounds import node_bounds, rank_bounds
+    from megarl.reshard.layout.topology import Topology
+    from megarl.reshard.planning.plan import RankPlan, plan_rank
+    from megarl.reshard.planning.rounds import Round, build_rounds
 
 __all__ = [
     "Forecast",
