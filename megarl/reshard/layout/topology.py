@@ -170,23 +170,22 @@ class SourceSelector:
         Args:
             among: receivers to consider; `source` itself is left out.
         """
-        found = []
-        is_among = np.zeros(len(self._is_holder), bool)
-        is_among[list(among)] = True
+        found = [(np.zeros(0, np.int64),) * 3]
         if source in self._position:
             for rank in among:
                 if rank != source and rank in self._choices and source in self._choices[rank][0]:
                     sources, _ = self.sources(rank, turn)
                     found.append(_select(np.flatnonzero(sources == source), rank, 0))
             if len(self._tree.origins) < len(self._size):
-                found.append(_to_some(*self._enters(source, turn), is_among))
+                found.append(self._enters(source, turn))
         if source in self._machine_of:
             machines = {self._machine_of[rank] for rank in among if rank in self._machine_of}
-            found += [_to_some(*moves, is_among) for moves in self._relays(source, turn, machines)]
-        if not found:
-            return (np.zeros(0, np.int64),) * 3
+            found += self._relays(source, turn, machines)
         boxes, ranks, hops = (np.concatenate(column) for column in zip(*found, strict=True))
-        return boxes, ranks, hops
+        is_among = np.zeros(len(self._is_holder), bool)
+        is_among[list(among)] = True
+        kept = is_among[ranks]
+        return boxes[kept], ranks[kept], hops[kept]
 
     def _enters(self, source: int, turn: Ints) -> tuple[Ints, Ints, Ints]:
         """Return what `source`, a holder, sends as a root."""
@@ -275,12 +274,6 @@ def _spread_origins(ranks_of: Mapping[int, list[int]], lacking: Sequence[int], s
     ):
         place |= {node: (number + first) / len(nodes) for number, node in enumerate(nodes)}
     return {node: ranks_of[node] for node in sorted(ranks_of, key=place.__getitem__)}
-
-
-def _to_some(boxes: Ints, ranks: Ints, hop: Ints, is_among: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the boxes that go to some ranks, these ranks, and the hops; `is_among`: by rank, whether it is of them."""
-    kept = np.flatnonzero(is_among[ranks])
-    return boxes[kept], ranks[kept], hop[kept]
 
 
 def _select(boxes: Ints, rank: int, hop: Ints | int) -> tuple[Ints, Ints, Ints]:
