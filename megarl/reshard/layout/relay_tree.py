@@ -62,11 +62,14 @@ UNLIMITED = RemoteSources()
 class Entry:
     """Where boxes of the same holders and receivers enter the ring of machines, in turn 0; each turn adds 1."""
 
-    root: int
+    root: int = 0
     """Position of the first root among the holders, modulo their number."""
-    rotation: int
-    fetcher: int
+    rotation: int = 0
+    fetcher: int = 0
     """Position of the rank that fetches the box among those of its machine, modulo their number."""
+
+
+FIRST_ENTRY = Entry()
 
 
 def turn_offset(num_turns: int | None, sources: Ints) -> Ints:
@@ -137,11 +140,6 @@ class RelayTree:
     def num_roots(self) -> int:
         """Number of roots that serve an arc."""
         return -(-self.machines // self.arc)
-
-    @property
-    def depth(self) -> int:
-        """The most machines that pass a box on before it arrives."""
-        return int(num_passed(np.arange(self.arc)).max())
 
     def path(self, machine: int, rotation: Ints) -> Path:
         """Return the paths by which N boxes reach a machine.

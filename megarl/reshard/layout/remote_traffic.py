@@ -242,10 +242,10 @@ def _flat(sets: Sequence[Ranks]) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class RingEntries:
-    """The chosen entries: arrays [holders, receivers], indexed as in `RemoteTraffic`."""
+    """The chosen entries: arrays [holders, receivers], indexed as in `RemoteTraffic`; 0 for pairs on one machine."""
 
     root: Ints
-    """Position of the root among the holders, modulo their number; -1: nothing is chosen for the pair."""
+    """Position of the root among the holders, modulo their number."""
     machine: Ints
     """Index of the machine on the ring, modulo the number of machines."""
     fetcher: Ints
@@ -254,10 +254,10 @@ class RingEntries:
     @classmethod
     def choose(cls, traffic: RemoteTraffic, limits: RemoteSources) -> RingEntries:
         """Return the same entries on every rank."""
-        found = cls(*(np.full(traffic.pairs.shape, -1, np.int64) for _ in range(3)))
+        found = cls(*(np.zeros(traffic.pairs.shape, np.int64) for _ in range(3)))
         holders, receivers = traffic.remote_pairs
         machines = ((traffic.needed > 0)[receivers] & (traffic.held == 0)[holders]).sum(axis=1)
-        num_holders = np.array([len(traffic.holders[of]) for of in holders.tolist()], np.int64)
+        num_holders = _lengths(traffic.holders)[holders]
         order = _by_bytes(traffic, holders, receivers)
         arc, num_roots = traffic.trees(limits)
         place = _starts(holders, np.where(arc == 1, machines, num_roots), order)
@@ -277,13 +277,10 @@ class RingEntries:
             found._choose_for(traffic, number, holders[receivers == number], turn, num_sources)
         return found
 
-    def of(self, holders: int, receivers: int) -> Entry | None:
-        """Return the entry of a pair; None if none is chosen."""
-        if self.root[holders, receivers] < 0:
-            return None
-        columns = (self.root, self.machine, self.fetcher)
-        root, machine, fetcher = (int(column[holders, receivers]) for column in columns)
-        return Entry(root, -machine, fetcher)
+    def of(self, holders: int, receivers: int) -> Entry:
+        """Return the entry of a pair."""
+        pair = holders, receivers
+        return Entry(int(self.root[pair]), -int(self.machine[pair]), int(self.fetcher[pair]))
 
     def _choose_for(self, traffic: RemoteTraffic, number: int, sets: Ints, turn: int, num_sources: Ints) -> None:
         """Choose the entries of one set of receivers.
@@ -305,7 +302,7 @@ class RingEntries:
         self.machine[sets[some], number] = _nth_true(holds[some], turn)
         self.fetcher[sets[some], number] = sets[some]
         remote = sets[~holds.any(axis=1)]
-        size = np.array([len(traffic.holders[of]) for of in remote.tolist()], np.int64)
+        size = _lengths(traffic.holders)[remote]
         entered_at = np.full(len(num_sources), -1, np.int64)  # by root, the position of its receiver
         for length in np.unique(size):  # larger sets contain roots of smaller ones
             of = remote[size == length]

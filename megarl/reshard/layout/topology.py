@@ -9,7 +9,15 @@ from itertools import chain
 import numpy as np
 
 from megarl.reshard.layout.layout import Ints
-from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Path, RemoteSources, first_sources, ring_stride
+from megarl.reshard.layout.relay_tree import (
+    FIRST_ENTRY,
+    UNLIMITED,
+    Entry,
+    Path,
+    RemoteSources,
+    first_sources,
+    ring_stride,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,7 @@ class SourceSelector:
         topology: Topology,
         group_of: Mapping[int, int],
         remote: RemoteSources = UNLIMITED,
-        entry: Entry | None = None,
+        entry: Entry = FIRST_ENTRY,
     ) -> None:
         """Assign each receiver its candidate sources.
 
@@ -92,7 +100,7 @@ class SourceSelector:
             receivers: ranks in ascending order.
             group_of: by rank in a group, the group's index.
             remote: limits on the sources of boxes from other nodes.
-            entry: where boxes enter the ring of machines in turn 0; None: at the first of all.
+            entry: where boxes enter the ring of machines in turn 0.
         """
         self._choices: dict[int, tuple[tuple[int, ...], int]] = {}
         """By receiver that a holder serves: candidate sources, its position among receivers with the same."""
@@ -115,7 +123,7 @@ class SourceSelector:
         self._holders, self._position = np.array(holders, np.int64), {rank: i for i, rank in enumerate(holders)}
         ranks_of = _group_ranks(receivers, topology.nodes) if fetching else {}
         if remote.even_origins and len(ranks_of) > len(fetching) + 1:
-            ranks_of = _spread_origins(ranks_of, list(fetching), entry.rotation if entry is not None else 0)
+            ranks_of = _spread_origins(ranks_of, list(fetching), entry.rotation)
         machines = [fetching.get(node, ranks) for node, ranks in ranks_of.items()]
         self._machine_of = {rank: number for number, ranks in enumerate(machines) for rank in ranks}
         self._members = np.array(list(chain(*machines)), np.int64)
@@ -131,7 +139,7 @@ class SourceSelector:
         self._stride = 1
         if fetching and remote.num_turns is not None:
             self._stride = ring_stride(self._tree.machines, self._tree.arc, len(origins), remote.num_turns)
-        self._entry = entry or Entry(0, 0, 0)
+        self._entry = entry
         self._first_root: dict[int, int] = {}
         """By node that lacks the box, the position of its root in turn 0, if such nodes get all boxes from roots."""
         if self._tree.arc == 1:
