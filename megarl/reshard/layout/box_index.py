@@ -29,7 +29,6 @@ from megarl.reshard.layout.layout import (
     intersections,
     local_extents,
     merge_specs,
-    pair_by_tensor,
     volumes,
     widen,
 )
@@ -182,7 +181,7 @@ class SyncIndex:
     def held_by_rank(self, rank: int) -> tuple[Boxes, Ints]:
         """Return the boxes that `rank` holds, and the row of each in `held`."""
         mine = self._boxes(self.sources[rank].pieces)
-        at, of = pair_by_tensor(mine, self.held_start, self.held_count)
+        at, of, _, _ = intersections(mine, self.held, self.held_start, self.held_count)
         same = all_columns((mine.start[at] == self.held.start[of]) & (mine.stop[at] == self.held.stop[of]))
         at, of = at[same], of[same]
         _, once = np.unique(of, return_index=True)  # the same box may be held under two names

@@ -188,16 +188,11 @@ def intersections(need: Boxes, held: Boxes, start: Ints, count: Ints) -> tuple[I
         start: by tensor, its first row in `held`.
         count: by tensor, its number of rows in `held`.
     """
-    at, of = pair_by_tensor(need, start, count)
+    at, of = count_up(start[need.tensor], count[need.tensor])
     low = np.maximum(need.start[at], held.start[of])
     high = np.minimum(need.stop[at], held.stop[of])
     some = all_columns(low < high)
     return at[some], of[some], low[some], high[some]
-
-
-def pair_by_tensor(boxes: Boxes, start: Ints, count: Ints) -> tuple[Ints, Ints]:
-    """Pair every row of `boxes` with every row of the other table that belongs to the same tensor."""
-    return count_up(start[boxes.tensor], count[boxes.tensor])
 
 
 def count_up(first: Ints | int, count: Ints) -> tuple[Ints, Ints]:
