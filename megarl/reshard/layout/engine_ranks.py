@@ -23,7 +23,7 @@ import numpy as np
 
 from megarl.cluster.placement.rank_grid import RankGrid
 from megarl.errors import ConfigError
-from megarl.reshard.layout.layout import Ints, WeightLayout
+from megarl.reshard.layout.layout import Ints, WeightLayout, once_each
 from megarl.reshard.layout.lower_bounds import NeedIndex
 from megarl.reshard.layout.topology import Topology
 
@@ -151,7 +151,7 @@ def place_engines_by_overlap(
             f"nodes have room for {room}"
         )
     need_index = NeedIndex(engine)
-    missing = np.array([[need_index.missing([held], [need]).boxes for need in engine] for held in sources])
+    missing = np.array(once_each(lambda held: [need_index.missing([held], [n]).boxes for n in engine], sources))
     overlap = np.array([need_index.missing([], [need]).boxes for need in engine]) - missing
     groups: list[TensorGroup] = []
     for ranks, count in zip(node_ranks, _distribute_groups(overlap, node_ranks, replicas), strict=True):

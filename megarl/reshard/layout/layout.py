@@ -11,7 +11,7 @@ tensors in arrays, from which plans are computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -100,6 +100,12 @@ class WeightNeeds:
     def digest(self) -> bytes:
         """A digest that is equal in all processes for equal needs."""
         return digest_of([*(layout.digest for layout in self.layouts), repr(self.full_tensors).encode()])
+
+
+def once_each[T](function: Callable[[WeightLayout], T], layouts: Sequence[WeightLayout]) -> list[T]:
+    """Return the function's result for each layout; it is called once for each object: replicas share theirs."""
+    results = {key: function(layout) for key, layout in {id(layout): layout for layout in layouts}.items()}
+    return [results[id(layout)] for layout in layouts]
 
 
 def share_tensors(layouts: Sequence[WeightLayout]) -> list[WeightLayout]:

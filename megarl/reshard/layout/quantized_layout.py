@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 from megarl.errors import WeightSyncError
 from megarl.model_files.quantization import BLOCK, SCALES_DTYPE, VALUES_DTYPE, scale_name, scale_shape
-from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout
-from megarl.reshard.layout.model_tensors import ModelTensors
+from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout, once_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +135,8 @@ def convert_sources(sources: Sequence[WeightLayout], needs: Sequence[WeightLayou
     names, dtypes = quantized_tensors(needs), cast_dtypes(sources[0].tensors, needs)
     if not names and not dtypes:
         return list(sources)
-    sent = {
-        key: quantize_layout(cast_layout(layout, dtypes), names)
-        for key, layout in {id(each): each for each in sources}.items()
-    }
-    tensors = ModelTensors.of(next(iter(sent.values())).tensors)
-    shared = {key: WeightLayout(tensors, layout.pieces) for key, layout in sent.items()}
-    return [shared[id(layout)] for layout in sources]
+    sent = once_each(lambda layout: quantize_layout(cast_layout(layout, dtypes), names), sources)
+    return once_each(lambda layout: WeightLayout(sent[0].tensors, layout.pieces), sent)
 
 
 def quantize_specs(tensors: Mapping[str, TensorSpec], names: Collection[str]) -> dict[str, TensorSpec]:

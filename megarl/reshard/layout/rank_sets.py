@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megarl.reshard.layout.layout import Boxes, Ints, WeightLayout, concatenate, hash_rows
+from megarl.reshard.layout.layout import Boxes, Ints, WeightLayout, concatenate, hash_rows, once_each
 from megarl.reshard.layout.relay_tree import Ranks
 
 HASH_BITS = 22
@@ -17,12 +17,9 @@ def group_ranks(
     layouts: Sequence[WeightLayout], ranks: Sequence[int], key: Callable[[WeightLayout], bytes]
 ) -> list[tuple[WeightLayout, Ranks]]:
     """Return the first layout of each key with the ranks of all layouts that have it, in order of appearance."""
-    keys: dict[int, bytes] = {}  # by identity first: ranks with the same shards mostly share the object
     found: dict[bytes, tuple[WeightLayout, list[int]]] = {}
-    for layout, rank in zip(layouts, ranks, strict=True):
-        if id(layout) not in keys:
-            keys[id(layout)] = key(layout)
-        found.setdefault(keys[id(layout)], (layout, []))[1].append(rank)
+    for layout, rank, of_layout in zip(layouts, ranks, once_each(key, layouts), strict=True):
+        found.setdefault(of_layout, (layout, []))[1].append(rank)
     return [(layout, tuple(members)) for layout, members in found.values()]
 
 

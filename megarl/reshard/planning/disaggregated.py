@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.layout import WeightLayout, once_each
 from megarl.reshard.layout.model_tensors import digest_of
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan, release_indexes
@@ -74,7 +74,7 @@ class TransferSpec:
     def fingerprint(self) -> str:
         """Return a digest that is equal in all processes with equal inputs, except for names of local tensors."""
         fields = self.num_engines, self.nodes, self.bucket_bytes
-        digests = (layout.box_digest for layout in (*self.sources, *self.needs))
+        digests = once_each(lambda layout: layout.box_digest, [*self.sources, *self.needs])
         return digest_of([repr(fields).encode(), *digests]).hex()
 
 

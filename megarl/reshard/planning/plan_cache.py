@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.reshard.layout.box_index import SyncIndex
-from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.layout import WeightLayout, once_each
 from megarl.reshard.layout.model_tensors import digest_of
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning import rounds as round_planning
@@ -50,7 +50,7 @@ def cached_index(
         return SyncIndex(sources, needs, topology, groups=groups, bucket_bytes=bucket_bytes, large_bytes=large_bytes)
 
     # with the names of local tensors: an index looks those of its ranks up
-    held = _digests(sources, lambda layout: layout.digest)
+    held = once_each(lambda layout: layout.digest, sources)
     return _cached(_indexes, _key(held, needs, topology, bucket_bytes, groups), make)
 
 
@@ -76,7 +76,7 @@ def cached_plan(
         rounds = tuple(build_rounds(index, plan_rank(index, rank)))
         return RoundPlan(rounds, BufferSizes.for_rounds(rounds))
 
-    held = [*_digests(sources, lambda layout: layout.box_digest), sources[rank].digest, b"%d" % rank]
+    held = [*once_each(lambda layout: layout.box_digest, sources), sources[rank].digest, b"%d" % rank]
     return _cached(_plans, _key(held, needs, topology, bucket_bytes, groups), make)
 
 
@@ -91,13 +91,8 @@ def _key(
     ranks = sorted(needs)
     limits = bucket_bytes, round_planning.LARGE_MESSAGE_BYTES
     others = ranks, topology.nodes, limits, [list(group) for group in groups]
-    needed = _digests([needs[rank] for rank in ranks], lambda layout: layout.digest)
+    needed = once_each(lambda layout: layout.digest, [needs[rank] for rank in ranks])
     return digest_of([b"".join(held), repr(others).encode(), b"".join(needed)])
-
-
-def _digests(layouts: Sequence[WeightLayout], digest: Callable[[WeightLayout], bytes]) -> list[bytes]:
-    found = {key: digest(layout) for key, layout in {id(layout): layout for layout in layouts}.items()}
-    return [found[id(layout)] for layout in layouts]
 
 
 def _cached[T](cache: OrderedDict[bytes, T], key: bytes, make: Callable[[], T]) -> T:
