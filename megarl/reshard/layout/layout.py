@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from megarl.errors import WeightSyncError
 from megarl.model_files.file_plan import Box as Box
 from megarl.model_files.file_plan import extent as extent
-from megarl.reshard.layout.model_tensors import ModelTensors, Names, digest_of
+from megarl.reshard.layout.model_tensors import Digested, ModelTensors, Names, digest_of
 from megarl.reshard.layout.model_tensors import TensorSpec as TensorSpec
 from megarl.reshard.layout.piece_table import Columns as Columns
 from megarl.reshard.layout.piece_table import PieceTable as PieceTable
@@ -30,7 +30,7 @@ from megarl.reshard.layout.piece_table import ShardPiece as ShardPiece
 from megarl.reshard.layout.piece_table import widen as widen
 
 
-class WeightLayout:
+class WeightLayout(Digested):
     """The shard of a model that one process holds."""
 
     def __init__(self, tensors: Mapping[str, TensorSpec], pieces: Iterable[ShardPiece]) -> None:
@@ -57,14 +57,6 @@ class WeightLayout:
     def digest(self) -> bytes:
         """A digest of everything, equal in all processes for equal layouts."""
         return digest_of([self.tensors.digest, self.pieces.digest])
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, WeightLayout):
-            return NotImplemented
-        return self is other or (self.tensors == other.tensors and self.pieces == other.pieces)
-
-    def __hash__(self) -> int:
-        return hash(self.pieces)
 
     def __repr__(self) -> str:
         return f"WeightLayout({len(self.pieces)} pieces of {len(self.tensors)} tensors)"

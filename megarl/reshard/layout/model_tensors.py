@@ -41,7 +41,24 @@ class TensorSpec:
         return tuple((0, n) for n in self.shape)
 
 
-class Names:
+class Digested:
+    """An object that is equal to those of its class with an equal digest."""
+
+    @property
+    def digest(self) -> bytes:
+        """A digest that is equal in all processes for equal objects."""
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, type(self)):
+            return super().__eq__(other)
+        return self is other or self.digest == other.digest
+
+    def __hash__(self) -> int:  # the same in all processes
+        return int.from_bytes(self.digest[:8], "little") >> 1
+
+
+class Names(Digested):
     """Names in order; none contains a line break."""
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -75,17 +92,11 @@ class Names:
     def __iter__(self) -> Iterator[str]:
         return iter(self.strings)
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Names) and self.digest == other.digest)
-
-    def __hash__(self) -> int:
-        return hash_of(self.digest)
-
     def __getstate__(self) -> dict[str, bytes]:
         return {"_encoded": self._encoded, "digest": self.digest}
 
 
-class ModelTensors(Mapping[str, TensorSpec]):
+class ModelTensors(Digested, Mapping[str, TensorSpec]):
     """Every Hugging Face tensor of a model in order: name -> spec."""
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
@@ -142,14 +153,6 @@ class ModelTensors(Mapping[str, TensorSpec]):
     def __len__(self) -> int:
         return len(self._kinds[1])
 
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, ModelTensors):
-            return self is other or self.digest == other.digest
-        return super().__eq__(other)
-
-    def __hash__(self) -> int:
-        return hash_of(self.digest)
-
     def __getstate__(self) -> dict[str, object]:
         return {"names": self.names, "_encoded": self._encoded, "digest": self.digest}
 
@@ -160,8 +163,3 @@ def digest_of(parts: Iterable[bytes]) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()
-
-
-def hash_of(digest: bytes) -> int:
-    """Return the digest as a Python hash, the same in all processes."""
-    return int.from_bytes(digest[:8], "little") >> 1

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.model_files.file_plan import Box
-from megarl.reshard.layout.model_tensors import COMPRESSION_LEVEL, DIGEST_BYTES, Names, digest_of, hash_of
+from megarl.reshard.layout.model_tensors import COMPRESSION_LEVEL, DIGEST_BYTES, Digested, Names, digest_of
 
 _HEADER = struct.Struct(f"<III{DIGEST_BYTES}s")
 """Of `PieceTable.to_bytes`: shape of `Columns.matrix`, number of local tensors, `box_digest`."""
@@ -73,7 +73,7 @@ class Columns:
         )
 
 
-class PieceTable:
+class PieceTable(Digested):
     """Shard pieces stored as arrays, pickled compressed and decoded when they are first used.
 
     The differences between consecutive pieces are compressed: most pieces of a rank differ from the one before by the
@@ -214,12 +214,6 @@ class PieceTable:
                 locals_[local],
                 tuple([(start, stop) for start, stop in local_box[:dims]]),
             )
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, PieceTable) and self.digest == other.digest)
-
-    def __hash__(self) -> int:
-        return hash_of(self.digest)
 
     @cached_property
     def _encoded(self) -> tuple[int, int, bytes]:
