@@ -27,6 +27,8 @@ Ranks = tuple[int, ...]
 FAN_OUT = 4
 """Base of the digits of the trees: a larger one makes fewer hops, and more peers of each machine."""
 
+POWERS = FAN_OUT ** np.arange(16)
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteSources:
@@ -218,7 +220,9 @@ def ring_stride(machines: int, arc: int, num_origins: int, num_turns: int) -> in
 @lru_cache
 def distances(arc: int) -> list[int]:
     """Return the distances on the ring between machines of an arc that exchange messages."""
-    return [distance for distance in range(1, arc) if distance % _power(distance) == 0]
+    places = np.arange(1, arc)
+    found: list[int] = places[_without_highest_digit(places) == 0].tolist()
+    return found
 
 
 def num_passed(places: Ints) -> Ints:
@@ -231,19 +235,11 @@ def num_passed(places: Ints) -> Ints:
 
 
 def _without_highest_digit(places: Ints) -> Ints:
-    rest: Ints = places % _powers(int(places.max(initial=0)) + 1)[places]
+    rest: Ints = places % _power(places)
     return rest
 
 
-@lru_cache
-def _powers(count: int) -> Ints:
-    """Return `_power` of the places below `count`."""
-    return np.array([_power(place) for place in range(count)], np.int64)
-
-
-def _power(place: int) -> int:
+def _power(place: Ints | int) -> Ints:
     """Return the highest power of `FAN_OUT` that is at most `place`, at least 1."""
-    power = 1
-    while power * FAN_OUT <= place:
-        power *= FAN_OUT
+    power: Ints = POWERS[np.maximum(np.searchsorted(POWERS, place, side="right") - 1, 0)]
     return power
