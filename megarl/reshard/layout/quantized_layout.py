@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from megarl.errors import WeightSyncError
 from megarl.model_files.quantization import BLOCK, SCALES_DTYPE, VALUES_DTYPE, scale_name, scale_shape
-from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout, once_each
+from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout, merge_specs, once_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,18 @@ def quantized_tensors(needs: Iterable[WeightLayout]) -> frozenset[str]:
         WeightSyncError: one has no scales of the shape that blocks of 128 x 128 have.
     """
     found: set[str] = set()
-    for tensors in {id(layout.tensors): layout.tensors for layout in needs}.values():
-        for name, spec in tensors.items():
-            if spec.dtype != VALUES_DTYPE:
-                continue
-            scales = tensors.get(scale_name(name))
-            if scales is None or len(spec.shape) != 2 or scales != TensorSpec(scale_shape(spec.shape), SCALES_DTYPE):
-                got = "none" if scales is None else f"{scales.dtype} {list(scales.shape)}"
-                raise WeightSyncError(
-                    f"{name}: the engines hold {VALUES_DTYPE} {list(spec.shape)}, which a sync can send with a "
-                    f"{SCALES_DTYPE} scale for each block of {BLOCK} x {BLOCK} only, they have as scales: {got}"
-                )
-            found.add(name)
+    tensors = merge_specs(needs)
+    for name, spec in tensors.items():
+        if spec.dtype != VALUES_DTYPE:
+            continue
+        scales = tensors.get(scale_name(name))
+        if scales is None or len(spec.shape) != 2 or scales != TensorSpec(scale_shape(spec.shape), SCALES_DTYPE):
+            got = "none" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+            raise WeightSyncError(
+                f"{name}: the engines hold {VALUES_DTYPE} {list(spec.shape)}, which a sync can send with a "
+                f"{SCALES_DTYPE} scale for each block of {BLOCK} x {BLOCK} only, they have as scales: {got}"
+            )
+        found.add(name)
     return frozenset(found)
 
 
@@ -109,12 +109,12 @@ def cast_dtypes(held: Mapping[str, TensorSpec], needs: Iterable[WeightLayout]) -
     which is a mistake.
     """
     found, is_alike = {}, False
-    for tensors in {id(layout.tensors): layout.tensors for layout in needs}.values():
-        for name in tensors.keys() & held.keys():
-            dtype, of_holder = tensors[name].dtype, held[name].dtype
-            is_alike |= dtype == of_holder != "float32"
-            if dtype != of_holder and {dtype, of_holder} == {"float32", "bfloat16"}:
-                found[name] = dtype
+    tensors = merge_specs(needs)
+    for name in tensors.keys() & held.keys():
+        dtype, of_holder = tensors[name].dtype, held[name].dtype
+        is_alike |= dtype == of_holder != "float32"
+        if dtype != of_holder and {dtype, of_holder} == {"float32", "bfloat16"}:
+            found[name] = dtype
     return found if is_alike else {}
 
 
