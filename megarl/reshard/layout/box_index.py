@@ -32,7 +32,7 @@ from megarl.reshard.layout.layout import (
     volumes,
     widen,
 )
-from megarl.reshard.layout.model_tensors import Names
+from megarl.reshard.layout.model_tensors import Names, numbers_among
 from megarl.reshard.layout.rank_sets import find_rank_sets, find_receiver_sets, group_ranks
 from megarl.reshard.layout.relay_tree import Ranks, RemoteSources
 from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS, RemoteTraffic, RingEntries
@@ -104,9 +104,7 @@ class SyncIndex:
         layouts = group_ranks([needs[rank] for rank in ranks], ranks, lambda layout: layout.digest)
         specs = merge_specs(layout for layout, _ in layouts)
         check_dtypes({"engines": [layout for layout, _ in layouts], "trainer ranks": sources})
-        self.names, self.specs = tuple(specs), tuple(specs.values())
-        self._number = {name: i for i, name in enumerate(self.names)}
-        self._numbers_of: dict[int, tuple[Names, Ints]] = {}
+        self.names, self.specs = Names(specs), tuple(specs.values())
         self.itemsize = np.array([itemsize(spec.dtype) for spec in self.specs], np.int64)
         self.width = max((len(spec.shape) for spec in self.specs), default=1) or 1
         self._index_sources(sources)
@@ -160,7 +158,7 @@ class SyncIndex:
     def _boxes(self, table: PieceTable) -> Boxes:
         """Return the table's boxes of needed tensors, sorted by tensor."""
         columns = table.columns
-        tensor = self._numbers(table.tensors)[columns.tensor]
+        tensor = numbers_among(table.tensors, self.names)[columns.tensor]
         rows = np.argsort(tensor, kind="stable")
         rows = rows[tensor[rows] >= 0]
         box = widen(columns.boxes[rows, : self.width], self.width).astype(np.int64)
@@ -172,11 +170,6 @@ class SyncIndex:
             local[..., 0] - box[..., 0],
             columns.local[rows].astype(np.int64),
         )
-
-    def _numbers(self, names: Names) -> Ints:
-        if id(names) not in self._numbers_of:  # with the names, so that their id stays theirs
-            self._numbers_of[id(names)] = names, np.array([self._number.get(name, -1) for name in names], np.int64)
-        return self._numbers_of[id(names)][1]
 
     def held_by_rank(self, rank: int) -> tuple[Boxes, Ints]:
         """Return the boxes that `rank` holds, and the row of each in `held`."""

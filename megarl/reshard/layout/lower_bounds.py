@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.model_files.header import itemsize
 from megarl.reshard.layout.layout import Box, Ints, PieceTable, WeightLayout, hash_rows, merge_specs, widen
-from megarl.reshard.layout.model_tensors import Names
+from megarl.reshard.layout.model_tensors import Names, numbers_among
 from megarl.reshard.layout.topology import LinkRates, Topology
 
 Layouts = Sequence[WeightLayout]
@@ -91,9 +91,8 @@ class NeedIndex:
         self._known = layouts
         """References that keep the ids of layouts, which serve as keys, valid."""
         specs = merge_specs(layouts)
-        self._number = {name: i for i, name in enumerate(specs)}
+        self._names = Names(specs)
         sizes = np.array([itemsize(spec.dtype) for spec in specs.values()], np.int64)
-        self._numbers: dict[Names, Ints] = {}
         tables = [layout.pieces for layout in layouts]
         self._width = max((table.columns.width for table in tables), default=1)
         needed = [self._rows(table) for table in tables]
@@ -175,9 +174,7 @@ class NeedIndex:
 
     def _rows(self, table: PieceTable) -> tuple[Ints, Ints]:
         """Return tensor indices [N] and boxes [N, D, 2] of the table's pieces, without tensors of other models."""
-        if table.tensors not in self._numbers:
-            self._numbers[table.tensors] = np.array([self._number.get(name, -1) for name in table.tensors], np.int64)
-        tensor = self._numbers[table.tensors][table.columns.tensor]
+        tensor = numbers_among(table.tensors, self._names)[table.columns.tensor]
         some = np.flatnonzero(tensor >= 0)
         return tensor[some], widen(table.columns.boxes[some, : self._width], self._width)
 

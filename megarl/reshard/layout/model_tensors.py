@@ -12,7 +12,7 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,6 +155,12 @@ class ModelTensors(Digested, Mapping[str, TensorSpec]):
 
     def __getstate__(self) -> dict[str, object]:
         return {"names": self.names, "_encoded": self._encoded, "digest": self.digest}
+
+
+@lru_cache(maxsize=8)
+def numbers_among(names: Names, others: Names) -> NDArray[np.int64]:
+    """Return, by name, its index among others; -1: it is none of them."""
+    return np.array([others.number.get(name, -1) for name in names], np.int64)
 
 
 def digest_of(parts: Iterable[bytes]) -> bytes:

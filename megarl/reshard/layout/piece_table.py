@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.model_files.file_plan import Box
-from megarl.reshard.layout.model_tensors import COMPRESSION_LEVEL, DIGEST_BYTES, Digested, Names, digest_of
+from megarl.reshard.layout.model_tensors import (
+    COMPRESSION_LEVEL,
+    DIGEST_BYTES,
+    Digested,
+    Names,
+    digest_of,
+    numbers_among,
+)
 
 _HEADER = struct.Struct(f"<III{DIGEST_BYTES}s")
 """Of `PieceTable.to_bytes`: shape of `Columns.matrix`, number of local tensors, `box_digest`."""
@@ -175,13 +182,8 @@ class PieceTable(Digested):
         """Return a table of the same pieces whose column `tensor` indexes `tensors`, which contains all its names."""
         if self.tensors is tensors:
             return self
-        tensor = self.columns.tensor
-        if self.tensors != tensors:
-            used = np.zeros(len(self.tensors), bool)
-            used[tensor] = True
-            numbers = np.zeros(len(self.tensors), np.int32)
-            numbers[used] = [tensors.number[self.tensors[i]] for i in np.flatnonzero(used).tolist()]
-            tensor = numbers[tensor]
+        tensor = numbers_among(self.tensors, tensors)[self.columns.tensor].astype(np.int32)
+        assert (tensor >= 0).all(), "a piece's tensor is none of the model"
         return PieceTable(tensors, self.locals, replace(self.columns, tensor=tensor))
 
     def with_locals(self, locals_: Names) -> PieceTable:
@@ -246,9 +248,8 @@ def _merge(parts: Sequence[Names]) -> tuple[Names, list[NDArray[np.int32]]]:
     """Return all names, each once, and the indices [number of names] of those of each part among them."""
     if all(part is parts[0] for part in parts):
         return parts[0], [np.arange(len(parts[0]), dtype=np.int32)] * len(parts)
-    numbers: dict[str, int] = {}
-    found = [np.array([numbers.setdefault(name, len(numbers)) for name in part], np.int32) for part in parts]
-    return Names(numbers), found
+    merged = Names(dict.fromkeys(chain.from_iterable(parts)))
+    return merged, [numbers_among(part, merged).astype(np.int32) for part in parts]
 
 
 def _stack(boxes: Sequence[Box], width: int) -> NDArray[np.int32]:
