@@ -22,7 +22,6 @@ from megarl.reshard.layout.layout import (
     WeightLayout,
     all_columns,
     check_dtypes,
-    concatenate,
     count_up,
     extents,
     hash_rows,
@@ -138,7 +137,7 @@ class SyncIndex:
         sizes = [local_extents(layout.pieces, self.width) for layout, _ in layouts]
         extent = np.concatenate([size[t.local] for size, t in zip(sizes, tables, strict=True)])
         of_layout = np.repeat(np.arange(len(tables)), [len(t.tensor) for t in tables])
-        every = concatenate(tables, self.width)
+        every = Boxes.join(tables)
         keys = [*(column for dim in range(self.width)[::-1] for column in (every.stop[:, dim], every.start[:, dim]))]
         order = np.lexsort((of_layout, *keys, every.tensor))
         every, of_layout = every.take(order), of_layout[order]
@@ -190,7 +189,7 @@ class SyncIndex:
         tables, sets = [self._boxes(layout.pieces) for layout, _ in layouts], [ranks for _, ranks in layouts]
         receivers = [np.full(len(table.tensor), number) for number, table in enumerate(tables)]
         if len(self.topology.ranks_of) > 1 and len(tables) > 1:
-            receivers, sets = find_receiver_sets(tables, sets, self.width)
+            receivers, sets = find_receiver_sets(tables, sets)
         classes = []
         for (layout, ranks), table, to in zip(layouts, tables, receivers, strict=True):
             parts = intersections(table, self.held, self.held_start, self.held_count)
@@ -298,7 +297,7 @@ class SyncIndex:
         """Return what ranks receive, and what they pack, whichever of equally good sources are chosen."""
         sets = np.concatenate([np.zeros(0, np.int64), *(np.unique(need.receivers) for need in self.classes)])
         in_classes = np.bincount(sets, minlength=len(self.receiver_sets))
-        received, packed, several = [], [], [np.zeros((4, 0), np.int64)]
+        received, packed, several = [Loads(*np.zeros((3, 0), np.int64))], [], [np.zeros((4, 0), np.int64)]
         for number, need in enumerate(self.classes):
             part, low, high, item = self.cut(need, np.arange(len(need.at)))
             at, of = need.at[part], need.of[part]

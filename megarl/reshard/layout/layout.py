@@ -24,6 +24,7 @@ from megarl.model_files.file_plan import Box as Box
 from megarl.model_files.file_plan import extent as extent
 from megarl.reshard.layout.model_tensors import Digested, ModelTensors, Names, digest_of
 from megarl.reshard.layout.model_tensors import TensorSpec as TensorSpec
+from megarl.reshard.layout.piece_table import ArrayTable as ArrayTable
 from megarl.reshard.layout.piece_table import Columns as Columns
 from megarl.reshard.layout.piece_table import PieceTable as PieceTable
 from megarl.reshard.layout.piece_table import ShardPiece as ShardPiece
@@ -162,7 +163,7 @@ Ints = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Boxes:
+class Boxes(ArrayTable):
     """N boxes of many tensors, sorted by tensor: arrays [N], or [N, D] with D the largest number of dimensions."""
 
     tensor: Ints
@@ -173,10 +174,6 @@ class Boxes:
     """Offset from the box's coordinates to its coordinates in the local tensor."""
     local: Ints
     """Index of the local tensor's name."""
-
-    def take(self, rows: Ints) -> Boxes:
-        """Return the boxes of the given rows."""
-        return Boxes(*(getattr(self, name)[rows] for name in Boxes.__slots__))
 
 
 def intersections(need: Boxes, held: Boxes, start: Ints, count: Ints) -> tuple[Ints, Ints, Ints, Ints]:
@@ -218,14 +215,6 @@ def volumes(start: Ints, stop: Ints) -> Ints:
 def all_columns(mask: Ints) -> Ints:
     """Return, by row of a mask [N, D], whether all are true: bool."""
     return reduce(np.logical_and, mask.T)
-
-
-def concatenate(tables: Sequence[Boxes], width: int) -> Boxes:
-    """Return the boxes of all tables, one table after another; `width` is their number of dimensions."""
-    if not tables:
-        nothing, flat = np.zeros((0, width), np.int64), np.zeros(0, np.int64)
-        return Boxes(flat, nothing, nothing, nothing, flat)
-    return Boxes(*(np.concatenate([getattr(t, name) for t in tables]) for name in Boxes.__slots__))
 
 
 def local_extents(table: PieceTable, width: int) -> Ints:

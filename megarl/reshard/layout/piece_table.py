@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,23 @@ class ShardPiece:
     local_box: Box
 
 
+class ArrayTable:
+    """Base of frozen, slotted dataclasses whose fields are arrays of N rows each."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def take(self, rows: NDArray[Any]) -> Self:
+        """Return the given rows."""
+        return type(self)(*(getattr(self, name)[rows] for name in self.__slots__))
+
+    @classmethod
+    def join(cls, tables: Sequence[Self]) -> Self:
+        """Return the rows of all tables, one table after another."""
+        return cls(*(np.concatenate([getattr(each, name) for each in tables]) for name in cls.__slots__))
+
+
 @dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(ArrayTable):
     """N pieces of at most D dimensions, as arrays."""
 
     tensor: NDArray[np.int32]
@@ -56,10 +71,6 @@ class Columns:
     def width(self) -> int:
         """The largest number of dimensions D."""
         return int(self.boxes.shape[1])
-
-    def take(self, rows: NDArray[Any]) -> Columns:
-        """Return the pieces of the given rows."""
-        return Columns(self.tensor[rows], self.local[rows], self.dims[rows], self.boxes[rows], self.local_boxes[rows])
 
     def matrix(self) -> NDArray[np.int32]:
         """Return all arrays as one, int32 [3 + 4 D, N]."""
@@ -118,14 +129,11 @@ class PieceTable(Digested):
         locals_, local_numbers = _merge([p.locals for p in parts])
         columns = [p.columns for p in parts]
         width = max(each.width for each in columns)
-        joined = Columns(
-            np.concatenate([numbers[each.tensor] for numbers, each in zip(tensor_numbers, columns, strict=True)]),
-            np.concatenate([numbers[each.local] for numbers, each in zip(local_numbers, columns, strict=True)]),
-            np.concatenate([each.dims for each in columns]),
-            np.concatenate([widen(each.boxes, width) for each in columns]),
-            np.concatenate([widen(each.local_boxes, width) for each in columns]),
-        )
-        return cls(tensors, locals_, joined)
+        renumbered = [
+            Columns(tensor[c.tensor], local[c.local], c.dims, widen(c.boxes, width), widen(c.local_boxes, width))
+            for c, tensor, local in zip(columns, tensor_numbers, local_numbers, strict=True)
+        ]
+        return cls(tensors, locals_, Columns.join(renumbered))
 
     @cached_property
     def columns(self) -> Columns:

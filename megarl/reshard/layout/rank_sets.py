@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megarl.reshard.layout.layout import Boxes, Ints, WeightLayout, concatenate, hash_rows, once_each
+from megarl.reshard.layout.layout import Boxes, Ints, WeightLayout, hash_rows, once_each
 from megarl.reshard.layout.relay_tree import Ranks
 
 HASH_BITS = 22
@@ -38,16 +38,15 @@ def find_rank_sets(of_layout: Ints, starts: Ints, ranks: Sequence[Ranks]) -> tup
     return number.reshape(-1).astype(np.int64), sets
 
 
-def find_receiver_sets(tables: Sequence[Boxes], ranks: Sequence[Ranks], width: int) -> tuple[list[Ints], list[Ranks]]:
+def find_receiver_sets(tables: Sequence[Boxes], ranks: Sequence[Ranks]) -> tuple[list[Ints], list[Ranks]]:
     """Return, by class and box, the index of the set of ranks that need exactly this box; and the distinct sets.
 
     Args:
         tables: by class, the boxes that its ranks need.
         ranks: by class, its ranks.
-        width: the largest number of dimensions of a box.
     """
     of_class = np.repeat(np.arange(len(tables)), [len(t.tensor) for t in tables])
-    every = concatenate(tables, width)
+    every = Boxes.join(tables)
     keys = hash_rows([every.tensor, *every.start.T, *every.stop.T])
     receivers, sets = of_class.copy(), list(ranks)
     # most boxes are needed by one class only: sort just those whose short hash is shared

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.reshard.layout.layout import Ints, count_up
+from megarl.reshard.layout.layout import ArrayTable, Ints, count_up
 
 PADDING = 1024
 """Bytes of each buffer reserved for alignment."""
@@ -167,7 +167,7 @@ def _spread(count: Ints, num_bytes: Ints, num_rounds: int, num_lanes: int) -> In
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
+class Loads(ArrayTable):
     """N loads of groups of ranks, several of which may be of the same group and place: arrays [N]."""
 
     owner: Ints
@@ -176,12 +176,6 @@ class Loads:
     """Place of the slice of a tensor, as `Slices.place` returns."""
     num_bytes: Ints
     """At least 1 each."""
-
-    @classmethod
-    def join(cls, loads: Sequence[Loads]) -> Loads:
-        """Return all loads of a sequence, which may be empty."""
-        nothing = np.zeros(0, np.int64)
-        return cls(*(np.concatenate([nothing, *(getattr(each, name) for each in loads)]) for name in cls.__slots__))
 
     def in_rounds(self, rounds: Ints) -> tuple[Ints, Ints]:
         """Return the sums of one owner's loads in one round, and of each load [N] the index of its sum.

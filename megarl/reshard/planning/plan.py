@@ -13,11 +13,11 @@ import numpy as np
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.box_index import NeedClass, SyncIndex
-from megarl.reshard.layout.layout import Boxes, Ints, volumes
+from megarl.reshard.layout.layout import ArrayTable, Boxes, Ints, volumes
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class Moves(ArrayTable):
     """N boxes that one rank sends or receives, in message order: arrays [N] unless noted."""
 
     round: Ints
@@ -38,10 +38,6 @@ class Moves:
     """Index of the slice of the tensor."""
     path: Ints
     """Number of the box's path: boxes with the same holders, receivers and turn pass the same ranks."""
-
-    def take(self, rows: Ints) -> Moves:
-        """Return the moves of the given rows."""
-        return Moves(*(getattr(self, name)[rows] for name in Moves.__slots__))
 
     def __len__(self) -> int:
         return len(self.round)
@@ -134,7 +130,7 @@ def _sends(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints, to: Collec
         if peers:
             parts = np.flatnonzero(holds[index.held_by[need.of]] | relays[need.receivers[need.at]])
             found.append(_sends_to_class(index, rank, need, peers, parts, mine, held_rows))
-    moves = Moves(*(np.concatenate([getattr(m, name) for m in found]) for name in Moves.__slots__))
+    moves = Moves.join(found)
     return moves.take(_message_order(index, moves))
 
 
