@@ -24,7 +24,7 @@ Plans stay static; a delta sync replaces the boxes of one by their codes. Decisi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -89,11 +89,11 @@ class DeltaPlan:
 
     def __init__(self, rounds: Sequence[Round], member: int = -1) -> None:
         """`member`: index of the rank in the plan's all-gather group; -1 without one."""
-        self._rounds, self._member = rounds, member
+        self._rounds, self.member = rounds, member
         self._coded: list[CodedBox] = []
         """Every box whose changes are counted: held, gathered and received ones."""
         self._held: dict[tuple[str | None, Box], HeldBox] = {}
-        self._in_bucket: list[dict[int, CodedBox]] = [{} for _ in rounds]
+        self.in_bucket: list[dict[int, CodedBox]] = [{} for _ in rounds]
         """By round and offset in its bucket, the box that lies there."""
         for this in rounds:
             self._add_held(this)
@@ -102,7 +102,7 @@ class DeltaPlan:
         for number, this in enumerate(rounds):
             own = [copy for gather in this.gathers for copy in gather.own_copies]
             for copy in (*this.copies, *own):
-                self._in_bucket[number][copy.slot.offset] = self._held[copy.part.local, copy.part.box]
+                self.in_bucket[number][copy.slot.offset] = self._held[copy.part.local, copy.part.box]
             for gather in this.gathers:
                 for place, slots in enumerate(gather.slots):
                     if place != member:
@@ -114,7 +114,7 @@ class DeltaPlan:
         self.outgoing = [self._outgoing(hop) for hop in range(num_hops)]
         """By hop and destination, the indices of the counts of the boxes sent there."""
         gathers = [
-            (boxes, gather) for boxes, this in zip(self._in_bucket, rounds, strict=True) for gather in this.gathers
+            (boxes, gather) for boxes, this in zip(self.in_bucket, rounds, strict=True) for gather in this.gathers
         ]
         self.gathered = [
             np.array([boxes[slot.offset].index for boxes, gather in gathers for slot in gather.slots[place]], np.int64)
@@ -170,7 +170,7 @@ class DeltaPlan:
     def _add_slots(self, number: int, slots: Sequence[BoxSlot]) -> None:
         for slot in slots:
             box = CodedBox(len(self._coded), volume(slot.local_box), slot.num_bytes)
-            self._in_bucket[number][slot.offset] = box
+            self.in_bucket[number][slot.offset] = box
             self._coded.append(box)
 
     def _add_incoming(self, hop: int) -> dict[int, slice]:
@@ -187,10 +187,9 @@ class DeltaPlan:
 
     def _outgoing(self, hop: int) -> dict[int, Ints]:
         indices: dict[int, list[int]] = {}
-        for this, in_bucket in zip(self._rounds, self._in_bucket, strict=True):
+        for number, this in enumerate(self._rounds):
             for send in this.hops[hop].sends:
-                boxes = [_box_of(part, self._held, in_bucket) for part in send.parts]
-                indices.setdefault(send.to, []).extend(box.index for box in boxes)
+                indices.setdefault(send.to, []).extend(self.box_of(number, part).index for part in send.parts)
         return {to: np.array(indices[to], np.int64) for to in sorted(indices)}
 
     def select(self, counts: Ints) -> list[CodedRound]:
@@ -198,30 +197,20 @@ class DeltaPlan:
         changed = counts.tolist()
         forms = [code_form(box.elements, box.itemsize, n) for box, n in zip(self._coded, changed, strict=True)]
         return [
-            _CodedRoundBuilder(changed, forms, self._held, in_bucket, self._member).build(this)
-            for this, in_bucket in zip(self._rounds, self._in_bucket, strict=True)
+            _CodedRoundBuilder(self, number, changed, forms).build(this) for number, this in enumerate(self._rounds)
         ]
 
-
-def _box_of(
-    part: MessagePart, held: Mapping[tuple[str | None, Box], HeldBox], in_bucket: Mapping[int, CodedBox]
-) -> CodedBox:
-    return in_bucket[part.offset] if part.local is None else held[part.local, part.box]
+    def box_of(self, number: int, part: MessagePart) -> CodedBox:
+        """Return the box that is a part of a message of this round, sent or copied by this rank."""
+        return self.in_bucket[number][part.offset] if part.local is None else self._held[part.local, part.box]
 
 
 class _CodedRoundBuilder:
     """Replaces the boxes of one round by codes, one after another in bucket and staging buffer."""
 
-    def __init__(
-        self,
-        counts: Sequence[int],
-        forms: Sequence[CodeForm],
-        held: Mapping[tuple[str | None, Box], HeldBox],
-        in_bucket: Mapping[int, CodedBox],
-        member: int,
-    ) -> None:
-        self._counts, self._forms, self._held, self._in_bucket = counts, forms, held, in_bucket
-        self._member = member
+    def __init__(self, plan: DeltaPlan, number: int, counts: Sequence[int], forms: Sequence[CodeForm]) -> None:
+        self._plan, self._number, self._counts, self._forms = plan, number, counts, forms
+        self._in_bucket = plan.in_bucket[number]
         self._lines: list[tuple[int, int, int]] = []
         self._num_slots = 0
         """Number of slots of the plan's round so far."""
@@ -260,7 +249,7 @@ class _CodedRoundBuilder:
             for copy in gather.own_copies
             if self._form(copy.slot).num_bytes
         ]
-        copies = tuple(map(LocalCopy, parts, slots[self._member]))
+        copies = tuple(map(LocalCopy, parts, slots[self._plan.member]))
         yield Gather(begin, len(sizes) * share, copies, tuple(slots))
 
     def _copy(self, copy: LocalCopy) -> Iterator[LocalCopy]:
@@ -299,7 +288,7 @@ class _CodedRoundBuilder:
         packed: dict[tuple[int, ...], int] = {}
         end = 0
         for send in hop.sends:
-            boxes = [_box_of(part, self._held, self._in_bucket).index for part in send.parts]
+            boxes = [self._plan.box_of(self._number, part).index for part in send.parts]
             parts = tuple(
                 self._received[part.offset]
                 if part.local is None
@@ -323,7 +312,7 @@ class _CodedRoundBuilder:
 
     def _held_part(self, part: MessagePart, *, alone: bool) -> MessagePart:
         """Return the code of a box that this rank holds; the box, if it is sent as it is and not next to codes."""
-        index = self._held[part.local, part.box].index
+        index = self._plan.box_of(self._number, part).index
         form = self._forms[index]
         if form.kind == "whole" and alone:
             return part
