@@ -71,7 +71,7 @@ def resolve_strategy(name: str, grid: RankGrid, topology: Topology, *, gen_tp: i
     if not can_place_strided(grid, topology, gen_tp=gen_tp):
         return "exact"
     groups = micro_dp_groups(grid, gen_tp=gen_tp)
-    return "micro_dp" if all(len({topology.nodes[rank] for rank in group}) == 1 for group in groups) else "exact"
+    return "micro_dp" if find_cross_node_group(groups, topology) is None else "exact"
 
 
 def can_place_strided(grid: RankGrid, topology: Topology, *, gen_tp: int) -> bool:
@@ -141,9 +141,7 @@ def place_engines_by_overlap(
         ConfigError: the nodes have too few ranks.
     """
     tp = len(engine)
-    node_ranks = [
-        np.array([rank for rank, at in enumerate(topology.nodes) if at == node]) for node in sorted(set(topology.nodes))
-    ]
+    node_ranks = [np.array(ranks) for ranks in topology.ranks_of.values()]
     room = sum(len(ranks) // tp for ranks in node_ranks)
     if room < replicas:
         raise ConfigError(
