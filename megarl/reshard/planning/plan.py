@@ -96,10 +96,7 @@ def plan_sends(index: SyncIndex, rank: int, to: Collection[int]) -> Moves:
 
 def _without_gathered(sends: Moves, items: Ints, group: tuple[int, ...]) -> Moves:
     """Return the sends without those to ranks of the group of items that it all-gathers."""
-    if not len(items):
-        return sends
-    is_gathered = np.isin(sends.item, np.unique(items)) & np.isin(sends.peer, group)
-    return sends.take(np.flatnonzero(~is_gathered))
+    return sends.take(~(np.isin(sends.item, items) & np.isin(sends.peer, group)))
 
 
 def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tuple[Moves, Ints, Boxes]:
