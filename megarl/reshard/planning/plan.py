@@ -7,7 +7,7 @@ plans: both ends of a message derive its content in the same order.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,10 +54,8 @@ class RankPlan:
     """Number of hops of every round, the same on every rank."""
     receives: Moves
     """Boxes that the rank needs, including those it holds itself."""
-    held: Boxes
-    """For each of `own_rows`, the box on the trainer's side that holds it."""
-    own_rows: Ints
-    """Rows of `receives` whose source is the rank itself."""
+    held: Moves
+    """Those of `receives` whose peer is the rank itself, with the local tensors that it holds them in."""
     sends: Moves
     gathered: Ints
     """bool, by row of `receives`: received through an all-gather of the rank's group."""
@@ -77,10 +75,10 @@ def plan_rank(index: SyncIndex, rank: int) -> RankPlan:
         WeightSyncError: no rank holds an element that this rank needs; names the tensor and the box.
     """
     mine, held_rows = index.held_by_rank(rank)
-    receives, own, own_boxes = _receives(index, rank, mine, held_rows)
+    receives, held = _receives(index, rank, mine, held_rows)
     gathered, group = _find_gathers(index, rank, receives)
     sends = _without_gathered(_sends(index, rank, mine, held_rows), receives.item[gathered], group)
-    return RankPlan(rank, index.num_rounds, index.num_hops, receives, own_boxes, own, sends, gathered, group)
+    return RankPlan(rank, index.num_rounds, index.num_hops, receives, held, sends, gathered, group)
 
 
 def plan_sends(index: SyncIndex, rank: int, to: Collection[int]) -> Moves:
@@ -89,7 +87,7 @@ def plan_sends(index: SyncIndex, rank: int, to: Collection[int]) -> Moves:
     sends = _sends(index, rank, mine, held_rows, to)
     if rank not in index.group_of:
         return sends
-    receives, _, _ = _receives(index, rank, mine, held_rows)
+    receives, _ = _receives(index, rank, mine, held_rows)
     gathered, group = _find_gathers(index, rank, receives)
     return _without_gathered(sends, receives.item[gathered], group)
 
@@ -99,11 +97,11 @@ def _without_gathered(sends: Moves, items: Ints, group: tuple[int, ...]) -> Move
     return sends.take(~(np.isin(sends.item, items) & np.isin(sends.peer, group)))
 
 
-def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tuple[Moves, Ints, Boxes]:
-    number = index.class_of.get(rank)
-    if number is None:
-        return _no_moves(index.width), np.zeros(0, np.int64), mine.take(np.zeros(0, np.int64))
-    need = index.classes[number]
+def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tuple[Moves, Moves]:
+    """Return `RankPlan.receives` and `RankPlan.held`."""
+    if rank not in index.class_of:
+        return _no_moves(index.width), _no_moves(index.width)
+    need = index.classes[index.class_of[rank]]
     _check_complete(index, rank, need)
     part, low, high, item = index.cut(need, np.arange(len(need.at)))
     at, of, turns = need.at[part], need.of[part], index.slices.turn[item]
@@ -113,8 +111,9 @@ def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tupl
     moves = _make_moves(index, need, part, low, high, item, peer, hop, need.boxes.local[at], need.boxes.shift[at])
     order = _message_order(index, moves)
     moves, of = moves.take(order), of[order]
-    own = np.flatnonzero(moves.peer == rank)
-    return moves, own, mine.take(np.searchsorted(held_rows, of[own]))
+    own = moves.peer == rank
+    held = mine.take(np.searchsorted(held_rows, of[own]))
+    return moves, replace(moves.take(own), local=held.local, shift=held.shift)
 
 
 def _sends(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints, to: Collection[int] | None = None) -> Moves:

@@ -18,7 +18,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from megarl.reshard.layout.box_index import SyncIndex
-from megarl.reshard.layout.layout import Box, Ints, hash_rows, local_extents
+from megarl.reshard.layout.layout import Box, hash_rows, local_extents
 from megarl.reshard.layout.slices import are_contiguous
 from megarl.reshard.planning.plan import Moves, RankPlan
 from megarl.reshard.transfer.bucket import BoxSlot
@@ -169,16 +169,16 @@ class _RoundBuilder:
         receives, sends = plan.receives, plan.sends
         need = index.classes[index.class_of[plan.rank]].locals if plan.rank in index.class_of else ()
         self._locals = [need[local] for local in receives.local.tolist()]
-        self._boxes = self._local_boxes(receives, receives.shift)
+        self._boxes = self._local_boxes(receives)
         self._dtypes = [index.specs[tensor].dtype for tensor in receives.tensor.tolist()]
         self._itemsize = index.itemsize[receives.tensor].tolist()
         self._size, self._peer, self._item = receives.num_bytes.tolist(), receives.peer.tolist(), receives.item.tolist()
         self._gathered = plan.gathered.tolist()
-        held = receives.take(plan.own_rows)
-        self._held = dict(zip(plan.own_rows.tolist(), self._parts(held, plan.held.local, plan.held.shift), strict=True))
+        own = np.flatnonzero(receives.peer == plan.rank)
+        self._held = dict(zip(own.tolist(), self._parts(plan.held), strict=True))
         rows = np.flatnonzero(sends.local >= 0)
         held = sends.take(rows)
-        self._sent = dict(zip(rows.tolist(), self._parts(held, held.local, held.shift), strict=True))
+        self._sent = dict(zip(rows.tolist(), self._parts(held), strict=True))
         """By row of the sends, what the rank holds; the others it relays."""
         extent = local_extents(index.sources[plan.rank].pieces, index.width)[held.local]
         in_place = np.ones(len(sends), bool)
@@ -193,15 +193,15 @@ class _RoundBuilder:
             hash_rows([moves.tensor, *moves.start.T, *moves.stop.T]).tolist() for moves in (receives, sends)
         )
 
-    def _parts(self, held: Moves, local: Ints, shift: Ints) -> list[MessagePart]:
-        """Return where the rank holds boxes; `local` and `shift`: of each, as in `Moves`."""
+    def _parts(self, held: Moves) -> list[MessagePart]:
+        """Return where the rank holds boxes."""
         names = self._index.sources[self._plan.rank].pieces.locals
-        columns = local.tolist(), self._local_boxes(held, shift), held.num_bytes.tolist()
+        columns = held.local.tolist(), self._local_boxes(held), held.num_bytes.tolist()
         return [MessagePart(names[number], box, size) for number, box, size in zip(*columns, strict=True)]
 
-    def _local_boxes(self, moves: Moves, shift: Ints) -> list[Box]:
+    def _local_boxes(self, moves: Moves) -> list[Box]:
         num_dims = [len(self._index.specs[tensor].shape) for tensor in moves.tensor.tolist()]
-        ends = zip((moves.start + shift).tolist(), (moves.stop + shift).tolist(), num_dims, strict=True)
+        ends = zip((moves.start + moves.shift).tolist(), (moves.stop + moves.shift).tolist(), num_dims, strict=True)
         return [tuple(zip(start, stop, strict=True))[:dims] for start, stop, dims in ends]
 
     def build(self) -> list[Round]:
