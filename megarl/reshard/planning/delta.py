@@ -107,8 +107,9 @@ class DeltaPlan:
                 for place, slots in enumerate(gather.slots):
                     if place != member:
                         self._add_slots(number, slots)
-        self._sent_in_place = list(self._find_sent_in_place())
         num_hops = max((len(this.hops) for this in rounds), default=0)
+        self._sent_in_place = [self._find_sent_in_place(step) for step in range(len(rounds) + num_hops - 1)]
+        """By step, the boxes of this rank that are sent from where they lie."""
         self.incoming = [self._add_incoming(hop) for hop in range(num_hops)]
         """By hop and source, where the counts of the boxes that it sends are."""
         self.outgoing = [self._outgoing(hop) for hop in range(num_hops)]
@@ -145,17 +146,11 @@ class DeltaPlan:
                     packed -= aligned(forms[box].num_bytes)
                     counts[box.index] = box.elements
 
-    def _find_sent_in_place(self) -> Iterator[set[CodedBox]]:
-        """Yield, for each step, the boxes of this rank that are sent from where they lie."""
-        num_hops = max((len(this.hops) for this in self._rounds), default=0)
-        for step in range(len(self._rounds) + num_hops - 1):
-            sends = [
-                send
-                for number, hop in hops_of_step(self._rounds, step)
-                for send in self._rounds[number].hops[hop].sends
-            ]
-            parts = [part for send in sends if send.staging_offset is None for part in send.parts]
-            yield {self._held[part.local, part.box] for part in parts if part.local is not None}
+    def _find_sent_in_place(self, step: int) -> set[CodedBox]:
+        hops = [self._rounds[number].hops[hop] for number, hop in hops_of_step(self._rounds, step)]
+        sends = [send for hop in hops for send in hop.sends if send.staging_offset is None]
+        parts = [part for send in sends for part in send.parts if part.local is not None]
+        return {self._held[part.local, part.box] for part in parts}
 
     def _add_held(self, this: Round) -> None:
         parts = [copy.part for copy in this.copies]
