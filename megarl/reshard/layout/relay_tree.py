@@ -14,7 +14,7 @@ machines send equally much.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -44,12 +44,6 @@ class RemoteSources:
     different orders, with more machines that exchange messages."""
     single_root: frozenset[Ranks] = frozenset()
     """Sets of ranks that receive a box from only one of its holders on other machines."""
-
-    def tree(self, holders: Ranks, receivers: Ranks, machines: int, origins: Iterable[int] = ()) -> RelayTree:
-        """Return the trees by which `receivers` on `machines` machines get a box."""
-        roots = 1 if receivers in self.single_root else len(holders)
-        arc = int(self.arc_lengths(np.array(machines), np.array(roots)))
-        return RelayTree(machines, arc, frozenset(origins))
 
     def arc_lengths(self, machines: Ints, roots: Ints) -> Ints:
         """Return how many machines one root serves, by numbers of machines [N] and of ranks that may be roots [N]."""

@@ -14,6 +14,7 @@ from megarl.reshard.layout.relay_tree import (
     UNLIMITED,
     Entry,
     Path,
+    RelayTree,
     RemoteSources,
     first_sources,
     ring_stride,
@@ -134,7 +135,9 @@ class SourceSelector:
         self._is_holder = np.zeros(len(topology.nodes), bool)
         self._is_holder[self._holders] = True
         origins = [number for number, node in enumerate(ranks_of) if node not in fetching]
-        self._tree = remote.tree(tuple(holders), tuple(receivers), len(ranks_of), origins)
+        num_roots = 1 if tuple(receivers) in remote.single_root else len(holders)
+        arc = remote.arc_lengths(np.array(len(ranks_of)), np.array(num_roots))
+        self._tree = RelayTree(len(ranks_of), int(arc), frozenset(origins))
         self._num_turns = remote.num_turns
         self._stride = 1
         if fetching and remote.num_turns is not None:
