@@ -105,7 +105,7 @@ class FullGatherStrategy:
                 sizes = self._copy.buffer_sizes
                 executor = BoxExecutor(0, self._copy.rounds, sizes, memory=self._bucket_memory)
                 executor.run(full, sinks.boxes)
-                copied = executor.counter.stats
+                copied = executor.transport.stats
         return self._case.join(gathered, copied)
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ class MegatronCore:
         executor = BoxExecutor(0, self._local_plan.rounds, self._local_plan.buffer_sizes, memory=self._memory)
         with torch.no_grad():
             executor.run(self._served.tensors, self._engine)
-        return executor.counter.stats
+        return executor.transport.stats
 
     def mismatched_bytes(self, sync: int) -> int:
         """Return the number of wrong bytes at this rank's destination."""

@@ -269,8 +269,8 @@ class NcclOrderTransport(Transport):
             self.close()
             raise WeightSyncError(f"rank {rank} could not connect to the other ranks: {e}") from e
 
-    def start_all_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
-        """Start all-gathers as `Transport.start_all_gathers` does, on the stream of the group's own communicator."""
+    def _begin_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
+        """Start all-gathers as `Transport._begin_gathers` does, on the stream of the group's own communicator."""
         ranks, me = dist.get_process_group_ranks(group), group.rank()
         others = [member for member in range(group.size()) if member != me]
         peers = tuple(ranks[member] for member in others)

@@ -28,7 +28,7 @@ from megarl.reshard.planning.plan_cache import RoundPlan
 from megarl.reshard.transfer import executor as executor_module
 from megarl.reshard.transfer.bucket import Parameters, ShardSink, torch_dtype
 from megarl.reshard.transfer.executor import BoxExecutor
-from megarl.reshard.transfer.transport import ByteCounter
+from megarl.reshard.transfer.transport import InFlight, Message, Transport
 
 MB = 1e6
 
@@ -60,19 +60,19 @@ class RankCost:
 
 
 @dataclass
-class _NoTransport:
+class _NoTransport(Transport):
     """A transport whose messages have arrived as soon as they are started."""
 
-    timeout_seconds: float | None = None
-    groups: int = 0
-    p2p_calls: int = 0
+    def __init__(self) -> None:
+        super().__init__(coalesces=False)
+        self.groups = self.p2p_calls = 0
 
-    def start(self, sends: Sequence[object], receives: Sequence[object]) -> tuple[list[Any], list[Any]]:
-        self.groups += bool(sends or receives)
+    def _begin_all(
+        self, group: Any, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> tuple[list[InFlight], list[InFlight]]:
+        self.groups += 1
         self.p2p_calls += len(sends) + len(receives)
         return [], []
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -168,8 +168,7 @@ def measure_sync(
         with meta_buckets(), torch.no_grad():
             began = time.thread_time()
             transport = _NoTransport()
-            counter = ByteCounter(transport)  # type: ignore[arg-type]
-            executor = BoxExecutor(rank, plan.rounds, plan.buffer_sizes, counter=counter)
+            executor = BoxExecutor(rank, plan.rounds, plan.buffer_sizes, transport=transport)
             executor.run(held, sink)
             seconds.append(time.thread_time() - began)
     cost.sync_cpu_seconds = min(seconds)

@@ -225,9 +225,8 @@ class SlowedTransport(NcclOrderTransport):
         received, sent = super()._start_coalesced(group, sends, receives)
         return _without_polling(received), _without_polling(sent)
 
-    def start_all_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
-        """Start all-gathers as `NcclOrderTransport` does."""
-        return _without_polling(super().start_all_gathers(gathers, group))
+    def _begin_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
+        return _without_polling(super()._begin_gathers(gathers, group))
 
 
 class _SlowedCommunicator(StreamCommunicator):

@@ -34,7 +34,6 @@ from megarl.reshard.layout.topology import LinkRates, Topology
 from megarl.reshard.planning.plan_cache import cached_plan
 from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.executor import BoxExecutor
-from megarl.reshard.transfer.transport import ByteCounter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +235,7 @@ class Twin:
             closing(SlowedTransport(links, group, SLOWED_TIMEOUT_SECONDS)) as transport,
         ):
             transport.connect()
-            executor = BoxExecutor(rank, plan.rounds, plan.buffer_sizes, counter=ByteCounter(transport))
+            executor = BoxExecutor(rank, plan.rounds, plan.buffer_sizes, transport=transport)
             self._barrier.wait()
             start = time.perf_counter(), time.process_time()
             executor.run(self._held[rank].tensors, None if served is None else Parameters(served.tensors))

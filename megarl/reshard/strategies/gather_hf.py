@@ -48,7 +48,7 @@ from megarl.reshard.transfer.bucket import (
 )
 from megarl.reshard.transfer.executor import device_of
 from megarl.reshard.transfer.process_groups import destroy_group, make_group, raise_on_all_ranks
-from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, abort_group, wait_for
+from megarl.reshard.transfer.transport import Deadline, InFlight, Transport, abort_group, wait_for
 
 Layouts = Sequence[Sequence[WeightLayout]]
 """Layouts of one model replica, [shard group][rank]."""
@@ -314,7 +314,7 @@ class GatherHf:
 
     def push(self, tensors: Mapping[str, Tensor], sinks: Sinks) -> SyncStats:
         """Push as `Strategy.push`; a rank whose engine fails still takes part to the end, as the others wait for it."""
-        counter, device = ByteCounter(), device_of(tensors, None)
+        transport, device = Transport(), device_of(tensors, None)
         packed_bytes = max((plan.packed_bytes(self._kinds) for plan in self._plans), default=0)
         bucket_bytes = max(mmap.PAGESIZE, *(plan.num_bytes for plan in self._plans))
         memory, buffers = self._memory, list[Buffer]()
@@ -322,11 +322,11 @@ class GatherHf:
             if self._is_sender:
                 buffers = memory.take("buckets", self._make_buffer, 2, bucket_bytes, device)
             (scratch,) = memory.take("packed tensors", PrivateBuffer, 1, packed_bytes, device)
-            counter.stats.peak_extra_bytes = packed_bytes + len(buffers) * bucket_bytes
-            failures = self._push_buckets(tensors, sinks, scratch.bytes, buffers, counter)
+            transport.stats.peak_extra_bytes = packed_bytes + len(buffers) * bucket_bytes
+            failures = self._push_buckets(tensors, sinks, scratch.bytes, buffers, transport)
             if failures:
                 raise failures[0]
-        return counter.stats
+        return transport.stats
 
     def _push_buckets(
         self,
@@ -334,7 +334,7 @@ class GatherHf:
         sinks: Sinks,
         scratch: Tensor,
         buffers: Sequence[Buffer],
-        counter: ByteCounter,
+        transport: Transport,
     ) -> list[WeightSyncError]:
         """Gather and deliver all buckets; return the failures of engines."""
         failures: list[WeightSyncError] = []
@@ -344,7 +344,7 @@ class GatherHf:
             which = number % 2
             failures += _collect_failures(pending[which])
             with self._abort_on_failure():
-                packed = self._gather(plan, tensors, scratch, counter, deadline)
+                packed = self._gather(plan, tensors, scratch, transport, deadline)
             if not self._is_sender:
                 continue
             for gather, region in packed:
@@ -357,8 +357,8 @@ class GatherHf:
                 torch.cuda.current_stream(scratch.device).synchronize()  # the engine reads on another stream
             bucket = WeightBucket(buffers[which].path, buffers[which].num_bytes, plan.slots)
             pending[which] += [sink.load(bucket) for sink in sinks.full_tensors]
-            counter.stats.buckets += 1
-            counter.stats.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(sinks.full_tensors)
+            transport.stats.buckets += 1
+            transport.stats.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(sinks.full_tensors)
         return failures + _collect_failures([*pending[0], *pending[1]])
 
     def _gather(
@@ -366,7 +366,7 @@ class GatherHf:
         plan: BucketPlan,
         tensors: Mapping[str, Tensor],
         scratch: Tensor,
-        counter: ByteCounter,
+        transport: Transport,
         deadline: Deadline,
     ) -> list[tuple[TensorGather, Tensor]]:
         """Gather the bucket's tensors into `scratch`; return each with its packed bytes, uint8 [gather.num_bytes]."""
@@ -387,12 +387,12 @@ class GatherHf:
             gathered = [(region, position.own_part(gather, region)) for gather, region in own if gather.is_gathered]
             if gathered:
                 assert position.within is not None
-                gathering += counter.start_all_gathers(gathered, position.within)
+                gathering += transport.start_all_gathers(gathered, position.within)
         wait_for(gathering, deadline)
         for position, of_kind in of_kinds:
             if position.across is not None:
                 roots = [(region, position.replica[gather.shard_group][position.index]) for gather, region in of_kind]
-                broadcasting += counter.start_broadcasts(roots, position.across)
+                broadcasting += transport.start_broadcasts(roots, position.across)
         wait_for(broadcasting, deadline)
         return packed
 

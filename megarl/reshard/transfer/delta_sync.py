@@ -33,7 +33,7 @@ from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
 from megarl.reshard.transfer.bucket import CodeSink, Parameters, ShardSink, SyncMemory, view_box
 from megarl.reshard.transfer.element_code import as_integers, encode, whole_bytes
 from megarl.reshard.transfer.executor import BoxExecutor, BufferSizes, CodeReader, device_of
-from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, Transport, closed_on_failure, wait_for
+from megarl.reshard.transfer.transport import Deadline, InFlight, Transport, closed_on_failure, wait_for
 
 
 class RankSync:
@@ -75,20 +75,20 @@ class RankSync:
         Raises:
             WeightSyncError: this rank has no copies of the base, or another rank is lost or late.
         """
-        counter = ByteCounter(transport)
+        stats = transport.stats = SyncStats()
         deadline = deadline or Deadline(transport.timeout_seconds)
         rounds, sizes, sent, device = self._rounds, self._sizes, tensors, device_of(tensors, sink)
         base, self._base = self._base, None
         with closed_on_failure(transport, self._gather_group):
             if update is not None:
-                counter.stats.elements = sum(held.elements for held in self.plan.held)
+                stats.elements = sum(held.elements for held in self.plan.held)
             if update is not None and update.base is None:
-                self._copy_all(tensors, counter)
+                self._copy_all(tensors, transport)
             elif update is not None:
                 if base != update.base:
                     raise WeightSyncError(f"rank {self._rank} has no copies of the weights of sync {update.base}")
-                counts, sent = self._encode(tensors, counter)
-                coded = self._code_rounds(counts, counter, deadline, device)
+                counts, sent = self._encode(tensors, transport)
+                coded = self._code_rounds(counts, transport, deadline, device)
                 rounds = tuple(each.round for each in coded)
                 sizes = BufferSizes.for_rounds(rounds)
                 if isinstance(sink, Parameters):
@@ -96,16 +96,16 @@ class RankSync:
                 if sink is not None:
                     assert isinstance(sink, CodeSink), "a delta sync needs a sink that takes codes"
                     sink.expect_codes([each.lines for each in coded])
-        executor = BoxExecutor(self._rank, rounds, sizes, self._gather_group, counter, device, self._memory)
+        executor = BoxExecutor(self._rank, rounds, sizes, self._gather_group, transport, device, self._memory)
         executor.run(sent, sink, deadline)
         self._base = None if update is None else update.number
-        return counter.stats
+        return stats
 
     def close(self) -> None:
         """Free the buffers; the copies are kept."""
         self._memory.close()
 
-    def _copy_all(self, tensors: Mapping[str, Tensor], counter: ByteCounter) -> None:
+    def _copy_all(self, tensors: Mapping[str, Tensor], transport: Transport) -> None:
         """Copy all boxes that this rank holds to host memory."""
         if not self._copies:
             self._copies = [
@@ -119,11 +119,11 @@ class RankSync:
         for held, copy in zip(self.plan.held, self._copies, strict=True):
             box = as_integers(view_box(tensors[held.local], held.box, held.num_bytes))
             copy.view(box.shape).copy_(box)
-            counter.stats.copied_bytes += copy.nbytes
-            counter.transport.activity.progress += 1  # the others wait for this rank
-        counter.stats.changed_elements = counter.stats.elements
+            transport.stats.copied_bytes += copy.nbytes
+            transport.activity.progress += 1  # the others wait for this rank
+        transport.stats.changed_elements = transport.stats.elements
 
-    def _encode(self, tensors: Mapping[str, Tensor], counter: ByteCounter) -> tuple[Ints, CodedTensors]:
+    def _encode(self, tensors: Mapping[str, Tensor], transport: Transport) -> tuple[Ints, CodedTensors]:
         """Return how many elements of each box are sent, int64 [num_held], and the codes of them.
 
         These are the elements that have changed, or all of boxes whose codes would be too large to be packed.
@@ -135,38 +135,38 @@ class RankSync:
             counts[number], code = encode(box, copy)
             if counts[number]:
                 codes[code_name(held.index)] = partial(whole_bytes, box) if code is None else code
-            counter.transport.activity.progress += 1  # the others wait for this rank
+            transport.activity.progress += 1  # the others wait for this rank
         changed = counts.copy()
-        counter.stats.changed_elements = int(changed.sum())
+        transport.stats.changed_elements = int(changed.sum())
         self.plan.limit_packed(counts, self._packed_limit)
         for number in np.flatnonzero(counts != changed).tolist():
             held = self.plan.held[number]
             box = view_box(tensors[held.local], held.box, held.num_bytes)
             codes[code_name(held.index)] = partial(whole_bytes, box)
         sent_codes = [code for code in codes.values() if isinstance(code, Tensor)]
-        counter.stats.copied_bytes = sum(tensor.nbytes for tensor in (*self._copies, *sent_codes))
+        transport.stats.copied_bytes = sum(tensor.nbytes for tensor in (*self._copies, *sent_codes))
         return counts, CodedTensors(codes, cast("dict[str, Any]", tensors))
 
     def _code_rounds(
-        self, changed: Ints, counter: ByteCounter, deadline: Deadline, device: torch.device
+        self, changed: Ints, transport: Transport, deadline: Deadline, device: torch.device
     ) -> list[CodedRound]:
         """Return the rounds to execute; `changed`: int64 [num_held], the elements to send of each box."""
         try:
-            counts = self._exchange(changed, counter, deadline, device)
+            counts = self._exchange(changed, transport, deadline, device)
         except WeightSyncError as e:
             raise type(e)(f"rank {self._rank}: numbers of changed weights: {e}") from e
         coded = self.plan.select(counts)
         for full, some in zip(self._rounds, coded, strict=True):
-            counter.stats.bytes_not_received += _bytes_received(full) - _bytes_received(some.round)
-            counter.stats.bytes_not_delivered += full.bytes_delivered - some.round.bytes_delivered
+            transport.stats.bytes_not_received += _bytes_received(full) - _bytes_received(some.round)
+            transport.stats.bytes_not_delivered += full.bytes_delivered - some.round.bytes_delivered
         return coded
 
-    def _exchange(self, changed: Ints, counter: ByteCounter, deadline: Deadline, device: torch.device) -> Ints:
+    def _exchange(self, changed: Ints, transport: Transport, deadline: Deadline, device: torch.device) -> Ints:
         """Return the changed elements of all boxes, int64 [num_boxes]."""
         plan, counts = self.plan, np.zeros(self.plan.num_boxes, np.int64)
         counts[: len(changed)] = changed
         if plan.gathered:
-            self._gather_counts(counts, counter, deadline, device)
+            self._gather_counts(counts, transport, deadline, device)
         sent: list[InFlight] = []
         for outgoing, incoming in zip(plan.outgoing, plan.incoming, strict=True):
             sends = [(torch.from_numpy(counts[indices]).to(device), to) for to, indices in outgoing.items()]
@@ -174,8 +174,8 @@ class RankSync:
                 (torch.empty(where.stop - where.start, dtype=torch.int64, device=device), source)
                 for source, where in incoming.items()
             ]
-            counter.stats.count_bytes += sum(data.nbytes for data, _ in receives)
-            received, started = counter.exchange(sends, receives)
+            transport.stats.count_bytes += sum(data.nbytes for data, _ in receives)
+            received, started = transport.start(sends, receives)
             sent += started
             wait_for(received, deadline)
             for (data, _), where in zip(receives, incoming.values(), strict=True):
@@ -183,7 +183,7 @@ class RankSync:
         wait_for(sent, deadline)
         return counts
 
-    def _gather_counts(self, counts: Ints, counter: ByteCounter, deadline: Deadline, device: torch.device) -> None:
+    def _gather_counts(self, counts: Ints, transport: Transport, deadline: Deadline, device: torch.device) -> None:
         """Fill in the counts of the other members' shares of all-gathers."""
         assert self._gather_group is not None
         of_members = self.plan.gathered
@@ -191,8 +191,8 @@ class RankSync:
         own = of_members[self._gather_group.rank()]
         mine = out[self._gather_group.rank()].clone()
         mine[: len(own)] = torch.from_numpy(counts[own]).to(device)
-        counter.stats.count_bytes += out.nbytes - mine.nbytes
-        wait_for(counter.start_all_gathers([(out.view(-1), mine)], self._gather_group), deadline)
+        transport.stats.count_bytes += out.nbytes - mine.nbytes
+        wait_for(transport.start_all_gathers([(out.view(-1), mine)], self._gather_group), deadline)
         for indices, of_member in zip(of_members, out.cpu().numpy(), strict=True):
             counts[indices] = of_member[: len(indices)]
 

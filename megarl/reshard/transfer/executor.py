@@ -53,7 +53,7 @@ from megarl.reshard.transfer.bucket import (
     views_like,
 )
 from megarl.reshard.transfer.element_code import decode_boxes
-from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, closed_on_failure, wait_for
+from megarl.reshard.transfer.transport import Deadline, InFlight, Transport, closed_on_failure, wait_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class BoxExecutor:
         rounds: Sequence[Round],
         buffer_sizes: BufferSizes,
         gather_group: dist.ProcessGroup | None = None,
-        counter: ByteCounter | None = None,
+        transport: Transport | None = None,
         device: torch.device | None = None,
         memory: SyncMemory | None = None,
     ) -> None:
@@ -138,13 +138,13 @@ class BoxExecutor:
         Args:
             rank: this rank, in the plan and in the transport.
             gather_group: process group of the plan's all-gathers; None if it has none.
-            counter: of the sync, over its transport; None: a new one over torch's default group.
+            transport: counts what the sync does, too; None: a new one over torch's default group.
             device: of the buffers; None: that of the tensors.
             memory: what the buffers are taken from; None: allocate and free them in each run.
         """
         self._device, self._memory = device, memory
         self._rank, self._rounds, self._buffer_sizes, self._gather_group = rank, rounds, buffer_sizes, gather_group
-        self.counter = counter or ByteCounter()
+        self.transport = transport or Transport()
         self._staging: deque[tuple[Tensor, Sequence[InFlight], int]] = deque()
         """The staging buffers, the next one first, each with the last messages sent from it and their round."""
 
@@ -163,20 +163,20 @@ class BoxExecutor:
                 transport and the gather group are unusable afterwards; unless the transport uses torch's default
                 group, the other ranks fail at once too.
         """
-        self._deadline = deadline or Deadline(self.counter.transport.timeout_seconds)
+        self._deadline = deadline or Deadline(self.transport.timeout_seconds)
         self._held = tensors
         self._targets = sink.tensors if isinstance(sink, Parameters) else None
         loader = None if isinstance(sink, Parameters) else sink
         device = self._device or device_of(tensors, sink)
         sizes, memory = self._buffer_sizes, self._memory or SyncMemory()
-        self.counter.stats.peak_extra_bytes = sizes.total(receives=sink is not None)
+        self.transport.stats.peak_extra_bytes = sizes.total(receives=sink is not None)
         make = PrivateBuffer if isinstance(sink, Parameters | CodeReader) else make_buffer
         with memory.lent():
             buckets = [] if sink is None else memory.take("buckets", make, sizes.num_buckets, sizes.bucket, device)
             staging = memory.take("staging", PrivateBuffer, 2, sizes.staging, device)
             self._staging.extend((buffer.bytes, (), 0) for buffer in staging)
             try:
-                with closed_on_failure(self.counter.transport, self._gather_group):
+                with closed_on_failure(self.transport, self._gather_group):
                     self._execute(buckets, loader)
             finally:
                 self._staging.clear()
@@ -217,7 +217,7 @@ class BoxExecutor:
             assert self._gather_group is not None
             gathers = [self._prepare_gather(flight, gather) for gather in this.gathers]
             with self._in_round(flight.index):
-                flight.receiving += self.counter.start_all_gathers(gathers, self._gather_group)
+                flight.receiving += self.transport.start_all_gathers(gathers, self._gather_group)
         self._copy(this.copies, flight)
 
     def _finish(self, flight: _RoundInFlight, loader: ShardSink | None) -> Callable[[], None]:
@@ -226,8 +226,8 @@ class BoxExecutor:
         self._wait(flight.receiving, flight.index)
         if flight.buffer is None:
             return no_wait
-        self.counter.stats.buckets += bool(this.bucket_bytes)
-        self.counter.stats.bytes_delivered += 0 if isinstance(loader, DiscardSink) else this.bytes_delivered
+        self.transport.stats.buckets += bool(this.bucket_bytes)
+        self.transport.stats.bytes_delivered += 0 if isinstance(loader, DiscardSink) else this.bytes_delivered
         if loader is None:
             self._unpack(flight)
             return no_wait
@@ -314,7 +314,7 @@ class BoxExecutor:
             begin = aligned(begin + hop.staging_bytes)
         index = started[0][0].index
         with self._in_round(index):
-            received, sent = self.counter.exchange(sends, receives)
+            received, sent = self.transport.start(sends, receives)
         if space is not None:
             self._staging.append((space, sent, index))
         for flight, _ in started:  # the messages of a group may end together only

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -145,10 +145,13 @@ class Transport:
             coalesces: the backend combines the messages of one call into one work, as NCCL does; None: derive it from
                 the backend that torch.distributed reports for the group.
         """
-        self._group, self._coalesces = group, coalesces
+        self._group: Any = dist.group.WORLD if group is None else group
+        self._coalesces = coalesces
         self.is_exclusive = is_exclusive
         """Whether nothing else uses the group."""
         self.timeout_seconds, self._closed = timeout_seconds, False
+        self.stats = SyncStats()
+        """What has been sent and received; a sync starts with new ones."""
         self.activity = SyncActivity()
         self.abort_reason = ""
         """Why the sync was aborted on all ranks; empty if it was not."""
@@ -207,7 +210,7 @@ class Transport:
         Raises:
             WeightSyncError: another rank did not connect within `timeout_seconds`; the transport is closed.
         """
-        group: Any = dist.group.WORLD if self._group is None else self._group
+        group = self._group
         others = tuple(rank for rank in range(group.size()) if rank != group.rank())
         device = torch.device("cuda", torch.cuda.current_device()) if self._is_coalescing() else torch.device("cpu")
         try:
@@ -219,7 +222,7 @@ class Transport:
             raise WeightSyncError(f"rank {group.rank()} could not connect to the other ranks: {e}") from e
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[InFlight], list[InFlight]]:
-        """Start all messages together.
+        """Start all messages together, and count them.
 
         Args:
             sends: (tensor, destination rank) per message.
@@ -231,15 +234,16 @@ class Transport:
         Raises:
             WeightSyncError: the transport is closed, or a connection is broken.
         """
+        self.stats.bytes_sent += sum([tensor.nbytes for tensor, _ in sends])
+        self.stats.bytes_received += sum([tensor.nbytes for tensor, _ in receives])
+        self.stats.messages += len(receives)
         if self._closed:
             raise WeightSyncError("the connections were closed when a sync failed: the ranks have to connect again")
         self.raise_if_aborted()
         if not sends and not receives:
             return [], []
-        group: Any = dist.group.WORLD if self._group is None else self._group
-        if self._is_coalescing():
-            return self._start_coalesced(group, sends, receives)
-        return self._begin_all(group, sends, receives)
+        start = self._start_coalesced if self._is_coalescing() else self._begin_all
+        return start(self._group, sends, receives)
 
     def _begin_all(
         self, group: Any, sends: Sequence[Message], receives: Sequence[Message]
@@ -284,13 +288,22 @@ class Transport:
         return [combined], [combined]
 
     def start_all_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
-        """Start several all-gathers, each given as (output, this rank's share).
+        """Start several all-gathers, each given as (output, this rank's share), and count them.
 
-        The output receives the shares of all members in rank order; this rank's share may be a view of it. Over gloo
-        the members exchange the shares of all gathers as messages, because torch's all-gather for gloo allocates a
-        second output and copies it. Over NCCL they are one call.
+        The output receives the shares of all members in rank order; this rank's share may be a view of it.
         """
+        for out, mine in gathers:
+            self.stats.bytes_sent += out.nbytes - mine.nbytes
+            self.stats.bytes_received += out.nbytes - mine.nbytes
+            self.stats.collectives += 1
         self._gather_groups.add(group)
+        return self._begin_gathers(gathers, group)
+
+    def _begin_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
+        """Start all-gathers: over NCCL in one call, over gloo as messages with the shares of all of them.
+
+        Torch's all-gather for gloo would allocate a second output and copy it.
+        """
         ranks, me = dist.get_process_group_ranks(group), group.rank()
         others = [member for member in range(group.size()) if member != me]
         if dist.get_backend(group) != "gloo":
@@ -308,6 +321,34 @@ class Transport:
             receives += [(parts[member], member) for member in others]
         received, sent = self._begin_all(group, sends, receives)
         return [replace(each, peers=tuple(ranks[member] for member in each.peers)) for each in (*received, *sent)]
+
+    def start_broadcasts(self, broadcasts: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> list[InFlight]:
+        """Start several broadcasts, each given as (tensor, global rank of its source), and count them.
+
+        All members pass the same.
+        """
+        if not broadcasts:
+            return []
+        ranks, me = dist.get_process_group_ranks(group), dist.get_rank()
+        others = tuple(rank for rank in ranks if rank != me)
+        for tensor, source in broadcasts:
+            if source == me:
+                self.stats.bytes_sent += tensor.nbytes * len(others)
+            else:
+                self.stats.bytes_received += tensor.nbytes
+            self.stats.collectives += 1
+        if dist.get_backend(group) != "gloo":
+            with coalesced(group, broadcasts[0][0].device) as started:
+                for tensor, source in broadcasts:
+                    dist.broadcast(tensor, source, group=group, async_op=True)
+            return [InFlight(work, others, True, self, is_polled=True) for work in started.works]
+        started_works = []
+        for tensor, source in broadcasts:
+            work = dist.broadcast(tensor, source, group=group, async_op=True)
+            assert work is not None, "this rank is not in the group"
+            peers = others if source == me else (source,)
+            started_works.append(InFlight(work, peers, source != me, self))
+        return started_works
 
     @property
     def is_closed(self) -> bool:
@@ -445,51 +486,3 @@ def wait_for_gloo(work: dist.Work, left: timedelta | None, is_aborted: Callable[
 def _lost(peers: Iterable[int], error: RuntimeError) -> LostRankError:
     words = _GLOO_NOISE.sub("", str(error).splitlines()[0])
     return LostRankError(f"lost the connection to {list_ranks(peers)} ({words})")
-
-
-@dataclass(slots=True)
-class ByteCounter:
-    """Sends and receives for one rank, and counts what it does in `stats`."""
-
-    transport: Transport = field(default_factory=Transport)
-    stats: SyncStats = field(default_factory=SyncStats)
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[InFlight], list[InFlight]]:
-        """Start the messages and count them; arguments and result as for `Transport.start`."""
-        self.stats.bytes_sent += sum([tensor.nbytes for tensor, _ in sends])
-        self.stats.bytes_received += sum([tensor.nbytes for tensor, _ in receives])
-        self.stats.messages += len(receives)
-        return self.transport.start(sends, receives)
-
-    def start_all_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
-        """Start the all-gathers and count them; arguments and result as for `Transport.start_all_gathers`."""
-        for out, mine in gathers:
-            self.stats.bytes_sent += out.nbytes - mine.nbytes
-            self.stats.bytes_received += out.nbytes - mine.nbytes
-            self.stats.collectives += 1
-        return self.transport.start_all_gathers(gathers, group)
-
-    def start_broadcasts(self, broadcasts: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> list[InFlight]:
-        """Start several broadcasts, each given as (tensor, global rank of its source); all members pass the same."""
-        if not broadcasts:
-            return []
-        ranks, me = dist.get_process_group_ranks(group), dist.get_rank()
-        others = tuple(rank for rank in ranks if rank != me)
-        for tensor, source in broadcasts:
-            if source == me:
-                self.stats.bytes_sent += tensor.nbytes * len(others)
-            else:
-                self.stats.bytes_received += tensor.nbytes
-            self.stats.collectives += 1
-        if dist.get_backend(group) != "gloo":
-            with coalesced(group, broadcasts[0][0].device) as started:
-                for tensor, source in broadcasts:
-                    dist.broadcast(tensor, source, group=group, async_op=True)
-            return [InFlight(work, others, True, self.transport, is_polled=True) for work in started.works]
-        started_works = []
-        for tensor, source in broadcasts:
-            work = dist.broadcast(tensor, source, group=group, async_op=True)
-            assert work is not None, "this rank is not in the group"
-            peers = others if source == me else (source,)
-            started_works.append(InFlight(work, peers, source != me, self.transport))
-        return started_works

@@ -21,9 +21,9 @@ from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan import Moves, plan_rank
 from megarl.reshard.planning.plan_cache import cached_index, cached_plan
+from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.executor import BoxExecutor
-from megarl.reshard.transfer.transport import ByteCounter
 from tests.reshard.rank_process import empty_parameters
 from tests.reshard.synthetic import scenario
 
@@ -204,7 +204,7 @@ class RecordingTransport:
     timeout_seconds = None
 
     def __init__(self):
-        self.posted = []
+        self.posted, self.stats = [], SyncStats()
 
     def start(self, sends, receives):
         if sends or receives:
@@ -246,7 +246,7 @@ def test_posted_groups_are_those_of_the_executor(strategy, layout, nodes, steps)
         transport, group = RecordingTransport(), FakeGroup(members[rank], rank)
         held = {piece.local: torch.zeros([n for _, n in piece.local_box]) for piece in case.sources[rank].pieces}
         target = Parameters(empty_parameters(needs[rank])) if rank in needs else None
-        BoxExecutor(rank, plan.rounds, plan.buffer_sizes, group, ByteCounter(transport)).run(held, target)
+        BoxExecutor(rank, plan.rounds, plan.buffer_sizes, group, transport).run(held, target)
         expected = posted_groups(plan.rounds, members[rank])
         assert [key(each) for each in transport.posted] == [key(each) for each in expected]
         posted += expected

@@ -37,7 +37,7 @@ from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.strategies.gather_hf import GatherHf, plan_buckets
 from megarl.reshard.transfer import transport
 from megarl.reshard.transfer.bucket import lay_out, map_bucket, torch_dtype
-from megarl.reshard.transfer.transport import ByteCounter
+from megarl.reshard.transfer.transport import Transport
 from tests.errors import expect_error
 from tests.megatron.ranks import CollectingSink, run_ranks
 from tests.reshard.rank_process import held_tensors, kept_buffers, wrong_elements
@@ -331,7 +331,7 @@ def record_on_rank(grid, bucket_bytes):
     def record(kind, group, sizes):
         events.append((kind, (group.group_name, tuple(dist.get_process_group_ranks(group))), tuple(sizes)))
 
-    class Recorder(ByteCounter):
+    class Recorder(Transport):
         def start_all_gathers(self, gathers, group):
             record("all_gather", group, (out.nbytes for out, _ in gathers))
             return super().start_all_gathers(gathers, group)
@@ -341,7 +341,7 @@ def record_on_rank(grid, bucket_bytes):
                 record("broadcast", group, ((tensor.nbytes, source) for tensor, source in broadcasts))
             return super().start_broadcasts(broadcasts, group)
 
-    gather_hf.wait_for, gather_hf.ByteCounter = wait_for, Recorder
+    gather_hf.wait_for, gather_hf.Transport = wait_for, Recorder
     strategy.push(held, Sinks())
     strategy.close()
     return gather_results((events, len(strategy._plans), waits))

@@ -20,7 +20,6 @@ from megarl.reshard.transfer.process_groups import (
     make_sync_group,
     make_sync_transport,
 )
-from megarl.reshard.transfer.transport import ByteCounter
 from tests.reshard import synthetic
 from tests.reshard.rank_process import ABORT, FaultyTensors, Ranks, call, empty_parameters, held_tensors, wrong_elements
 from tests.reshard.transfer.test_executor import value
@@ -58,7 +57,7 @@ class ColocatedMember:
             held = FaultyTensors(held, fault[0])
         single = Topology.single(GRID.size)
         plan = cached_plan(self._sources, self._needs, single, self._rank, 16_384, groups=self._groups)
-        executor = BoxExecutor(self._rank, plan.rounds, plan.buffer_sizes, self._gather, ByteCounter(self._transport))
+        executor = BoxExecutor(self._rank, plan.rounds, plan.buffer_sizes, self._gather, self._transport)
         with self._transport.syncing():
             executor.run(held, Parameters(self._parameters))
         return wrong_elements(self._needs[self._rank], self._parameters, value, number)

@@ -24,7 +24,7 @@ from megarl.reshard.transfer.bucket import Parameters
 from megarl.reshard.transfer.delta_sync import RankSync
 from megarl.reshard.transfer.element_code import code_form
 from megarl.reshard.transfer.executor import BoxExecutor
-from megarl.reshard.transfer.transport import ByteCounter, Transport
+from megarl.reshard.transfer.transport import Transport
 from tests.reshard.rank_process import empty_parameters, held_tensors, wrong_elements
 from tests.time_limits import UNREACHED_SECONDS
 
@@ -116,8 +116,7 @@ class Cluster:
             plan, connection = self.plans[rank], self.connections[rank]
             try:
                 if update is None:
-                    counter = ByteCounter(connection)
-                    return BoxExecutor(rank, plan.rounds, plan.buffer_sizes, counter=counter).run(held, sink)
+                    return BoxExecutor(rank, plan.rounds, plan.buffer_sizes, transport=connection).run(held, sink)
                 return self.deltas[rank].run(held, sink, update, connection)
             except WeightSyncError as error:
                 return str(error)

@@ -11,7 +11,7 @@ import torch
 
 from megarl.errors import LostRankError, WeightSyncError
 from megarl.reshard.transfer import transport as transport_module
-from megarl.reshard.transfer.transport import ByteCounter, Deadline, InFlight, Transport, wait_for
+from megarl.reshard.transfer.transport import Deadline, InFlight, Transport, wait_for
 from tests.errors import expect_error
 from tests.time_limits import HANG_SECONDS
 
@@ -203,17 +203,17 @@ def events(monkeypatch):
 
 
 def test_all_gathers_are_one_call(events):
-    outs, counter = [torch.empty(3 * n, dtype=torch.uint8) for n in (4, 10)], ByteCounter()
-    (started,) = counter.start_all_gathers([(out, out[: len(out) // 3]) for out in outs], GROUP)
+    outs, transport = [torch.empty(3 * n, dtype=torch.uint8) for n in (4, 10)], Transport()
+    (started,) = transport.start_all_gathers([(out, out[: len(out) // 3]) for out in outs], GROUP)
     assert events == ["begin", "all_gather_into_tensor", "all_gather_into_tensor", "end"]
     assert (started.work, started.peers) == ("work", (3, 6))
-    assert (counter.stats.bytes_sent, counter.stats.bytes_received, counter.stats.collectives) == (28, 28, 2)
+    assert (transport.stats.bytes_sent, transport.stats.bytes_received, transport.stats.collectives) == (28, 28, 2)
 
 
 def test_broadcasts_are_one_call(events):
-    tensors, counter = [torch.empty(n, dtype=torch.uint8) for n in (4, 10, 100)], ByteCounter()
-    (started,) = counter.start_broadcasts(list(zip(tensors, [5, 3, 6], strict=True)), GROUP)
+    tensors, transport = [torch.empty(n, dtype=torch.uint8) for n in (4, 10, 100)], Transport()
+    (started,) = transport.start_broadcasts(list(zip(tensors, [5, 3, 6], strict=True)), GROUP)
     assert events == ["begin", "broadcast", "broadcast", "broadcast", "end"]
     assert (started.work, started.peers) == ("work", (3, 6))
-    assert (counter.stats.bytes_sent, counter.stats.bytes_received, counter.stats.collectives) == (2 * 4, 110, 3)
-    assert counter.start_broadcasts([], GROUP) == []
+    assert (transport.stats.bytes_sent, transport.stats.bytes_received, transport.stats.collectives) == (2 * 4, 110, 3)
+    assert transport.start_broadcasts([], GROUP) == []
