@@ -173,7 +173,7 @@ def measure_sync(
             seconds.append(time.thread_time() - began)
     cost.sync_cpu_seconds = min(seconds)
     cost.groups, cost.p2p_calls = transport.groups, transport.p2p_calls
-    cost.buffer_bytes = plan.buffer_sizes.total(receives=sink is not None)
+    cost.buffer_bytes = plan.buffer_sizes.total
 
 
 def peers_outside_machine(rank: int, plan: RoundPlan, nodes: Sequence[int]) -> int:

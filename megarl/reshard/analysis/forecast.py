@@ -226,7 +226,7 @@ def forecast(arrangement: Arrangement, scenario: Scenario) -> Forecast:
     for rank in range(len(scenario.sources)):
         rounds = _rounds(arrangement, scenario, rank)
         group = next((sorted(group) for group in arrangement.groups if rank in group), [])
-        stats.append(_round_stats(rounds, receives=rank in arrangement.needs))
+        stats.append(_round_stats(rounds))
         posted.append(posted_groups(rounds, group))
         for message in (message for this in rounds for hop in this.hops for message in hop.receives):
             between[message.source, rank] += message.num_bytes
@@ -238,14 +238,14 @@ def forecast(arrangement: Arrangement, scenario: Scenario) -> Forecast:
 
 def forecast_rank(arrangement: Arrangement, scenario: Scenario, rank: int) -> SyncStats:
     """Predict the statistics of one rank, for any strategy other than `gather_hf`."""
-    return _round_stats(_rounds(arrangement, scenario, rank), receives=rank in arrangement.needs)
+    return _round_stats(_rounds(arrangement, scenario, rank))
 
 
 def _rounds(arrangement: Arrangement, scenario: Scenario, rank: int) -> Sequence[Round]:
     return plan_boxes(sync_context(arrangement, scenario, rank), scenario.bucket_bytes).rounds
 
 
-def _round_stats(rounds: Sequence[Round], *, receives: bool) -> SyncStats:
+def _round_stats(rounds: Sequence[Round]) -> SyncStats:
     messages = [message.num_bytes for r in rounds for hop in r.hops for message in hop.receives]
     gathers = [gather.num_bytes - gather.share for r in rounds for gather in r.gathers]
     return SyncStats(
@@ -253,7 +253,7 @@ def _round_stats(rounds: Sequence[Round], *, receives: bool) -> SyncStats:
         bytes_received=sum(messages) + sum(gathers),
         bytes_delivered=sum(r.bytes_delivered for r in rounds),
         buckets=sum(bool(r.bucket_bytes) for r in rounds),
-        peak_extra_bytes=BufferSizes.for_rounds(rounds).total(receives=receives),
+        peak_extra_bytes=BufferSizes.for_rounds(rounds).total,
         messages=len(messages),
         collectives=len(gathers),
     )

@@ -50,7 +50,7 @@ class RankSync:
         """
         self._rounds, self._sizes = plan.rounds, plan.buffer_sizes
         self._rank, self._gather_group, self._memory = rank, gather_group, SyncMemory()
-        unused = 2 * bucket_bytes - self._sizes.total(receives=True)
+        unused = 2 * bucket_bytes - self._sizes.total
         self._packed_limit = max(unused // 2, bucket_bytes // 8)
         self._copies: list[Tensor] = []
         """By box that this rank holds, integers [elements] in host memory: what it has sent in the latest sync."""

@@ -76,9 +76,10 @@ class BufferSizes:
         ]
         return cls(max((this.bucket_bytes for this in rounds), default=0), num_hops + 1, max(staging, default=0))
 
-    def total(self, *, receives: bool) -> int:
-        """Return the bytes of all buffers together."""
-        return 2 * self.staging + (self.num_buckets * max(self.bucket, mmap.PAGESIZE) if receives else 0)
+    @property
+    def total(self) -> int:
+        """Bytes of all buffers together."""
+        return 2 * self.staging + (self.num_buckets * max(self.bucket, mmap.PAGESIZE) if self.bucket else 0)
 
 
 class CodeReader:
@@ -106,16 +107,13 @@ class _RoundInFlight:
 
     index: int
     round: Round
-    buffer: Buffer | None
-    """The bucket; None if this rank receives nothing."""
-    bucket: Tensor
-    """The bytes of `buffer`, uint8 [num_bytes]; empty without one."""
+    buffer: Buffer
+    """The bucket, without bytes if this rank receives nothing."""
     receiving: list[InFlight] = field(default_factory=list)
     sending: list[InFlight] = field(default_factory=list)
     """Sends of the round; some read the bucket, which must not be overwritten before they complete."""
     unpack: list[tuple[BoxSlot, int]] = field(default_factory=list)
     """Slots of the bucket to copy to parameters in this process, with their bytes."""
-
     regions: dict[int, Tensor] = field(default_factory=dict)
     """By offset in the bucket, the bytes of received messages, which may lie in a parameter of this process instead."""
 
@@ -166,13 +164,14 @@ class BoxExecutor:
         self._deadline = deadline or Deadline(self.transport.timeout_seconds)
         self._held = tensors
         self._targets = sink.tensors if isinstance(sink, Parameters) else None
-        loader = None if isinstance(sink, Parameters) else sink
+        loader = None if isinstance(sink, Parameters) else sink or DiscardSink()
         device = self._device or device_of(tensors, sink)
         sizes, memory = self._buffer_sizes, self._memory or SyncMemory()
-        self.transport.stats.peak_extra_bytes = sizes.total(receives=sink is not None)
-        make = PrivateBuffer if isinstance(sink, Parameters | CodeReader) else make_buffer
+        self.transport.stats.peak_extra_bytes = sizes.total
+        is_private = isinstance(sink, Parameters | CodeReader) or not sizes.bucket
+        make = PrivateBuffer if is_private else make_buffer
         with memory.lent():
-            buckets = [] if sink is None else memory.take("buckets", make, sizes.num_buckets, sizes.bucket, device)
+            buckets = memory.take("buckets", make, sizes.num_buckets, sizes.bucket, device)
             staging = memory.take("staging", PrivateBuffer, 2, sizes.staging, device)
             self._staging.extend((buffer.bytes, (), 0) for buffer in staging)
             try:
@@ -185,9 +184,8 @@ class BoxExecutor:
             memory.close()
 
     def _execute(self, buckets: Sequence[Buffer], loader: ShardSink | None) -> None:
-        """Execute all rounds; `buckets`: to receive into, empty if this rank receives nothing."""
-        num_buckets = self._buffer_sizes.num_buckets
-        num_hops = num_buckets - 1
+        """Execute all rounds; `buckets`: to receive into, in turn."""
+        num_buckets, num_hops = len(buckets), len(buckets) - 1
         pending: list[Callable[[], None]] = [no_wait] * num_buckets
         flights: dict[int, _RoundInFlight] = {}
         for step in range(len(self._rounds) + num_hops):
@@ -196,10 +194,7 @@ class BoxExecutor:
                 pending[which]()  # the engine has read the bucket
                 if (last := flights.pop(step - num_buckets, None)) is not None:
                     self._wait(last.sending, last.index)
-                buffer, data = (
-                    (buckets[which], buckets[which].bytes) if buckets else (None, torch.empty(0, dtype=torch.uint8))
-                )
-                flights[step] = _RoundInFlight(step, self._rounds[step], buffer, data)
+                flights[step] = _RoundInFlight(step, self._rounds[step], buckets[which])
                 self._start(flights[step])
             self._exchange([(flights[number], hop) for number, hop in hops_of_step(self._rounds, step)])
             if (number := step - num_hops) >= 0:
@@ -211,8 +206,8 @@ class BoxExecutor:
 
     def _start(self, flight: _RoundInFlight) -> None:
         this = flight.round
-        if flight.buffer is not None and self._targets is None:
-            flight.regions = split_regions(flight.bucket, this.regions)
+        if self._targets is None:
+            flight.regions = split_regions(flight.buffer.bytes, this.regions)
         if this.gathers:
             assert self._gather_group is not None
             gathers = [self._prepare_gather(flight, gather) for gather in this.gathers]
@@ -224,8 +219,6 @@ class BoxExecutor:
         """Deliver what has arrived; return a function that waits until the bucket may be overwritten."""
         this = flight.round
         self._wait(flight.receiving, flight.index)
-        if flight.buffer is None:
-            return no_wait
         self.transport.stats.buckets += bool(this.bucket_bytes)
         self.transport.stats.bytes_delivered += 0 if isinstance(loader, DiscardSink) else this.bytes_delivered
         if loader is None:
@@ -233,8 +226,8 @@ class BoxExecutor:
             return no_wait
         if not this.bucket_bytes:
             return loader.load_boxes(flight.index, None)
-        if flight.bucket.is_cuda:
-            torch.cuda.current_stream(flight.bucket.device).synchronize()  # the engine reads on another stream
+        if flight.buffer.bytes.is_cuda:
+            torch.cuda.current_stream(flight.buffer.bytes.device).synchronize()  # the engine reads on another stream
         return loader.load_boxes(flight.index, BoxBucket(flight.buffer.path, flight.buffer.num_bytes, this.slots))
 
     def _copy(self, copies: Sequence[LocalCopy], flight: _RoundInFlight) -> None:
@@ -245,7 +238,7 @@ class BoxExecutor:
             return
         boxes = [self._view(copy.part) for copy in copies]
         for same in consecutive([copy.slot.offset for copy in copies], [copy.part.num_bytes for copy in copies]):
-            copy_boxes(views_like(flight.bucket, copies[same][0].slot.offset, boxes[same]), boxes[same])
+            copy_boxes(views_like(flight.buffer.bytes, copies[same][0].slot.offset, boxes[same]), boxes[same])
 
     def _unpack(self, flight: _RoundInFlight) -> None:
         """Copy from the bucket to parameters in this process."""
@@ -253,7 +246,7 @@ class BoxExecutor:
         targets = [view_box(self._targets[slot.local], slot.local_box, size) for slot, size in flight.unpack]
         sources: list[Tensor] = []
         for same in consecutive([slot.offset for slot, _ in flight.unpack], [size for _, size in flight.unpack]):
-            sources += views_like(flight.bucket, flight.unpack[same.start][0].offset, targets[same])
+            sources += views_like(flight.buffer.bytes, flight.unpack[same.start][0].offset, targets[same])
         copy_boxes(targets, sources)
 
     def _prepare_gather(self, flight: _RoundInFlight, gather: Gather) -> tuple[Tensor, Tensor]:
@@ -263,7 +256,7 @@ class BoxExecutor:
         output = self._gather_target(gather, flight.round)
         in_place = output is not None
         if output is None:
-            output = flight.bucket[gather.offset : gather.offset + gather.num_bytes]
+            output = flight.buffer.bytes[gather.offset : gather.offset + gather.num_bytes]
             others = [slots for number, slots in enumerate(gather.slots) if number != member]
             flight.unpack += [(slot, slot.num_bytes) for slots in others for slot in slots]
         own_share = output[member * share : (member + 1) * share]
@@ -335,7 +328,7 @@ class BoxExecutor:
 
     def _receive_targets(self, flight: _RoundInFlight, hop: Hop) -> list[tuple[Tensor, int]]:
         """Return (memory, source) per message: the memory of the parameter if it is contiguous, or of the bucket."""
-        targets, regions, bucket = self._targets, flight.regions, flight.bucket
+        targets, regions, bucket = self._targets, flight.regions, flight.buffer.bytes
         assert targets is not None
         messages = []
         for message in hop.receives:  # 50,000 in a sync of a large model: as few calls as possible
@@ -399,7 +392,7 @@ class BoxExecutor:
         region = flight.regions.get(offset)
         if region is not None and region.nbytes == num_bytes:
             return region
-        return flight.bucket[offset : offset + num_bytes]
+        return flight.buffer.bytes[offset : offset + num_bytes]
 
     def _view(self, part: MessagePart) -> Tensor:
         """Return a view of a box that this rank holds, of any shape if it is contiguous."""
