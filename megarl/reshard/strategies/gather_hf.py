@@ -23,6 +23,7 @@ import mmap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -40,11 +41,13 @@ from megarl.reshard.transfer.bucket import (
     SyncMemory,
     TensorSlot,
     WeightBucket,
+    copy_boxes,
     lay_out,
     make_buffer,
     slot_view,
     split_into_buckets,
     torch_dtype,
+    views_like,
 )
 from megarl.reshard.transfer.executor import device_of
 from megarl.reshard.transfer.process_groups import destroy_group, make_group, raise_on_all_ranks
@@ -145,7 +148,7 @@ def plan_replica(rank: int, context: SyncContext, bucket_bytes: int) -> list[Buc
     for replicas in context.model_replicas:
         mine = find_replica(rank, replicas)
         # which tensors are sharded as the other kind is only visible in the other replicas
-        others = [replica for replica in replicas if replica != mine] if len(context.model_replicas) > 1 else []
+        others = replicas if len(context.model_replicas) > 1 else ()
         distinct: dict[tuple[int, ...], Layouts] = {}
         for replica in (mine, *others):
             layouts = [[context.sources[rank] for rank in shard_group] for shard_group in replica]
@@ -170,19 +173,12 @@ def plan_buckets(held: Sequence[Sequence[Layouts]], bucket_bytes: int) -> list[B
     Raises:
         WeightSyncError: no shard group holds all of a tensor.
     """
-    layouts = {
-        id(layout): layout
-        for replicas in held
-        for replica in replicas
-        for shard_group in replica
-        for layout in shard_group
-    }
-    by_tensor = {key: _by_tensor(layout) for key, layout in layouts.items()}
+    by_tensor = cache(_by_tensor)
     pieces = [
-        [[[by_tensor[id(layout)] for layout in shard_group] for shard_group in replica] for replica in replicas]
+        [[[by_tensor(layout) for layout in shard_group] for shard_group in replica] for replica in replicas]
         for replicas in held
     ]
-    tensors = next(iter(layouts.values())).tensors
+    tensors = held[0][0][0][0].tensors
     holders: dict[str, list[tuple[int, int]]] = {}
     for kind, replicas in enumerate(pieces):
         for number, shard_group in enumerate(replicas[0]):
@@ -264,16 +260,10 @@ class _ReplicaPosition:
     shard_group: int
     index: int
     """Index of the rank in its shard group."""
-    participates: bool
-    """Whether any rank of the replica is a sender."""
     within: dist.ProcessGroup | None
     """Process group of the shard group."""
     across: dist.ProcessGroup | None
     """Process group of the ranks with the same index in all shard groups."""
-
-    def holds(self, gather: TensorGather) -> bool:
-        """Return whether the rank's shard group holds the tensor."""
-        return self.shard_group == gather.shard_group
 
     def own_part(self, gather: TensorGather, packed: Tensor) -> Tensor:
         """Return the region of the packed tensor that this rank fills itself."""
@@ -306,16 +296,18 @@ class GatherHf:
         self._is_sender = context.rank in context.senders
         with raise_on_all_ranks():
             self._plans = plan_replica(context.rank, context, bucket_bytes)
-        self._positions = {
-            kind: _find_position(context.rank, context.model_replicas[kind], context.senders)
-            for kind in sorted({gather.kind for plan in self._plans for gather in plan.gathers})
-        }
-        self._kinds = [kind for kind, position in self._positions.items() if position.participates]
+        kinds = sorted({gather.kind for plan in self._plans for gather in plan.gathers})
+        positions = {kind: _find_position(context.rank, context.model_replicas[kind]) for kind in kinds}
+        self._groups = [
+            group for each in positions.values() for group in (each.within, each.across) if group is not None
+        ]
+        self._positions = {kind: each for kind, each in positions.items() if _has_sender(each.replica, context.senders)}
+        """By kind, where its replica has a sender."""
 
     def push(self, tensors: Mapping[str, Tensor], sinks: Sinks) -> SyncStats:
         """Push as `Strategy.push`; a rank whose engine fails still takes part to the end, as the others wait for it."""
         transport, device = Transport(), device_of(tensors, None)
-        packed_bytes = max((plan.packed_bytes(self._kinds) for plan in self._plans), default=0)
+        packed_bytes = max((plan.packed_bytes(self._positions) for plan in self._plans), default=0)
         bucket_bytes = max(mmap.PAGESIZE, *(plan.num_bytes for plan in self._plans))
         memory, buffers = self._memory, list[Buffer]()
         with memory.lent():
@@ -372,16 +364,16 @@ class GatherHf:
         """Gather the bucket's tensors into `scratch`; return each with its packed bytes, uint8 [gather.num_bytes]."""
         packed, start = list[tuple[TensorGather, Tensor]](), 0
         for gather in plan.gathers:
-            if gather.kind in self._kinds:
+            if gather.kind in self._positions:
                 packed.append((gather, scratch[start : start + gather.num_bytes]))
                 start += gather.aligned_bytes
         gathering: list[InFlight] = []
         broadcasting: list[InFlight] = []
         of_kinds = [  # in the same order on all ranks
-            (self._positions[kind], [each for each in packed if each[0].kind == kind]) for kind in self._kinds
+            (position, [each for each in packed if each[0].kind == kind]) for kind, position in self._positions.items()
         ]
         for position, of_kind in of_kinds:
-            own = [each for each in of_kind if position.holds(each[0])]
+            own = [each for each in of_kind if each[0].shard_group == position.shard_group]
             for gather, region in own:
                 _pack(gather.parts[position.index], tensors, position.own_part(gather, region))
             gathered = [(region, position.own_part(gather, region)) for gather, region in own if gather.is_gathered]
@@ -402,27 +394,23 @@ class GatherHf:
         try:
             yield
         except WeightSyncError as e:
-            for position in self._positions.values():
-                for group in (position.within, position.across):
-                    if group is not None:
-                        abort_group(group)
+            for group in self._groups:
+                abort_group(group)
             raise type(e)(f"rank {self._rank}: full tensors: {e}") from e
 
     def close(self) -> None:
         """Free the buffers and process groups."""
         self._memory.close()
-        for position in self._positions.values():
-            destroy_group(position.within)
-            destroy_group(position.across)
+        for group in self._groups:
+            destroy_group(group)
 
 
-def _find_position(rank: int, replicas: Sequence[ModelReplica], senders: Sequence[int]) -> _ReplicaPosition:
+def _find_position(rank: int, replicas: Sequence[ModelReplica]) -> _ReplicaPosition:
     replica = find_replica(rank, replicas)
     number = next(i for i, shard_group in enumerate(replica) if rank in shard_group)
     within = make_group(rank, [shard_group for shard_groups in replicas for shard_group in shard_groups])
     across = make_group(rank, [column for shard_groups in replicas for column in zip(*shard_groups, strict=True)])
-    participates = _has_sender(replica, senders)
-    return _ReplicaPosition(replica, number, replica[number].index(rank), participates, within, across)
+    return _ReplicaPosition(replica, number, replica[number].index(rank), within, across)
 
 
 def _collect_failures(waits: list[Callable[[], None]]) -> list[WeightSyncError]:
@@ -438,17 +426,11 @@ def _collect_failures(waits: list[Callable[[], None]]) -> list[WeightSyncError]:
 
 
 def _pack(pieces: Sequence[ShardPiece], tensors: Mapping[str, Tensor], part: Tensor) -> None:
-    at = 0
-    for piece in pieces:
-        box = tensors[piece.local][slices(piece.local_box)]
-        part[at : at + box.nbytes].view(box.dtype).view(box.shape).copy_(box)
-        at += box.nbytes
+    boxes = [tensors[piece.local][slices(piece.local_box)] for piece in pieces]
+    copy_boxes(views_like(part, 0, boxes), boxes)
 
 
 def _unpack(parts: Sequence[Sequence[ShardPiece]], part_bytes: int, packed: Tensor, full_tensor: Tensor) -> None:
     for number, pieces in enumerate(parts):
-        at = number * part_bytes
-        for piece in pieces:
-            target = full_tensor[slices(piece.box)]
-            target.copy_(packed[at : at + target.nbytes].view(target.dtype).view(target.shape))
-            at += target.nbytes
+        boxes = [full_tensor[slices(piece.box)] for piece in pieces]
+        copy_boxes(boxes, views_like(packed, number * part_bytes, boxes))
