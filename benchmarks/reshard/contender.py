@@ -135,13 +135,13 @@ class MegarlContender:
         context, bucket_bytes = sync_context(self.arrangement, scenario, self._rank), scenario.bucket_bytes
         if self.arrangement.strategy == "gather_hf":
             make_memory = PrivateBuffer if self.hand_over == "direct" else make_buffer
-            return GatherHf(context, bucket_bytes, make_buffer=make_memory)
+            return GatherHf(context, bucket_bytes, TIMEOUT_SECONDS, make_memory)
         if links is not None:
             return BoxStrategy(context, bucket_bytes, SLOWED_TIMEOUT_SECONDS, partial(SlowedTransport, links))
-        timeout, make = (TIMEOUT_SECONDS, NcclOrderTransport) if transport == "nccl-order" else (None, None)
+        make = NcclOrderTransport if transport == "nccl-order" else None
         if full_gather is not None:
-            return FullGatherStrategy(full_gather, self._rank, timeout_seconds=timeout, make_transport=make)
-        return BoxStrategy(context, bucket_bytes, timeout, make)
+            return FullGatherStrategy(full_gather, self._rank, timeout_seconds=TIMEOUT_SECONDS, make_transport=make)
+        return BoxStrategy(context, bucket_bytes, TIMEOUT_SECONDS, make)
 
     def fill(self, sync: int) -> None:
         """Fill the source with the weights of sync `sync`, and the destination with NaN if it is sent all of them."""

@@ -79,7 +79,7 @@ class FullGatherStrategy:
         case: FullGather,
         rank: int,
         *,
-        timeout_seconds: float | None = None,
+        timeout_seconds: float,
         make_transport: TransportMaker | None = None,
     ) -> None:
         """Plan and connect; collective over all ranks. The last two are as for `BoxStrategy`."""

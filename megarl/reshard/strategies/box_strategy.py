@@ -19,11 +19,10 @@ from megarl.reshard.transfer.process_groups import (
     TransportMaker,
     destroy_group,
     make_group,
-    make_sync_group,
     make_sync_transport,
     raise_on_all_ranks,
 )
-from megarl.reshard.transfer.transport import Deadline, Transport
+from megarl.reshard.transfer.transport import Deadline
 
 
 class BoxStrategy:
@@ -33,17 +32,16 @@ class BoxStrategy:
         self,
         context: SyncContext,
         bucket_bytes: int,
-        timeout_seconds: float | None = None,
+        timeout_seconds: float,
         make_transport: TransportMaker | None = None,
         heartbeat: HeartbeatSpec | None = None,
     ) -> None:
         """Plan, then create and connect process groups; collective over all ranks.
 
         Args:
-            timeout_seconds: timeout of a push, whose boxes then use a process group of their own; after a failed push,
-                create a new strategy. None: use torch's default group and its timeout.
-            make_transport: as for `make_sync_transport`, if the boxes use a separate process group.
-            heartbeat: as for `make_sync_transport`, likewise.
+            timeout_seconds: timeout of a push; after a failed push, create a new strategy.
+            make_transport: as for `make_sync_transport`.
+            heartbeat: as for `make_sync_transport`.
 
         Raises:
             WeightSyncError: a rank cannot plan, on all ranks; or a rank did not connect in time.
@@ -52,13 +50,10 @@ class BoxStrategy:
             plan = plan_boxes(context, bucket_bytes)
         release_indexes()
         self._gather_group = make_group(context.rank, context.groups)
-        self._sync_group, self._transport = None, Transport()
         self._sync = RankSync(context.rank, plan, bucket_bytes, self._gather_group)
         self.rounds = plan.rounds
         """The rounds of this rank, in order."""
-        if timeout_seconds is not None:
-            self._sync_group = make_sync_group(timeout_seconds)
-            self._transport = make_sync_transport(self._sync_group, timeout_seconds, make_transport, heartbeat)
+        self._sync_group, self._transport = make_sync_transport(timeout_seconds, make_transport, heartbeat)
 
     def raise_if_aborted(self) -> None:
         """Raise LostRankError if the sync was aborted on all ranks; for sinks that wait."""

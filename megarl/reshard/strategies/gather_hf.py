@@ -282,13 +282,13 @@ class GatherHf:
         self,
         context: SyncContext,
         bucket_bytes: int,
-        timeout_seconds: float | None = None,
+        timeout_seconds: float,
         make_buffer: Callable[[int, torch.device], Buffer] = make_buffer,
     ) -> None:
         """Plan and create process groups.
 
         Args:
-            timeout_seconds: timeout of a push; None: that of the process groups applies to each wait.
+            timeout_seconds: timeout of a push.
             make_buffer: allocates a bucket of some bytes on a device; engines in this process need no shared memory.
         """
         self._make_buffer, self._memory = make_buffer, SyncMemory()

@@ -123,36 +123,24 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 
 def destroy_group(group: dist.ProcessGroup | None) -> None:
-    """Destroy a group created by `make_group` or `make_sync_group`; None is ignored."""
+    """Destroy a group created by `make_group` or `make_sync_transport`; None is ignored."""
     if group is not None:
         dist.destroy_process_group(group)
 
 
-def make_sync_group(timeout_seconds: float) -> dist.ProcessGroup:
-    """Create a group of all ranks that only syncs use, so that a failed sync breaks nothing else. Collective.
-
-    Args:
-        timeout_seconds: timeout of the creation.
-    """
-    return _new_group(None, timedelta(seconds=timeout_seconds))
-
-
 def make_sync_transport(
-    group: dist.ProcessGroup,
-    timeout_seconds: float,
-    make_transport: TransportMaker | None = None,
-    heartbeat: HeartbeatSpec | None = None,
-) -> Transport:
-    """Connect the ranks of a `make_sync_group`; collective over all ranks.
+    timeout_seconds: float, make_transport: TransportMaker | None = None, heartbeat: HeartbeatSpec | None = None
+) -> tuple[dist.ProcessGroup, Transport]:
+    """Create and connect a group of all ranks that only syncs use, so that a failed sync breaks nothing else.
+
+    Collective. Raises WeightSyncError if another rank did not connect in time.
 
     Args:
         timeout_seconds: timeout of connecting, and of a sync.
         make_transport: None: a `Transport` over the group.
         heartbeat: where the ranks leave their heartbeats; None: they give none, and no sync is aborted on all ranks.
-
-    Raises:
-        WeightSyncError: another rank did not connect in time.
     """
+    group = _new_group(None, timedelta(seconds=timeout_seconds))
     if make_transport is None:
         transport = Transport(group, timeout_seconds=timeout_seconds, is_exclusive=True)
     else:
@@ -160,7 +148,7 @@ def make_sync_transport(
     transport.connect()
     if heartbeat is not None:
         transport.start_heartbeat(heartbeat, group.rank())
-    return transport
+    return group, transport
 
 
 def _new_group(ranks: Sequence[int] | None, timeout: timedelta | None = None) -> dist.ProcessGroup:

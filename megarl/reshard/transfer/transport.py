@@ -1,6 +1,6 @@
 """Messages between the ranks of a plan, counted, with a deadline for all waits of a sync.
 
-    trainer ranks only              torch's default group, or one of `make_sync_group`
+    trainer ranks only              torch's default group, or that of `make_sync_transport`
     trainer ranks and engine ranks  a group of otherwise unrelated processes, see `connect_group`
 
 A failed wait leaves the group unusable. Over gloo, a rank whose sync failed closes its connections, which ends the

@@ -42,6 +42,7 @@ from tests.errors import expect_error
 from tests.megatron.ranks import CollectingSink, run_ranks
 from tests.reshard.rank_process import held_tensors, kept_buffers, wrong_elements
 from tests.reshard.synthetic import MODEL_BYTES, scenario
+from tests.time_limits import UNREACHED_SECONDS
 
 TENSORS = {
     "rows": TensorSpec((8, 6), "float32"),
@@ -170,10 +171,10 @@ def make_context(grid, senders=(0,), **fields):
     return SyncContext(rank=0, sources=sources, topology=topology, senders=senders, model_replicas=replicas, **fields)
 
 
-def make_on_rank(make, context, bucket_bytes, **options):
+def make_on_rank(make, context, bucket_bytes, timeout_seconds=UNREACHED_SECONDS):
     """Return a strategy of this rank, and the tensors that the rank holds."""
     dist.init_process_group("gloo")
-    strategy = make(replace(context, rank=dist.get_rank()), bucket_bytes, **options)
+    strategy = make(replace(context, rank=dist.get_rank()), bucket_bytes, timeout_seconds)
     return strategy, held_tensors(context.sources[dist.get_rank()], value, 0)
 
 
@@ -431,7 +432,7 @@ def fail_to_plan(context):
     if rank == 1:
         sources = [WeightLayout(each.tensors, [p for p in each.pieces if p.tensor != "norm"]) for each in sources]
     with pytest.raises(WeightSyncError) as error:
-        BoxStrategy(replace(context, rank=rank, sources=sources), BUCKET_BYTES)
+        BoxStrategy(replace(context, rank=rank, sources=sources), BUCKET_BYTES, UNREACHED_SECONDS)
     return gather_results(str(error.value))
 
 

@@ -17,7 +17,6 @@ from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.process_groups import (
     destroy_group,
     make_group,
-    make_sync_group,
     make_sync_transport,
 )
 from tests.reshard import synthetic
@@ -44,9 +43,9 @@ class ColocatedMember:
             dist.init_process_group("gloo", store=store, rank=self._rank, world_size=GRID.size)
         destroy_group(self._gather)
         destroy_group(self._sync_group)
-        self._sync_group, self._gather = make_sync_group(UNREACHED_SECONDS), make_group(self._rank, self._groups)
+        self._gather = make_group(self._rank, self._groups)
         make_transport = transfer_group.backend if callable(transfer_group.backend) else None
-        self._transport = make_sync_transport(self._sync_group, UNREACHED_SECONDS, make_transport, transfer_group)
+        self._sync_group, self._transport = make_sync_transport(UNREACHED_SECONDS, make_transport, transfer_group)
 
     def sync(self, number, fault=None, _=None):
         """Run one sync; return the number of wrong elements."""
