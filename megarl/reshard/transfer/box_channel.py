@@ -60,11 +60,7 @@ class BoxOffer:
     """Size of the encoded slots in bytes."""
 
     def read_slots(self) -> list[list[BoxSlot]]:
-        """Return the slots of each round.
-
-        Raises:
-            OSError: the trainer rank no longer offers them.
-        """
+        """Return the slots of each round; raises OSError if the trainer rank no longer offers them."""
         return decode_slots(map_bucket(BoxBucket(self.path, self.num_bytes, ())).numpy().tobytes())
 
 
@@ -173,17 +169,16 @@ class BoxSender:
         """Wait for messages until `is_done`, or the receiver has failed, at the latest after `seconds` by `problem`."""
         end = time.monotonic() + seconds
         while self._connection is not None and not is_done():
-            self._check()
-            message = _receive(self._connection, POLL_SECONDS)
-            if message is None and time.monotonic() > end:
+            message = _receive(self._connection, end, self._check)
+            if message is None:
                 self._fail(f"{self._receiver} {problem}")
-            elif message == b"":
+            elif not message:
                 self._fail(f"{self._receiver} has closed its connection")
-            elif message is not None and message[:1] == _FAILED:
+            elif message[:1] == _FAILED:
                 self._fail(f"{self._receiver}: {message[1:].decode()}")
             elif message == _READY:
                 self._is_ready = True
-            elif message is not None:
+            else:
                 self._num_copied += 1
 
     def _fail(self, reason: str) -> None:
@@ -221,11 +216,8 @@ class BoxReceiver:
         """Wait for round `index`; return its bucket, without slots.
 
         Args:
-            seconds: longest wait.
+            seconds: longest wait; a trainer rank that has failed or is late raises WeightSyncError.
             check: called while waiting; what it raises ends the wait.
-
-        Raises:
-            WeightSyncError: the trainer rank has failed or is late.
         """
         fields = self._next(f"round {index} of the weights", seconds, check)
         if fields.get("round") != index:
@@ -247,18 +239,14 @@ class BoxReceiver:
 
     def _next(self, what: str, seconds: float, check: Callable[[], None]) -> dict[str, Any]:
         """Return the next message; `what`: its name in errors."""
-        end = time.monotonic() + seconds
-        while True:
-            assert self._connection is not None, "the connection was closed when a sync failed"
-            check()
-            message = _receive(self._connection, POLL_SECONDS)
-            if message == b"":
-                raise WeightSyncError(f"{self.sender} has aborted the sync, or has ended")
-            if message is None and time.monotonic() > end:
-                raise WeightSyncError(f"{what} did not come from {self.sender} in {seconds:g} s")
-            if message is not None:
-                fields: dict[str, Any] = json.loads(message)
-                return fields
+        assert self._connection is not None, "the connection was closed when a sync failed"
+        message = _receive(self._connection, time.monotonic() + seconds, check)
+        if message is None:
+            raise WeightSyncError(f"{what} did not come from {self.sender} in {seconds:g} s")
+        if not message:
+            raise WeightSyncError(f"{self.sender} has aborted the sync, or has ended")
+        fields: dict[str, Any] = json.loads(message)
+        return fields
 
     def report_ready(self) -> None:
         """Tell the trainer rank that this rank receives boxes from now on."""
@@ -333,12 +321,20 @@ def owner_of(connection: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
-def _receive(connection: socket.socket, seconds: float) -> bytes | None:
-    """Return the next message; None if none came in time, empty if the other end is closed."""
-    connection.settimeout(seconds)
-    try:
-        return connection.recv(MESSAGE_BYTES)
-    except TimeoutError:
-        return None
-    except ConnectionResetError:
-        return b""
+def _receive(connection: socket.socket, end: float, check: Callable[[], None]) -> bytes | None:
+    """Return the next message; None if none came until `end`, empty if the other end is closed.
+
+    Args:
+        end: by `time.monotonic`.
+        check: called while waiting; what it raises ends the wait.
+    """
+    connection.settimeout(POLL_SECONDS)
+    while True:
+        check()
+        try:
+            return connection.recv(MESSAGE_BYTES)
+        except TimeoutError:
+            if time.monotonic() > end:
+                return None
+        except ConnectionResetError:
+            return b""
