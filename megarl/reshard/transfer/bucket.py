@@ -148,19 +148,6 @@ def split_into_buckets(tensors: Mapping[str, TensorSpec], bucket_bytes: int) -> 
     return buckets
 
 
-class Buffer(Protocol):
-    """Memory of a bucket."""
-
-    num_bytes: int
-    path: str
-    bytes: Tensor
-    """The memory, uint8 [num_bytes]."""
-
-    def close(self) -> None:
-        """Free the memory; processes that have mapped a `SharedBuffer` keep their view."""
-        ...
-
-
 _OWN: WeakValueDictionary[str, Buffer] = WeakValueDictionary()
 """Buffers that this process opens by their path itself: CUDA does not let a process open its own IPC handles."""
 
@@ -171,6 +158,7 @@ class PrivateBuffer:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes, self.path = num_bytes, f"private:{id(self)}"
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        """The memory, uint8 [num_bytes]."""
         _OWN[self.path] = self
 
     def close(self) -> None:
@@ -220,6 +208,10 @@ class DeviceBuffer:
         """Free the memory, also if there are still views of it in this process; no process may read it any more."""
         if _OWN.pop(self.path, None) is not None:
             self.bytes.untyped_storage().resize_(0)
+
+
+type Buffer = PrivateBuffer | SharedBuffer | DeviceBuffer
+"""Memory of a bucket."""
 
 
 @contextmanager
