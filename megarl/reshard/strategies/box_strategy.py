@@ -38,13 +38,10 @@ class BoxStrategy:
     ) -> None:
         """Plan, then create and connect process groups; collective over all ranks.
 
+        Raises WeightSyncError on all ranks if one of them cannot plan. The other arguments: see `make_sync_transport`.
+
         Args:
             timeout_seconds: timeout of a push; after a failed push, create a new strategy.
-            make_transport: as for `make_sync_transport`.
-            heartbeat: as for `make_sync_transport`.
-
-        Raises:
-            WeightSyncError: a rank cannot plan, on all ranks; or a rank did not connect in time.
         """
         with raise_on_all_ranks():
             plan = plan_boxes(context, bucket_bytes)
@@ -60,11 +57,7 @@ class BoxStrategy:
         self._transport.raise_if_aborted()
 
     def push(self, tensors: Mapping[str, Tensor], sinks: Sinks, delta: DeltaUpdate | None = None) -> SyncStats:
-        """Push boxes, as `Strategy.push`.
-
-        Args:
-            delta: leave out elements that have not changed; None: leave out nothing.
-        """
+        """Push boxes, as `Strategy.push`; with a `delta`, leave out elements that have not changed."""
         deadline = Deadline(self._transport.timeout_seconds)
         if sinks.wait_ready is not None:
             sinks.wait_ready()

@@ -308,19 +308,14 @@ def open_bucket(bucket: WeightBucket) -> dict[str, Tensor]:
 
 
 def map_bucket(bucket: WeightBucket | BoxBucket) -> Tensor:
-    """Map the shared memory; return uint8 [num_bytes], not a copy.
-
-    Raises:
-        OSError: the memory no longer exists.
-        WeightSyncError: it is smaller than the bucket; to read past its end would be a SIGBUS.
-    """
+    """Map the shared memory; return uint8 [num_bytes], not a copy. Raises OSError if the memory no longer exists."""
     own = _OWN.get(bucket.path)
     if own is not None:
         return own.bytes
     if bucket.path.startswith(ON_DEVICE):
         return _map_device(bucket)
     size = os.stat(bucket.path).st_size
-    if size < bucket.num_bytes:
+    if size < bucket.num_bytes:  # to read past its end would be a SIGBUS
         raise WeightSyncError(f"{bucket.path} needs {bucket.num_bytes} bytes, got {size}")
     return torch.from_file(bucket.path, shared=True, size=bucket.num_bytes, dtype=torch.uint8)
 
@@ -363,11 +358,7 @@ def _map_device(bucket: WeightBucket | BoxBucket) -> Tensor:
 
 
 def _find_device(uuid: object) -> int:
-    """Return this process's number of the GPU.
-
-    Raises:
-        WeightSyncError: the GPU is not visible in this process.
-    """
+    """Return this process's number of the GPU."""
     visible = [device_uuid(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
     if uuid not in visible:
         raise WeightSyncError(
@@ -431,10 +422,7 @@ def view_box(tensor: Tensor, box: Box, num_bytes: int) -> Tensor:
     """Return a view of the elements of the box, of any shape if they are contiguous, else of the box's shape.
 
     Args:
-        num_bytes: size of the box.
-
-    Raises:
-        WeightSyncError: the tensor does not contain the box.
+        num_bytes: size of the box. A tensor that does not contain it raises WeightSyncError.
     """
     is_contiguous = tensor.is_contiguous()
     if is_contiguous and tensor.nbytes == num_bytes:

@@ -31,11 +31,7 @@ def open_store(host: str) -> TCPStore:
 
 
 def connect_store(host: str, port: int) -> TCPStore:
-    """Connect to a store, which takes longer than a call to it.
-
-    Raises:
-        WeightSyncError: the store does not answer.
-    """
+    """Connect to a store, which takes longer than a call to it; raises WeightSyncError if it does not answer."""
     try:
         return TCPStore(host, port, timeout=timedelta(seconds=CONNECT_SECONDS))
     except (RuntimeError, ValueError) as e:

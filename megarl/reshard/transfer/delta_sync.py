@@ -70,11 +70,7 @@ class RankSync:
         transport: Transport,
         deadline: Deadline | None = None,
     ) -> SyncStats:
-        """Run a sync, as `BoxExecutor.run`; collective over all ranks of the plan, with the same `update`.
-
-        Raises:
-            WeightSyncError: this rank has no copies of the base, or another rank is lost or late.
-        """
+        """Run a sync, as `BoxExecutor.run`; collective over all ranks of the plan, with the same `update`."""
         stats = transport.stats = SyncStats()
         deadline = deadline or Deadline(transport.timeout_seconds)
         rounds, sizes, sent, device = self._rounds, self._sizes, tensors, device_of(tensors, sink)

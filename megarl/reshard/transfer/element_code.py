@@ -122,9 +122,6 @@ def decode_boxes(bucket: Tensor, lines: Ints, boxes: Sequence[Tensor]) -> None:
     Args:
         bucket: uint8 [bytes].
         lines: int64 [n, 3], `megarl.reshard.planning.delta.CodedRound.lines`, one for each of `boxes`.
-
-    Raises:
-        WeightSyncError: a code ends outside of the bucket.
     """
     for (slot, changed, offset), box in zip(lines.tolist(), boxes, strict=True):
         end = offset + code_form(box.numel(), box.itemsize, changed).num_bytes

@@ -151,15 +151,14 @@ class BoxExecutor:
     ) -> None:
         """Execute all rounds; collective over all ranks of the plan.
 
+        The WeightSyncError for a rank that is lost or late names this rank, the round and the ranks waited for. The
+        transport and the gather group are unusable afterwards; unless the transport uses torch's default group, the
+        other ranks fail at once too.
+
         Args:
             tensors: the tensors that this rank holds, under the names of its layout.
             sink: destination of the boxes that this rank needs; None if it needs none.
             deadline: deadline of all waits for other ranks; None: the transport's timeout from now on.
-
-        Raises:
-            WeightSyncError: another rank is lost or late; names this rank, the round and the ranks waited for. The
-                transport and the gather group are unusable afterwards; unless the transport uses torch's default
-                group, the other ranks fail at once too.
         """
         self._deadline = deadline or Deadline(self.transport.timeout_seconds)
         self._held = tensors
@@ -371,11 +370,7 @@ class BoxExecutor:
         return messages
 
     def _in_place_bytes(self, part: MessagePart, num_bytes: int, flight: _RoundInFlight) -> Tensor:
-        """Return a view of the bytes to send from the part on, a copy of them if the tensor is a transposed view.
-
-        Raises:
-            WeightSyncError: the tensor is larger than in its layout.
-        """
+        """Return a view of the bytes to send from the part on, a copy of them if the tensor is a transposed view."""
         if part.local is None:
             return self._received(part.offset, num_bytes, flight)
         held, box = self._held[part.local], part.box

@@ -78,14 +78,11 @@ class RankHeartbeat:
     """The heartbeat of one rank, from the connecting of its transport until that is closed or aborted."""
 
     def __init__(self, spec: HeartbeatSpec, rank: int, activity: SyncActivity, abort: Callable[[str], None]) -> None:
-        """Write the first heartbeat and start the thread.
+        """Write the first heartbeat and start the thread; raises WeightSyncError if the store does not answer.
 
         Args:
             activity: what the rank does; read at every beat.
             abort: called in the thread with the reason, at most once.
-
-        Raises:
-            WeightSyncError: the store does not answer.
         """
         self._spec, self._rank, self._activity, self._abort = spec, rank, activity, abort
         self._store, self._beats = spec.open(), 0

@@ -47,12 +47,11 @@ def exchange_layouts(
 ) -> list[WeightLayout]:
     """Return the layout of each trainer rank; only that of `rank` has the names of local tensors. Collective.
 
+    Raises WeightSyncError on all ranks if they hold different models.
+
     Args:
         layout: the layout that this rank holds.
         all_gather: sends bytes of any length to all ranks and returns those of all ranks, by rank.
-
-    Raises:
-        WeightSyncError: the ranks hold different models; names the ranks. Raised on all ranks.
     """
     digest = layout.tensors.digest
     gathered = all_gather(digest + layout.pieces.to_bytes())
@@ -87,10 +86,8 @@ def make_group(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup 
     """Create and connect a process group for each of `groups`, ranks ascending, and return that of `rank`.
 
     Returns None if `rank` is alone in its group or in none. Collective over all ranks, which have to pass the same
-    groups: torch requires every rank to take part in creating every group.
-
-    Raises:
-        WeightSyncError: a member did not connect within the timeout of torch's default group.
+    groups: torch requires every rank to take part in creating every group. Raises WeightSyncError if a member does not
+    connect within the timeout of torch's default group.
     """
     mine = None
     for ranks in groups:
@@ -216,9 +213,7 @@ def connect_group(transfer_group: TransferGroup, rank: int, plan: str) -> Transp
 def _wait_for_all(store: Store, rank: int, size: int, timeout: timedelta) -> None:
     """Wait until every rank has called this: the connecting of NCCL itself has no timeout.
 
-    Raises:
-        WeightSyncError: the connecting was aborted.
-        RuntimeError: another rank has not called this in time, or the store does not answer.
+    Raises WeightSyncError if the connecting was aborted, RuntimeError if a rank is late or the store does not answer.
     """
     store.set(f"rank {rank}", "here")
     if store.add("count", 1) == size:

@@ -162,8 +162,7 @@ class Transport:
     def start_heartbeat(self, spec: HeartbeatSpec, rank: int) -> None:
         """Give signs of life until the transport is closed.
 
-        Raises:
-            WeightSyncError: the store does not answer; the transport is closed.
+        If the store does not answer, close the transport and raise WeightSyncError.
         """
         try:
             self._heartbeat = RankHeartbeat(spec, rank, self.activity, self.abort)
@@ -207,8 +206,7 @@ class Transport:
     def connect(self) -> None:
         """Connect all ranks, in which every rank has to take part; returns when all have.
 
-        Raises:
-            WeightSyncError: another rank did not connect within `timeout_seconds`; the transport is closed.
+        If one has not within `timeout_seconds`, close the transport and raise WeightSyncError.
         """
         group = self._group
         others = tuple(rank for rank in range(group.size()) if rank != group.rank())
@@ -224,15 +222,12 @@ class Transport:
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[InFlight], list[InFlight]]:
         """Start all messages together, and count them.
 
+        Return the works to wait for until everything is received, and until everything is sent. Raises WeightSyncError
+        if the transport is closed or a connection is broken.
+
         Args:
             sends: (tensor, destination rank) per message.
             receives: (tensor, source rank) per message.
-
-        Returns:
-            The works to wait for until everything is received, and until everything is sent.
-
-        Raises:
-            WeightSyncError: the transport is closed, or a connection is broken.
         """
         self.stats.bytes_sent += sum([tensor.nbytes for tensor, _ in sends])
         self.stats.bytes_received += sum([tensor.nbytes for tensor, _ in receives])
@@ -390,8 +385,7 @@ def closed_on_failure(transport: Transport, gather_group: dist.ProcessGroup | No
 def wait_for(messages: Iterable[InFlight], deadline: Deadline) -> None:
     """Wait until all messages have completed.
 
-    Raises:
-        WeightSyncError: a connection broke, the deadline passed or the sync was aborted; names the ranks waited for.
+    If a connection broke, the deadline passed or the sync was aborted, the WeightSyncError names the ranks waited for.
     """
     late: list[InFlight] = []
     for message in messages:
@@ -466,11 +460,9 @@ def wait_for_gloo(work: dist.Work, left: timedelta | None, is_aborted: Callable[
     left to a thread of its own until `left` has passed; until then gloo keeps the memory of the message.
 
     Args:
-        left: longest wait; None: the timeout of the process group.
+        left: longest wait, after which gloo closes all connections of the group and raises RuntimeError, as for a
+            broken one; None: the timeout of the process group.
         is_aborted: returns whether the sync is aborted, or raises; called every `_ABORT_SECONDS`.
-
-    Raises:
-        RuntimeError: the connection is broken, or `left` has passed, which closes all connections of the group.
     """
     try:
         waiter = _Waiter.idle.pop()

@@ -151,12 +151,11 @@ class PartTable:
 def add_parts(engine: Sequence[WeightLayout], by_rank: Sequence[PartSums]) -> list[Ints]:
     """Return by TP rank the sums that the pieces of its layout should have.
 
+    Raises WeightSyncError if two trainer ranks hold the same box with different values, or none holds part of a piece.
+
     Args:
         engine: layouts by TP rank.
         by_rank: by trainer rank.
-
-    Raises:
-        WeightSyncError: two trainer ranks hold the same box with different values, or no rank holds part of a piece.
     """
     rank = np.repeat(np.arange(len(by_rank)), [len(sums.piece) for sums in by_rank])
     piece, part, elements, total = (
