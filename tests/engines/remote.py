@@ -29,10 +29,9 @@ from megarl.engines.sglang.weight_layout.engine_trace import TRANSPOSED, fold
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.box_channel import BoxSender
 from megarl.reshard.transfer.bucket import (
-    BoxBucket,
     BoxSlot,
+    Bucket,
     SharedBuffer,
-    WeightBucket,
     digest,
     dtype_name,
     lay_out,
@@ -217,7 +216,7 @@ def send_bucket(engine, tensors):
     try:
         for slot in slots:
             slot_view(buffer.bytes, slot).copy_(tensors[slot.name])
-        engine.call("load_weights", WeightBucket(buffer.path, buffer.num_bytes, tuple(slots)))
+        engine.call("load_weights", Bucket(buffer.path, buffer.num_bytes, tuple(slots)))
         buffer.bytes.fill_(0xA5)  # whoever still reads it reads rubbish
     finally:
         buffer.close()
@@ -254,7 +253,7 @@ def box_bucket(boxes, device="cpu"):
         box_slots.append(BoxSlot(local, box, dtype_name(t.dtype), slot.offset))
     if device == "cuda":
         torch.cuda.synchronize()
-    return buffer, BoxBucket(buffer.path, buffer.num_bytes, tuple(box_slots))
+    return buffer, Bucket(buffer.path, buffer.num_bytes, tuple(box_slots))
 
 
 def boxes_of(layout, weights, without=()):

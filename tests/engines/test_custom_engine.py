@@ -17,7 +17,7 @@ from megarl.engines import EngineSpec, Generation, GenerationRequest, Sampling
 from megarl.engines.custom_engine import CustomEngineHost, check_engine
 from megarl.engines.engine import EngineUpdate
 from megarl.errors import ConfigError, WeightSyncError, WorkerError
-from megarl.reshard.transfer.bucket import SharedBuffer, WeightBucket, lay_out, slot_view
+from megarl.reshard.transfer.bucket import Bucket, SharedBuffer, lay_out, slot_view
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, open_store
 from tests.errors import expect_error
 from tests.run.finished_groups import run_config
@@ -83,7 +83,7 @@ async def update(host: CustomEngineHost, weight: float, version: int, *, abort: 
     slots, num_bytes = lay_out([("w", torch.float32, (1,))])
     with closing(SharedBuffer(num_bytes)) as buffer:
         slot_view(buffer.bytes, slots[0]).copy_(torch.tensor([weight]))
-        await host.load_weights(WeightBucket(buffer.path, buffer.num_bytes, tuple(slots)))
+        await host.load_weights(Bucket(buffer.path, buffer.num_bytes, tuple(slots)))
     running = asyncio.ensure_future(
         host.update_weights(EngineUpdate(policy_version=version, commit=commit, receives=False))
     )

@@ -36,11 +36,11 @@ from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayo
 from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
 from megarl.reshard.transfer.bucket import (
     ALIGNMENT,
+    Bucket,
     Buffer,
     PrivateBuffer,
     SyncMemory,
     TensorSlot,
-    WeightBucket,
     copy_boxes,
     lay_out,
     make_buffer,
@@ -347,7 +347,7 @@ class GatherHf:
                 continue
             if scratch.is_cuda:
                 torch.cuda.current_stream(scratch.device).synchronize()  # the engine reads on another stream
-            bucket = WeightBucket(buffers[which].path, buffers[which].num_bytes, plan.slots)
+            bucket = Bucket(buffers[which].path, buffers[which].num_bytes, plan.slots)
             pending[which] += [sink.load(bucket) for sink in sinks.full_tensors]
             transport.stats.buckets += 1
             transport.stats.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(sinks.full_tensors)

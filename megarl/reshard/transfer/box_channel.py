@@ -28,7 +28,7 @@ import numpy as np
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import Ints
-from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, map_bucket, no_wait
+from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, Bucket, SharedBuffer, map_bucket, no_wait
 
 POLL_SECONDS = 0.1
 """How often a wait looks for an abort."""
@@ -61,7 +61,7 @@ class BoxOffer:
 
     def read_slots(self) -> list[list[BoxSlot]]:
         """Return the slots of each round; raises OSError if the trainer rank no longer offers them."""
-        return decode_slots(map_bucket(BoxBucket(self.path, self.num_bytes, ())).numpy().tobytes())
+        return decode_slots(map_bucket(Bucket(self.path, self.num_bytes)).numpy().tobytes())
 
 
 class BoxSender:
@@ -223,7 +223,7 @@ class BoxReceiver:
         if fields.get("round") != index:
             came = f"round {fields['round']}" if "round" in fields else "a list of codes"
             raise WeightSyncError(f"{came} came from {self.sender} instead of round {index}")
-        return BoxBucket(fields["path"], fields["num_bytes"], ())
+        return Bucket(fields["path"], fields["num_bytes"])
 
     def receive_codes(self, seconds: float, check: Callable[[], None]) -> Ints:
         """Wait for the list of the codes that come in this sync; arguments and errors as for `receive`.
@@ -234,7 +234,7 @@ class BoxReceiver:
         fields = self._next("the list of codes of changed weights", seconds, check)
         if "codes" not in fields:
             raise WeightSyncError(f"round {fields['round']} came from {self.sender} instead of a list of codes")
-        data = map_bucket(BoxBucket(fields["codes"], fields["num_bytes"], ()))
+        data = map_bucket(Bucket(fields["codes"], fields["num_bytes"]))
         return np.frombuffer(data.numpy().tobytes(), np.int64).reshape(-1, CODE_COLUMNS)
 
     def _next(self, what: str, seconds: float, check: Callable[[], None]) -> dict[str, Any]:

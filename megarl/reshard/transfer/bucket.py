@@ -72,17 +72,6 @@ class TensorSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightBucket:
-    """Description of a bucket of full tensors, sent to the receiver as plain data."""
-
-    path: str
-    """Opens the buffer, on the owner's node and as long as the owner has not closed it."""
-    num_bytes: int
-    """Size of the buffer in bytes."""
-    slots: tuple[TensorSlot, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class BoxSlot:
     """Location of one box in a bucket; its elements are contiguous."""
 
@@ -102,14 +91,20 @@ class BoxSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class BoxBucket:
-    """Description of a bucket of boxes for one TP rank of an engine, sent to it as plain data."""
+class Bucket[Slot]:
+    """Description of a bucket, sent to the receiver as plain data."""
 
     path: str
     """Opens the buffer, on the owner's node and as long as the owner has not closed it."""
     num_bytes: int
     """Size of the buffer in bytes."""
-    slots: tuple[BoxSlot, ...]
+    slots: tuple[Slot, ...] = ()
+
+
+type WeightBucket = Bucket[TensorSlot]
+"""Full tensors."""
+type BoxBucket = Bucket[BoxSlot]
+"""Boxes for one TP rank of an engine."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -307,7 +302,7 @@ def open_bucket(bucket: WeightBucket) -> dict[str, Tensor]:
     return {slot.name: slot_view(data, slot) for slot in bucket.slots}
 
 
-def map_bucket(bucket: WeightBucket | BoxBucket) -> Tensor:
+def map_bucket(bucket: Bucket[Any]) -> Tensor:
     """Map the shared memory; return uint8 [num_bytes], not a copy. Raises OSError if the memory no longer exists."""
     own = _OWN.get(bucket.path)
     if own is not None:
@@ -327,7 +322,7 @@ class MappedBuckets(dict[tuple[int | str, ...], Tensor]):
         super().__init__()
         self._of_this_sync = set[tuple[int | str, ...]]()
 
-    def map(self, bucket: WeightBucket | BoxBucket) -> Tensor:
+    def map(self, bucket: Bucket[Any]) -> Tensor:
         """Return the bytes of a bucket as `map_bucket`."""
         if bucket.path in _OWN:
             return map_bucket(bucket)
@@ -345,7 +340,7 @@ class MappedBuckets(dict[tuple[int | str, ...], Tensor]):
         self._of_this_sync.clear()
 
 
-def _map_device(bucket: WeightBucket | BoxBucket) -> Tensor:
+def _map_device(bucket: Bucket[Any]) -> Tensor:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     text = bucket.path.removeprefix(ON_DEVICE)

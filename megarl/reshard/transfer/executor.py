@@ -34,6 +34,7 @@ from megarl.reshard.planning.rounds import Gather, Hop, LocalCopy, MessagePart, 
 from megarl.reshard.transfer.bucket import (
     BoxBucket,
     BoxSlot,
+    Bucket,
     Buffer,
     DiscardSink,
     Parameters,
@@ -227,7 +228,7 @@ class BoxExecutor:
             return loader.load_boxes(flight.index, None)
         if flight.buffer.bytes.is_cuda:
             torch.cuda.current_stream(flight.buffer.bytes.device).synchronize()  # the engine reads on another stream
-        return loader.load_boxes(flight.index, BoxBucket(flight.buffer.path, flight.buffer.num_bytes, this.slots))
+        return loader.load_boxes(flight.index, Bucket(flight.buffer.path, flight.buffer.num_bytes, this.slots))
 
     def _copy(self, copies: Sequence[LocalCopy], flight: _RoundInFlight) -> None:
         """Copy boxes that this rank holds to where they are needed."""

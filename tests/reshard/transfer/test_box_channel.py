@@ -18,7 +18,7 @@ from megarl.reshard.transfer.box_channel import (
     decode_slots,
     encode_slots,
 )
-from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, map_bucket
+from megarl.reshard.transfer.bucket import BoxSlot, Bucket, SharedBuffer, map_bucket
 from tests.errors import expect_error
 from tests.time_limits import HANG_SECONDS, wait_until
 
@@ -71,7 +71,7 @@ def accept(sender):
 
 
 def bucket_of(buffer):
-    return BoxBucket(buffer.path, buffer.num_bytes, ())
+    return Bucket(buffer.path, buffer.num_bytes)
 
 
 def test_rounds_arrive_in_order_and_the_bucket_is_free_once_copied(sender, buffer):

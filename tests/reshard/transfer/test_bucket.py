@@ -23,13 +23,12 @@ from megarl.reshard.transfer.bucket import (
     ALIGNMENT,
     IPC_COUNTER,
     IPC_STORAGE,
-    BoxBucket,
+    Bucket,
     DeviceBuffer,
     MappedBuckets,
     PrivateBuffer,
     SharedBuffer,
     SyncMemory,
-    WeightBucket,
     consecutive,
     contiguous_bytes,
     copy_boxes,
@@ -74,7 +73,7 @@ def test_slots_are_aligned_and_do_not_overlap():
 def test_open_bucket_views_memory_without_copies(make):
     slots, num_bytes = lay_out(SHAPES)
     buffer = make(num_bytes)
-    tensors = open_bucket(WeightBucket(buffer.path, buffer.num_bytes, tuple(slots)))
+    tensors = open_bucket(Bucket(buffer.path, buffer.num_bytes, tuple(slots)))
     assert list(tensors) == [name for name, _, _ in SHAPES]
     for seed, slot in enumerate(slots):
         torch.manual_seed(seed)
@@ -92,7 +91,7 @@ def test_another_process_reads_a_bucket_until_it_is_closed():
     buffer = SharedBuffer(4096)
     slots, _ = lay_out([("first", torch.float32, (1,)), ("a", torch.float32, (4,))])
     slot_view(buffer.bytes, slots[1]).copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    bucket = WeightBucket(buffer.path, buffer.num_bytes, tuple(slots))
+    bucket = Bucket(buffer.path, buffer.num_bytes, tuple(slots))
     assert call_in_process(read, bucket) == [1.0, 2.0, 3.0, 4.0]
     buffer.close()
     buffer.close()
@@ -103,8 +102,8 @@ def test_another_process_reads_a_bucket_until_it_is_closed():
 
 DEVICE_READER = """
 import sys
-from megarl.reshard.transfer.bucket import BoxBucket, map_bucket
-data = map_bucket(BoxBucket(sys.argv[1], int(sys.argv[2]), ()))
+from megarl.reshard.transfer.bucket import Bucket, map_bucket
+data = map_bucket(Bucket(sys.argv[1], int(sys.argv[2])))
 print(data.device.type, data[:4].tolist())
 """
 
@@ -113,7 +112,7 @@ print(data.device.type, data[:4].tolist())
 def test_device_memory_is_read_without_a_copy():
     buffer = make_buffer(10, torch.device("cuda"))
     assert isinstance(buffer, DeviceBuffer)
-    bucket = BoxBucket(buffer.path, buffer.num_bytes, ())
+    bucket = Bucket(buffer.path, buffer.num_bytes)
     buffer.bytes[:4] = torch.tensor([7, 8, 9, 10], device="cuda")
     assert map_bucket(bucket)[:4].tolist() == [7, 8, 9, 10]
     torch.cuda.synchronize()
@@ -124,9 +123,9 @@ def test_device_memory_is_read_without_a_copy():
 
 READERS = """
 import sys, torch
-from megarl.reshard.transfer.bucket import BoxBucket, map_bucket
+from megarl.reshard.transfer.bucket import Bucket, map_bucket
 for _ in range(2):
-    data = map_bucket(BoxBucket(sys.argv[1], int(sys.argv[2]), ()))
+    data = map_bucket(Bucket(sys.argv[1], int(sys.argv[2])))
     assert data.sum() == 1
     del data
 print("dropped", flush=True)
@@ -147,7 +146,7 @@ def test_closing_device_memory_frees_it_whoever_has_mapped_it(num_readers, times
     view = buffer.bytes[:8]
     assert torch.cuda.memory_allocated() == before + 2**22
     for _ in range(times_here):
-        assert map_bucket(BoxBucket(buffer.path, buffer.num_bytes, ())).is_cuda
+        assert map_bucket(Bucket(buffer.path, buffer.num_bytes)).is_cuda
     with ExitStack() as stack:
         for _ in range(num_readers):
             command = [sys.executable, "-c", READERS, buffer.path, str(buffer.num_bytes)]
@@ -202,7 +201,7 @@ def fake_cuda(monkeypatch):
 
 def test_each_bucket_is_mapped_once_and_never_beyond_its_memory():
     mapped, buffers = MappedBuckets(), [SharedBuffer(mmap.PAGESIZE) for _ in range(2)]
-    buckets = [BoxBucket(buffer.path, buffer.num_bytes, ()) for buffer in buffers]
+    buckets = [Bucket(buffer.path, buffer.num_bytes) for buffer in buffers]
     for bucket, buffer in zip(buckets, buffers, strict=True):
         data = mapped.map(bucket)
         assert mapped.map(replace(bucket)) is data
@@ -227,7 +226,7 @@ def test_buckets_are_unmapped_after_a_sync_without_them(fake_cuda, monkeypatch):
     host = [SharedBuffer(mmap.PAGESIZE) for _ in range(3)]
     device, private = DeviceBuffer(10, torch.device("cpu")), PrivateBuffer(10, torch.device("cpu"))
     first, second, third, on_device, in_process = (
-        BoxBucket(buffer.path, buffer.num_bytes, ()) for buffer in (*host, device, private)
+        Bucket(buffer.path, buffer.num_bytes) for buffer in (*host, device, private)
     )
     mapped = MappedBuckets()
     assert mapped.map(in_process) is private.bytes
@@ -341,7 +340,7 @@ def test_buffers_are_freed_if_one_of_them_cannot_be_allocated():
 def test_device_memory_is_identified_by_its_handle(fake_cuda, monkeypatch):
     """The reader sees the owner's GPU under another number."""
     buffer = DeviceBuffer(10, torch.device("cpu"))
-    bucket = BoxBucket(buffer.path, buffer.num_bytes, ())
+    bucket = Bucket(buffer.path, buffer.num_bytes)
     buffer.bytes[:3] = torch.tensor([7, 8, 9])
     assert map_bucket(bucket)[:3].tolist() == [7, 8, 9]
     assert len(buffer.bytes) == 4096
@@ -384,7 +383,7 @@ def test_device_memory_is_not_in_expandable_segments(settings, within, variable,
 def test_torch_waits_for_no_reader_of_closed_device_memory(num_readers, fake_cuda, monkeypatch):
     """It frees a storage only while the count of its readers is 0."""
     buffer = DeviceBuffer(10, torch.device("cpu"))
-    view, bucket = buffer.bytes[:4], BoxBucket(buffer.path, buffer.num_bytes, ())
+    view, bucket = buffer.bytes[:4], Bucket(buffer.path, buffer.num_bytes)
     other = DeviceBuffer(10, torch.device("cpu"))
     with monkeypatch.context() as in_another_process:
         read_as_another_process(in_another_process)

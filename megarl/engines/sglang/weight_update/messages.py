@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from megarl.cluster.process.atomic_files import atomic_write
 from megarl.model_files.json_object import JsonMapping
-from megarl.reshard.transfer.bucket import TensorSlot, WeightBucket
+from megarl.reshard.transfer.bucket import Bucket, TensorSlot, WeightBucket
 
 Command = Mapping[str, Any]
 """A command: `op`, the name of an operation of `weight_loader.py`, and its arguments.
@@ -55,7 +55,7 @@ class Reply:
 def read_bucket(fields: JsonMapping) -> WeightBucket:
     """Decode the bucket of a `write` command."""
     slots = tuple(TensorSlot(**{**slot, "shape": tuple(slot["shape"])}) for slot in fields["slots"])
-    return WeightBucket(fields["path"], fields["num_bytes"], slots)
+    return Bucket(fields["path"], fields["num_bytes"], slots)
 
 
 def reply_path(prefix: str, rank: int) -> Path:

@@ -21,7 +21,7 @@ from megarl.engines.sglang.weight_update.weight_loader import CommitVote
 from megarl.errors import DataError, WeightSyncError
 from megarl.reshard.layout.layout import full_local
 from megarl.reshard.transfer.box_channel import BoxSender
-from megarl.reshard.transfer.bucket import SharedBuffer, WeightBucket, lay_out, slot_view
+from megarl.reshard.transfer.bucket import Bucket, SharedBuffer, lay_out, slot_view
 from tests.engines.remote import box_bucket
 from tests.errors import expect_error
 from tests.rollout.clock import in_virtual_time, iterate
@@ -44,7 +44,7 @@ def expected(tmp_path):
 
 def bucket_problems(expected, tensors, dtype="float32", missing_bytes=0):
     slots, num_bytes = lay_out((name, t.dtype, tuple(t.shape)) for name, t in tensors)
-    return find_bucket_problems(WeightBucket("", num_bytes - missing_bytes, slots), expected, dtype)
+    return find_bucket_problems(Bucket("", num_bytes - missing_bytes, slots), expected, dtype)
 
 
 def test_all_files_are_read(expected):
@@ -145,7 +145,7 @@ def command(tmp_path):
         buffers.append(SharedBuffer(num_bytes))
         for slot in slots:
             slot_view(buffers[-1].bytes, slot).copy_(tensors[slot.name])
-        bucket = WeightBucket(buffers[-1].path, buffers[-1].num_bytes, tuple(slots))
+        bucket = Bucket(buffers[-1].path, buffers[-1].num_bytes, tuple(slots))
         added = {"reply": str(tmp_path / "reply"), "model_path": str(tmp_path), "dtype": "float32"}
         return {"op": "write", "bucket": asdict(bucket)} | added
 
