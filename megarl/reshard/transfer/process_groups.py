@@ -29,7 +29,7 @@ from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.piece_table import PieceTable
 from megarl.reshard.transfer.heartbeat import HeartbeatSpec, list_ranks
-from megarl.reshard.transfer.transport import Transport, communication_device
+from megarl.reshard.transfer.transport import Transport
 
 MAX_RANKS_SHOWN = 5
 """Number of ranks that an error message names."""
@@ -110,13 +110,10 @@ def raise_on_all_ranks() -> Iterator[None]:
         yield
     except WeightSyncError as e:
         error = e
-    failed = torch.tensor([-1 if error is None else dist.get_rank()], device=communication_device(dist.group.WORLD))
-    dist.all_reduce(failed, dist.ReduceOp.MAX)
-    rank = int(failed)
-    if rank >= 0:
-        message = [str(error)]
-        dist.broadcast_object_list(message, rank)
-        raise WeightSyncError(f"rank {rank}: {message[0]}") from error
+    messages = all_gather_bytes(str(error or "").encode())
+    failed = [rank for rank, message in enumerate(messages) if message]
+    if failed:
+        raise WeightSyncError(f"rank {failed[-1]}: {messages[failed[-1]].decode()}") from error
 
 
 def destroy_group(group: dist.ProcessGroup | None) -> None:

@@ -37,12 +37,6 @@ _CLOSING = 2**31 - 1
 """Gloo tag that no message has."""
 
 
-def communication_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device of tensors that the group exchanges."""
-    is_nccl = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
-
-
 def coalesced(group: dist.ProcessGroup, device: torch.device | None = None) -> AbstractContextManager[Any]:
     """Context manager that combines collectives of the same kind into one call; its value has their `works` at the end.
 
@@ -175,18 +169,16 @@ class Transport:
         """Mark a sync as running; if it fails, abort it on all ranks."""
         self.activity.num_syncs += 1
         self.activity.is_active = True
-        error: BaseException | None = None
         try:
             yield
         except BaseException as e:
-            error = e
+            self.activity.is_active = False
+            if self._heartbeat is not None:
+                self._heartbeat.report_failure(str(e) or type(e).__name__)
+            self.close()
             raise
         finally:
             self.activity.is_active, self.activity.waits_for = False, ()
-            if error is not None:
-                if self._heartbeat is not None:
-                    self._heartbeat.report_failure(str(error) or type(error).__name__)
-                self.close()
 
     def abort(self, reason: str) -> None:
         """End all works of this rank with the error `reason`; other threads than the one that waits may call it."""
