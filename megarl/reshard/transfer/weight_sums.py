@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import Box, Ints, WeightLayout, hash_rows, intersect, slices, volume
+from megarl.reshard.layout.layout import Box, Ints, ShardPiece, WeightLayout, hash_rows, intersect, slices, volume
 from megarl.reshard.transfer.bucket import torch_dtype
 
 CHUNK_ELEMENTS = 1 << 22
@@ -105,9 +106,9 @@ class PartTable:
             held: layout of the trainer rank.
             engine: layouts by TP rank.
         """
-        pieces_of: dict[str, list[tuple[Box, Box, str]]] = {}
+        pieces_of: dict[str, list[ShardPiece]] = {}
         for piece in held.pieces:
-            pieces_of.setdefault(piece.tensor, []).append((piece.box, piece.local_box, piece.local))
+            pieces_of.setdefault(piece.tensor, []).append(piece)
         rows: dict[SumRow, int] = {}
         found: list[tuple[int, int]] = []
         first = 0
@@ -115,14 +116,14 @@ class PartTable:
             is_held = np.array([name in pieces_of for name in layout.pieces.tensors], bool)
             for number in np.flatnonzero(is_held[layout.pieces.columns.tensor]).tolist():
                 need = layout.pieces[number]
-                for box, local_box, local in pieces_of[need.tensor]:
-                    part = intersect(box, need.box)
+                for own in pieces_of[need.tensor]:
+                    part = intersect(own.box, need.box)
                     if part is not None:
                         in_local = tuple(
                             (low - start + at, high - start + at)
-                            for (low, high), (start, _), (at, _) in zip(part, box, local_box, strict=True)
+                            for (low, high), (start, _), (at, _) in zip(part, own.box, own.local_box, strict=True)
                         )
-                        row = SumRow(local, in_local, part, layout.tensors[need.tensor].dtype)
+                        row = SumRow(own.local, in_local, part, layout.tensors[need.tensor].dtype)
                         found.append((first + number, rows.setdefault(row, len(rows))))
             first += len(layout.pieces)
         self._rows = list(rows)
@@ -169,9 +170,10 @@ def add_parts(engine: Sequence[WeightLayout], by_rank: Sequence[PartSums]) -> li
     different = np.flatnonzero(total != total[first])
     if len(different):
         row = different[0]
-        tensor, box = _piece(engine, int(piece[row]))
+        found = _piece(engine, piece[row])
         raise WeightSyncError(
-            f"trainer ranks {rank[first[row]]} and {rank[row]} hold different values of {tensor} at {box}"
+            f"trainer ranks {rank[first[row]]} and {rank[row]} hold different values of {found.tensor} at "
+            f"{list(found.box)}"
         )
     count = sum(len(layout.pieces) for layout in engine)
     sums, covered = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -180,19 +182,16 @@ def add_parts(engine: Sequence[WeightLayout], by_rank: Sequence[PartSums]) -> li
     needed = np.concatenate([layout.pieces.num_elements for layout in engine])
     lacking = np.flatnonzero(covered != needed)
     if len(lacking):
-        tensor, box = _piece(engine, int(lacking[0]))
-        raise WeightSyncError(f"trainer ranks do not hold all of {tensor} at {box}, or hold parts of it twice")
+        found = _piece(engine, lacking[0])
+        raise WeightSyncError(
+            f"trainer ranks do not hold all of {found.tensor} at {list(found.box)}, or hold parts of it twice"
+        )
     return np.split(sums, np.cumsum([len(layout.pieces) for layout in engine])[:-1])
 
 
-def _piece(engine: Sequence[WeightLayout], number: int) -> tuple[str, list[tuple[int, int]]]:
-    """Return tensor and box of a piece, counted over all layouts."""
-    for layout in engine:
-        if number < len(layout.pieces):
-            piece = layout.pieces[number]
-            return piece.tensor, list(piece.box)
-        number -= len(layout.pieces)
-    raise AssertionError("the number of a piece is one of those of the layouts")
+def _piece(engine: Sequence[WeightLayout], number: int) -> ShardPiece:
+    """Return a piece, counted over all layouts."""
+    return next(islice(chain.from_iterable(layout.pieces for layout in engine), number, None))
 
 
 @lru_cache(maxsize=512)
