@@ -13,12 +13,11 @@ from megarl.config import RunConfig
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.reshard.layout.engine_ranks import can_place_strided
 from megarl.reshard.layout.layout import slices
-from megarl.reshard.transfer.bucket import digest
 from megarl.run.remote.engine_group import pool_topology
 from megarl.run.sync.weight_sync import PushReport
 from tests.end_to_end.components import Components, started
 from tests.end_to_end.tiny_world import SIZES, run_tree
-from tests.engines.remote import piece_hashes
+from tests.engines.remote import digest, piece_hashes
 
 
 @dataclass(frozen=True)

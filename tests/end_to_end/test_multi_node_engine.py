@@ -12,11 +12,10 @@ import pytest
 import ray
 
 from megarl.reshard.layout.layout import slices
-from megarl.reshard.transfer.bucket import digest
 from tests.end_to_end import test_lost_engines as lost_engines
 from tests.end_to_end.components import Components, engine_host
 from tests.end_to_end.launched import MISMATCH, LaunchedCommand
-from tests.engines.remote import piece_hashes
+from tests.engines.remote import digest, piece_hashes
 from tests.time_limits import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import hashlib
 import itertools
 import os
 import subprocess
@@ -32,7 +33,6 @@ from megarl.reshard.transfer.bucket import (
     BoxSlot,
     Bucket,
     SharedBuffer,
-    digest,
     dtype_name,
     lay_out,
     make_buffer,
@@ -259,6 +259,12 @@ def box_bucket(boxes, device="cpu"):
 def boxes_of(layout, weights, without=()):
     pieces = [p for p in layout.pieces if p.tensor not in without]
     return [(p.local, p.local_box, weights[p.tensor][slices(p.box)]) for p in pieces]
+
+
+def digest(tensor):
+    """Return a 16-byte hash of the tensor's elements, bit by bit, in row-major order."""
+    flat = tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
 
 
 def piece_hashes(engine, layouts):

@@ -21,7 +21,6 @@ A strategy delivers full tensors to a `WeightSink`, boxes to a `ShardSink` or di
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import math
 import mmap
@@ -345,27 +344,15 @@ def _map_device(bucket: Bucket[Any]) -> Tensor:
 
     text = bucket.path.removeprefix(ON_DEVICE)
     uuid, *kept = json.loads(text, object_hook=lambda handle: base64.b64decode(handle["bytes"]))
-    device = _find_device(uuid)
-    tensor: Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
-        Tensor, (bucket.num_bytes,), (1,), 0, torch.UntypedStorage, torch.uint8, device, *kept
-    )
-    return tensor
-
-
-def _find_device(uuid: object) -> int:
-    """Return this process's number of the GPU."""
     visible = [device_uuid(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
     if uuid not in visible:
         raise WeightSyncError(
             f"the weights are on GPU {uuid}, which this process does not see; it sees {', '.join(visible) or 'none'}"
         )
-    return visible.index(uuid)
-
-
-def digest(tensor: Tensor) -> bytes:
-    """Return a 16-byte hash of the tensor's elements, bit by bit, in row-major order."""
-    flat = tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
+    tensor: Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+        Tensor, (bucket.num_bytes,), (1,), 0, torch.UntypedStorage, torch.uint8, visible.index(uuid), *kept
+    )
+    return tensor
 
 
 def slot_view(data: Tensor, slot: TensorSlot) -> Tensor:

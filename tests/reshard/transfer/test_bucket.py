@@ -1,4 +1,4 @@
-"""Buckets, views of boxes in them, and digests of samples."""
+"""Buckets, and views of boxes in them."""
 
 import functools
 import inspect

@@ -13,11 +13,10 @@ from megarl.errors import WeightSyncError, WorkerError
 from megarl.reshard.layout.layout import ShardPiece, WeightLayout, slices
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.planning.strategy import DeltaUpdate
-from megarl.reshard.transfer.bucket import digest
 from megarl.reshard.transfer.commit_decision import open_store
 from megarl.reshard.transfer.process_groups import TransferGroup
 from tests.engines import reference
-from tests.engines.remote import piece_hashes, started
+from tests.engines.remote import digest, piece_hashes, started
 from tests.engines.sglang.serving import assert_blocked, assert_completes
 from tests.errors import expect_error
 from tests.reshard.rank_process import RankProcess, TransferMember

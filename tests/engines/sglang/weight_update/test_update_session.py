@@ -8,10 +8,19 @@ import torch
 from megarl.engines.engine import EngineUpdate
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import slices
-from megarl.reshard.transfer.bucket import digest
 from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, TransferredBytes, open_store
 from tests.engines import reference
-from tests.engines.remote import Senders, boxes_of, let_work, piece_hashes, requests, send_bucket, sync, sync_boxes
+from tests.engines.remote import (
+    Senders,
+    boxes_of,
+    digest,
+    let_work,
+    piece_hashes,
+    requests,
+    send_bucket,
+    sync,
+    sync_boxes,
+)
 from tests.engines.sglang.serving import PROMPTS, assert_blocked, assert_serves
 from tests.errors import expect_error
 from tests.time_limits import HANG_SECONDS, wait_until
