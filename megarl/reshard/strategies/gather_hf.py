@@ -292,7 +292,7 @@ class GatherHf:
             make_buffer: allocates a bucket of some bytes on a device; engines in this process need no shared memory.
         """
         self._make_buffer, self._memory = make_buffer, SyncMemory()
-        self._rank, self._timeout_seconds = context.rank, timeout_seconds
+        self._rank, self._transport = context.rank, Transport(timeout_seconds=timeout_seconds)
         self._is_sender = context.rank in context.senders
         with raise_on_all_ranks():
             self._plans = plan_replica(context.rank, context, bucket_bytes)
@@ -306,7 +306,8 @@ class GatherHf:
 
     def push(self, tensors: Mapping[str, Tensor], sinks: Sinks) -> SyncStats:
         """Push as `Strategy.push`; a rank whose engine fails still takes part to the end, as the others wait for it."""
-        transport, device = Transport(), device_of(tensors, None)
+        stats, device = SyncStats(), device_of(tensors, None)
+        self._transport.stats = stats
         packed_bytes = max((plan.packed_bytes(self._positions) for plan in self._plans), default=0)
         bucket_bytes = max(mmap.PAGESIZE, *(plan.num_bytes for plan in self._plans))
         memory, buffers = self._memory, list[Buffer]()
@@ -314,29 +315,22 @@ class GatherHf:
             if self._is_sender:
                 buffers = memory.take("buckets", self._make_buffer, 2, bucket_bytes, device)
             (scratch,) = memory.take("packed tensors", PrivateBuffer, 1, packed_bytes, device)
-            transport.stats.peak_extra_bytes = packed_bytes + len(buffers) * bucket_bytes
-            failures = self._push_buckets(tensors, sinks, scratch.bytes, buffers, transport)
-            if failures:
-                raise failures[0]
-        return transport.stats
+            stats.peak_extra_bytes = packed_bytes + len(buffers) * bucket_bytes
+            self._push_buckets(tensors, sinks, scratch.bytes, buffers)
+        return stats
 
     def _push_buckets(
-        self,
-        tensors: Mapping[str, Tensor],
-        sinks: Sinks,
-        scratch: Tensor,
-        buffers: Sequence[Buffer],
-        transport: Transport,
-    ) -> list[WeightSyncError]:
-        """Gather and deliver all buckets; return the failures of engines."""
+        self, tensors: Mapping[str, Tensor], sinks: Sinks, scratch: Tensor, buffers: Sequence[Buffer]
+    ) -> None:
+        """Gather and deliver all buckets, then raise the first failure of an engine."""
         failures: list[WeightSyncError] = []
-        deadline = Deadline(self._timeout_seconds)
+        stats, deadline = self._transport.stats, Deadline(self._transport.timeout_seconds)
         pending: list[list[Callable[[], None]]] = [[], []]
         for number, plan in enumerate(self._plans):
             which = number % 2
             failures += _collect_failures(pending[which])
             with self._abort_on_failure():
-                packed = self._gather(plan, tensors, scratch, transport, deadline)
+                packed = self._gather(plan, tensors, scratch, deadline)
             if not self._is_sender:
                 continue
             for gather, region in packed:
@@ -349,17 +343,14 @@ class GatherHf:
                 torch.cuda.current_stream(scratch.device).synchronize()  # the engine reads on another stream
             bucket = Bucket(buffers[which].path, buffers[which].num_bytes, plan.slots)
             pending[which] += [sink.load(bucket) for sink in sinks.full_tensors]
-            transport.stats.buckets += 1
-            transport.stats.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(sinks.full_tensors)
-        return failures + _collect_failures([*pending[0], *pending[1]])
+            stats.buckets += 1
+            stats.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(sinks.full_tensors)
+        failures += _collect_failures([*pending[0], *pending[1]])
+        if failures:
+            raise failures[0]
 
     def _gather(
-        self,
-        plan: BucketPlan,
-        tensors: Mapping[str, Tensor],
-        scratch: Tensor,
-        transport: Transport,
-        deadline: Deadline,
+        self, plan: BucketPlan, tensors: Mapping[str, Tensor], scratch: Tensor, deadline: Deadline
     ) -> list[tuple[TensorGather, Tensor]]:
         """Gather the bucket's tensors into `scratch`; return each with its packed bytes, uint8 [gather.num_bytes]."""
         packed, start = list[tuple[TensorGather, Tensor]](), 0
@@ -379,12 +370,12 @@ class GatherHf:
             gathered = [(region, position.own_part(gather, region)) for gather, region in own if gather.is_gathered]
             if gathered:
                 assert position.within is not None
-                gathering += transport.start_all_gathers(gathered, position.within)
+                gathering += self._transport.start_all_gathers(gathered, position.within)
         wait_for(gathering, deadline)
         for position, of_kind in of_kinds:
             if position.across is not None:
                 roots = [(region, position.replica[gather.shard_group][position.index]) for gather, region in of_kind]
-                broadcasting += transport.start_broadcasts(roots, position.across)
+                broadcasting += self._transport.start_broadcasts(roots, position.across)
         wait_for(broadcasting, deadline)
         return packed
 

@@ -322,7 +322,6 @@ def record_on_rank(grid, bucket_bytes):
     A group is (kind of collective, name and ranks of the process group, sizes in bytes). Also return the number of
     buckets, and of messages in each wait.
     """
-    strategy, held = make_on_rank(GatherHf, make_context(grid), bucket_bytes)
     events, waits = [], []
 
     def wait_for(messages, deadline):
@@ -343,6 +342,7 @@ def record_on_rank(grid, bucket_bytes):
             return super().start_broadcasts(broadcasts, group)
 
     gather_hf.wait_for, gather_hf.Transport = wait_for, Recorder
+    strategy, held = make_on_rank(GatherHf, make_context(grid), bucket_bytes)
     strategy.push(held, Sinks())
     strategy.close()
     return gather_results((events, len(strategy._plans), waits))
