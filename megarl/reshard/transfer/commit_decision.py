@@ -30,12 +30,23 @@ def open_store(host: str) -> TCPStore:
     return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
-def connect_store(host: str, port: int) -> TCPStore:
-    """Connect to a store, which takes longer than a call to it; raises WeightSyncError if it does not answer."""
-    try:
-        return TCPStore(host, port, timeout=timedelta(seconds=CONNECT_SECONDS))
-    except (RuntimeError, ValueError) as e:
-        raise WeightSyncError(f"the store at {host}:{port} does not answer: {first_line(e)}") from e
+@dataclass(frozen=True, slots=True)
+class StoreSpec:
+    """Where some processes exchange messages through a store; plain data."""
+
+    host: str
+    port: int
+    name: str
+    """Unique in the run."""
+    size: int
+    """Number of processes that take part."""
+
+    def connect(self) -> TCPStore:
+        """Connect, which takes longer than a message; raises WeightSyncError if the store does not answer."""
+        try:
+            return TCPStore(self.host, self.port, timeout=timedelta(seconds=CONNECT_SECONDS))
+        except (RuntimeError, ValueError) as e:
+            raise WeightSyncError(f"the store at {self.host}:{self.port} does not answer: {first_line(e)}") from e
 
 
 def first_line(error: BaseException) -> str:
@@ -58,19 +69,8 @@ RECEIVED_POLL_SECONDS = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class CommitSpec:
-    """Where the processes of one update find its decision; plain data."""
-
-    host: str
-    port: int
-    name: str
-    """Name of the update, unique in the run."""
-    size: int
-    """Number of engines that take part in the update."""
-
-    def connect(self) -> TCPStore:
-        """Connect to the store, which takes longer than a message; raises WeightSyncError if it does not answer."""
-        return connect_store(self.host, self.port)
+class CommitSpec(StoreSpec):
+    """Where the engines of one update find its decision."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from types import TracebackType
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from megarl.reshard.transfer.commit_decision import connect_store, first_line
+from megarl.reshard.transfer.commit_decision import StoreSpec, first_line
 
 BEATS = 8
 """Heartbeats within `abort_seconds`."""
@@ -34,15 +34,12 @@ _ABORT = "abort"
 
 
 @dataclass(frozen=True, slots=True)
-class HeartbeatSpec:
-    """Where the ranks of a sync leave their heartbeats; plain data."""
+class HeartbeatSpec(StoreSpec):
+    """Where the ranks of a sync leave their heartbeats.
 
-    host: str
-    port: int
-    name: str
-    """Unique per set of connections: an abort is final, and what a failed one has left in the store is not read."""
-    size: int
-    """Number of ranks."""
+    The name is that of a set of connections: an abort is final, and what a failed one has left is not read.
+    """
+
     abort_seconds: float = 10.0
     """A sync is aborted if a rank gives no sign of life, or all ranks wait for each other, for this long."""
 
@@ -53,7 +50,7 @@ class HeartbeatSpec:
 
     def open(self) -> Store:
         """Connect to the store; raises WeightSyncError if it does not answer."""
-        return self.within(connect_store(self.host, self.port))
+        return self.within(self.connect())
 
     def within(self, store: Store) -> Store:
         """Return the part of a store in which the heartbeats are."""
