@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate, count, pairwise
 
-from megarl.reshard.analysis.sync_clock import RankGroup, run_groups
+from megarl.reshard.analysis.sync_clock import run_groups
 from megarl.reshard.layout.relay_tree import Ranks
 from megarl.reshard.planning.rounds import Round, hops_of_step
 
@@ -101,19 +101,11 @@ def find_stalls(ranks: Sequence[Sequence[PostedGroup]]) -> list[Stall]:
     """
     first = list(accumulate(map(len, ranks), initial=0))
     rank_of = [rank for rank, of_rank in enumerate(ranks) for _ in of_rank]
-    groups: list[RankGroup] = []
-    for rank in range(len(ranks)):
-        begin, end = first[rank : rank + 2]
-        groups += [RankGroup(waits=int(i > begin), then=[i + 1] if i + 1 < end else []) for i in range(begin, end)]
+    waits_for = [[i - 1] if i > begin else [] for begin, end in pairwise(first) for i in range(begin, end)]
     meetings = _find_meetings(ranks)
     members, ends = list(meetings.values()), [ranks for _, _, ranks, _ in meetings]
-    for meeting, of_meeting in enumerate(members):
-        for number in of_meeting:
-            groups[number].exchanges.append(meeting)
-            groups[number].open += 1
-    assert all(group.open for group in groups), "a group without operations is not posted"
     missing = list(map(len, ends))
-    run_groups(groups, members, missing, lambda *_: 0.0)
+    groups = run_groups(waits_for, members, missing, lambda *_: 0.0)
     stalls = []
     for rank, of_rank in enumerate(ranks):
         place = next((i for i in range(len(of_rank)) if groups[first[rank] + i].open), None)

@@ -234,24 +234,25 @@ def time_schedule(schedule: Schedule, topology: Topology, rates: LinkRates) -> S
         AssertionError: ranks wait for each other forever; `nccl_progress` finds out which.
     """
     exchanges, group_of = schedule.exchanges, dict[tuple[int, GroupKey], int]()
+    keys_of: list[list[GroupKey]] = [[] for _ in topology.nodes]
     for rank, key in sorted({(rank, each.key) for each in exchanges for rank in each.ranks}):
         group_of[rank, key] = len(group_of)
-    groups = [RankGroup() for _ in group_of]
+        keys_of[rank].append(key)
+    waits_for: list[list[int]] = []
+    for keys in keys_of:
+        first = len(waits_for)
+        waits_for += [[first + before for before in waits] for waits in schedule.waits_for(keys)]
     calls = [0] * len(topology.nodes)
-    members: list[tuple[int, ...]] = []
-    for number, each in enumerate(exchanges):
-        members.append(tuple([group_of[rank, each.key] for rank in each.ranks]))
-        for group, rank in zip(members[-1], each.ranks, strict=True):
-            groups[group].exchanges.append(number)
-            groups[group].open += 1
+    for each in exchanges:
+        for rank in each.ranks:
             calls[rank] += each.calls
-    counts = _connect(schedule, group_of, groups, len(topology.nodes))
+    members = [tuple([group_of[rank, each.key] for rank in each.ranks]) for each in exchanges]
     links = _Links(topology, rates)
 
     def end_of(exchange: int, now: float) -> float:
         return max([links.move(*edge, now) for edge in exchanges[exchange].edges], default=now) + rates.group_seconds
 
-    run_groups(groups, members, [len(of_exchange) for of_exchange in members], end_of)
+    groups = run_groups(waits_for, members, [len(each.ranks) for each in exchanges], end_of)
     assert not any(group.open for group in groups), f"{sum(group.open > 0 for group in groups)} groups never end"
     seconds = max((group.end for group in groups), default=0.0)
     of_machine = np.max([np.bincount(links.machine_of_nic, of_nics) for of_nics in links.nic_bytes], axis=0)
@@ -260,40 +261,34 @@ def time_schedule(schedule: Schedule, topology: Topology, rates: LinkRates) -> S
         seconds_planned=seconds,
         busiest_nic_bytes=max(map(max, links.nic_bytes)),
         nic_share=max((total / (rate * seconds) for total, rate in pairs if total), default=None),
-        groups=max(counts),
+        groups=max(map(len, keys_of)),
         p2p_calls=max(calls),
     )
 
 
-def _connect(
-    schedule: Schedule, group_of: dict[tuple[int, GroupKey], int], groups: Sequence[RankGroup], world: int
-) -> list[int]:
-    """Add what groups wait for; return the number of groups by rank."""
-    keys_of: list[list[GroupKey]] = [[] for _ in range(world)]
-    for rank, key in group_of:
-        keys_of[rank].append(key)
-    for rank, keys in enumerate(keys_of):
-        for key, waits in zip(keys, schedule.waits_for(keys), strict=True):
-            group = group_of[rank, key]
-            groups[group].waits = len(waits)
-            for before in waits:
-                groups[group_of[rank, keys[before]]].then.append(group)
-    return [len(keys) for keys in keys_of]
-
-
 def run_groups(
-    groups: Sequence[RankGroup],
+    waits_for: Sequence[Sequence[int]],
     members: Sequence[Sequence[int]],
     missing: list[int],
     end_of: Callable[[int, float], float],
-) -> None:
-    """Start groups in the order of time until no more can start; those with `open` exchanges then never end.
+) -> list[RankGroup]:
+    """Start groups in the order of time until no more can start; return them. Those with `open` exchanges never end.
 
     Args:
+        waits_for: by group, the groups that end before it starts.
         members: by exchange, the groups that it is in.
         missing: by exchange, the number of groups that have to start it, which is counted down to those that have not.
         end_of: from an exchange and the time at which all of its groups have started, when it ends.
     """
+    groups = [RankGroup(waits=len(before)) for before in waits_for]
+    for number, before in enumerate(waits_for):
+        for each in before:
+            groups[each].then.append(number)
+    for exchange, numbers in enumerate(members):
+        for number in numbers:
+            groups[number].exchanges.append(exchange)
+            groups[number].open += 1
+    assert all(group.open for group in groups), "a group without exchanges is not posted"
     started = [(0.0, number) for number, group in enumerate(groups) if not group.waits]
     while started:
         now, number = heapq.heappop(started)
@@ -312,3 +307,4 @@ def run_groups(
                     groups[after].start = max(groups[after].start, group.end)
                     if not groups[after].waits:
                         heapq.heappush(started, (groups[after].start, after))
+    return groups
