@@ -65,14 +65,13 @@ def compute_traffic(
 ) -> Traffic:
     """Sum up the bytes that every rank and every node receives, with any strategy other than `gather_hf`."""
     need_index = NeedIndex(needs.values())
-    into = [0] * len(sources)
-    for rank, need in needs.items():
-        into[rank] = need_index.missing([sources[rank]], [need]).boxes
+    missing = {rank: need_index.missing([sources[rank]], [need]).boxes for rank, need in needs.items()}
+    into_ranks = tuple(missing.get(rank, 0) for rank in range(len(sources)))
     if any(len({topology.nodes[rank] for rank in group}) > 1 for group in groups):
-        return Traffic(into_ranks=tuple(into), into_nodes=None)
+        return Traffic(into_ranks=into_ranks, into_nodes=None)
     nodes = missing_by_node(need_index, sources, needs, topology)
-    known = not any(missing.uneven for missing in nodes.values())
-    return Traffic(into_ranks=tuple(into), into_nodes={n: m.boxes for n, m in nodes.items()} if known else None)
+    known = not any(each.uneven for each in nodes.values())
+    return Traffic(into_ranks=into_ranks, into_nodes={n: m.boxes for n, m in nodes.items()} if known else None)
 
 
 MAX_REPRESENTATIVES = 128
@@ -265,7 +264,7 @@ def _forecast_gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecas
     plan = plan_replica(0, sync_context(arrangement, scenario, 0), scenario.bucket_bytes)
     buffers = 2 * max(mmap.PAGESIZE, *(bucket.num_bytes for bucket in plan))
     world = len(scenario.sources)
-    received, num_collectives = [0] * world, [0] * world
+    sent, received, num_collectives = [0] * world, [0] * world, [0] * world
     kinds_of: list[set[int]] = [set() for _ in range(world)]
     between = Counter[tuple[int, int]]()
     for each in collectives([gather for bucket in plan for gather in bucket.gathers], replicas, senders):
@@ -275,11 +274,9 @@ def _forecast_gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecas
             for other in each.ranks:
                 if num_bytes and other != source:
                     between[source, other] += num_bytes
+                    sent[source] += num_bytes
+                    received[other] += num_bytes
     packed = {of_rank: max(bucket.packed_bytes(of_rank) for bucket in plan) for of_rank in map(frozenset, kinds_of)}
-    sent = [0] * world
-    for (source, destination), num_bytes in between.items():
-        sent[source] += num_bytes
-        received[destination] += num_bytes
     stats = [
         SyncStats(
             bytes_sent=sent[rank],
