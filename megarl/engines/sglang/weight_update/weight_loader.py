@@ -26,7 +26,7 @@ import base64
 import contextlib
 import pickle
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,32 +124,23 @@ IMPORT_PATH = "megarl.engines.sglang.weight_update.weight_loader.load"
 """Import path of `load`, for SGLang's options `custom_weight_loader` and `load_format`."""
 
 
-class CommitVote:
-    """One rank's part in one vote. Every rank must vote exactly once; otherwise the others wait for it."""
+def all_ready(ready: bool, group: dist.ProcessGroup | None, checked_file: Path) -> bool:
+    """Vote, and return whether every rank is ready. Every rank must vote exactly once; the others wait for it.
 
-    def __init__(self, group: dist.ProcessGroup | None, checked_file: Path) -> None:
-        """Args:
+    The timeout is that of the process group. If a rank dies, the engine ends too; a stopped rank is waited for. A
+    shorter timeout would break the group's connections, and with them an engine that may recover.
+
+    Args:
         group: process group of the TP ranks for CPU tensors; None for a single rank.
         checked_file: created when this rank starts to wait for the others, so that the host knows who is missing.
-        """
-        self._group, self._checked_file = group, checked_file
-        self.has_voted = False
-
-    def all_ready(self, ready: bool) -> bool:
-        """Vote, and return whether every rank is ready.
-
-        The timeout is that of the process group. If a rank dies, the engine ends too; a stopped rank is waited for. A
-        shorter timeout would break the group's connections, and with them an engine that may recover.
-        """
-        assert not self.has_voted, "a rank must vote only once"
-        self.has_voted = True
-        if self._group is None:
-            return ready
-        with contextlib.suppress(OSError):  # a failure must not prevent this rank from voting
-            self._checked_file.touch()
-        vote = torch.tensor([ready], dtype=torch.uint8)
-        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self._group)
-        return bool(vote.item())
+    """
+    if group is None:
+        return ready
+    with contextlib.suppress(OSError):  # a failure must not prevent this rank from voting
+        checked_file.touch()
+    vote = torch.tensor([ready], dtype=torch.uint8)
+    dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)
+    return bool(vote.item())
 
 
 def load(model: nn.Module, named_tensors: list[tuple[Command, Tensor]]) -> None:
@@ -170,23 +161,25 @@ def _execute(model: nn.Module, command: Command, reply: Reply) -> None:
     if command["op"] not in WRITERS:
         READERS[command["op"]](model, command, reply)
         return
-    vote = CommitVote(tp_group(), checked_path(command["reply"], reply.rank))
-    try:
-        WRITERS[command["op"]](model, command, reply, vote)
-    finally:
-        if not vote.has_voted:
-            vote.all_ready(ready=False)
+    with contextlib.closing(WRITERS[command["op"]](model, command, reply)) as steps:
+        is_ready = False
+        try:
+            next(steps)
+            is_ready = True
+        finally:
+            may_write = all_ready(is_ready, tp_group(), checked_path(command["reply"], reply.rank))
+        if may_write:
+            next(steps, None)
 
 
-def _write(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None:
+def _write(model: Any, command: Command, reply: Reply) -> Generator[None]:
     bucket = read_bucket(command["bucket"])
     expected = read_expected_tensors(command["model_path"])
     found = find_bucket_problems(bucket, expected, command["dtype"])
     if found:
         raise WeightSyncError("; ".join(found))
     tensors = open_bucket(bucket)
-    if not vote.all_ready(ready=True):
-        return
+    yield
     reply.wrote = True
     model.load_weights(list(tensors.items()))
     _synchronize()  # the sender reuses the bucket once it has the reply
@@ -291,14 +284,13 @@ def connect(_: nn.Module, command: Command, __: Reply) -> None:
     receiver.connect(TransferGroup(**command["transfer_group"]))
 
 
-def receive(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
-    """Receive the planned boxes and complete the model; write nothing if any rank of the engine cannot."""
+def receive(model: nn.Module, command: Command, reply: Reply) -> Generator[None]:
+    """Receive the planned boxes and complete the model."""
     plan, is_complete = _require_plan(), False
     delta = None if command["delta"] is None else DeltaUpdate(**command["delta"])
     try:
         plan.boxes.refresh(model)
-        if not vote.all_ready(ready=True):
-            return
+        yield
         if isinstance(plan.receiver, BoxReceiver):
             _copy_rounds(plan, plan.receiver, command, reply, is_delta=delta is not None and delta.base is not None)
         else:
@@ -393,8 +385,8 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-WRITERS: dict[str, Callable[[nn.Module, Command, Reply, CommitVote], None]] = {"write": _write, "receive": receive}
-"""Operations that may write parameters. Each checks first and writes only if all ranks are ready.
+WRITERS: dict[str, Callable[[nn.Module, Command, Reply], Generator[None]]] = {"write": _write, "receive": receive}
+"""Operations that may write parameters. Each checks, yields, and is resumed to write only if all ranks are ready.
 
 A rank that found no problem itself replies without an error, even if the vote fails.
 """

@@ -17,7 +17,7 @@ from megarl.engines.engine_spec import EngineSpec
 from megarl.engines.sglang.weight_update import messages, weight_loader
 from megarl.engines.sglang.weight_update.control_calls import ControlCalls
 from megarl.engines.sglang.weight_update.planned_boxes import find_bucket_problems, read_expected_tensors
-from megarl.engines.sglang.weight_update.weight_loader import CommitVote
+from megarl.engines.sglang.weight_update.weight_loader import all_ready
 from megarl.errors import DataError, WeightSyncError
 from megarl.reshard.layout.layout import full_local
 from megarl.reshard.transfer.box_channel import BoxSender
@@ -243,21 +243,18 @@ def both():
 
 @pytest.mark.parametrize("votes", [(True, True), (True, False), (False, True), (False, False)])
 def test_vote_succeeds_only_if_all_ranks_are_ready(both, tmp_path, votes):
-    def all_ready(rank, group):
-        return CommitVote(group, tmp_path / str(rank)).all_ready(votes[rank])
-
-    assert both(all_ready) == [all(votes)] * 2
+    assert both(lambda rank, group: all_ready(votes[rank], group, tmp_path / str(rank))) == [all(votes)] * 2
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
 @pytest.mark.parametrize("ready", [True, False])
 def test_single_rank_does_not_wait(tmp_path, ready):
-    assert CommitVote(None, tmp_path / "mark").all_ready(ready) is ready
+    assert all_ready(ready, None, tmp_path / "mark") is ready
     assert not any(tmp_path.iterdir())
 
 
 def test_rank_votes_even_if_it_cannot_create_the_checked_file(both, tmp_path):
-    assert both(lambda rank, group: CommitVote(group, tmp_path / "missing" / str(rank)).all_ready(True)) == [True, True]
+    assert both(lambda rank, group: all_ready(True, group, tmp_path / "missing" / str(rank))) == [True, True]
 
 
 @pytest.fixture
