@@ -21,12 +21,12 @@ traces (`megarl.engines.sglang.weight_layout.trace_child`).
 from __future__ import annotations
 
 import base64
-import concurrent.futures
 import contextlib
 import json
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
@@ -244,26 +244,21 @@ def join_names(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-class _InlineExecutor(concurrent.futures.Executor):
-    """An executor that runs calls immediately: dispatch modes are per thread, and some loaders use thread pools."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def submit[**P, T](self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        future.set_result(fn(*args, **kwargs))  # an error ends the trace here, not where the result is read
-        return future
+def _run_at_once[T](_: ThreadPoolExecutor, fn: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(fn(*args, **kwargs))  # an error ends the trace here, not where the result is read
+    return future
 
 
 @contextlib.contextmanager
 def _run_threads_inline() -> Iterator[None]:
-    before = concurrent.futures.ThreadPoolExecutor
-    concurrent.futures.ThreadPoolExecutor = _InlineExecutor  # type: ignore[misc, assignment]
+    """Run the calls of thread pools at once: dispatch modes are per thread, and some loaders use thread pools."""
+    before = ThreadPoolExecutor.submit
+    ThreadPoolExecutor.submit = _run_at_once  # type: ignore[method-assign]
     try:
         yield
     finally:
-        concurrent.futures.ThreadPoolExecutor = before  # type: ignore[misc]
+        ThreadPoolExecutor.submit = before  # type: ignore[method-assign]
 
 
 def encode_traces(traces: Sequence[EngineTrace]) -> bytes:

@@ -229,8 +229,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func(*args, **kwargs)
         if name == "copy_":
             self._copy(args[0], args[1])
-        elif name in ("fill_", "zero_"):
-            self._fill(args[0], 0.0 if name == "zero_" else args[1], inputs)
+        elif name == "zero_":
+            self._write_all(args[0], ValueSource(value=0.0))
+        elif name == "fill_" and isinstance(args[1], (int, float)):
+            self._write_all(args[0], ValueSource(value=float(args[1])))
         else:
             for target in written:
                 self._compute(target, [*inputs, target])
@@ -291,12 +293,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     part[dim] = (first, first + shared[runs][1] - shared[runs][0])
                     steps[dim] = source.strides[runs] if source.tensor else 0
             yield tuple(part), replace(source, strides=tuple(steps)) if source.tensor else source
-
-    def _fill(self, target: Tensor, value: object, inputs: list[Tensor]) -> None:
-        if inputs or not isinstance(value, (int, float)):
-            self._compute(target, inputs)
-        else:
-            self._write_all(target, ValueSource(value=float(value)))
 
     def _compute(self, target: Tensor, inputs: Iterable[Tensor]) -> None:
         if any(_storage(t) in self._targets or _storage(t) in self._from_target for t in inputs):
