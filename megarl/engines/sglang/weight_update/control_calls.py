@@ -120,9 +120,6 @@ class ControlCalls:
             commands: one per TP rank, or one for all.
             what: name of the commands in error messages.
             extra_seconds: additional timeout, for waits for other processes than the engine's.
-
-        Raises:
-            WeightSyncError: a rank refused, failed or did not answer in time.
         """
         spec = self._host.spec
         commands = [commands] * spec.tp if isinstance(commands, Mapping) else commands

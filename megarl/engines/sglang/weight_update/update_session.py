@@ -49,7 +49,11 @@ if TYPE_CHECKING:
 
 
 class WeightSession:
-    """State machine of an engine's weight updates; knows which weights the engine holds."""
+    """State machine of an engine's weight updates; knows which weights the engine holds.
+
+    Methods raise WorkerError if the engine has ended, and WeightSyncError if a TP rank refused, failed or did not
+    answer in time, or if there is no open update where one is needed. An open update is closed then.
+    """
 
     def __init__(self, host: EngineHost, requests: RequestRunner) -> None:
         """`requests`: those in flight, which pause during an update."""
@@ -132,11 +136,7 @@ class WeightSession:
                 await self.calls.resume("memory")
 
     async def begin(self) -> None:
-        """Pause generation and open the update.
-
-        Raises:
-            WeightSyncError: the engine does not answer.
-        """
+        """Pause generation and open the update."""
         await self.close("another update began")
         async with self.calls.one_at_a_time, self._block_on_failure():
             await self.calls.pause()
@@ -149,11 +149,7 @@ class WeightSession:
         await self._find_repacked()
 
     async def load(self, bucket: WeightBucket) -> None:
-        """Write one bucket.
-
-        Raises:
-            WeightSyncError: a rank refused or failed; the update is closed.
-        """
+        """Write one bucket."""
         names = [slot.name for slot in bucket.slots]
         command = {"op": "write", "bucket": asdict(bucket)}
         await self._execute_or_close("load_weights", command, f"the command to load {join_names(names)}")
@@ -185,8 +181,8 @@ class WeightSession:
             The statistics of each rank; none for boxes from the same slot, which the trainer ranks count.
 
         Raises:
-            WeightSyncError: a rank refused, a box did not arrive, or a rank of trainer or engine was lost or timed out;
-                the update is closed. Or the engine does not hold the weights that the update builds on.
+            WeightSyncError: also if a box did not arrive. The update stays open if the engine does not hold the weights
+                that `delta` builds on.
         """
         self._require_open("receive_weights")
         if delta is not None:
@@ -203,11 +199,7 @@ class WeightSession:
         return [SyncStats(**reply.result) for reply in replies if reply.result is not None]
 
     async def verify(self, expected: Sequence[Ints]) -> str | None:
-        """Compare the weights in the open update with the trainer's, as `RolloutEngine.verify_weights`.
-
-        Raises:
-            WeightSyncError: a tensor did not arrive, or a rank did not answer; the update is closed.
-        """
+        """Compare the weights in the open update with the trainer's, as `RolloutEngine.verify_weights`."""
         self._require_open("verify_weights")
         await self._check_arrived()
         replies = await self._execute_or_close("verify_weights", {"op": "sum"}, "the command to sum the weights")
@@ -220,11 +212,7 @@ class WeightSession:
         return None
 
     async def end(self, policy_version: int) -> None:
-        """Set the new version and resume generation.
-
-        Raises:
-            WeightSyncError: a tensor did not arrive; the update is closed and the version stays.
-        """
+        """Set the new version and resume generation; if a tensor has not arrived, the version stays."""
         self._require_open("end_weights")
         await self._check_arrived()
         async with self.calls.one_at_a_time:
@@ -333,9 +321,9 @@ class WeightSession:
     async def _execute_or_close(
         self, method: str, commands: Command | Sequence[Command], what: str, extra_seconds: float = 0.0
     ) -> list[Reply]:
-        """Have the TP ranks execute commands in the open update; close the update if they do not.
+        """Have the TP ranks execute commands in the open update, as `ControlCalls.execute`; close it if they do not.
 
-        `method`: the name of the caller in errors; other arguments and errors are those of `ControlCalls.execute`.
+        `method`: the name of the caller in errors.
         """
         try:
             async with self.calls.one_at_a_time:
@@ -346,10 +334,7 @@ class WeightSession:
             raise
 
     async def _query(self, commands: Command | Sequence[Command], extra_seconds: float = 0.0) -> list[Reply]:
-        """Have the TP ranks execute commands that write nothing; while no update is open, SGLang processes no weights.
-
-        Arguments and errors are those of `ControlCalls.execute`.
-        """
+        """Have the TP ranks execute commands that write nothing; if no update is open, SGLang processes no weights."""
         op = (commands if isinstance(commands, Mapping) else commands[0])["op"]
         what = f"the command `{op}`"
         if self._is_open:
