@@ -15,7 +15,8 @@ from megarl.megatron.families.load_architecture import load_architecture_and_dty
 from megarl.megatron.families.trainer_layouts import EVEN, PipelineSplit, stage_layers, trainer_layouts
 from megarl.model_files.hub import local_model
 from megarl.reshard.analysis.scenario import Scenario, even_nodes
-from megarl.reshard.analysis.sync_report import Explanation, explain, explain_auto
+from megarl.reshard.analysis.sync_report import Explanation, explain
+from megarl.reshard.layout.engine_ranks import resolve_strategy
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.quantized_layout import convert_sources
 from megarl.reshard.layout.topology import LinkRates, Topology
@@ -144,9 +145,9 @@ def explain_scenarios(
     refused: dict[str, ConfigError] = {}
     for name in names:
         try:
-            known = list(explained.values())
-            auto = name == "auto"
-            explained[name] = explain_auto(scenario, known, rates) if auto else explain(name, scenario, report, rates)
+            strategy = resolve_strategy(name, scenario.grid, scenario.topology, gen_tp=scenario.gen_tp)
+            known = (each for each in explained.values() if each.report.strategy == strategy)
+            explained[name] = next(known, None) or explain(strategy, scenario, report, rates)
         except ConfigError as error:
             refused[name] = error
     return explained, refused

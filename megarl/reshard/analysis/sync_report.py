@@ -19,7 +19,6 @@ from megarl.reshard.analysis.forecast import (
 )
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, sync_context
 from megarl.reshard.analysis.sync_clock import SyncTiming
-from megarl.reshard.layout.engine_ranks import resolve_strategy
 from megarl.reshard.layout.lower_bounds import node_bounds, rank_bounds, seconds_bound
 from megarl.reshard.layout.topology import LinkRates, Topology
 from megarl.reshard.planning.plan_cache import clear_plan_cache
@@ -217,19 +216,3 @@ def _arrange_wide(strategy: str, scenario: Scenario) -> Arrangement:
     nodes_per_group = -(-scenario.gen_tp // room)
     wide = Topology(tuple(node // nodes_per_group for node in scenario.topology.nodes))
     return arrange(strategy, replace(scenario, topology=wide))
-
-
-def explain_auto(
-    scenario: Scenario, known: Sequence[Explanation] = (), rates: LinkRates = DEFAULT_RATES
-) -> Explanation:
-    """Explain the strategy that `auto` resolves to for this scenario; see `resolve_strategy`.
-
-    Args:
-        known: explanations of the same scenario and rates, which are reused.
-        rates: of the links between the ranks.
-
-    Raises:
-        ConfigError: an engine fits on no node.
-    """
-    name = resolve_strategy("auto", scenario.grid, scenario.topology, gen_tp=scenario.gen_tp)
-    return next((each for each in known if each.report.strategy == name), None) or explain(name, scenario, rates=rates)

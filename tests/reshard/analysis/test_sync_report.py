@@ -7,16 +7,17 @@ import pytest
 from hypothesis import given, settings
 
 from megarl.errors import ConfigError
+from megarl.cli.tools.reshard_explain import explain_scenarios
 from megarl.reshard.analysis import forecast as forecast_module
 from megarl.reshard.analysis import sync_report
 from megarl.reshard.analysis.forecast import compute_traffic, forecast, redundant_bytes
 from megarl.reshard.analysis.nccl_progress import Stall
 from megarl.reshard.analysis.scenario import STRATEGIES, arrange, even_nodes
 from megarl.reshard.analysis.sync_clock import SyncTiming
-from megarl.reshard.analysis.sync_report import explain, explain_auto
-from megarl.reshard.layout.engine_ranks import can_place_strided, micro_dp_groups
+from megarl.reshard.analysis.sync_report import explain
+from megarl.reshard.layout.engine_ranks import can_place_strided, micro_dp_groups, resolve_strategy
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout
-from megarl.reshard.layout.topology import Topology
+from megarl.reshard.layout.topology import LinkRates, Topology
 from megarl.reshard.planning.plan_cache import cached_plan, clear_plan_cache
 from tests.errors import expect_error
 from tests.reshard import simulate
@@ -78,7 +79,7 @@ CASES = [(layout, nodes) for layout in STRIDED + OTHERS for nodes in (1, 2, 4) i
 def test_no_other_strategy_of_a_run_has_a_lower_maximum_than_auto(layout, nodes):
     _, _, _, tg = layout
     case = scenario(*layout, nodes=nodes)
-    found = explain_auto(case).report
+    found = explain(resolve_strategy("auto", case.grid, case.topology, gen_tp=tg), case).report
     strided = can_place_strided(case.grid, case.topology, gen_tp=tg)
     groups = micro_dp_groups(case.grid, gen_tp=tg) if strided else []
     on_one_node = all(len({case.topology.nodes[rank] for rank in group}) == 1 for group in groups)
@@ -89,8 +90,8 @@ def test_no_other_strategy_of_a_run_has_a_lower_maximum_than_auto(layout, nodes)
 
 def test_auto_reuses_known_explanations():
     case = scenario(1, 4, 2, 2)
-    known = [explain(name, case) for name in ("gather_hf", "micro_dp")]
-    assert explain_auto(case, known) is known[1]
+    explained, _ = explain_scenarios(case, ["gather_hf", "micro_dp", "auto"], lambda _: None, LinkRates())
+    assert explained["auto"] is explained["micro_dp"]
 
 
 def test_json_has_the_fields_of_a_report():

@@ -11,8 +11,7 @@ from megarl.errors import ConfigError, WeightSyncError
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.reshard.analysis.scenario import arrange
-from megarl.reshard.analysis.sync_report import explain_auto
-from megarl.reshard.layout.engine_ranks import find_cross_node_group
+from megarl.reshard.layout.engine_ranks import find_cross_node_group, resolve_strategy
 from megarl.reshard.layout.layout import TensorSpec, WeightLayout, WeightNeeds
 from megarl.run.remote.engine_group import gpu_environment, place_dedicated_engines, place_engines, pool_topology
 from megarl.run.sync.sync_connections import make_sync_setup, make_transfer_spec
@@ -107,7 +106,7 @@ def test_other_placements_match_reshard_explain(sizes, strategy, model, traced_s
         bucket_bytes=1 << 20,
         engine=lambda tp, dtype, *, ep=1, dp=1: trainer_layouts(decoder, RankGrid(tp=tp), dtype),
     )
-    assert explain_auto(scenario).report.strategy == "exact"
+    assert resolve_strategy("auto", scenario.grid, scenario.topology, gen_tp=scenario.gen_tp) == "exact"
     assert found == arrange("exact", scenario).placements
 
 
