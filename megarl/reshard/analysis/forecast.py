@@ -79,14 +79,14 @@ MAX_REPRESENTATIVES = 128
 
 
 def find_unmatched_routes(index: SyncIndex) -> list[str] | None:
-    """Compare what enters one node of each class at both ends of every message; return one sentence for each pair.
+    """Compare both ends of every message that enters one node, or all-gather group, of each class.
 
-    A class is nodes whose ranks hold and need the same, one by one. With all-gather groups, one group of each kind is
-    compared instead. The ranks of the nodes are planned; of all others that they receive from, what these send them.
+    The ranks of the node are planned; of all others that they receive from, what these send them.
 
-    Returns None if the classes are too many to plan.
+    Returns:
+        One sentence for each pair of ranks that disagree; None if the classes are too many to plan.
     """
-    representatives = _representative_groups(index) if index.groups else _representative_nodes(index)
+    representatives = _representatives(index)
     if sum(map(len, representatives)) > MAX_REPRESENTATIVES:
         return None
     found = []
@@ -101,26 +101,22 @@ def find_unmatched_routes(index: SyncIndex) -> list[str] | None:
     return found
 
 
-def _representative_nodes(index: SyncIndex) -> list[list[int]]:
-    """Return the ranks that receive on one node of each class; if these are many, of nodes that need the same."""
-    nodes = [[rank for rank in ranks if rank in index.class_of] for ranks in index.topology.ranks_of.values()]
-    for with_held in (True, False):
-        kinds: dict[tuple[object, ...], list[int]] = {}
-        for ranks in filter(None, nodes):
+def _representatives(index: SyncIndex) -> list[list[int]]:
+    """Return the members of one all-gather group of each class, without groups the ranks that receive on such a node.
+
+    The ranks of two groups or nodes of a class hold and need the same, one by one; those of two nodes only need the
+    same if the classes would be many.
+    """
+    nodes = ([rank for rank in ranks if rank in index.class_of] for ranks in index.topology.ranks_of.values())
+    candidates = [sorted(group) for group in index.groups] or [ranks for ranks in nodes if ranks]
+    for with_held in (True,) if index.groups else (True, False):
+        classes: dict[tuple[object, ...], list[int]] = {}
+        for ranks in candidates:
             held = tuple(index.sources[rank].box_digest for rank in ranks) if with_held else ()
-            kinds.setdefault((tuple(index.class_of[rank] for rank in ranks), held), ranks)
-        if sum(map(len, kinds.values())) <= MAX_REPRESENTATIVES:
+            classes.setdefault((tuple(map(index.class_of.get, ranks)), held), ranks)
+        if sum(map(len, classes.values())) <= MAX_REPRESENTATIVES:
             break
-    return list(kinds.values())
-
-
-def _representative_groups(index: SyncIndex) -> list[list[int]]:
-    """Return the members of one all-gather group of each kind, whose members hold and need the same, one by one."""
-    kinds: dict[tuple[tuple[int, int | None], ...], list[int]] = {}
-    for group in index.groups:
-        members = sorted(group)
-        kinds.setdefault(tuple((id(index.sources[rank]), index.class_of.get(rank)) for rank in members), members)
-    return list(kinds.values())
+    return list(classes.values())
 
 
 def compare_ends(plans: Sequence[RankPlan], sends: Mapping[int, Moves]) -> list[str]:
