@@ -195,35 +195,37 @@ class _Links:
     """The links of all ranks: when each has worked off its messages, and the bytes of each NIC."""
 
     def __init__(self, topology: Topology, rates: LinkRates) -> None:
-        self._nodes, self._nvlink = topology.nodes, 1 / rates.nvlink
-        self._nic_of, self._seconds_per_byte = [0] * len(topology.nodes), list[float]()
+        world = len(topology.nodes)
+        self._nodes, self._nic_of = topology.nodes, [0] * world
+        self._seconds_per_byte = [1 / rates.nvlink] * world
+        """By link: NVLink of each rank, then NICs."""
         self.machine_of_nic: list[int] = []
         self.machine_rates: list[float] = []
         for ranks in topology.ranks_of.values():
             num_nics = rates.num_nics(len(ranks))
             used = min(num_nics, len(ranks))  # several NICs of one rank count as one of their joint rate
             for i, rank in enumerate(ranks):
-                self._nic_of[rank] = len(self.machine_of_nic) + i * used // len(ranks)
+                self._nic_of[rank] = len(self._seconds_per_byte) + i * used // len(ranks)
             self.machine_of_nic += [len(self.machine_rates)] * used
             self._seconds_per_byte += [used / (rates.network * num_nics)] * used
             self.machine_rates.append(rates.network * num_nics)
-        self._nvlink_free = [[0.0] * len(topology.nodes) for _ in range(2)]
-        self._nic_free = [[0.0] * len(self.machine_of_nic) for _ in range(2)]
-        self.nic_bytes = [[0] * len(self.machine_of_nic) for _ in range(2)]
+        self._free = [[0.0] * len(self._seconds_per_byte) for _ in range(2)]
+        self._bytes = [[0] * len(self._seconds_per_byte) for _ in range(2)]
+
+    @property
+    def nic_bytes(self) -> list[list[int]]:
         """[sent, received][NIC]."""
+        return [of_links[len(self._nodes) :] for of_links in self._bytes]
 
     def move(self, source: int, to: int, num_bytes: int, now: float) -> float:
         """Add a message that can move from `now` on; return when it ends."""
         end = now
         is_remote = self._nodes[source] != self._nodes[to]
-        for direction, rank in enumerate((source, to)):
+        for free, moved, rank in zip(self._free, self._bytes, (source, to), strict=True):
             link = self._nic_of[rank] if is_remote else rank
-            free = self._nic_free[direction] if is_remote else self._nvlink_free[direction]
-            seconds = num_bytes * (self._seconds_per_byte[link] if is_remote else self._nvlink)
-            free[link] = max(free[link], now) + seconds
+            free[link] = max(free[link], now) + num_bytes * self._seconds_per_byte[link]
+            moved[link] += num_bytes
             end = max(end, free[link])
-            if is_remote:
-                self.nic_bytes[direction][link] += num_bytes
         return end
 
 
