@@ -33,6 +33,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -216,11 +217,9 @@ def folded_box(box: Box, shape: tuple[int, ...], num_dims: int) -> Box | None:
         return box if extra == 0 else None
     if num_dims == 0 or any(stop - start != 1 for start, stop in box[:extra]):
         return () if num_dims == 0 and prod(shape) == 1 else None
-    row = 0
-    for (start, _), length in zip(box[: extra + 1], shape[: extra + 1], strict=True):
-        row = row * length + start
-    first = box[extra]
-    return ((row, row + first[1] - first[0]), *box[extra + 1 :])
+    row = int(np.ravel_multi_index(tuple(start for start, _ in box[: extra + 1]), shape[: extra + 1]))
+    start, stop = box[extra]
+    return ((row, row + stop - start), *box[extra + 1 :])
 
 
 def _reject_replaced_parameters(model: nn.Module, targets: Mapping[str, Tensor]) -> None:

@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import numpy as np
 from torch import FunctionSchema, Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megarl.reshard.layout.layout import Box, extent, intersect
 
@@ -141,14 +143,10 @@ class BoxView:
 
 def find_box(offset: int, lengths: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> BoxView | None:
     """Return the view's box in a contiguous tensor of `shape`; None if the view is no box."""
-    full = contiguous_strides(shape)
-    if offset < 0 or 0 in shape:
+    if not 0 <= offset < prod(shape):
         return None
-    start, rest = [], offset
-    for length, stride in zip(shape, full, strict=True):
-        at = min(rest // stride, max(0, length - 1))
-        start.append(at)
-        rest -= at * stride
+    full = contiguous_strides(shape)
+    start = [int(at) for at in np.unravel_index(offset, shape)]
     box = [(s, s + 1) for s in start]
     dims: list[int | None] = []
     for length, stride in zip(lengths, strides, strict=True):
@@ -160,7 +158,7 @@ def find_box(offset: int, lengths: tuple[int, ...], strides: tuple[int, ...], sh
             return None
         box[candidates[0]] = (start[candidates[0]], start[candidates[0]] + length)
         dims.append(candidates[0])
-    fits = rest == 0 and all(stop <= length for (_, stop), length in zip(box, shape, strict=True))
+    fits = all(stop <= length for (_, stop), length in zip(box, shape, strict=True))
     return BoxView(tuple(box), tuple(dims)) if fits else None
 
 
@@ -208,12 +206,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.removeprefix("aten::")
         if func._schema.is_mutable:
             return self._mutate(name, func, args, kwargs)
-        inputs = list(_tensors((*args, *kwargs.values())))
+        inputs = _tensors((args, kwargs))
         if name == "_to_copy" and args[0].is_meta:
             kwargs = {**kwargs, "device": "meta"}  # a meta tensor cannot be copied to a real device
         out = func(*args, **kwargs)
         known = {_storage(t) for t in inputs}
-        for result in _tensors((out,)):
+        for result in _tensors(out):
             if _storage(result) not in known:
                 self._keep.append(result)
                 self._create(name, result, inputs, args, kwargs)
@@ -221,7 +219,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _mutate(self, name: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         written = _written(func._schema, args, kwargs)
-        inputs = [t for t in _tensors((*args, *kwargs.values())) if not any(t is w for w in written)]
+        inputs = [t for t in _tensors((args, kwargs)) if not any(t is w for w in written)]
         writes_target = any(_storage(t) in self._targets for t in written)
         if writes_target or any(t.is_meta for t in inputs) != all(t.is_meta for t in written):
             out = written[0] if len(func._schema.returns) == 1 else None
@@ -342,12 +340,8 @@ def _place(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
 def _written(schema: FunctionSchema, args: Sequence[object], kwargs: dict[str, object]) -> list[Tensor]:
     marked = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | kwargs
-    return list(_tensors(given[name] for name in marked if name in given))
+    return _tensors([given[name] for name in marked if name in given])
 
 
-def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+def _tensors(values: object) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
