@@ -57,8 +57,8 @@ class ControlCalls:
         self._seconds = host.spec.answer_timeout_seconds
         self.pending: PendingCall | None = None
         """The last call, until it is answered."""
-        self._holds: set[PauseReason] = set()
-        """Why decoding is paused."""
+        self.pause_reasons: set[PauseReason] = set()
+        """Why decoding is paused: those of `pause`, until `resume`."""
         self._begun = False
         """SGLang is in a weight update (between `begin_weight_update` and `end_weight_update`)."""
         self._num_commands = 0
@@ -68,21 +68,17 @@ class ControlCalls:
         """A previous call has not been answered yet."""
         return self.pending is not None and not self.pending.task.done()
 
-    def is_paused_for(self, reason: PauseReason) -> bool:
-        """Return whether `pause` was called for this reason and `resume` was not."""
-        return reason in self._holds
-
     async def pause(self, reason: PauseReason = "update") -> None:
         """Pause decoding; requests in flight are kept, and new ones wait."""
-        if not self._holds - {"update"}:  # an update that has failed may have been resumed or not
+        if not self.pause_reasons - {"update"}:  # an update that has failed may have been resumed or not
             await self._call("pause_generation", self._pause)
-        self._holds.add(reason)
+        self.pause_reasons.add(reason)
 
     async def resume(self, reason: PauseReason = "update") -> None:
         """Resume decoding after `pause`, unless it is also paused for another reason."""
-        if not self._holds - {reason}:
+        if not self.pause_reasons - {reason}:
             await self._call("continue_generation", self._resume)
-        self._holds.discard(reason)
+        self.pause_reasons.discard(reason)
 
     async def begin(self, *, reads_only: bool = False) -> None:
         """Begin a weight update in SGLang; an update that is still open is ended first.

@@ -116,7 +116,7 @@ class WeightSession:
     @property
     def holds_requests(self) -> bool:
         """Whether requests wait until `resume_requests`."""
-        return self.calls.is_paused_for("memory")
+        return "memory" in self.calls.pause_reasons
 
     @property
     def has_queued_requests(self) -> bool:
