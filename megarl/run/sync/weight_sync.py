@@ -163,12 +163,7 @@ class SyncUpdate:
         """Whether the trainer ranks have failed in their part, which breaks the connections between them."""
 
     def run(self) -> PushReport:
-        """Push; if anything fails, the engines abort the update.
-
-        Raises:
-            WeightSyncError: the weights did not arrive completely.
-            WorkerError: a trainer rank or an engine was lost.
-        """
+        """Push, as `WeightSync.push`; if anything fails, the engines abort the update."""
         timer, reason = PhaseTimer(), "the controller was interrupted"
         if not self._update.receives:  # the trainer ranks load full tensors into an update that is open
             with timer.phase("open"):

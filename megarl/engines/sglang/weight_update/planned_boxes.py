@@ -108,7 +108,10 @@ def _allowed_dtypes(of_engine: str, wanted: ExpectedTensor) -> tuple[str, ...]:
 
 
 class PlannedBoxes:
-    """A TP rank's boxes of all rounds, with views of the parameters that they are copied to."""
+    """A TP rank's boxes of all rounds, with views of the parameters that they are copied to.
+
+    Methods raise WeightSyncError if boxes do not fit the model or a bucket, or if two overlap.
+    """
 
     def __init__(
         self, model: nn.Module, rounds: Sequence[Sequence[BoxSlot]], full_tensors: Mapping[str, Tensor] | None = None
@@ -118,9 +121,6 @@ class PlannedBoxes:
         Args:
             full_tensors: by Hugging Face name, the tensors that are received in full, which the engine then loads. They
                 keep their values until the next sync, which may send changed elements only. None: there are none.
-
-        Raises:
-            WeightSyncError: a box does not fit the model, or two overlap.
         """
         self._rounds, self.full_tensors = rounds, full_tensors or {}
         self.written: dict[tuple[str, int], Coverage] = defaultdict(Coverage)
@@ -174,11 +174,7 @@ class PlannedBoxes:
         return f"{what} is also written as part of {box_text(others[0])}" if others else None
 
     def refresh(self, model: nn.Module) -> None:
-        """Look the parameters up again, because SGLang may have reallocated them.
-
-        Raises:
-            WeightSyncError: a parameter is gone, or has another shape or dtype.
-        """
+        """Look the parameters up again, because SGLang may have reallocated them."""
         try:
             found = self._find_tensors(self._find_targets(model))
         except KeyError as e:
@@ -203,9 +199,6 @@ class PlannedBoxes:
 
         Args:
             lines: of `check_codes`, if codes of changed elements have come; None: all boxes.
-
-        Raises:
-            WeightSyncError: a box or code lies outside of the bucket.
         """
         if self._views is None:
             self._views = [[self.tensors[s.local][slices(s.local_box)] for s in slots] for slots in self._rounds]
@@ -225,9 +218,6 @@ class PlannedBoxes:
 
         Args:
             lines: int64 [n, 4], see `BoxReceiver.receive_codes`; sorted by round.
-
-        Raises:
-            WeightSyncError: a line names no planned box, or more elements than the box has.
         """
         sizes = np.array([len(slots) for slots in self._rounds], np.int64)
         first = np.cumsum(sizes) - sizes

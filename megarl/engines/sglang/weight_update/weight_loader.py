@@ -6,13 +6,8 @@
                                                                     write, if all ranks can
     reply file of rank r <---------------------------- READERS[op]: no vote
 
-The TP ranks of an engine vote: a rank writes weights only if all ranks can.
-
 SGLang's own answer is not reliable: it is `Success` after a caught error, and an uncaught error kills the engine. So a
 command names the file for the reply, and `load` never raises.
-
-Boxes of weights come over the network from all of the trainer's ranks, or through shared memory from the rank on the
-same slot.
 
 Modules whose weights SGLang changes after it has loaded them are refused: SGLang calls `process_weights_after_loading`
 of every module's `quant_method` at the end of a load and of each weight update. For plain weights it does nothing. Some
