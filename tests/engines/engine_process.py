@@ -43,7 +43,7 @@ class TestableEngine(SglangEngine):
     async def pass_time_limit(self, what):
         """Wait until SGLang is to answer a call of this name; then let more time pass than the host waits for it."""
         calls = self._weights.calls
-        await wait_for(lambda: calls.pending is not None and calls.pending.what == what)
+        await wait_for(lambda: calls.pending is not None and calls.pending.get_name() == what)
         await iterate()
         jump(3 * UNREACHED_SECONDS)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.engines.sglang.weight_update.messages import Command, Reply, find_unresponsive, reply_prefix
@@ -22,17 +21,6 @@ from megarl.errors import WeightSyncError
 if TYPE_CHECKING:
     from megarl.engines.sglang.engine_host import EngineHost
     from megarl.engines.sglang.request_runner import RequestRunner
-
-
-@dataclass(frozen=True, slots=True)
-class PendingCall:
-    """A call that has not been answered."""
-
-    what: str
-    """Name of the call in error messages."""
-    started_at: float
-    """`time.monotonic` at the start of the call."""
-    task: asyncio.Task[object]
 
 
 PauseReason = Literal["update", "memory"]
@@ -55,8 +43,10 @@ class ControlCalls:
         self.pause_mode = host.spec.pause_mode
         """What happens to requests in flight during a pause."""
         self._seconds = host.spec.answer_timeout_seconds
-        self.pending: PendingCall | None = None
-        """The last call, until it is answered."""
+        self.pending: asyncio.Task[object] | None = None
+        """The last call, until it is answered; a task with the name of the call in error messages."""
+        self._called_at = 0.0
+        """`time.monotonic` at the start of the last call."""
         self.pause_reasons: set[PauseReason] = set()
         """Why decoding is paused: those of `pause`, until `resume`."""
         self._begun = False
@@ -66,7 +56,7 @@ class ControlCalls:
     @property
     def has_pending(self) -> bool:
         """A previous call has not been answered yet."""
-        return self.pending is not None and not self.pending.task.done()
+        return self.pending is not None and not self.pending.done()
 
     async def pause(self, reason: PauseReason = "update") -> None:
         """Pause decoding; requests in flight are kept, and new ones wait."""
@@ -154,9 +144,9 @@ class ControlCalls:
         """Return the result of `work`; `command`: its number if it is a command, whose late ranks errors name."""
         seconds = self._seconds + extra_seconds
         await self._wait_for_pending()
-        task = asyncio.ensure_future(self._host.call(work()))
+        task = asyncio.create_task(self._host.call(work()), name=what)
         # kept until it is answered, even if the caller is cancelled
-        self.pending = PendingCall(what, time.monotonic(), task)
+        self.pending, self._called_at = task, time.monotonic()
         await asyncio.wait([task], timeout=seconds)
         if not task.done():
             late = [] if command is None else find_unresponsive(await self._host.reply_states(command))
@@ -166,13 +156,13 @@ class ControlCalls:
         return task.result()
 
     async def _wait_for_pending(self) -> None:
-        if self.pending is None:
+        task, seconds = self.pending, time.monotonic() - self._called_at
+        if task is None:
             return
-        task, what, seconds = self.pending.task, self.pending.what, time.monotonic() - self.pending.started_at
         await asyncio.wait([task], timeout=self._seconds)
         if not task.done():
             raise WeightSyncError(
-                f"the engine has not answered {what} yet, which was sent {seconds:.0f} s ago; "
+                f"the engine has not answered {task.get_name()} yet, which was sent {seconds:.0f} s ago; "
                 f"if it does not recover, it must be restarted"
             )
         self.pending = None
