@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.engines.sglang.weight_update.messages import Command, Reply, find_unresponsive, reply_prefix
@@ -97,26 +97,19 @@ class ControlCalls:
         version = UpdateWeightVersionReqInput(new_version=str(policy_version))
         await self._call("update_weight_version", lambda: self._host.tokenizer_manager.update_weight_version(version))
 
-    async def execute(
-        self, commands: Command | Sequence[Command], what: str, extra_seconds: float = 0.0
-    ) -> list[Reply]:
-        """Have every TP rank execute its command inside of an update.
+    async def execute(self, command: Command, what: str, extra_seconds: float = 0.0) -> list[Reply]:
+        """Have every TP rank execute a command inside of an update.
 
         Args:
-            commands: one per TP rank, or one for all.
-            what: name of the commands in error messages.
+            what: name of the command in error messages.
             extra_seconds: additional timeout, for waits for other processes than the engine's.
         """
         spec = self._host.spec
-        commands = [commands] * spec.tp if isinstance(commands, Mapping) else commands
         self._num_commands += 1
         number, folders = self._num_commands, await self._host.folders()
-        common = {"model_path": spec.model_path, "dtype": spec.dtype}
-        complete = [
-            {**command, **common, "reply": reply_prefix(folder, number)}
-            for command, folder in zip(commands, folders, strict=True)
-        ]
-        writes, was_mixed = commands[0]["op"] in WRITERS, self.is_mixed
+        common = {**command, "model_path": spec.model_path, "dtype": spec.dtype}
+        complete = [{**common, "reply": reply_prefix(folder, number)} for folder in folders]
+        writes, was_mixed = command["op"] in WRITERS, self.is_mixed
         self.is_mixed |= writes  # until every rank has replied that it wrote nothing; a late rank may still write
         sglang_error = await self._call(what, lambda: self._send(complete), number, extra_seconds)
         errors = [] if sglang_error is None else [sglang_error]

@@ -24,7 +24,7 @@ Command = Mapping[str, Any]
 
     op               arguments
     write            `bucket`: fields of a `WeightBucket`, whose tensors are checked against model folder and dtype
-    prepare          `offer`: fields of the `BoxOffer` of the trainer rank on the same slot; or
+    prepare          `offers`: by TP rank, fields of the `BoxOffer` of the trainer rank on its slot; or
                      `transfer_spec`: by TP rank, path of a pickled `TransferSpec`; `engine`: the engine's index in it
     connect          `transfer_group`: fields of a `TransferGroup`
     receive          `delta`: fields of a `DeltaUpdate`, or None; and for boxes of a trainer rank on the same slot

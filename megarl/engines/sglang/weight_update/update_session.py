@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -159,7 +159,7 @@ class WeightSession:
         """Have each TP rank connect with the trainer rank on its slot, as `RolloutEngine.prepare_boxes`."""
         if len(offers) != self._spec.tp:
             raise WeightSyncError(f"the engine has {self._spec.tp} TP ranks, got boxes for {len(offers)}")
-        await self._query([{"op": "prepare", "offer": asdict(offer)} for offer in offers])
+        await self._query({"op": "prepare", "offers": [asdict(offer) for offer in offers]})
 
     async def join_trainer(self, transfer_spec: TransferSpec, engine: int, transfer_group: TransferGroup) -> None:
         """Have the TP ranks plan what they receive and connect with the trainer's, as `RolloutEngine.join_trainer`."""
@@ -319,30 +319,29 @@ class WeightSession:
             raise
 
     async def _execute_or_close(
-        self, method: str, commands: Command | Sequence[Command], what: str, extra_seconds: float = 0.0
+        self, method: str, command: Command, what: str, extra_seconds: float = 0.0
     ) -> list[Reply]:
-        """Have the TP ranks execute commands in the open update, as `ControlCalls.execute`; close it if they do not.
+        """Have the TP ranks execute a command in the open update, as `ControlCalls.execute`; close it if they do not.
 
         `method`: the name of the caller in errors.
         """
         try:
             async with self.calls.one_at_a_time:
                 self._require_open(method)
-                return await self.calls.execute(commands, what, extra_seconds)
+                return await self.calls.execute(command, what, extra_seconds)
         except WeightSyncError as e:
             await self.close(str(e))
             raise
 
-    async def _query(self, commands: Command | Sequence[Command], extra_seconds: float = 0.0) -> list[Reply]:
-        """Have the TP ranks execute commands that write nothing; if no update is open, SGLang processes no weights."""
-        op = (commands if isinstance(commands, Mapping) else commands[0])["op"]
-        what = f"the command `{op}`"
+    async def _query(self, command: Command, extra_seconds: float = 0.0) -> list[Reply]:
+        """Have the TP ranks execute a command that writes nothing; outside of an update, SGLang processes no weights."""
+        what = f"the command `{command['op']}`"
         if self._is_open:
-            return await self._execute_or_close(what, commands, what, extra_seconds)
+            return await self._execute_or_close(what, command, what, extra_seconds)
         async with self.calls.one_at_a_time:
             await self.calls.begin(reads_only=True)
             try:
-                return await self.calls.execute(commands, what, extra_seconds)
+                return await self.calls.execute(command, what, extra_seconds)
             finally:
                 if not self.calls.has_pending:
                     await self.calls.end()

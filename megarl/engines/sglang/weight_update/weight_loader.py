@@ -262,8 +262,8 @@ def prepare(model: nn.Module, command: Command, reply: Reply) -> None:
     if _plan is not None:
         _plan.receiver.close()
         _plan = None
-    if "offer" in command:
-        offer = BoxOffer(**command["offer"])
+    if "offers" in command:
+        offer = BoxOffer(**command["offers"][reply.rank])
         boxes = make_planned_boxes(model, offer.read_slots(), command)
         _plan = _Plan(boxes, BoxReceiver(offer))
         return

@@ -141,7 +141,7 @@ def test_failed_receive_is_reported_to_both_sides(model, tmp_path, fault):
     sender = BoxSender("trainer rank 0", "engine 0 rank 0", [bucket.slots], UNREACHED_SECONDS)
     waits = {"abort_file": abort_file, "seconds": UNREACHED_SECONDS}
     receive = {"op": "receive", "delta": None} | waits
-    prepare = {"op": "prepare", "offer": asdict(sender.offer), "model_path": "unused", "dtype": "float32"}
+    prepare = {"op": "prepare", "offers": [asdict(sender.offer)], "model_path": "unused", "dtype": "float32"}
     assert execute(model, prepare, tmp_path).error is None
     sender.begin()
     if fault == "aborted":

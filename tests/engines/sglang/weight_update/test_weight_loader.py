@@ -196,7 +196,7 @@ def test_failure_to_complete_the_model_is_reported_when_the_sender_is_free(model
     boxes = [(full_local("a"), ((0, 4),), torch.ones(4)), ("b", ((0, 4),), torch.full((4,), 2.0))]
     (buffer, bucket), common = box_bucket(boxes), command()
     sender = BoxSender("trainer rank 1", "engine 0 rank 1", [bucket.slots], UNREACHED_SECONDS)
-    assert execute(model, common | {"op": "prepare", "offer": asdict(sender.offer)}).error is None
+    assert execute(model, common | {"op": "prepare", "offers": [None, asdict(sender.offer)]}).error is None
     receive = common | {"op": "receive", "delta": delta, "abort_file": "/none", "seconds": UNREACHED_SECONDS}
     for fails in (True, False):
         model.fails = fails
