@@ -77,18 +77,12 @@ def posted_groups(rounds: Sequence[Round], members: Sequence[int] = ()) -> list[
         if step < len(rounds):
             gathers, name = len(rounds[step].gathers), f"the all-gathers of round {step}"
             groups.append(PostedGroup(all_gathers=gathers, communicator=tuple(members), step=name))
-        groups.append(_messages(rounds, step))
+        hops = [(number, hop, rounds[number].hops[hop]) for number, hop in hops_of_step(rounds, step)]
+        posted = [f"hop {hop} of round {number}" for number, hop, each in hops if each.sends or each.receives]
+        sends = tuple([send.to for _, _, each in hops for send in each.sends])
+        receives = tuple([message.source for _, _, each in hops for message in each.receives])
+        groups.append(PostedGroup(sends=sends, receives=receives, step=" and ".join(posted)))
     return [group for group in groups if group.sends or group.receives or group.all_gathers]
-
-
-def _messages(rounds: Sequence[Round], step: int) -> PostedGroup:
-    """Return the messages of all hops that are started in a step."""
-    hops = [(number, hop, rounds[number].hops[hop]) for number, hop in hops_of_step(rounds, step)]
-    return PostedGroup(
-        sends=tuple([send.to for _, _, each in hops for send in each.sends]),
-        receives=tuple([message.source for _, _, each in hops for message in each.receives]),
-        step=" and ".join(f"hop {hop} of round {number}" for number, hop, each in hops if each.sends or each.receives),
-    )
 
 
 def find_stalls(ranks: Sequence[Sequence[PostedGroup]]) -> list[Stall]:
