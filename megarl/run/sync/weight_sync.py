@@ -13,11 +13,7 @@ report to a store that they have received everything; when all have, the control
     wait: all have received <----------------------------------------
     bytes, weights compared; decide ------------------------------>    end: serve the weights, or abort
 
-The weights are compared by sums of what each trainer rank holds of the engines' weights (`sum_weights`), with which
-the engines compare their own parameters (`verify_weights`).
-
-Engines serve one model at a time. Each model has connections of its own (`ModelSync`). A push of another model than the
-last one connects the engines with its ranks again and sends all weights.
+Engines serve one model at a time. Each model has connections of its own (`ModelSync`).
 
 If an engine is lost during a push, it is restarted and the push is retried. An engine that is restarted between two
 pushes receives the version that the others serve, while they continue to serve.
@@ -73,7 +69,7 @@ from megarl.tracking.timing import PhaseTimer
 def verify_weights(
     trainer: TrainerGroup, engines: EngineHandles, layouts: Sequence[WeightLayout], policy_version: int
 ) -> None:
-    """Compare all weights of every engine with the trainer's, within an update that has not ended.
+    """Compare the sums of all weights of every engine with the trainer's, within an update that has not ended.
 
     Args:
         layouts: of each engine, by TP rank.
