@@ -138,12 +138,11 @@ def _waits_of_boxes(keys: Sequence[GroupKey], num_hops: int) -> list[list[int]]:
     for groups in (gathers, messages):
         for (_, before), (_, after) in pairwise(groups):
             waits[after].append(before)
-    if gathers:
-        for step, i in gathers:
-            waits[i] += [j for at, j in messages if at <= step - 2][-1:]
-        behind = 1 if num_hops > 1 else 2
-        for step, i in messages:
-            waits[i] += [j for at, j in gathers if at <= step - behind][-1:]
+    for step, i in gathers:
+        waits[i] += [j for at, j in messages if at <= step - 2][-1:]
+    behind = 1 if num_hops > 1 else 2
+    for step, i in messages:
+        waits[i] += [j for at, j in gathers if at <= step - behind][-1:]
     return waits
 
 

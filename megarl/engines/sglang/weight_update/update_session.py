@@ -334,7 +334,7 @@ class WeightSession:
             raise
 
     async def _query(self, command: Command, extra_seconds: float = 0.0) -> list[Reply]:
-        """Have the TP ranks execute a command that writes nothing; outside of an update, SGLang processes no weights."""
+        """Have the TP ranks execute a command that writes nothing; outside an update, SGLang processes no weights."""
         what = f"the command `{command['op']}`"
         if self._is_open:
             return await self._execute_or_close(what, command, what, extra_seconds)
