@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 
-from megarl.errors import ConfigError
 from megarl.cli.tools.reshard_explain import explain_scenarios
+from megarl.errors import ConfigError
 from megarl.reshard.analysis import forecast as forecast_module
 from megarl.reshard.analysis import sync_report
 from megarl.reshard.analysis.forecast import compute_traffic, forecast, redundant_bytes
