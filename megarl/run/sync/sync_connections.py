@@ -66,7 +66,7 @@ class SyncConnections(ABC):
     def request(self, engines: EngineHandles, delta: DeltaUpdate | None) -> PushRequest | None:
         """Return the request to push to these connected engines; `delta`: what it may leave out."""
         assert self.setup is not None
-        pairs = zip(engines.engine_slots, engines.sinks(), strict=True) if self.setup.senders else ()
+        pairs = list(zip(engines.engine_slots, engines.sinks(), strict=True)) if self.setup.senders else []
         sinks = {ranks[0]: (sink,) for ranks, sink in pairs}
         skipped = frozenset(self.setup.receivers).difference(*engines.engine_slots)
         return PushRequest(sinks=sinks, skipped=skipped, delta=delta) if sinks or skipped or delta else None
