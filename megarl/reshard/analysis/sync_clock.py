@@ -213,7 +213,7 @@ class _Links:
 
     @property
     def nic_bytes(self) -> list[list[int]]:
-        """[sent, received][NIC]."""
+        """Bytes by direction (sent, received) and NIC."""
         return [of_links[len(self._nodes) :] for of_links in self._bytes]
 
     def move(self, source: int, to: int, num_bytes: int, now: float) -> float:

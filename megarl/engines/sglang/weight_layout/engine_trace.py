@@ -253,7 +253,7 @@ def _run_at_once[T](_: ThreadPoolExecutor, fn: Callable[..., T], /, *args: objec
 def _run_threads_inline() -> Iterator[None]:
     """Run the calls of thread pools at once: dispatch modes are per thread, and some loaders use thread pools."""
     before = ThreadPoolExecutor.submit
-    ThreadPoolExecutor.submit = _run_at_once  # type: ignore[method-assign]
+    ThreadPoolExecutor.submit = _run_at_once  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -149,7 +149,7 @@ class WeightSession:
         await self._find_repacked()
 
     async def load(self, bucket: WeightBucket) -> None:
-        """Write one bucket."""
+        """Write the tensors of one bucket."""
         names = [slot.name for slot in bucket.slots]
         command = {"op": "write", "bucket": asdict(bucket)}
         await self._execute_or_close("load_weights", command, f"the command to load {join_names(names)}")
