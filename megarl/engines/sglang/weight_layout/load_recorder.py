@@ -233,7 +233,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._write_all(args[0], ValueSource(value=float(args[1])))
         else:
             for target in written:
-                self._compute(target, [*inputs, target])
+                self._compute(target, inputs if name == "fill_" else [*inputs, target])
         return out
 
     def _create(

@@ -92,6 +92,15 @@ def test_last_write_wins():
     assert trace.padding == (Padding("w", ((4, 5), (0, 6)), 0.0),)
 
 
+def test_a_computed_value_that_is_overwritten_is_not_derived():
+    def write(model, weights):
+        for _, t in weights:
+            model.w.data.fill_(t[0, 0])
+            model.w.data.copy_(t)
+
+    assert trace_loader((4, 6), write).derived == ()
+
+
 def test_stacked_tensors_are_traced_as_rows():
     def write(model, weights):
         for i, (_, t) in enumerate(weights):
