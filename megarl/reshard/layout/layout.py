@@ -115,10 +115,17 @@ def share_tensors(layouts: Sequence[WeightLayout]) -> list[WeightLayout]:
 
 
 def merge_specs(layouts: Iterable[WeightLayout]) -> dict[str, TensorSpec]:
-    """Return the specs of the tensors of all layouts' models."""
-    specs: dict[str, TensorSpec] = {}
-    for model in {id(layout.tensors): layout.tensors for layout in layouts}.values():
+    """Return the specs of the tensors of all layouts' models; of each, those of a layout that holds some of it.
+
+    An engine rank may not know the dtype of a tensor that it holds nothing of.
+    """
+    layouts, specs = list(layouts), dict[str, TensorSpec]()
+    models = {id(layout.tensors): layout.tensors for layout in layouts}
+    for model in models.values():
         specs.update(zip(model.names, model.specs, strict=True))
+    for layout in layouts if len(models) > 1 else ():
+        names, of_names = layout.tensors.names, layout.tensors.specs
+        specs.update((names[i], of_names[i]) for i in np.unique(layout.pieces.columns.tensor).tolist())
     return specs
 
 
@@ -220,7 +227,7 @@ def all_columns(mask: Ints) -> Ints:
 def local_extents(table: PieceTable, width: int) -> Ints:
     """Return the sizes [num locals, width] of the local tensors of a layout, as far as its pieces reach."""
     sizes = np.ones((len(table.locals), width), np.int64)
-    np.maximum.at(sizes, table.columns.local, widen(table.columns.local_boxes, width)[:, :width, 1])
+    np.maximum.at(sizes, table.columns.local, widen(table.columns.local_boxes[:, :width], width)[..., 1])
     return sizes
 
 

@@ -191,7 +191,8 @@ class PieceTable(Digested):
         if self.tensors is tensors:
             return self
         tensor = numbers_among(self.tensors, tensors)[self.columns.tensor].astype(np.int32)
-        assert (tensor >= 0).all(), "a piece's tensor is none of the model"
+        if (tensor < 0).any():
+            raise KeyError(self.tensors[int(self.columns.tensor[tensor.argmin()])])
         return PieceTable(tensors, self.locals, replace(self.columns, tensor=tensor))
 
     def with_locals(self, locals_: Names) -> PieceTable:

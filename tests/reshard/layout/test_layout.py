@@ -17,9 +17,11 @@ from megarl.reshard.layout.layout import (
     contains,
     extent,
     intersect,
+    merge_specs,
     share_tensors,
     volume,
 )
+from megarl.reshard.layout.lower_bounds import rank_bounds
 from megarl.reshard.layout.model_tensors import ModelTensors
 from megarl.reshard.layout.quantized_layout import (
     cast_dtypes,
@@ -28,6 +30,10 @@ from megarl.reshard.layout.quantized_layout import (
     quantize_layout,
     quantized_tensors,
 )
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.plan import plan_rank
+from megarl.reshard.planning.plan_cache import cached_index
+from megarl.reshard.planning.rounds import build_rounds
 from tests.reshard.rank_process import call_in_process
 
 INTERVALS = [(0, 2), (1, 4), (3, 3), (2, 5), (4, 6)]
@@ -194,6 +200,42 @@ def test_tensors_are_sent_in_the_dtype_of_the_engines():
     (sent,) = convert_sources([source], [WeightLayout(needed, [])])
     assert dict(sent.tensors) == needed
     assert list(sent.pieces) == list(source.pieces)
+
+
+def layout_of(dtypes, held, shapes=None):
+    specs = {name: TensorSpec((shapes or {}).get(name, (4,)), dtype) for name, dtype in dtypes.items()}
+    return WeightLayout(specs, [ShardPiece(name, specs[name].box, name, specs[name].box) for name in held])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_tensor_has_the_dtype_of_the_ranks_that_hold_some_of_it(order):
+    ranks = [
+        layout_of({"e0": "bfloat16", "e1": "float32", "b": "bfloat16"}, ["e0", "b"]),
+        layout_of({"e0": "float32", "e1": "bfloat16", "b": "bfloat16"}, ["e1", "b"]),
+    ]
+    needs = [ranks[number] for number in order]
+    assert {name: spec.dtype for name, spec in merge_specs(needs).items()} == dict.fromkeys(
+        ("e0", "e1", "b"), "bfloat16"
+    )
+    trainer = dict.fromkeys(("e0", "e1", "b"), TensorSpec((4,), "float32")) | {"b": TensorSpec((4,), "bfloat16")}
+    assert cast_dtypes(trainer, needs) == {"e0": "bfloat16", "e1": "bfloat16"}
+    nothing = layout_of(dict.fromkeys(("e0", "e1", "b"), "bfloat16"), [])
+    assert rank_bounds([nothing, nothing], dict(enumerate(needs))) == {0: 16, 1: 16}
+    full = layout_of(dict.fromkeys(("e0", "e1", "b"), "bfloat16"), ["e0", "e1", "b"])
+    index = cached_index([full, nothing], {1: needs[0], 0: needs[1]}, Topology((0, 0)), 1 << 20)
+    assert plan_rank(index, 1).bytes_received == 16
+
+
+def test_tensors_that_no_engine_needs_may_have_more_dimensions():
+    dtypes, shapes = {"w": "float32", "conv": "float32"}, {"conv": (2, 3, 2)}
+    held, needed = layout_of(dtypes, ["w", "conv"], shapes), layout_of({"w": "float32"}, ["w"])
+    index = cached_index([held, layout_of(dtypes, [], shapes)], {1: needed}, Topology((0, 0)), 1 << 20)
+    assert [send.num_bytes for this in build_rounds(index, plan_rank(index, 0)) for send in this.hops[0].sends] == [16]
+
+
+def test_a_piece_of_a_tensor_of_another_model_is_refused():
+    with pytest.raises(KeyError, match="b"):
+        WeightLayout({"a": TensorSpec((4,), "float32")}, [ShardPiece("b", ((0, 4),), "b", ((0, 4),))])
 
 
 def test_a_mistaken_dtype_of_all_tensors_is_no_cast():

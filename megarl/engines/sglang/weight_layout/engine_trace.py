@@ -23,6 +23,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,7 +34,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +53,7 @@ from megarl.reshard.layout.layout import (
     TensorSpec,
     WeightLayout,
     extent,
+    merge_specs,
     share_tensors,
 )
 from megarl.reshard.layout.model_tensors import ModelTensors, Names
@@ -217,7 +218,9 @@ def folded_box(box: Box, shape: tuple[int, ...], num_dims: int) -> Box | None:
         return box if extra == 0 else None
     if num_dims == 0 or any(stop - start != 1 for start, stop in box[:extra]):
         return () if num_dims == 0 and prod(shape) == 1 else None
-    row = int(np.ravel_multi_index(tuple(start for start, _ in box[: extra + 1]), shape[: extra + 1]))
+    row = 0
+    for (start, _), length in zip(box[: extra + 1], shape[: extra + 1], strict=True):
+        row = row * length + start
     start, stop = box[extra]
     return ((row, row + stop - start), *box[extra + 1 :])
 
@@ -243,17 +246,19 @@ def join_names(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _run_at_once[T](_: ThreadPoolExecutor, fn: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
-    future: Future[T] = Future()
-    future.set_result(fn(*args, **kwargs))  # an error ends the trace here, not where the result is read
-    return future
-
-
 @contextlib.contextmanager
 def _run_threads_inline() -> Iterator[None]:
-    """Run the calls of thread pools at once: dispatch modes are per thread, and some loaders use thread pools."""
-    before = ThreadPoolExecutor.submit
-    ThreadPoolExecutor.submit = _run_at_once  # type: ignore[method-assign, assignment]
+    """Run what this thread gives to thread pools at once: dispatch modes are per thread, and some loaders use pools."""
+    before, this_thread = ThreadPoolExecutor.submit, threading.get_ident()
+
+    def submit[T](pool: ThreadPoolExecutor, fn: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
+        if threading.get_ident() != this_thread:
+            return before(pool, fn, *args, **kwargs)
+        future: Future[T] = Future()
+        future.set_result(fn(*args, **kwargs))  # an error ends the trace here, not where the result is read
+        return future
+
+    ThreadPoolExecutor.submit = submit  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -262,10 +267,7 @@ def _run_threads_inline() -> Iterator[None]:
 
 def encode_traces(traces: Sequence[EngineTrace]) -> bytes:
     """Encode the traces of an engine's ranks, which load the same tensors, as compressed JSON."""
-    tensors: dict[str, TensorSpec] = {}
-    for trace in traces:  # a tensor's dtype is that of a rank that holds some of it
-        held = {piece.tensor for piece in trace.layout.pieces}
-        tensors |= {n: spec for n, spec in trace.layout.tensors.items() if n in held or n not in tensors}
+    tensors = merge_specs(trace.layout for trace in traces)
     names = Names(tensors)
     ranks = []
     for trace in traces:
