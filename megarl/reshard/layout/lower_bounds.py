@@ -110,6 +110,7 @@ class NeedIndex:
             for layout, (tensor, boxes) in zip(layouts, needed, strict=True)
         }
         self._held: dict[tuple[int, ...], dict[int, list[tuple[int, tuple[Box, ...]]]]] = {}
+        self._unions: dict[tuple[int, ...], tuple[dict[int, tuple[Box, ...]], MissingBytes]] = {}
         self._missing: dict[tuple[tuple[int, ...], tuple[int, ...]], MissingBytes] = {}
 
     def missing(self, held: Layouts, needed: Layouts) -> MissingBytes:
@@ -125,34 +126,39 @@ class NeedIndex:
         key = tuple(sorted(map(id, held)))
         if key not in self._held:
             self._held[key] = self._read_held(held)
-        elements = boxes = 0
-        union, uneven = self._merge_needs(needed)
-        for kind, needed_boxes in union.items():
-            size, num_left = self._size[kind], self._count[kind]
-            for count, parts in (*self._held[key].get(kind, ()), (None, ())):
-                num_tensors = num_left if count is None else count
-                num_left -= num_tensors
-                lacks = _missing_elements(needed_boxes, parts) if num_tensors else (0, 0)
-                elements += num_tensors * size * lacks[0]
-                boxes += num_tensors * size * lacks[1]
-        return MissingBytes(elements, boxes, uneven)
+        union, all_needed = self._merge_needs(needed)
+        elements, boxes = all_needed.elements, all_needed.boxes
+        for kind, of_kind in self._held[key].items():
+            if kind in union:
+                needs = _missing_elements(union[kind], ())
+                for num_tensors, parts in of_kind:
+                    lacks = _missing_elements(union[kind], parts)
+                    elements -= num_tensors * self._size[kind] * (needs[0] - lacks[0])
+                    boxes -= num_tensors * self._size[kind] * (needs[1] - lacks[1])
+        return MissingBytes(elements, boxes, all_needed.uneven)
 
-    def _merge_needs(self, needed: Layouts) -> tuple[dict[int, tuple[Box, ...]], bool]:
-        """Return, by kind, the union of the needed boxes, and whether layouts have one of them unequally often.
+    def _merge_needs(self, needed: Layouts) -> tuple[dict[int, tuple[Box, ...]], MissingBytes]:
+        """Return, by kind, the union of the needed boxes, and what is missing if none of it is held.
 
         The union has a box as often as the layout that has it most often.
         """
-        if len(needed) == 1:
-            return self._needed[id(needed[0])], False
-        union: dict[int, Counter[Box]] = {}
-        uneven = False
-        for layout in needed:
-            for kind, boxes in self._needed[id(layout)].items():
-                counts = Counter(boxes)
-                before = union.setdefault(kind, Counter())
-                uneven = uneven or any(before[box] not in (0, count) for box, count in counts.items())
-                union[kind] = before | counts
-        return {kind: tuple(boxes.elements()) for kind, boxes in union.items()}, uneven
+        key = tuple(sorted(map(id, needed)))
+        if key not in self._unions:
+            counts: dict[int, Counter[Box]] = {}
+            uneven = False
+            for layout in needed:
+                for kind, boxes in self._needed[id(layout)].items():
+                    own, before = Counter(boxes), counts.setdefault(kind, Counter())
+                    uneven = uneven or any(before[box] not in (0, count) for box, count in own.items())
+                    counts[kind] = before | own
+            union = {kind: tuple(boxes.elements()) for kind, boxes in counts.items()}
+            elements = in_boxes = 0
+            for kind, of_kind in union.items():
+                each, each_in_boxes = _missing_elements(of_kind, ())
+                elements += self._count[kind] * self._size[kind] * each
+                in_boxes += self._count[kind] * self._size[kind] * each_in_boxes
+            self._unions[key] = union, MissingBytes(elements, in_boxes, uneven)
+        return self._unions[key]
 
     def _read_held(self, held: Layouts) -> dict[int, list[tuple[int, tuple[Box, ...]]]]:
         """Return, by kind, (number of tensors, held boxes) for tensors of which any box is held."""
