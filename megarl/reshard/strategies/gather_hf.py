@@ -391,6 +391,7 @@ class GatherHf:
 
     def close(self) -> None:
         """Free the buffers and process groups."""
+        self._transport.close()
         self._memory.close()
         for group in self._groups:
             destroy_group(group)

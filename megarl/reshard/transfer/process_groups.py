@@ -110,10 +110,11 @@ def raise_on_all_ranks() -> Iterator[None]:
         yield
     except WeightSyncError as e:
         error = e
-    messages = all_gather_bytes(str(error or "").encode())
-    failed = [rank for rank, message in enumerate(messages) if message]
-    if failed:
-        raise WeightSyncError(f"rank {failed[-1]}: {messages[failed[-1]].decode()}") from error
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, None if error is None else str(error))
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise WeightSyncError(f"rank {rank}: {message}") from error
 
 
 def destroy_group(group: dist.ProcessGroup | None) -> None:

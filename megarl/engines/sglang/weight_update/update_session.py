@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 class WeightSession:
     """State machine of an engine's weight updates; knows which weights the engine holds.
 
-    Methods raise WorkerError if the engine has ended, and WeightSyncError if a TP rank refused, failed or did not
-    answer in time, or if there is no open update where one is needed. An open update is closed then.
+    Methods raise WorkerError if the engine has ended, and WeightSyncError if there is no open update where one is
+    needed, or if a TP rank refused, failed or did not answer in time, which closes an open update.
     """
 
     def __init__(self, host: EngineHost, requests: RequestRunner) -> None:
