@@ -51,7 +51,7 @@ TIMEOUT_SECONDS = 60.0
 """Timeout of a sync in NCCL's order, in which a plan may deadlock."""
 
 
-SLOWED_TIMEOUT_SECONDS = 3600.0
+LONG_TIMEOUT_SECONDS = 3600.0
 """Timeout of a sync over slowed links."""
 
 
@@ -135,13 +135,14 @@ class MegarlContender:
         context, bucket_bytes = sync_context(self.arrangement, scenario, self._rank), scenario.bucket_bytes
         if self.arrangement.strategy == "gather_hf":
             make_memory = PrivateBuffer if self.hand_over == "direct" else make_buffer
-            return GatherHf(context, bucket_bytes, TIMEOUT_SECONDS, make_memory)
+            return GatherHf(context, bucket_bytes, LONG_TIMEOUT_SECONDS, make_memory)
         if links is not None:
-            return BoxStrategy(context, bucket_bytes, SLOWED_TIMEOUT_SECONDS, partial(SlowedTransport, links))
-        make = NcclOrderTransport if transport == "nccl-order" else None
+            return BoxStrategy(context, bucket_bytes, LONG_TIMEOUT_SECONDS, partial(SlowedTransport, links))
+        is_ordered = transport == "nccl-order"
+        timeout, make = (TIMEOUT_SECONDS, NcclOrderTransport) if is_ordered else (LONG_TIMEOUT_SECONDS, None)
         if full_gather is not None:
-            return FullGatherStrategy(full_gather, self._rank, timeout_seconds=TIMEOUT_SECONDS, make_transport=make)
-        return BoxStrategy(context, bucket_bytes, TIMEOUT_SECONDS, make)
+            return FullGatherStrategy(full_gather, self._rank, timeout_seconds=timeout, make_transport=make)
+        return BoxStrategy(context, bucket_bytes, timeout, make)
 
     def fill(self, sync: int) -> None:
         """Fill the source with the weights of sync `sync`, and the destination with NaN if it is sent all of them."""

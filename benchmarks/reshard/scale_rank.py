@@ -59,7 +59,6 @@ class RankCost:
     """Ranks on other machines that this rank sends to or receives from."""
 
 
-@dataclass
 class _NoTransport(Transport):
     """A transport whose messages have arrived as soon as they are started."""
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from benchmarks.reshard.contender import SLOWED_TIMEOUT_SECONDS
+from benchmarks.reshard.contender import LONG_TIMEOUT_SECONDS
 from benchmarks.reshard.content import Shard
 from benchmarks.reshard.slowed_links import SlowedLinks, SlowedTransport
 from benchmarks.text_table import markdown_rows
@@ -209,7 +209,7 @@ class Twin:
             shard.fill(0)
         for shard in self._served.values():
             shard.fill_nan()
-        self._store, self._barrier = HashStore(), threading.Barrier(len(sources), timeout=SLOWED_TIMEOUT_SECONDS)
+        self._store, self._barrier = HashStore(), threading.Barrier(len(sources), timeout=LONG_TIMEOUT_SECONDS)
 
     def run(self) -> Measured:
         """Run the sync, and compare every byte."""
@@ -227,12 +227,12 @@ class Twin:
 
     def _run_rank(self, rank: int) -> tuple[float, float, float, float]:
         """Return start, CPU time of the process at the start, end and CPU time at the end of the sync."""
-        never = timedelta(seconds=SLOWED_TIMEOUT_SECONDS)
+        never = timedelta(seconds=LONG_TIMEOUT_SECONDS)
         group = dist.ProcessGroupGloo(self._store, rank, len(self._plans), never)
         plan, served = self._plans[rank], self._served.get(rank)
         with (
             closing(SlowedLinks(self._file, self._topology, self._rates)) as links,
-            closing(SlowedTransport(links, group, SLOWED_TIMEOUT_SECONDS)) as transport,
+            closing(SlowedTransport(links, group, LONG_TIMEOUT_SECONDS)) as transport,
         ):
             transport.connect()
             executor = BoxExecutor(rank, plan.rounds, plan.buffer_sizes, transport=transport)
