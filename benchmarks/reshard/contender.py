@@ -50,9 +50,8 @@ ONE_TENSOR_BYTES = 1
 TIMEOUT_SECONDS = 60.0
 """Timeout of a sync in NCCL's order, in which a plan may deadlock."""
 
-
 LONG_TIMEOUT_SECONDS = 3600.0
-"""Timeout of a sync over slowed links."""
+"""Timeout of any other sync: its model may be large, and its links slowed."""
 
 
 class Contender(Protocol):

@@ -101,9 +101,9 @@ class Bucket[Slot]:
 
 
 type WeightBucket = Bucket[TensorSlot]
-"""Full tensors."""
+"""A bucket of full tensors."""
 type BoxBucket = Bucket[BoxSlot]
-"""Boxes for one TP rank of an engine."""
+"""A bucket of boxes for one TP rank of an engine."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
