@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -41,13 +42,13 @@ class TensorSpec:
         return tuple((0, n) for n in self.shape)
 
 
-class Digested:
+class Digested(ABC):
     """An object that is equal to those of its class with an equal digest."""
 
     @property
+    @abstractmethod
     def digest(self) -> bytes:
         """A digest that is equal in all processes for equal objects."""
-        raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, type(self)):
