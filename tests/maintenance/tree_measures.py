@@ -27,7 +27,7 @@ LIMITS = {
 }
 """Places found at most, by measure."""
 
-SIZE_LIMITS = {"Python files of megarl": 383, "lines of the weight sync": 11_937}
+SIZE_LIMITS = {"Python files of megarl": 383, "lines of the weight sync": 11_934}
 """Figures of the tree without places."""
 
 WEIGHT_SYNC = (

@@ -117,48 +117,44 @@ class NeedIndex:
         """Count what is in `needed`, layouts that the index was built from, and in none of `held`."""
         held, needed = _distinct(held), _distinct(needed)
         key = tuple(sorted(map(id, held))), tuple(sorted(map(id, needed)))
-        if key not in self._missing:
+        if key in self._missing:
+            return self._missing[key]
+        of_held, of_needed = key
+        if of_held not in self._held:
             self._known += held
-            self._missing[key] = self._compare(held, needed)
-        return self._missing[key]
-
-    def _compare(self, held: Layouts, needed: Layouts) -> MissingBytes:
-        key = tuple(sorted(map(id, held)))
-        if key not in self._held:
-            self._held[key] = self._read_held(held)
-        union, all_needed = self._merge_needs(needed)
+            self._held[of_held] = self._read_held(held)
+        if of_needed not in self._unions:
+            self._unions[of_needed] = self._merge_needs(needed)
+        union, all_needed = self._unions[of_needed]
         elements, boxes = all_needed.elements, all_needed.boxes
-        for kind, of_kind in self._held[key].items():
-            if kind in union:
-                needs = _missing_elements(union[kind], ())
-                for num_tensors, parts in of_kind:
-                    lacks = _missing_elements(union[kind], parts)
-                    elements -= num_tensors * self._size[kind] * (needs[0] - lacks[0])
-                    boxes -= num_tensors * self._size[kind] * (needs[1] - lacks[1])
-        return MissingBytes(elements, boxes, all_needed.uneven)
+        for kind in self._held[of_held].keys() & union.keys():
+            needs = _missing_elements(union[kind], ())
+            for num_tensors, parts in self._held[of_held][kind]:
+                lacks = _missing_elements(union[kind], parts)
+                elements -= num_tensors * self._size[kind] * (needs[0] - lacks[0])
+                boxes -= num_tensors * self._size[kind] * (needs[1] - lacks[1])
+        self._missing[key] = MissingBytes(elements, boxes, all_needed.uneven)
+        return self._missing[key]
 
     def _merge_needs(self, needed: Layouts) -> tuple[dict[int, tuple[Box, ...]], MissingBytes]:
         """Return, by kind, the union of the needed boxes, and what is missing if none of it is held.
 
         The union has a box as often as the layout that has it most often.
         """
-        key = tuple(sorted(map(id, needed)))
-        if key not in self._unions:
-            counts: dict[int, Counter[Box]] = {}
-            uneven = False
-            for layout in needed:
-                for kind, boxes in self._needed[id(layout)].items():
-                    own, before = Counter(boxes), counts.setdefault(kind, Counter())
-                    uneven = uneven or any(before[box] not in (0, count) for box, count in own.items())
-                    counts[kind] = before | own
-            union = {kind: tuple(boxes.elements()) for kind, boxes in counts.items()}
-            elements = in_boxes = 0
-            for kind, of_kind in union.items():
-                each, each_in_boxes = _missing_elements(of_kind, ())
-                elements += self._count[kind] * self._size[kind] * each
-                in_boxes += self._count[kind] * self._size[kind] * each_in_boxes
-            self._unions[key] = union, MissingBytes(elements, in_boxes, uneven)
-        return self._unions[key]
+        counts: dict[int, Counter[Box]] = {}
+        uneven = False
+        for layout in needed:
+            for kind, boxes in self._needed[id(layout)].items():
+                own, before = Counter(boxes), counts.setdefault(kind, Counter())
+                uneven = uneven or any(before[box] not in (0, count) for box, count in own.items())
+                counts[kind] = before | own
+        union = {kind: tuple(boxes.elements()) for kind, boxes in counts.items()}
+        elements = in_boxes = 0
+        for kind, of_kind in union.items():
+            each, each_in_boxes = _missing_elements(of_kind, ())
+            elements += self._count[kind] * self._size[kind] * each
+            in_boxes += self._count[kind] * self._size[kind] * each_in_boxes
+        return union, MissingBytes(elements, in_boxes, uneven)
 
     def _read_held(self, held: Layouts) -> dict[int, list[tuple[int, tuple[Box, ...]]]]:
         """Return, by kind, (number of tensors, held boxes) for tensors of which any box is held."""
