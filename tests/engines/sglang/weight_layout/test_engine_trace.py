@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import random
+import threading
 import zlib
 
 import pytest
@@ -119,6 +120,23 @@ def test_loaders_with_thread_pools_are_traced():
             list(pool.map(lambda t: model.w.data.copy_(t[1]), weights))
 
     assert pieces(trace_loader((4, 6), write)) == {("b", ((0, 4), (0, 6)), ((0, 4), (0, 6)))}
+
+
+def test_thread_pools_of_other_threads_are_left_alone():
+    threads = []
+
+    def use_a_pool():
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            threads.extend([threading.get_ident(), pool.submit(threading.get_ident).result()])
+
+    def write(model, weights):
+        copy_all(model, weights)
+        other = threading.Thread(target=use_a_pool)
+        other.start()
+        other.join()
+
+    trace_loader((4, 6), write)
+    assert len(set(threads)) == 2
 
 
 @pytest.mark.parametrize(
